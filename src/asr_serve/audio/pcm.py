@@ -1,0 +1,68 @@
+"""Samples of any numeric type and channel count to mono float32 in -1..1."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from asr_serve.errors import AudioError, UnsupportedAudio
+
+MAX_LEVEL = 8.0
+"""Floats a little over full scale are honest (mixing, lossy codecs) and get clipped at the door; floats
+far over it are integers in disguise, and clipping those would leave square waves."""
+
+# dtype kind and bytes -> (value that means silence, value that means full scale)
+_SCALES: dict[tuple[str, int], tuple[float, float]] = {
+    ("u", 1): (128.0, 128.0),
+    ("i", 2): (0.0, 32_768.0),
+    ("i", 4): (0.0, 2.0**31),
+    ("f", 4): (0.0, 1.0),
+    ("f", 8): (0.0, 1.0),
+}
+
+
+def to_mono(planes: np.ndarray, bad: type[AudioError] = UnsupportedAudio) -> np.ndarray:
+    """Mean over channels, scaled to full scale 1.
+
+    In      planes (channels, n) or (n,): uint8 around 128, int16, int32, float32 or float64
+    Out     (n,) float32, contiguous; a contiguous float32 mono input comes back as itself, not a copy
+    Raises  `bad` for samples that are NaN, infinite or beyond +-MAX_LEVEL; UnsupportedAudio for another
+            type or no channel
+    """
+    dtype = planes.dtype
+    if (dtype.kind, dtype.itemsize) not in _SCALES:
+        raise UnsupportedAudio(
+            f"samples of type {dtype} came",
+            "uint8, int16, int32, float32 and float64 are allowed",
+            "convert the samples first",
+        )
+    if planes.ndim == 2:
+        if not planes.shape[0]:
+            raise UnsupportedAudio("audio with 0 channels came", "at least one is needed", "check the shape")
+        if planes.shape[0] == 1:
+            planes = planes[0]
+    zero, full = _SCALES[dtype.kind, dtype.itemsize]
+    with np.errstate(over="ignore", invalid="ignore"):
+        mono: np.ndarray = np.ascontiguousarray(planes, dtype=np.float32)
+        if mono.ndim == 2:
+            mono = mono.mean(axis=0, dtype=np.float32)
+    if zero:
+        mono = (mono - np.float32(zero)) / np.float32(full)
+    elif full != 1.0:
+        mono = mono * np.float32(1.0 / full)
+    if dtype.kind == "f" and len(mono):
+        # Written so that NaN, which fails every comparison, is caught too.
+        low, high = float(mono.min()), float(mono.max())
+        if not (low >= -MAX_LEVEL and high <= MAX_LEVEL):
+            raise bad(
+                f"float samples from {low:g} to {high:g} came",
+                f"full scale is -1 to 1, anything finite within {MAX_LEVEL:g} is clipped to it",
+                "drop NaN and infinite values; divide samples that were 16-bit integers by 32768",
+            )
+    return mono
+
+
+def clipped(chunk: np.ndarray) -> np.ndarray:
+    """`chunk` itself where it lies in -1..1, else a copy that does."""
+    if len(chunk) and (chunk.max() > 1.0 or chunk.min() < -1.0):
+        chunk = np.clip(chunk, -1.0, 1.0)
+    return chunk

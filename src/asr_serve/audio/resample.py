@@ -1,0 +1,67 @@
+"""Streaming resampling to 16 kHz that loses no sample of clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import soxr
+
+from asr_serve.errors import UnsupportedAudio
+from asr_serve.units import RATE_HZ, resampled_samples
+
+MIN_RATE_HZ = 1_000
+MAX_RATE_HZ = 768_000
+
+
+def expect_rate(rate_hz: int) -> None:
+    """Raises UnsupportedAudio for a rate outside MIN_RATE_HZ..MAX_RATE_HZ."""
+    if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
+        raise UnsupportedAudio(
+            f"a sample rate of {rate_hz} Hz came",
+            f"rates from {MIN_RATE_HZ} to {MAX_RATE_HZ} Hz are allowed",
+            "check the rate, or resample the audio first",
+        )
+
+
+class Resampler:
+    """One mono stream at `rate_hz` to 16 kHz, in pieces of any size.
+
+    In      chunk (n,) float32, any n
+    Out     (m,) float32; after `finish`, n samples in have become exactly ceil(n * 16000 / rate_hz) out,
+            and sample k of the output stands at k / 16000 s of the input (the filter's delay is taken out).
+            Any chunking gives the same samples, bit for bit.
+    State   `taken_samples` in at `rate_hz`, `given_samples` out at 16 kHz, and soxr's filter
+    Raises  UnsupportedAudio for a rate outside MIN_RATE_HZ..MAX_RATE_HZ
+    Source  soxr, quality HQ
+    """
+
+    def __init__(self, rate_hz: int) -> None:
+        expect_rate(rate_hz)
+        self.rate_hz = rate_hz
+        self.taken_samples = 0
+        self.given_samples = 0
+        self._soxr = None if rate_hz == RATE_HZ else soxr.ResampleStream(rate_hz, RATE_HZ, 1, quality="HQ")
+
+    def put(self, chunk: np.ndarray) -> np.ndarray:
+        """Take `chunk`; return what is ready, which may be nothing. At 16 kHz that is `chunk` itself."""
+        self.taken_samples += len(chunk)
+        if self._soxr is None:
+            self.given_samples += len(chunk)
+            return chunk
+        if not len(chunk):
+            return np.zeros(0, np.float32)
+        ready: np.ndarray = self._soxr.resample_chunk(np.ascontiguousarray(chunk, np.float32))
+        self.given_samples += len(ready)
+        return ready
+
+    def finish(self) -> np.ndarray:
+        """The rest. Nothing may be put afterwards."""
+        if self._soxr is None:
+            return np.zeros(0, np.float32)
+        # soxr rounds the length to nearest: silence behind the end lets the filter make the sample that
+        # rounding up asks for, and the surplus is cut.
+        silence = np.zeros(self.rate_hz // RATE_HZ + 2, np.float32)
+        wanted = resampled_samples(self.taken_samples, self.rate_hz) - self.given_samples
+        tail: np.ndarray = self._soxr.resample_chunk(silence, last=True)
+        assert 0 <= wanted <= len(tail), (self.rate_hz, self.taken_samples, self.given_samples, len(tail))
+        self.given_samples += wanted
+        return tail[:wanted]

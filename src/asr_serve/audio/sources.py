@@ -1,0 +1,201 @@
+"""Bytes from a path, memory or a stream behind one small reader, with the byte limit kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+from typing import BinaryIO, cast
+
+from asr_serve.errors import AudioTooLarge, EmptyAudio, SourceNotFound, UnsupportedAudio
+
+HEAD_BYTES = 65_536
+"""How much of the beginning is kept for `headers`."""
+
+SPOOL_MAX_BYTES = 4 * 1024**3
+"""The most that is put on disk for a stream that must be seeked in but cannot be."""
+
+
+class _Memory:
+    """A caller's buffer as a raw file, without copying it as a whole."""
+
+    def __init__(self, buffer: bytes | bytearray | memoryview) -> None:
+        view = memoryview(buffer)
+        self._view = view.cast("B") if view.contiguous else memoryview(bytes(view))
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int) -> bytes:
+        piece = bytes(self._view[self._at : self._at + size])
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, len(self._view))[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        self._view.release()
+
+
+class ByteSource:
+    """One input's bytes, with just the methods PyAV looks for.
+
+    A stream is read from where it stands, and stays open when we are done; a path's file is ours to close.
+
+    Raises  SourceNotFound, EmptyAudio, AudioTooLarge, UnsupportedAudio (not a binary stream); at open, or
+            from `read` for what shows only then
+    """
+
+    def __init__(self, source: object, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self._owned = False
+        self._raw = self._open(source)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._begin()
+            undo.pop_all()
+
+    def _open(self, source: object) -> BinaryIO:
+        if isinstance(source, str | os.PathLike):
+            self._owned, self.label = True, f"the file {os.fsdecode(source)!r}"
+            return _open_path(source, self.label)
+        if isinstance(source, bytes | bytearray | memoryview):
+            self._owned, self.label = True, f"a buffer of {memoryview(source).nbytes} bytes"
+            return cast(BinaryIO, _Memory(source))
+        if callable(getattr(source, "read", None)):
+            self.label = "the stream"
+            return cast(BinaryIO, source)
+        raise UnsupportedAudio(
+            f"a {type(source).__name__} came as audio",
+            "a path, bytes, a binary stream, a numpy array or (array, rate_hz) is allowed",
+            "convert it to one of these",
+        )
+
+    def _begin(self) -> None:
+        self._can_seek = _seekable(self._raw)
+        self._base = self._raw.tell() if self._can_seek else 0
+        self.size_bytes: int | None = None
+        if self._can_seek:
+            self.size_bytes = max(0, self._raw.seek(0, os.SEEK_END) - self._base)
+            self._raw.seek(self._base)
+            self._expect_allowed(self.size_bytes)
+        self._at = 0
+        self.read_bytes = 0
+        self.ended = False
+        self.head = b""
+        while len(self.head) < HEAD_BYTES and (piece := self._read_raw(HEAD_BYTES - len(self.head))):
+            self.head += piece
+        if not self.head:
+            raise EmptyAudio(f"{self.label} holds 0 bytes", "audio needs some", "check how it was written")
+
+    def spool(self) -> None:
+        """Put a stream that cannot seek on disk, so that it can. Does nothing for one that can.
+
+        Raises  AudioTooLarge past the byte limit, or past SPOOL_MAX_BYTES where there is none
+        """
+        if self._can_seek:
+            return
+        if self.max_bytes is None:
+            self.max_bytes = SPOOL_MAX_BYTES
+        with ExitStack() as undo:
+            disk = undo.enter_context(tempfile.TemporaryFile(buffering=0))
+            disk.write(self.head)
+            while piece := self._read_raw(HEAD_BYTES):
+                disk.write(piece)
+            undo.pop_all()  # it outlives this call, as our source
+        self.size_bytes = self.read_bytes
+        self.close()
+        self._raw, self._owned, self._can_seek, self._base = cast(BinaryIO, disk), True, True, 0
+        self.seek(0)
+
+    def seekable(self) -> bool:
+        return self._can_seek
+
+    def read(self, size: int) -> bytes:
+        if self._at < len(self.head):
+            piece = self.head[self._at : self._at + size]
+            self._at += len(piece)
+            if self._can_seek:
+                self._raw.seek(self._base + self._at)
+            return piece
+        piece = self._read_raw(size)
+        self._at += len(piece)
+        return piece
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert self.size_bytes is not None, "only offered to PyAV where seekable() says so"
+        self._at = max(0, offset + (0, self._at, self.size_bytes)[whence])
+        self._raw.seek(self._base + self._at)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        if self._owned:
+            self._raw.close()
+
+    def _read_raw(self, size: int) -> bytes:
+        try:
+            piece: object = self._raw.read(min(size, self._left_bytes()))
+        except OSError as error:
+            raise SourceNotFound(f"{self.label} stopped being readable: {error}") from error
+        if not isinstance(piece, bytes | bytearray | memoryview):
+            kind = "text" if isinstance(piece, str) else type(piece).__name__
+            raise UnsupportedAudio(
+                f"{self.label} gave {kind}",
+                "a blocking stream of bytes is allowed",
+                "open it in binary mode (for standard input: sys.stdin.buffer)",
+            )
+        self.ended = self.ended or not piece
+        self.read_bytes += len(piece)
+        if not self._can_seek:
+            self._expect_allowed(self.read_bytes)
+        return bytes(piece)
+
+    def _left_bytes(self) -> int:
+        """What may still be read of a stream, and one byte more, to see that it is too large."""
+        if self._can_seek or self.max_bytes is None:
+            return sys.maxsize
+        return self.max_bytes - self.read_bytes + 1
+
+    def _expect_allowed(self, size_bytes: int) -> None:
+        if self.max_bytes is not None and size_bytes > self.max_bytes:
+            raise AudioTooLarge(
+                f"{self.label} holds {size_bytes} bytes or more",
+                f"at most {self.max_bytes} are allowed",
+                "send less, compress it (flac, opus), or raise max_bytes",
+            )
+
+
+def _seekable(raw: BinaryIO) -> bool:
+    if not (hasattr(raw, "seek") and hasattr(raw, "tell")):
+        return False
+    answer = getattr(raw, "seekable", None)
+    return bool(answer()) if callable(answer) else True
+
+
+def _open_path(path: str | os.PathLike[str], label: str) -> BinaryIO:
+    # The file is opened here and never by ffmpeg, for which "http://..." and "concat:..." are no file names.
+    todo = (
+        "check the path" if "://" not in os.fsdecode(path) else "fetch it first: nothing is downloaded here"
+    )
+    try:
+        return cast(BinaryIO, open(path, "rb", buffering=0))
+    except FileNotFoundError:
+        raise SourceNotFound(f"{label} does not exist", "a readable file is needed", todo) from None
+    except IsADirectoryError:
+        raise SourceNotFound(f"{label} is a folder", "a file is needed", "name a file in it") from None
+    except PermissionError:
+        raise SourceNotFound(f"{label} may not be read", "a readable file is needed", todo) from None
+    except (OSError, ValueError) as error:
+        raise SourceNotFound(
+            f"{label} cannot be opened: {error}", "a readable file is needed", todo
+        ) from error

@@ -1,0 +1,60 @@
+"""The command line. One file per command; torch is loaded only inside the commands that need it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from asr_serve.cli import doctor, models, transcribe
+from asr_serve.cli.exits import INTERRUPTED
+
+app = typer.Typer(
+    name="asr-serve",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"asr-serve {version('asr-serve')}")
+        except PackageNotFoundError:
+            print("asr-serve (run from its source, not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Speech to text on your own machine.
+
+    \b
+      asr-serve transcribe talk.mp3              print what was said
+      asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
+      asr-serve models list                      which models there are
+      asr-serve doctor                           this machine, what is missing
+    """
+
+
+app.command("transcribe", no_args_is_help=True)(transcribe.transcribe)
+app.add_typer(models.app, name="models")
+app.command("doctor")(doctor.doctor)
+
+
+def main() -> None:
+    """The `asr-serve` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

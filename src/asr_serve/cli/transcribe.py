@@ -1,0 +1,225 @@
+"""`asr-serve transcribe`: files, folders, lists or standard input to text, JSON or subtitles."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import msgspec
+import typer
+
+from asr_serve.cli.exits import FAILED, guarded, say
+from asr_serve.errors import AsrServeError, OptionError
+
+if TYPE_CHECKING:
+    from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
+
+    from asr_serve.audio.manifest import Item
+    from asr_serve.cli.outputs import Sink
+    from asr_serve.cli.progress import Bar
+
+
+class Transcriber(Protocol):
+    """What this command needs of a model; `asr_serve.load` returns one."""
+
+    def events(
+        self, items: Iterable[Item], options: TranscribeOptions
+    ) -> Generator[SegmentDone | FileDone | FileFailed | Progress, None, None]: ...
+
+
+class Outcome(msgspec.Struct):
+    """What became of the inputs."""
+
+    done: int = 0
+    failed: list[tuple[str, AsrServeError]] = []
+
+
+def run(
+    model: Transcriber,
+    items: Sequence[Item],
+    options: TranscribeOptions,
+    sink: Sink,
+    bar: Bar,
+    *,
+    verbose: bool = False,
+) -> Outcome:
+    """Transcribe the items into the sink. One that fails is noted and the others go on.
+
+    However it ends (ctrl-C, a sink that breaks), the work not yet done is cancelled.
+    """
+    from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone
+
+    outcome = Outcome()
+    with contextlib.closing(model.events(items, options)) as events:
+        for event in events:
+            match event:
+                case SegmentDone():
+                    with bar.paused():
+                        sink.segment(items[event.index], event.segment)
+                case FileDone():
+                    with bar.paused(stderr=verbose):
+                        written = sink.done(items[event.index], event.transcript)
+                        if verbose and written is not None:
+                            say(f"{event.key} -> {written}")
+                    outcome.done += 1
+                case FileFailed():
+                    outcome.failed.append((event.key, event.error))
+                case Progress():
+                    bar.update(event.audio_samples, event.total_samples)
+    return outcome
+
+
+@guarded
+def transcribe(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATHS...",
+            help="Audio or video files, folders, quoted globs, lists (.scp, .jsonl, .txt), or - for stdin.",
+            show_default=False,
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Which model; see: asr-serve models list")
+    ] = "moonshine-tiny-en",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own."),
+    ] = None,
+    language: Annotated[str | None, typer.Option("--language", "-l", help="Language code, like en.")] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar="FORMAT",
+            help="text, json, verbose_json (OpenAI's), srt, vtt or jsonl (a line for each input). "
+            "Default: told by the suffix of --output, else text.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR|FILE",
+            help="A folder, for a file per input; or a file, for one input or jsonl. Default: stdout.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip inputs whose result is there.")] = False,
+    silence_schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MS:MS,...",
+            help="How long a pause ends a segment: 5000:1500,20000:800,inf:300 asks for 1.5 s while a "
+            "segment is up to 5 s long, 0.8 s up to 20 s, then 0.3 s.",
+        ),
+    ] = None,
+    max_segment_ms: Annotated[
+        int | None, typer.Option(min=1, help="Longest segment; longer speech is cut. Default: the model's.")
+    ] = None,
+    no_vad: Annotated[bool, typer.Option("--no-vad", help="Transcribe silence too.")] = False,
+    max_duration_s: Annotated[
+        float | None, typer.Option(help="Refuse inputs longer than this many seconds.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what runs where.")] = False,
+) -> int:
+    """Turn speech into text. Results go to stdout or --output, everything else to stderr.
+
+    A file that fails is reported at the end while the others finish.
+
+    \b
+    Exit code  0 all done, 1 something failed, 2 wrong usage,
+               130 ctrl-C: finished results stay, --resume goes on
+
+    \b
+    Examples
+      asr-serve transcribe talk.mp3
+      asr-serve transcribe film.mkv --output film.srt
+      asr-serve transcribe calls/ --format srt --output out/ --resume
+      asr-serve transcribe 'calls/**/*.flac' --silence-schedule inf:500
+      asr-serve transcribe wav.scp --output results.jsonl
+      ffmpeg -i rtsp://camera -f wav - | asr-serve transcribe -
+    """
+    from asr_serve.audio import manifest
+    from asr_serve.cli import outputs
+    from asr_serve.cli.progress import Bar, Meter
+    from asr_serve.vad.schedule import SilenceSchedule
+
+    form = choose_format(form, output)
+    if "-" in paths and sys.stdin is not None and sys.stdin.isatty():
+        raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "name a file instead")
+    if max_duration_s is not None and not max_duration_s > 0:
+        raise OptionError(f"--max-duration-s {max_duration_s}", "more than 0 seconds")
+    schedule = None if silence_schedule is None else SilenceSchedule.from_text(silence_schedule)
+    items = list(manifest.expand(paths))  # all of them, so that a malformed list stops us before any work
+    if not items:
+        raise OptionError(f"{', '.join(paths)} lists no audio", "at least one input")
+    lists = [Path(path) for path in paths if Path(path).suffix.lower() in manifest.LIST_SUFFIXES]
+    sink = outputs.choose(form, output, items, lists=lists, resume=resume)
+    left = [item for item in items if not sink.finished(item)]
+    skipped = len(items) - len(left)
+    if not left:
+        if not quiet:
+            say(f"nothing to do: all {skipped} results are there")
+        return 0
+
+    meter = Meter()
+    with Bar(meter, shown=not quiet) as bar:
+        from asr_serve.pipelines.transcribe import TranscribeOptions
+
+        import asr_serve
+        from asr_serve.audio.io import AudioLimits
+
+        options = TranscribeOptions(
+            language=language,
+            vad=not no_vad,
+            silence_schedule=schedule,
+            max_segment_ms=max_segment_ms,
+            limits=AudioLimits(max_duration_s=max_duration_s),
+        )
+        with asr_serve.load(model, device=device, dtype=dtype, weights=weights) as loaded:
+            if verbose:
+                with bar.paused(stderr=True):
+                    say("\n".join(f"{name}: {value}" for name, value in loaded.describe().items()))
+            sink.begin()
+            meter.start()
+            bar.update(0, None)
+            outcome = run(loaded, left, options, sink, bar, verbose=verbose)
+            speed = meter.describe_done()
+    if not quiet:
+        say(summary(outcome, skipped, speed, output))
+    for key, error in outcome.failed:
+        say(f"failed: {key}: {error}")
+    return FAILED if outcome.failed else 0
+
+
+def choose_format(form: str | None, output: str | None) -> str:
+    """--format, or what the suffix of --output says, or text. Raises OptionError with the nearest name."""
+    from asr_serve.config import unknown
+    from asr_serve.text.subtitles import FORMATS, SUFFIXES
+
+    if form is None:
+        told = {suffix: name for name, suffix in reversed(SUFFIXES.items())}
+        return told.get(Path(output).suffix.lower(), "text") if output else "text"
+    if form not in FORMATS:
+        raise unknown("--format", form, list(FORMATS))
+    return form
+
+
+def summary(outcome: Outcome, skipped: int, speed: str, output: str | None) -> str:
+    """`3 done, 1 failed, 2 already there; 63.0 s of audio in 2.1 s, 30.0 x real time -> out/`."""
+    counts = [f"{outcome.done} done"]
+    if outcome.failed:
+        counts.append(f"{len(outcome.failed)} failed")
+    if skipped:
+        counts.append(f"{skipped} already there")
+    return f"{', '.join(counts)}; {speed}{f' -> {output}' if output else ''}"

@@ -1,0 +1,51 @@
+"""What a device offers the models and the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """y = act(x W^T + b) (+ add). Weights are laid out for the device once, when it is made."""
+
+    def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
+        """x (..., in) -> (..., out). `gelu` is the exact one; `add` (..., out) is summed in after."""
+
+
+class Device(Protocol):
+    """Implementations: devices/cpu.py, devices/cuda.py."""
+
+    name: str
+    torch_device: torch.device
+    dtype: torch.dtype
+    threads: int
+    kernels: ModuleType
+    """rope softmax store append attend pick: `asr_serve.native` or its twins."""
+
+    @property
+    def dtype_name(self) -> str:
+        """fp32 or bf16."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+        """A Linear of `weight` (out, in), `bias` (out,), in the device's dtype unless told."""
+
+    def attention(self, qkv: Tensor, lengths: Tensor) -> Tensor:
+        """Full self-attention of qkv (rows, frames, 3, heads, head_dim) over the first `lengths` (rows,)
+        frames; out (rows, frames, heads * head_dim). Frames past a row's length hold anything."""
+
+    def rows(self, live: int) -> int:
+        """How many rows a decoding step of `live` rows runs with: more where shapes must repeat."""
+
+    def width(self, used: int, limit: int) -> int:
+        """How many pages wide a step's block tables are, `used` at least."""
+
+    def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        """The same function, recorded per shape of its arguments where the device can replay it."""
+
+    def describe(self) -> dict[str, Any]:
+        """For `doctor` and logs."""

@@ -1,0 +1,97 @@
+"""A CUDA device: the same code, with decoding steps recorded as CUDA graphs, one per batch bucket."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.devices.cpu import PlainLinear
+from asr_serve.native import twins
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Rows a decoding step is padded to, so that a step's graph is recorded once and replayed."""
+
+
+class Recorded:
+    """A function of tensors with static shapes, recorded per shape; arguments are copied in, results lent
+    until the next call with the same shape."""
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self.function = function
+        self.graphs: dict[tuple[Any, ...], tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        key = tuple((a.shape, a.dtype) for a in arguments)
+        if key not in self.graphs:
+            self.graphs[key] = self._record(arguments)
+        graph, inputs, outputs = self.graphs[key]
+        for into, came in zip(inputs, arguments, strict=True):
+            into.copy_(came, non_blocking=True)
+        graph.replay()
+        return outputs
+
+    def _record(self, arguments: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        inputs = tuple(a.to("cuda", copy=True) for a in arguments)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # libraries allocate their workspaces outside the recording
+            for _ in range(2):
+                self.function(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = self.function(*inputs)
+        return graph, inputs, outputs
+
+
+class CudaDevice:
+    """See devices/base.py."""
+
+    def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None) -> None:
+        self.name = name
+        self.torch_device = torch.device(name)
+        torch.cuda.set_device(self.torch_device)
+        self.dtype = dtype or torch.bfloat16
+        self.threads = torch.get_num_threads()
+        self.kernels = twins
+
+    @property
+    def dtype_name(self) -> str:
+        return "bf16" if self.dtype == torch.bfloat16 else "fp32"
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> PlainLinear:
+        dtype = dtype or self.dtype
+        moved = None if bias is None else bias.to(self.torch_device, dtype)
+        return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), moved)
+
+    def attention(self, qkv: Tensor, lengths: Tensor) -> Tensor:
+        rows, frames, _, heads, head_dim = qkv.shape
+        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+        mask = (torch.arange(frames, device=qkv.device) < lengths[:, None])[:, None, None, :]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return out.transpose(1, 2).reshape(rows, frames, heads * head_dim)
+
+    def rows(self, live: int) -> int:
+        return BUCKETS[min(bisect.bisect_left(BUCKETS, live), len(BUCKETS) - 1)]
+
+    def width(self, used: int, limit: int) -> int:
+        return min(limit, 1 << (used - 1).bit_length())  # powers of two: few graphs, at most twice the reads
+
+    def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        return Recorded(function)
+
+    def describe(self) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return {
+            "device": self.name,
+            "gpu": properties.name,
+            "memory_mib": properties.total_memory >> 20,
+            "dtype": self.dtype_name,
+            "threads": self.threads,
+            "native": "not used: torch kernels",
+        }

@@ -1,0 +1,127 @@
+"""What the device does next. Pure: no tensors, no clock of its own.
+
+Every request has work that arrived (frames to encode, then tokens to decode) and work done; a plan closes the
+gap, nearest deadline first, and then fills the batch with requests of about that length. Decoding rows run at
+every step; the plan decides who is encoded, and so who joins them.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import msgspec
+
+from asr_serve.config import EngineConfig
+from asr_serve.types import Priority
+
+DEADLINE_MS: dict[Priority, int] = {"interactive": 500, "bulk": 60_000}
+"""How long after arrival a request should be encoded. Only the order of deadlines matters."""
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A request that is yet to be encoded."""
+
+    id: int
+    frames: int
+    pages: int
+    priority: Priority
+    arrived_ms: float
+
+    @property
+    def deadline_ms(self) -> float:
+        return self.arrived_ms + DEADLINE_MS[self.priority]
+
+
+class Planner:
+    """Waiting requests in, encode batches out."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._waiting: dict[int, Waiting] = {}
+        self._by_length: list[tuple[int, int]] = []  # (frames, id), sorted
+        self._by_deadline: dict[Priority, list[tuple[float, int]]] = {"interactive": [], "bulk": []}
+        self._served: dict[Priority, float] = {"interactive": 0.0, "bulk": 0.0}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Waiting) -> None:
+        if not self._by_deadline[request.priority]:
+            # A class that had nothing to do does not save up service for later.
+            self._served[request.priority] = max(self._served[request.priority], self._least_busy())
+        self._waiting[request.id] = request
+        bisect.insort(self._by_length, (request.frames, request.id))
+        bisect.insort(self._by_deadline[request.priority], (request.deadline_ms, request.id))
+
+    def remove(self, request_id: int) -> bool:
+        """Take a request back; False when it is not waiting here."""
+        request = self._waiting.pop(request_id, None)
+        if request is None:
+            return False
+        for order, key in (
+            (self._by_length, (request.frames, request.id)),
+            (self._by_deadline[request.priority], (request.deadline_ms, request.id)),
+        ):
+            del order[bisect.bisect_left(order, key)]  # type: ignore[arg-type]
+        return True
+
+    def plan(self, free_rows: int, free_pages: int) -> list[int]:
+        """Ids to encode now, in order of length; they are no longer waiting.
+
+        free_rows: decoding rows without a tenant; free_pages: pages without a holder. Empty when decoding
+        should go on alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
+        """
+        if not self._waiting or free_rows < 1 or not self._worth_it(free_rows):
+            return []
+        head = self._waiting[self._head()]
+        if head.pages > free_pages:
+            return []  # wait for it rather than let shorter ones pass it for ever
+        batch = self._fill(head, free_rows, free_pages)
+        for request in batch:
+            self._served[request.priority] += request.frames / self._share(request.priority)
+            self.remove(request.id)
+        return [request.id for request in sorted(batch, key=lambda r: (r.frames, r.id))]
+
+    def _worth_it(self, free_rows: int) -> bool:
+        rows = self.config.max_decode_rows
+        enough = free_rows >= min(len(self._waiting), max(1, rows // 4))
+        return enough or bool(self._by_deadline["interactive"])
+
+    def _head(self) -> int:
+        """Nearest deadline of the class that has had less than its share."""
+        waiting = [p for p, order in self._by_deadline.items() if order]
+        chosen = min(waiting, key=lambda p: (self._served[p], p != "interactive"))
+        return self._by_deadline[chosen][0][1]
+
+    def _fill(self, head: Waiting, free_rows: int, free_pages: int) -> list[Waiting]:
+        """`head` and its neighbours in length, while the batch stays dense and within every bound."""
+        batch, pages, frames, longest = [head], head.pages, head.frames, head.frames
+        at = bisect.bisect_left(self._by_length, (head.frames, head.id))
+        below, above = at - 1, at + 1
+        while len(batch) < free_rows and (below >= 0 or above < len(self._by_length)):
+            take_below = above >= len(self._by_length) or (
+                below >= 0 and head.frames - self._by_length[below][0] <= self._by_length[above][0] - head.frames
+            )
+            candidate = self._waiting[self._by_length[below if take_below else above][1]]
+            below, above = (below - 1, above) if take_below else (below, above + 1)
+            padded = (len(batch) + 1) * max(longest, candidate.frames)
+            dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
+            if padded > self.config.encode_frames or not dense:
+                if take_below:
+                    below = -1  # whoever is shorter still would pad more
+                else:
+                    above = len(self._by_length)
+                continue
+            if pages + candidate.pages > free_pages:
+                continue
+            batch.append(candidate)
+            pages, frames, longest = pages + candidate.pages, frames + candidate.frames, max(longest, candidate.frames)
+        return batch
+
+    def _share(self, priority: Priority) -> float:
+        share = self.config.interactive_share
+        return share if priority == "interactive" else 1 - share
+
+    def _least_busy(self) -> float:
+        busy = [self._served[p] for p, order in self._by_deadline.items() if order]
+        return min(busy, default=0.0)

@@ -1,0 +1,193 @@
+"""Batches in, tensors through the model, plain numbers out. Three runners, one per kind of work.
+
+`EncodeRunner` and `DecodeRunner` meet only in `EncoderResult`, so that they may live in different processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asr_serve.decoding.attention import Finish, Hypothesis
+from asr_serve.devices.base import Device
+from asr_serve.engine.pages import PagePool
+from asr_serve.engine.states import Slot, StateCacheManager
+from asr_serve.models.decoder import Paged
+from asr_serve.models.vad.silero import WINDOW_SAMPLES, Silero, SileroState
+from asr_serve.native import PAGE
+
+
+class EncoderResult(NamedTuple):
+    """All a decoder needs of one utterance: cross-attention keys and values, (frames, layers, 2, width)."""
+
+    cross: Tensor
+
+    @property
+    def frames(self) -> int:
+        return self.cross.shape[0]
+
+
+class VadRunner:
+    """Voice activity of many callers in one step."""
+
+    def __init__(self, model: Silero, rows: int) -> None:
+        self.model = model
+        self.states = StateCacheManager(tuple(model.state(rows)))
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[tuple[Slot, np.ndarray]]) -> list[np.ndarray]:
+        """Probabilities of each caller's windows; its state moves on."""
+        slots = [slot for slot, _ in batch]
+        counts = [len(pcm) // WINDOW_SAMPLES for _, pcm in batch]
+        padded = np.zeros((len(batch), max(counts) * WINDOW_SAMPLES), np.float32)
+        for row, (_, pcm) in enumerate(batch):
+            padded[row, : len(pcm)] = pcm
+        state = SileroState(*self.states.load(slots))
+        probabilities, state = self.model.step(torch.from_numpy(padded), state, torch.tensor(counts))
+        self.states.save(slots, tuple(state))
+        return [probabilities[row, :count].numpy() for row, count in enumerate(counts)]
+
+
+class EncodeRunner:
+    """Utterances to EncoderResults, in one padded batch."""
+
+    def __init__(self, model: Any, device: Device) -> None:
+        self.model, self.device = model, device
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[np.ndarray]) -> list[EncoderResult]:
+        lengths = [len(pcm) for pcm in batch]
+        padded = np.zeros((len(batch), max(lengths)), np.float32)
+        for row, pcm in enumerate(batch):
+            padded[row, : len(pcm)] = pcm
+        at = self.device.torch_device
+        hidden, frames = self.model.encode(torch.from_numpy(padded).to(at), torch.tensor(lengths, device=at))
+        cross = self.model.cross(hidden)
+        return [EncoderResult(cross[row, :count]) for row, count in enumerate(frames.tolist())]
+
+
+class Row:
+    """One decoding sequence: its pages and its hypothesis."""
+
+    def __init__(self, request_id: int, own: list[int], audio: list[int], hypothesis: Hypothesis) -> None:
+        self.request_id, self.own, self.audio, self.hypothesis = request_id, own, audio, hypothesis
+        self.finish: Finish | None = None
+        self.generator = torch.Generator().manual_seed(hypothesis.options.seed)
+
+
+class DecodeRunner:
+    """Up to `max_rows` sequences, one token each per step; they join and leave between any two steps.
+
+    Rows are kept dense: the last one moves into the gap of one that leaves.
+    """
+
+    def __init__(self, model: Any, device: Device, max_rows: int, kv_bytes: int, longest_frames: int) -> None:
+        self.model, self.device = model, device
+        self.max_rows = max_rows
+        at = device.torch_device
+        shape = (model.layers, 2, model.heads, model.head_dim * PAGE)
+        page_bytes = int(np.prod(shape)) * device.dtype.itemsize
+        own_width, audio_width = self.own_pages(model.max_tokens), -(-longest_frames // PAGE)
+        # At least one sequence of the greatest length, and the scratch page.
+        pages = max(kv_bytes // page_bytes, 1 + own_width + audio_width)
+        self.pages = PagePool(pages)
+        self.pool = torch.empty(pages, *shape, dtype=device.dtype, device=at)
+        self.pool[0].zero_()
+        rows = device.rows(max_rows)
+        self.rows: list[Row] = []
+        self.tokens = torch.full((rows,), model.bos, dtype=torch.int64)
+        self.own_tables = torch.zeros(rows, own_width, dtype=torch.int32)
+        self.audio_tables = torch.zeros(rows, audio_width, dtype=torch.int32)
+        self.own_lengths = torch.ones(rows, dtype=torch.int64)
+        self.audio_lengths = torch.ones(rows, dtype=torch.int64)
+        self._advance = device.step(self._forward)
+
+    @staticmethod
+    def own_pages(tokens: int) -> int:
+        return -(-tokens // PAGE)
+
+    def pages_needed(self, frames: int, max_tokens: int) -> int:
+        """Reserved whole when a row joins, so that a row that runs is never short of memory."""
+        return -(-frames // PAGE) + self.own_pages(max_tokens)
+
+    def join(self, request_id: int, result: EncoderResult, hypothesis: Hypothesis) -> Row:
+        audio = self.pages.take(-(-result.frames // PAGE))
+        own = self.pages.take(self.own_pages(hypothesis.max_tokens))
+        row, index = Row(request_id, own, audio, hypothesis), len(self.rows)
+        self.rows.append(row)  # from here on `leave` gives the pages back, whatever fails below
+        self.audio_tables[index, : len(audio)] = torch.tensor(audio, dtype=torch.int32)
+        self.own_tables[index, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        self.audio_lengths[index] = result.frames
+        table = self.audio_tables[index, : len(audio)].to(self.device.torch_device)
+        self.device.kernels.store(self.pool, result.cross, table)
+        self._restart(index)
+        return row
+
+    def leave(self, row: Row) -> None:
+        """Its pages are free at once."""
+        index, last = self.rows.index(row), len(self.rows) - 1
+        for state in (self.tokens, self.own_tables, self.audio_tables, self.own_lengths, self.audio_lengths):
+            state[index] = state[last]
+            state[last] = 0 if state.dim() == 2 else 1
+        self.rows[index] = self.rows[last]
+        self.rows.pop()
+        self.pages.give(row.own + row.audio)
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        """One token for every row; returns the rows whose hypothesis has ended, still joined."""
+        live = len(self.rows)
+        rows = self.device.rows(live)
+        own_width = self.device.width(self.own_pages(int(self.own_lengths[:live].max())), self.own_tables.shape[1])
+        audio_width = self.device.width(
+            -(-int(self.audio_lengths[:live].max()) // PAGE), self.audio_tables.shape[1]
+        )
+        tokens, logprobs, logits = self._advance(
+            self.tokens[:rows],
+            self.own_tables[:rows, :own_width].contiguous(),
+            self.own_lengths[:rows],
+            self.audio_tables[:rows, :audio_width].contiguous(),
+            self.audio_lengths[:rows],
+        )
+        chosen, scores = tokens.tolist(), logprobs.tolist()
+        ended = []
+        for index, row in enumerate(self.rows):
+            token, score = chosen[index], scores[index]
+            if row.hypothesis.temperature > 0:
+                token, score = self._sample(logits[index], row)
+            row.finish = row.hypothesis.add(token, score)
+            chosen[index] = token
+            if row.finish:
+                ended.append(row)
+        self.tokens[:live] = torch.tensor(chosen[:live])
+        self.own_lengths[:live] += 1
+        return ended
+
+    def again(self, row: Row) -> None:
+        """Decode the row from its start; its audio stays where it is."""
+        self._restart(self.rows.index(row))
+
+    def _restart(self, index: int) -> None:
+        self.tokens[index] = self.model.bos
+        self.own_lengths[index] = 1
+
+    def _forward(
+        self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor
+    ) -> tuple[Tensor, ...]:
+        logits, hidden = self.model.decode(
+            tokens, Paged(self.pool, own, own_lengths), Paged(self.pool, audio, audio_lengths)
+        )
+        picked = torch.empty_like(tokens)
+        logprobs = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
+        self.device.kernels.pick(logits, hidden, self.model.head_weight, picked, logprobs)
+        return picked, logprobs, logits
+
+    def _sample(self, logits: Tensor, row: Row) -> tuple[int, float]:
+        scores = torch.log_softmax(logits.float().cpu(), dim=-1)
+        weights = torch.softmax(scores / row.hypothesis.temperature, dim=-1)
+        token = int(torch.multinomial(weights, 1, generator=row.generator))
+        return token, float(scores[token])

@@ -1,0 +1,405 @@
+"""Moonshine: encoder-decoder recognition straight from the waveform, with rotary positions.
+
+Source  arXiv:2410.15608; numbers match transformers' MoonshineForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.devices.base import Device, Linear
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.models import onnx_graph
+from asr_serve.models.card import Card, Packaged
+from asr_serve.models.decoder import Paged
+
+STEM_STRIDE = 64 * 3 * 2
+"""Samples between two encoder frames: 24 ms at 16 kHz."""
+SHORTEST_SAMPLES = 127 + 64 * (7 - 1 + 3 * 2)
+"""The three convolutions need this many samples to see one frame."""
+BOS, EOS = 1, 2
+
+_PACKAGE = Packaged(
+    requirement="moonshine-voice==0.1.0",
+    module="moonshine_voice",
+    folder="assets/tiny-en",
+    sha256={
+        "encoder_model.ort": "94e90a4654fc45cdfedb77c4c08e1739f48862998e58fada384b25118134f221",
+        "decoder_model_merged.ort": "cf524c4862d36e9e5ab032eddc73637efd822d70e868ac575cf1a46e1e4708a0",
+        "tokenizer.bin": "6884b35fd6377d4c4d32336a0bc152f36b64d1e45b6503683cdc238250a8472d",
+    },
+)
+_SHARED: dict[str, Any] = {
+    "task": "asr",
+    "kind": "moonshine",
+    "languages": ("en",),
+    "licence": "MIT",
+    "source": "arXiv:2410.15608",
+    # Trained on up to 30 s; 194 positions at 6.5 tokens a second are 29.8 s.
+    "max_segment_ms": 28_000,
+    "min_segment_ms": 100,
+    "tokens_per_s": 6.5,
+}
+CARDS = (
+    Card(name="moonshine-tiny-en", parameters=27_100_000, hub="UsefulSensors/moonshine-tiny", packaged=_PACKAGE, **_SHARED),
+    Card(name="moonshine-base-en", parameters=61_500_000, hub="UsefulSensors/moonshine-base", **_SHARED),
+)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, under the names a checkpoint's config.json uses."""
+
+    vocab_size: int = 32_768
+    hidden_size: int = 288
+    intermediate_size: int = 1_152
+    encoder_num_hidden_layers: int = 6
+    decoder_num_hidden_layers: int = 6
+    encoder_num_attention_heads: int = 8
+    decoder_num_attention_heads: int = 8
+    max_position_embeddings: int = 194
+    partial_rotary_factor: float = 0.9
+    rope_theta: float = 10_000.0
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json, old style or new; keys that do not change the maths are skipped."""
+        rope = settings.get("rope_parameters") or {}
+        flat = {**settings, **{k: rope[k] for k in ("partial_rotary_factor", "rope_theta") if k in rope}}
+        for side in ("encoder", "decoder"):
+            grouped = flat.get(f"{side}_num_key_value_heads")
+            if grouped not in (None, flat.get(f"{side}_num_attention_heads", 8)):
+                raise WeightsCorrupt(f"{side}_num_key_value_heads={grouped}", "as many as attention heads")
+        return cls(**{name: flat[name] for name in cls.__struct_fields__ if flat.get(name) is not None})
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.decoder_num_attention_heads
+
+    def rotary_half(self, heads: int) -> int:
+        return int(self.hidden_size // heads * self.partial_rotary_factor) // 2
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests."""
+    return Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        encoder_num_hidden_layers=2,
+        decoder_num_hidden_layers=2,
+        encoder_num_attention_heads=4,
+        decoder_num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+
+
+class Model:
+    """Encoder and decoder. The two meet only in `cross`: what it returns is all the decoder needs of a clip.
+
+    State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
+            caller owns and lends at every step.
+    """
+
+    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        self.bos, self.eos = BOS, EOS
+        self.max_tokens = config.max_position_embeddings
+        self.layers, self.heads, self.head_dim = (
+            config.decoder_num_hidden_layers,
+            config.decoder_num_attention_heads,
+            config.head_dim,
+        )
+        self.kernels = device.kernels
+        take = _Weights(config, weights, device)
+        self.stem = _Stem(take)
+        self.encoder = [_EncoderLayer(take, i) for i in range(config.encoder_num_hidden_layers)]
+        self.encoder_norm = take.vector("model.encoder.layer_norm.weight")
+        half = config.rotary_half(config.encoder_num_attention_heads)
+        # Frames of the longest audio anybody may hand in; grown when a longer one comes.
+        self.encoder_angles = _angles(config, half, 2_048, device.torch_device)
+        self.cross_kv = take.linear(
+            *[
+                f"model.decoder.layers.{i}.encoder_attn.{kind}_proj"
+                for i in range(config.decoder_num_hidden_layers)
+                for kind in "kv"
+            ]
+        )
+        self.decoder = [_DecoderLayer(take, i) for i in range(config.decoder_num_hidden_layers)]
+        self.decoder_norm = take.vector("model.decoder.norm.weight")
+        half = config.rotary_half(config.decoder_num_attention_heads)
+        self.decoder_angles = _angles(config, half, self.max_tokens, device.torch_device)
+        self.embedding = take.matrix("model.decoder.embed_tokens.weight")
+        self.head_weight = take.matrix("proj_out.weight")
+        self.head = device.linear(self.head_weight)
+
+    def frames(self, samples: int) -> int:
+        """Encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
+        first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
+        return ((first - 7) // 3 + 1 - 3) // 2 + 1
+
+    def encode(self, pcm: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states of a padded batch, each row as if it were alone.
+
+        In      pcm (rows, longest) float32 in -1..1, 16 kHz, zeros past a row's end; samples (rows,) int64
+        Out     hidden (rows, frames, hidden_size), frames (rows,) int64; hidden past a row's frames is noise
+        """
+        rows = pcm.shape[0]
+        x, frames = self.stem(pcm, samples)
+        longest = x.shape[1]
+        cos, sin = self._encoder_angles(longest)
+        positions = torch.arange(longest, device=x.device).repeat(rows)
+        for layer in self.encoder:
+            x = layer(x, positions, frames, cos, sin, self.device)
+        return F.layer_norm(x, x.shape[-1:], self.encoder_norm), frames
+
+    def cross(self, hidden: Tensor) -> Tensor:
+        """Keys and values of every decoder layer: (rows, frames, layers, 2, hidden_size)."""
+        kv = self.cross_kv(hidden)
+        return kv.view(*hidden.shape[:2], self.layers, 2, self.config.hidden_size)
+
+    def decode(self, tokens: Tensor, own: Paged, audio: Paged) -> tuple[Tensor, Tensor]:
+        """One position of each row.
+
+        In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
+                with the row's cross keys and values
+        Out     logits (rows, vocab_size), hidden (rows, hidden_size) they were made from
+        State   writes this token's keys and values into `own`
+        """
+        positions = own.lengths - 1
+        x = F.embedding(tokens, self.embedding)
+        for i, layer in enumerate(self.decoder):
+            x = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+        x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
+        return self.head(x), x
+
+    def _encoder_angles(self, frames: int) -> tuple[Tensor, Tensor]:
+        if frames > self.encoder_angles[0].shape[0]:
+            half = self.encoder_angles[0].shape[1]
+            self.encoder_angles = _angles(self.config, half, 2 * frames, self.device.torch_device)
+        return self.encoder_angles
+
+
+class _Weights:
+    """A checkpoint's tensors by name, laid out for the device."""
+
+    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        self.tensors = dict(weights)
+        # The output projection is the embedding unless the checkpoint says otherwise.
+        self.tensors.setdefault("proj_out.weight", self.get("model.decoder.embed_tokens.weight"))
+
+    def get(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a Moonshine checkpoint has it")
+        return self.tensors[name].float()
+
+    def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.get(name).to(self.device.torch_device, dtype or self.device.dtype)
+
+    matrix = vector
+
+    def linear(self, *names: str, rotary: int = 0) -> Linear:
+        """One product for several matrices of the same input, stacked. The first `rotary` of them are
+        queries and keys, whose rotated dimensions are moved from pairs to halves."""
+        parts = [self.get(f"{name}.weight") for name in names]
+        for i in range(rotary):
+            parts[i] = self._halves(parts[i], names[i])
+        biases = [self.get(f"{name}.bias") for name in names if f"{name}.bias" in self.tensors]
+        return self.device.linear(torch.cat(parts), torch.cat(biases) if biases else None)
+
+    def _halves(self, weight: Tensor, name: str) -> Tensor:
+        # Scores are dot products: the same reordering of a head's dimensions in queries and keys leaves
+        # them as they are, and turns the rotation of neighbours into vector code over two halves.
+        encoder = name.startswith("model.encoder")
+        heads = self.config.encoder_num_attention_heads if encoder else self.config.decoder_num_attention_heads
+        head_dim, half = self.config.hidden_size // heads, self.config.rotary_half(heads)
+        order = [*range(0, 2 * half, 2), *range(1, 2 * half, 2), *range(2 * half, head_dim)]
+        return weight.view(heads, head_dim, -1)[:, order].reshape(weight.shape)
+
+
+class _Stem:
+    """Three strided convolutions as products over windows, 16 kHz samples to 41.7 frames a second.
+
+    The waveform and the statistics of the group norm stay in float32: bf16 keeps 8 bits, quiet speech needs
+    more. Windows that reach into a row's padding are not counted in its statistics.
+    """
+
+    def __init__(self, take: _Weights) -> None:
+        first = F.pad(take.get("model.encoder.conv1.weight")[:, 0], (0, 1))  # 127 taps; 128 divide well
+        self.first = take.device.linear(first, dtype=torch.float32)
+        scale, shift = take.get("model.encoder.groupnorm.weight"), take.get("model.encoder.groupnorm.bias")
+        second = take.get("model.encoder.conv2.weight")
+        # The norm's scale and shift per channel go into the convolution that follows it.
+        bias = take.get("model.encoder.conv2.bias") + (second * shift[None, :, None]).sum((1, 2))
+        self.second = take.device.linear(_taps(second * scale[None, :, None]), bias)
+        third = take.get("model.encoder.conv3.weight")
+        self.third = take.device.linear(_taps(third), take.get("model.encoder.conv3.bias"))
+        self.dtype = take.device.dtype
+
+    def __call__(self, pcm: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        pcm = F.pad(pcm, (0, max(1, SHORTEST_SAMPLES - pcm.shape[1] + 1)))
+        count = (samples.clamp(min=SHORTEST_SAMPLES) - 127) // 64 + 1
+        longest = int((pcm.shape[1] - 128) // 64 + 1)
+        x = torch.tanh_(self.first(pcm.unfold(1, 128, 64)))  # (rows, longest, hidden)
+        x = self._normalised(x, count, longest)
+        x = self.second(_windows(x.to(self.dtype), 7, 3), gelu=True)
+        x = self.third(_windows(x, 3, 2), gelu=True)
+        return x, ((count - 7) // 3 + 1 - 3) // 2 + 1
+
+    def _normalised(self, x: Tensor, count: Tensor, longest: int) -> Tensor:
+        live = (torch.arange(longest, device=x.device) < count[:, None])[:, :, None]
+        n = (count * x.shape[2]).float()
+        # Two passes: the square of a mean that is large beside the spread would eat the digits.
+        mean = (x.sum(2).masked_fill(~live[:, :, 0], 0).sum(1) / n)[:, None, None]
+        x.sub_(mean).masked_fill_(~live, 0)
+        variance = torch.linalg.vector_norm(x, dim=(1, 2)).square() / n
+        return x.mul_((variance + 1e-5).rsqrt()[:, None, None])
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """Convolution weight (out, in, taps) as a matrix over windows in time order."""
+    return weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
+
+
+def _windows(x: Tensor, taps: int, stride: int) -> Tensor:
+    """(rows, frames, width) -> (rows, windows, taps * width)."""
+    rows, frames, width = x.shape
+    count = (frames - taps) // stride + 1
+    return x.as_strided((rows, count, taps * width), (x.stride(0), stride * width, 1))
+
+
+class _EncoderLayer:
+    def __init__(self, take: _Weights, index: int) -> None:
+        at = f"model.encoder.layers.{index}"
+        self.heads = take.config.encoder_num_attention_heads
+        self.norm1 = take.vector(f"{at}.input_layernorm.weight")
+        self.qkv = take.linear(*[f"{at}.self_attn.{p}_proj" for p in "qkv"], rotary=2)
+        self.out = take.linear(f"{at}.self_attn.o_proj")
+        self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
+        self.up, self.down = take.linear(f"{at}.mlp.fc1"), take.linear(f"{at}.mlp.fc2")
+
+    def __call__(
+        self, x: Tensor, positions: Tensor, frames: Tensor, cos: Tensor, sin: Tensor, device: Device
+    ) -> Tensor:
+        rows, longest, width = x.shape
+        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
+        device.kernels.rope(qkv.view(-1, 3, self.heads, width // self.heads), positions, cos, sin)
+        mixed = device.attention(qkv.view(rows, longest, 3, self.heads, width // self.heads), frames)
+        x = self.out(mixed, add=x)
+        return self.down(self.up(F.layer_norm(x, (width,), self.norm2), gelu=True), add=x)
+
+
+class _DecoderLayer:
+    def __init__(self, take: _Weights, index: int) -> None:
+        at = f"model.decoder.layers.{index}"
+        self.heads = take.config.decoder_num_attention_heads
+        self.scale = take.config.head_dim**-0.5
+        self.norm1 = take.vector(f"{at}.input_layernorm.weight")
+        self.qkv = take.linear(*[f"{at}.self_attn.{p}_proj" for p in "qkv"], rotary=2)
+        self.own_out = take.linear(f"{at}.self_attn.o_proj")
+        self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
+        self.query = take.linear(f"{at}.encoder_attn.q_proj")
+        self.audio_out = take.linear(f"{at}.encoder_attn.o_proj")
+        self.norm3 = take.vector(f"{at}.final_layernorm.weight")
+        self.up, self.down = take.linear(f"{at}.mlp.fc1"), take.linear(f"{at}.mlp.fc2")
+
+    def __call__(
+        self,
+        index: int,
+        x: Tensor,
+        positions: Tensor,
+        own: Paged,
+        audio: Paged,
+        angles: tuple[Tensor, Tensor],
+        kernels: Any,
+    ) -> Tensor:
+        rows, width = x.shape
+        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
+        kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *angles)
+        qkv = qkv.view(rows, 3, width)
+        kernels.append(own.pool, index, qkv, own.tables, positions)
+        mixed = torch.empty_like(x)
+        kernels.attend(own.pool, index, qkv[:, 0], mixed, own.tables, own.lengths, self.scale)
+        x = self.own_out(mixed, add=x)
+        query = self.query(F.layer_norm(x, (width,), self.norm2))
+        kernels.attend(audio.pool, index, query, mixed, audio.tables, audio.lengths, self.scale)
+        x = self.audio_out(mixed, add=x)
+        up, gate = self.up(F.layer_norm(x, (width,), self.norm3)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), add=x)
+
+
+def _angles(config: Config, half: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    steps = torch.arange(half, dtype=torch.float64) / half
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * config.rope_theta**-steps
+    return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+# --- the package's graphs, read once -------------------------------------------------------------------
+
+_ALIASES = ((r"\.dense\.", ".o_proj."), (r"\.up_proj\.", ".fc1."), (r"\.down_proj\.", ".fc2."))
+
+
+def rename(key: str) -> str | None:
+    """A graph's module path as a checkpoint's key; None for what is no weight of ours."""
+    for old, new in _ALIASES:
+        key = re.sub(old, new, key)
+    if key.startswith(("model.", "proj_out.")):
+        return key
+    if key.startswith(("conv", "groupnorm.", "layers.", "layer_norm.")):
+        return f"model.encoder.{key}"
+    return None
+
+
+def is_package_folder(folder: Path) -> bool:
+    """Whether `folder` holds the two exported graphs."""
+    return bool(_graph(folder, "encoder_model") and _graph(folder, "decoder_model_merged"))
+
+
+def _graph(folder: Path, stem: str) -> Path | None:
+    return next((p for p in (folder / f"{stem}.ort", folder / f"{stem}.onnx") if p.is_file()), None)
+
+
+def convert(source: Path, target: Path) -> None:
+    """Dequantise the exported graphs of `source` into a checkpoint in `target`."""
+    tensors: dict[str, np.ndarray] = {}
+    for stem in ("encoder_model", "decoder_model_merged"):
+        path = _graph(source, stem)
+        assert path is not None
+        tensors |= {k: v for key, v in onnx_graph.read(path).items() if (k := rename(key))}
+    layers = {side: 1 + max(int(m[1]) for k in tensors if (m := re.match(rf"model\.{side}\.layers\.(\d+)", k))) for side in ("encoder", "decoder")}
+    vocab, hidden = tensors["model.decoder.embed_tokens.weight"].shape
+    head_dim = hidden // 8
+    config = Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=tensors["model.encoder.layers.0.mlp.fc1.weight"].shape[0],
+        encoder_num_hidden_layers=layers["encoder"],
+        decoder_num_hidden_layers=layers["decoder"],
+        partial_rotary_factor=32.5 / head_dim,  # 32 rotated dimensions in every published size
+    )
+    settings = {"model_type": "moonshine", **msgspec.to_builtins(config)}
+    (target / "config.json").write_text(json.dumps(settings, indent=1))
+    _tokenizer(source, target)
+    save_file({k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in tensors.items()}, target / "model.safetensors")
+
+
+def _tokenizer(source: Path, target: Path) -> None:
+    from asr_serve.models.weights import package_folder
+
+    # Every English size has one vocabulary; the package of the smallest carries it.
+    for folder in (source, package_folder(CARDS[0])):
+        for name in ("tokenizer.bin", "tokenizer.json"):
+            if folder and (folder / name).is_file():
+                shutil.copy(folder / name, target / name)
+                return

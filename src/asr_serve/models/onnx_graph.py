@@ -1,0 +1,100 @@
+"""Weights out of ONNX graphs, dequantised, under the names the modules had before export.
+
+Exporters rename matrices to numbers but keep the module path in the node that uses them; that is what is
+read here. 8-bit weights come back as scale * (value - zero_point).
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asr_serve.errors import WeightsMissing
+
+_NODE = re.compile(r"^/(?P<module>.+)/(MatMul|Gather|Conv)(_quant)?$")
+_KEPT = re.compile(r"^(?P<name>(?!onnx::).+\.(weight|bias))(_merged_\d+|_add_tensor)?$")
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """Module path -> float32 array of an .onnx or .ort file: `layers.0.mlp.fc1.weight` is (out, in).
+
+    Raises WeightsMissing when the package that reads the file is not installed.
+    """
+    try:
+        import onnx
+        from onnx import numpy_helper
+    except ModuleNotFoundError as missing:
+        raise _reader_missing(path, missing) from missing
+    if path.suffix == ".ort":
+        with tempfile.TemporaryDirectory() as folder:
+            model = onnx.load(str(_resave(path, Path(folder) / "graph.onnx")))
+    else:
+        model = onnx.load(str(path))
+    constants = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+    found: dict[str, np.ndarray] = {}
+    for name, value in constants.items():  # those that kept their own name
+        if kept := _KEPT.match(name):
+            found[kept["name"]] = np.array(value, np.float32)
+    for node in _nodes(model.graph):
+        _take(node, constants, found)
+    return found
+
+
+def _take(node: Any, constants: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+    matrix = next((i for i in node.input if i in constants and constants[i].ndim >= 2), None)
+    if matrix is None:
+        return
+    named = _NODE.match(node.name)
+    if node.op_type == "Cast" and matrix.endswith(".weight_quantized"):  # a quantised convolution
+        found[matrix.removesuffix("_quantized")] = _dequantised(matrix, constants)
+    elif node.name.endswith(("/groupnorm/Mul", "/groupnorm/Add")):
+        role = "weight" if node.op_type == "Mul" else "bias"
+        found[f"groupnorm.{role}"] = np.asarray(constants[matrix], np.float32).reshape(-1)
+    elif named and constants[matrix].ndim == 2:
+        value = _dequantised(matrix, constants)
+        # A Gather reads rows of an embedding; a MatMul multiplies from the right.
+        key = named["module"].replace("/", ".") + ".weight"
+        found.setdefault(key, np.ascontiguousarray(value if "Gather" in node.op_type else value.T))
+
+
+def _dequantised(name: str, constants: dict[str, np.ndarray]) -> np.ndarray:
+    value = constants[name]
+    if not name.endswith("_quantized"):
+        return np.array(value, np.float32)
+    stem = name.removesuffix("_quantized")
+    scale, zero = constants[f"{stem}_scale"], constants[f"{stem}_zero_point"]
+    return (value.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _nodes(attribute.g)
+
+
+def _resave(path: Path, to: Path) -> Path:
+    try:
+        import onnxruntime
+    except ModuleNotFoundError as missing:
+        raise _reader_missing(path, missing) from missing
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.save_model_format", "ONNX")
+    options.optimized_model_filepath = str(to)
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return to
+
+
+def _reader_missing(path: Path, missing: ModuleNotFoundError) -> WeightsMissing:
+    return WeightsMissing(
+        f"{path.name} needs the Python package {missing.name} to be read once",
+        todo="pip install 'asr-serve[embedded]'",
+    )

@@ -1,0 +1,224 @@
+// Compiled once per instruction set (see CMakeLists.txt). Plain loops that the compiler turns into vector
+// code: constant trip counts where they matter, and `omp simd` where a sum may be reordered.
+#include "kernels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace asr_serve::ASR_SERVE_ISA {
+namespace {
+
+inline float load(float x) { return x; }
+inline float load(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline void save(float* to, float x) { *to = x; }
+inline void save(bf16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;          // nearest, ties to even
+  bool nan = (bits & 0x7fffffffu) > 0x7f800000u;                            // rounding must not make it infinity
+  to->bits = uint16_t(nan ? ((bits >> 16) | 0x40u) : rounded);
+}
+
+// exp for x <= 0, 2 ulp: 2^n by exponent bits times a degree-6 polynomial of the remainder. Below -87 it
+// is 0, and NaN stays NaN.
+inline float exp_negative(float x) {
+  float clamped = x < -87.0f ? -87.0f : x;
+  float n = std::nearbyintf(clamped * 1.44269504f);
+  float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return x < -87.0f ? 0.0f : p * power;
+}
+
+template <typename F>
+void run(int64_t items, ParallelFor parallel, F& each) {
+  parallel(items, [](void* context, int64_t item) { (*static_cast<F*>(context))(item); }, &each);
+}
+
+template <typename T>
+void rope(T* qkv, const int64_t* positions, const float* cos, const float* sin, int64_t rows, int heads,
+          int head_dim, int half, ParallelFor parallel) {
+  constexpr int64_t BLOCK = 64;
+  auto block = [&](int64_t item) {
+    int64_t end = std::min(rows, (item + 1) * BLOCK);
+    for (int64_t row = item * BLOCK; row < end; ++row) {
+      const float* c = cos + positions[row] * half;
+      const float* s = sin + positions[row] * half;
+      for (int head = 0; head < 2 * heads; ++head) {
+        T* a = qkv + (row * 3 * heads + head) * head_dim;
+        T* b = a + half;
+#pragma omp simd
+        for (int i = 0; i < half; ++i) {
+          float x = load(a[i]), y = load(b[i]);
+          save(a + i, x * c[i] - y * s[i]);
+          save(b + i, y * c[i] + x * s[i]);
+        }
+      }
+    }
+  };
+  run((rows + BLOCK - 1) / BLOCK, parallel, block);
+}
+
+// softmax(scale * x) in place on floats.
+inline void softmax_floats(float* x, int64_t n, float scale) {
+  float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+  for (int64_t i = 0; i < n; ++i) top = std::max(top, x[i]);
+  float total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int64_t i = 0; i < n; ++i) {
+    x[i] = exp_negative((x[i] - top) * scale);
+    total += x[i];
+  }
+  float inverse = 1.0f / total;
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] *= inverse;
+}
+
+template <typename T>
+void softmax(T* scores, const int64_t* lengths, int64_t batch, int64_t inner, int64_t keys, float scale,
+             ParallelFor parallel) {
+  constexpr int64_t BLOCK = 32;
+  int64_t blocks = (inner + BLOCK - 1) / BLOCK;
+  auto block = [&](int64_t item) {
+    thread_local std::vector<float> buffer;
+    buffer.resize(size_t(keys));
+    float* x = buffer.data();
+    int64_t b = item / blocks, first = (item % blocks) * BLOCK, n = std::min(lengths[b], keys);
+    for (int64_t i = first; i < std::min(inner, first + BLOCK); ++i) {
+      T* row = scores + (b * inner + i) * keys;
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) x[j] = load(row[j]);
+      softmax_floats(x, n, scale);
+#pragma omp simd
+      for (int64_t j = 0; j < n; ++j) save(row + j, x[j]);
+      std::memset(static_cast<void*>(row + n), 0, size_t(keys - n) * sizeof(T));
+    }
+  };
+  run(batch * blocks, parallel, block);
+}
+
+template <typename T>
+void store(Pages pages, const T* kv, int64_t frame_stride, int64_t frames, const int32_t* table, int64_t start) {
+  int width = pages.heads * pages.head_dim;
+  for (int64_t i = 0; i < frames; ++i) {
+    int64_t position = start + i;
+    int slot = int(position % PAGE);
+    T* k_page = static_cast<T*>(pages.data) + table[position / PAGE] * pages.page_stride + pages.layer_offset;
+    T* v_page = k_page + int64_t(width) * PAGE;
+    const T* k = kv + i * frame_stride;
+    for (int j = 0; j < width; ++j) k_page[j * PAGE + slot] = k[j];
+    for (int head = 0; head < pages.heads; ++head)
+      std::memcpy(static_cast<void*>(v_page + (head * PAGE + slot) * pages.head_dim),
+                  k + width + head * pages.head_dim, size_t(pages.head_dim) * sizeof(T));
+  }
+}
+
+// One query, one head. D is the head's width when it is known to the compiler, 0 when it is not.
+template <typename T, int D>
+void attend_head(const Pages& pages, const T* q, T* out, const int32_t* table, int64_t length, int head, float scale,
+                 float* scores) {
+  const int dim = D ? D : pages.head_dim;
+  const int64_t offset = pages.layer_offset + int64_t(head) * dim * PAGE;
+  const int64_t v_offset = int64_t(pages.heads) * dim * PAGE;
+  const T* data = static_cast<const T*>(pages.data);
+  float query[512];
+  for (int d = 0; d < dim; ++d) query[d] = load(q[d]);
+  const int64_t used = (length + PAGE - 1) / PAGE;
+  for (int64_t page = 0; page < used; ++page) {
+    const T* k = data + table[page] * pages.page_stride + offset;
+    float sum[PAGE] = {};
+    for (int d = 0; d < dim; ++d) {
+#pragma omp simd
+      for (int t = 0; t < PAGE; ++t) sum[t] += query[d] * load(k[d * PAGE + t]);
+    }
+    std::memcpy(scores + page * PAGE, sum, sizeof(sum));
+  }
+  softmax_floats(scores, length, scale);
+  float total[512];
+  for (int d = 0; d < dim; ++d) total[d] = 0;
+  for (int64_t page = 0; page < used; ++page) {
+    const T* v = data + table[page] * pages.page_stride + offset + v_offset;
+    int filled = int(std::min<int64_t>(PAGE, length - page * PAGE));
+    for (int t = 0; t < filled; ++t) {
+      float weight = scores[page * PAGE + t];
+#pragma omp simd
+      for (int d = 0; d < dim; ++d) total[d] += weight * load(v[t * dim + d]);
+    }
+  }
+  for (int d = 0; d < dim; ++d) save(out + d, total[d]);
+}
+
+template <typename T>
+void attend(Pages pages, const T* q, int64_t q_stride, T* out, const int32_t* tables, int64_t table_stride,
+            const int64_t* lengths, int64_t rows, float scale, ParallelFor parallel) {
+  int64_t width = int64_t(pages.heads) * pages.head_dim;
+  auto one = [&](int64_t row) {
+    thread_local std::vector<float> buffer;
+    int64_t length = lengths[row];
+    buffer.resize(size_t((length + PAGE - 1) / PAGE * PAGE));
+    for (int head = 0; head < pages.heads; ++head) {
+      auto call = pages.head_dim == 36 ? attend_head<T, 36>
+                  : pages.head_dim == 52 ? attend_head<T, 52>
+                  : pages.head_dim == 64 ? attend_head<T, 64>
+                                         : attend_head<T, 0>;
+      call(pages, q + row * q_stride + head * pages.head_dim, out + row * width + head * pages.head_dim,
+           tables + row * table_stride, length, head, scale, buffer.data());
+    }
+  };
+  run(rows, parallel, one);
+}
+
+template <typename T>
+void pick(const T* logits, const T* hidden, const T* weight, int64_t rows, int64_t vocab, int dim, int64_t* tokens,
+          float* logprobs, ParallelFor parallel) {
+  auto one = [&](int64_t row) {
+    const T* x = logits + row * vocab;
+    float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < vocab; ++i) top = std::max(top, load(x[i]));
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int64_t i = 0; i < vocab; ++i) total += exp_negative(load(x[i]) - top);
+    // A bf16 logit is known to 1 part in 256: whoever is that near the top may be the true one.
+    float margin = sizeof(T) == 2 ? std::fabs(top) / 128.0f : 0.0f;
+    int64_t best = 0;
+    float best_exact = -INFINITY;
+    for (int64_t i = 0; i < vocab; ++i) {
+      if (load(x[i]) < top - margin) continue;
+      float exact = load(x[i]);
+      if (sizeof(T) == 2) {
+        exact = 0;
+        const T *h = hidden + row * dim, *w = weight + i * dim;
+#pragma omp simd reduction(+ : exact)
+        for (int d = 0; d < dim; ++d) exact += load(h[d]) * load(w[d]);
+      }
+      if (exact > best_exact) best_exact = exact, best = i;
+    }
+    tokens[row] = best;
+    logprobs[row] = std::min(0.0f, best_exact - top - std::log(total));
+  };
+  run(rows, parallel, one);
+}
+
+}  // namespace
+
+extern const Kernels<float> kernels_f32 = {rope<float>, softmax<float>, store<float>, attend<float>, pick<float>};
+extern const Kernels<bf16> kernels_bf16 = {rope<bf16>, softmax<bf16>, store<bf16>, attend<bf16>, pick<bf16>};
+
+}  // namespace asr_serve::ASR_SERVE_ISA

@@ -1,0 +1,248 @@
+// The Python face of the kernels: checks shapes, lets go of the GIL, and borrows torch's threads.
+#include <dlfcn.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "kernels.h"
+
+namespace nb = nanobind;
+using namespace asr_serve;
+
+namespace {
+
+// torch loads its OpenMP runtime into the process. A second pool beside it would fight it for the cores
+// (both spin while they wait), so we enter torch's own through GOMP_parallel, and run alone without it.
+using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+GompParallel gomp_parallel = nullptr;
+unsigned thread_count = 1;
+
+struct Work {
+  std::atomic<int64_t> next{0};
+  int64_t items;
+  Body body;
+  void* context;
+};
+
+void drain(void* pointer) {
+  auto* work = static_cast<Work*>(pointer);
+  for (int64_t item; (item = work->next.fetch_add(1, std::memory_order_relaxed)) < work->items;)
+    work->body(work->context, item);
+}
+
+void parallel_for(int64_t items, Body body, void* context) {
+  Work work{.items = items, .body = body, .context = context};
+  unsigned threads = unsigned(std::min<int64_t>(items, thread_count));
+  if (threads > 1 && gomp_parallel)
+    gomp_parallel(drain, &work, threads, 0);
+  else
+    drain(&work);
+}
+
+std::string isa = "generic";
+const Kernels<float>* f32 = &generic::kernels_f32;
+const Kernels<bf16>* b16 = &generic::kernels_bf16;
+
+void choose(const std::string& wanted) {
+#ifdef ASR_SERVE_HAS_X86
+  __builtin_cpu_init();
+  bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512cd");
+  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+                  __builtin_cpu_supports("f16c");
+  if ((wanted == "auto" || wanted == "avx512") && has_avx512) {
+    isa = "avx512", f32 = &avx512::kernels_f32, b16 = &avx512::kernels_bf16;
+    return;
+  }
+  if ((wanted == "auto" || wanted == "avx2") && has_avx2) {
+    isa = "avx2", f32 = &avx2::kernels_f32, b16 = &avx2::kernels_bf16;
+    return;
+  }
+#endif
+  if (wanted != "auto" && wanted != "generic") throw std::invalid_argument("this CPU has no " + wanted);
+  isa = "generic", f32 = &generic::kernels_f32, b16 = &generic::kernels_bf16;
+}
+
+using Tensor = nb::ndarray<nb::device::cpu>;
+template <typename S>
+using Array = nb::ndarray<S, nb::c_contig, nb::device::cpu>;
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+bool is_bf16(const Tensor& x) {
+  if (x.dtype() == nb::dtype<float>()) return false;
+  require(x.dtype().code == uint8_t(nb::dlpack::dtype_code::Bfloat) && x.dtype().bits == 16,
+          "dtype must be float32 or bfloat16");
+  return true;
+}
+
+bool contiguous_from(const Tensor& x, size_t axis) {
+  int64_t expected = 1;
+  for (size_t i = x.ndim(); i-- > axis;) {
+    if (x.shape(i) > 1 && x.stride(i) != expected) return false;
+    expected *= int64_t(x.shape(i));
+  }
+  return true;
+}
+
+Pages pages_of(const Tensor& pool, int64_t layer) {
+  // pool: (pages, layers, 2, heads, head_dim * PAGE)
+  require(pool.ndim() == 5 && contiguous_from(pool, 1) && pool.shape(2) == 2 && pool.shape(4) % PAGE == 0,
+          "pool must be (pages, layers, 2, heads, head_dim * 16)");
+  require(layer >= 0 && layer < int64_t(pool.shape(1)), "layer out of range");
+  require(pool.shape(4) / PAGE <= 512, "head_dim must be at most 512");
+  return {pool.data(), pool.stride(0), layer * pool.stride(1), int(pool.shape(3)), int(pool.shape(4) / PAGE)};
+}
+
+template <typename F>
+void with_type(const Tensor& x, F call) {
+  if (is_bf16(x)) {
+    nb::gil_scoped_release release;
+    call(bf16{}, *b16);
+  } else {
+    nb::gil_scoped_release release;
+    call(float{}, *f32);
+  }
+}
+
+void rope(Tensor qkv, Array<int64_t> positions, Array<float> cos, Array<float> sin) {
+  require(qkv.ndim() == 4 && qkv.shape(1) == 3 && contiguous_from(qkv, 0), "qkv must be (rows, 3, heads, head_dim)");
+  require(positions.size() == qkv.shape(0), "one position per row");
+  require(cos.ndim() == 2 && sin.ndim() == 2 && cos.shape(1) == sin.shape(1) && 2 * cos.shape(1) <= qkv.shape(3),
+          "cos, sin must be (positions, half)");
+  for (size_t i = 0; i < positions.size(); ++i)
+    require(positions.data()[i] >= 0 && positions.data()[i] < int64_t(cos.shape(0)), "position out of range");
+  with_type(qkv, [&](auto type, const auto& kernels) {
+    kernels.rope(static_cast<decltype(type)*>(qkv.data()), positions.data(), cos.data(), sin.data(),
+                 int64_t(qkv.shape(0)), int(qkv.shape(2)), int(qkv.shape(3)), int(cos.shape(1)), parallel_for);
+  });
+}
+
+void softmax(Tensor scores, Array<int64_t> lengths, float scale) {
+  require(scores.ndim() == 4 && contiguous_from(scores, 0), "scores must be (batch, heads, queries, keys)");
+  require(lengths.size() == scores.shape(0), "one length per batch row");
+  for (size_t i = 0; i < lengths.size(); ++i) require(lengths.data()[i] >= 1, "a length must be at least 1");
+  with_type(scores, [&](auto type, const auto& kernels) {
+    kernels.softmax(static_cast<decltype(type)*>(scores.data()), lengths.data(), int64_t(scores.shape(0)),
+                    int64_t(scores.shape(1) * scores.shape(2)), int64_t(scores.shape(3)), scale, parallel_for);
+  });
+}
+
+void check_table(const Tensor& pool, const int32_t* table, int64_t entries) {
+  for (int64_t i = 0; i < entries; ++i)
+    require(table[i] >= 0 && table[i] < int64_t(pool.shape(0)), "page out of range");
+}
+
+// kv (frames, layers, 2, heads * head_dim) into one sequence's pages, from position 0.
+void store(Tensor pool, Tensor kv, Array<int32_t> table) {
+  Pages first = pages_of(pool, 0);
+  require(kv.dtype() == pool.dtype(), "kv and pool must have one dtype");
+  require(kv.ndim() == 4 && contiguous_from(kv, 1) && kv.shape(1) == pool.shape(1) && kv.shape(2) == 2 &&
+              int(kv.shape(3)) == first.heads * first.head_dim,
+          "kv must be (frames, layers, 2, heads * head_dim)");
+  int64_t frames = int64_t(kv.shape(0)), used = (frames + PAGE - 1) / PAGE;
+  require(used <= int64_t(table.size()), "table too short");
+  check_table(pool, table.data(), used);
+  with_type(pool, [&](auto type, const auto& kernels) {
+    using T = decltype(type);
+    auto one = [&](int64_t item) {  // one page of one layer
+      int64_t page = item % used, layer = item / used;
+      Pages pages = first;
+      pages.layer_offset = layer * pool.stride(1);
+      kernels.store(pages, static_cast<const T*>(kv.data()) + page * PAGE * kv.stride(0) + layer * kv.stride(1),
+                    kv.stride(0), std::min<int64_t>(PAGE, frames - page * PAGE), table.data() + page, 0);
+    };
+    parallel_for(used * int64_t(pool.shape(1)),
+                 [](void* context, int64_t item) { (*static_cast<decltype(one)*>(context))(item); }, &one);
+  });
+}
+
+// K and V of qkv (rows, 3, heads * head_dim), one position per row, each into its own sequence's pages.
+void append(Tensor pool, int64_t layer, Tensor qkv, Array<int32_t> tables, Array<int64_t> positions) {
+  Pages pages = pages_of(pool, layer);
+  int64_t width = int64_t(pages.heads) * pages.head_dim, rows = int64_t(qkv.shape(0));
+  require(qkv.dtype() == pool.dtype(), "qkv and pool must have one dtype");
+  require(qkv.ndim() == 3 && contiguous_from(qkv, 0) && qkv.shape(1) == 3 && int64_t(qkv.shape(2)) == width,
+          "qkv must be (rows, 3, heads * head_dim)");
+  require(tables.ndim() == 2 && int64_t(tables.shape(0)) == rows && int64_t(positions.size()) == rows,
+          "one table and one position per row");
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t entry = positions.data()[i] / PAGE;
+    require(positions.data()[i] >= 0 && entry < int64_t(tables.shape(1)), "table too short");
+    check_table(pool, tables.data() + i * tables.shape(1) + entry, 1);
+  }
+  with_type(pool, [&](auto type, const auto& kernels) {
+    using T = decltype(type);
+    for (int64_t i = 0; i < rows; ++i)
+      kernels.store(pages, static_cast<const T*>(qkv.data()) + (i * 3 + 1) * width, 3 * width, 1,
+                    tables.data() + i * tables.shape(1), positions.data()[i]);
+  });
+}
+
+void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tables, Array<int64_t> lengths,
+            float scale) {
+  Pages pages = pages_of(pool, layer);
+  int64_t width = int64_t(pages.heads) * pages.head_dim, rows = int64_t(q.shape(0));
+  require(q.dtype() == pool.dtype() && out.dtype() == pool.dtype(), "q, out and pool must have one dtype");
+  require(q.ndim() == 2 && contiguous_from(q, 1) && int64_t(q.shape(1)) == width, "q must be (rows, heads * head_dim)");
+  require(out.ndim() == 2 && contiguous_from(out, 0) && int64_t(out.shape(0)) == rows && int64_t(out.shape(1)) == width,
+          "out must be (rows, heads * head_dim)");
+  require(tables.ndim() == 2 && int64_t(tables.shape(0)) == rows && int64_t(lengths.size()) == rows,
+          "one table and one length per row");
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t used = (lengths.data()[i] + PAGE - 1) / PAGE;
+    require(lengths.data()[i] >= 1 && used <= int64_t(tables.shape(1)), "length outside the table");
+    check_table(pool, tables.data() + i * tables.shape(1), used);
+  }
+  with_type(pool, [&](auto type, const auto& kernels) {
+    using T = decltype(type);
+    kernels.attend(pages, static_cast<const T*>(q.data()), q.stride(0), static_cast<T*>(out.data()), tables.data(),
+                   int64_t(tables.shape(1)), lengths.data(), rows, scale, parallel_for);
+  });
+}
+
+void pick(Tensor logits, Tensor hidden, Tensor weight, Array<int64_t> tokens, Array<float> logprobs) {
+  require(logits.dtype() == hidden.dtype() && logits.dtype() == weight.dtype(), "one dtype");
+  require(logits.ndim() == 2 && contiguous_from(logits, 0), "logits must be (rows, vocab)");
+  require(hidden.ndim() == 2 && contiguous_from(hidden, 0) && hidden.shape(0) == logits.shape(0),
+          "hidden must be (rows, dim)");
+  require(weight.ndim() == 2 && contiguous_from(weight, 0) && weight.shape(0) == logits.shape(1) &&
+              weight.shape(1) == hidden.shape(1),
+          "weight must be (vocab, dim)");
+  require(tokens.size() == logits.shape(0) && logprobs.size() == logits.shape(0), "one result per row");
+  with_type(logits, [&](auto type, const auto& kernels) {
+    using T = decltype(type);
+    kernels.pick(static_cast<const T*>(logits.data()), static_cast<const T*>(hidden.data()),
+                 static_cast<const T*>(weight.data()), int64_t(logits.shape(0)), int64_t(logits.shape(1)),
+                 int(hidden.shape(1)), tokens.data(), logprobs.data(), parallel_for);
+  });
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "Native kernels of asr-serve; asr_serve.native.twins is the same in torch.";
+  choose("auto");
+  gomp_parallel = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  m.attr("PAGE") = PAGE;
+  m.def("isa", [] { return isa; }, "The instruction set in use: generic, avx2 or avx512.");
+  m.def("choose_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
+  m.def("shares_threads", [] { return gomp_parallel != nullptr; }, "Whether torch's OpenMP pool was found.");
+  m.def("set_threads", [](unsigned n) { thread_count = n ? n : 1; }, nb::arg("threads"));
+  m.def("rope", &rope, nb::arg("qkv").noconvert(), nb::arg("positions").noconvert(), nb::arg("cos").noconvert(), nb::arg("sin").noconvert());
+  m.def("softmax", &softmax, nb::arg("scores").noconvert(), nb::arg("lengths").noconvert(), nb::arg("scale"));
+  m.def("store", &store, nb::arg("pool").noconvert(), nb::arg("kv").noconvert(), nb::arg("table").noconvert());
+  m.def("append", &append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("tables").noconvert(), nb::arg("positions").noconvert());
+  m.def("attend", &attend, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("q").noconvert(), nb::arg("out").noconvert(), nb::arg("tables").noconvert(),
+        nb::arg("lengths").noconvert(), nb::arg("scale"));
+  m.def("pick", &pick, nb::arg("logits").noconvert(), nb::arg("hidden").noconvert(), nb::arg("weight").noconvert(), nb::arg("tokens").noconvert(),
+        nb::arg("logprobs").noconvert());
+}

@@ -1,0 +1,35 @@
+"""Fixtures every room's tests share. Speech comes from packages; the larger sets are optional."""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = Path(os.environ.get("ASR_SERVE_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def speech_data() -> Path:
+    """Folder of evaluation speech; tests that want it skip where it is absent."""
+    if not DATA.is_dir():
+        pytest.skip(f"no evaluation speech at {DATA}: set ASR_SERVE_DATA to a folder that holds it")
+    return DATA
+
+
+@pytest.fixture(scope="session")
+def packaged_speech() -> Path:
+    """Folder with real speech that a test dependency carries: beckett.wav, two_cities.wav."""
+    folder = Path(str(importlib.resources.files("moonshine_voice"))) / "assets"
+    if not folder.is_dir():
+        pytest.skip("moonshine-voice is not installed: pip install 'asr-serve[embedded]'")
+    return folder
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20_26)

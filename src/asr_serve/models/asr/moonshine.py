@@ -391,7 +391,7 @@ def convert(source: Path, target: Path) -> None:
     settings = {"model_type": "moonshine", **msgspec.to_builtins(config)}
     (target / "config.json").write_text(json.dumps(settings, indent=1))
     _tokenizer(source, target)
-    save_file({k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in tensors.items()}, target / "model.safetensors")
+    save_file({k: torch.from_numpy(np.array(v)) for k, v in tensors.items()}, target / "model.safetensors")
 
 
 def _tokenizer(source: Path, target: Path) -> None:

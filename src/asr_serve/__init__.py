@@ -1,0 +1,41 @@
+"""asr-serve: a speech inference engine.
+
+>>> import asr_serve
+>>> with asr_serve.load("moonshine-tiny-en") as model:           # doctest: +SKIP
+...     for transcript in model.transcribe(["meeting.mp3", "call.wav"]):
+...         print(transcript.text)
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asr_serve.config import EngineConfig
+    from asr_serve.library import Model
+
+__all__ = ["DEFAULT_MODEL", "__version__", "load"]
+__version__ = "0.1.0"
+
+DEFAULT_MODEL = "moonshine-tiny-en"
+
+
+def load(
+    model: str = DEFAULT_MODEL,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    weights: str | os.PathLike[str] | None = None,
+    engine: EngineConfig | None = None,
+) -> Model:
+    """A model ready to transcribe, with its engine running on a thread of its own.
+
+    model: a name from `asr-serve models list`. device: auto, cpu, cuda, cuda:N. dtype: auto, fp32, bf16.
+    weights: a checkpoint folder, instead of the cache, the installed package or the hub.
+
+    Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
+    """
+    from asr_serve.library import Model  # torch is loaded here, not by `import asr_serve`
+
+    return Model.load(model, device=device, dtype=dtype, weights=weights, engine=engine)

@@ -1,0 +1,136 @@
+"""The library's face: one object, thread-safe, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import json
+import os
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors.torch import load_file
+
+from asr_serve import devices
+from asr_serve.audio.io import Source
+from asr_serve.audio.manifest import Item, expand
+from asr_serve.config import EngineConfig
+from asr_serve.devices.base import Device
+from asr_serve.engine.client import EngineClient
+from asr_serve.models import weights as model_weights
+from asr_serve.models.card import Card, card, kinds
+from asr_serve.models.vad import silero
+from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
+from asr_serve.text import tokens
+from asr_serve.types import Transcript
+
+_open: weakref.WeakSet[Model] = weakref.WeakSet()
+
+
+class Model:
+    """A loaded model and its engine. Any number of threads and tasks may share one."""
+
+    def __init__(self, chosen: Card, device: Device, client: EngineClient, text: Any) -> None:
+        self.card, self.device = chosen, device
+        self._client, self._text = client, text
+        _open.add(self)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        weights: str | os.PathLike[str] | None = None,
+        engine: EngineConfig | None = None,
+    ) -> Model:
+        """See asr_serve.load."""
+        chosen = card(model)
+        picked = devices.pick(device, dtype)
+        folder = model_weights.resolve(chosen, weights)
+        kind = kinds()[chosen.kind]
+        config = kind.Config.of(json.loads((folder / "config.json").read_text()))
+        network = kind.Model(config, load_file(folder / "model.safetensors"), picked)
+        text = tokens.load(folder)
+        client = EngineClient(chosen, network, silero.load(), picked, engine or EngineConfig(), text.text)
+        return cls(chosen, picked, client, text)
+
+    def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
+        """The transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
+        (array, rate_hz).
+
+        options: the fields of TranscribeOptions. Raises the first input's error that there is, OptionError.
+        """
+        found: list[Transcript] = []
+        with contextlib.closing(self.events(_items(inputs), TranscribeOptions.of(options))) as stream:
+            for event in stream:
+                if isinstance(event, FileFailed):
+                    raise event.error
+                if isinstance(event, FileDone):
+                    found.append(event.transcript)
+        return found
+
+    async def atranscribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
+        """`transcribe` without blocking the event loop. Cancelling the task cancels the work."""
+        stream = self.events(_items(inputs), TranscribeOptions.of(options))
+        found: list[Transcript] = []
+        step: asyncio.Future[Event | None] | None = None
+        try:
+            while True:
+                step = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+                event = await asyncio.shield(step)
+                if event is None:
+                    return found
+                if isinstance(event, FileFailed):
+                    raise event.error
+                if isinstance(event, FileDone):
+                    found.append(event.transcript)
+        finally:
+            # A generator cannot be closed while a thread is inside it; that one step ends by itself.
+            if step is not None and not step.done():
+                step.add_done_callback(lambda _: stream.close())
+            else:
+                stream.close()
+
+    def events(
+        self, items: Iterable[Item], options: TranscribeOptions | None = None
+    ) -> Generator[Event, None, None]:
+        """What happens, as it happens: SegmentDone, FileDone, FileFailed, Progress, files in order.
+
+        Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is under way.
+        """
+        return events(self._client, self._text.text, items, options or TranscribeOptions())
+
+    def describe(self) -> dict[str, Any]:
+        """Model, device and what the engine has done so far."""
+        return {"model": self.card.name, **self.device.describe(), "engine": self._client.describe()}
+
+    def close(self) -> None:
+        """Stop the engine; requests still in it raise EngineClosed."""
+        self._client.close()
+        _open.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _items(inputs: Source | Iterable[Source]) -> Iterable[Item]:
+    """One source or several; a list of numbers is no list of sources."""
+    several = isinstance(inputs, Sequence | Generator | set) and not isinstance(inputs, str | bytes | bytearray | tuple)
+    return expand(inputs if several else [inputs])  # type: ignore[arg-type,list-item]
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread inside torch while the interpreter is torn down ends in a crash.
+    for model in list(_open):
+        model.close()

@@ -1,0 +1,409 @@
+"""START HERE: files in, text out. audio -> voice activity -> segments -> engine -> text, in order.
+
+One short clip and a thousand three-hour files are the same code. It runs in the caller's thread as a
+generator: it decodes ahead while the engine computes, within bounds, and sleeps until something finishes.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asr_serve import units
+from asr_serve.audio.io import AudioLimits, AudioStream, open_audio
+from asr_serve.audio.manifest import Item
+from asr_serve.config import unknown
+from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.engine.client import EngineClient, Ticket
+from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.models.vad.silero import WINDOW_SAMPLES
+from asr_serve.types import Priority, Segment, Span, Transcript
+from asr_serve.vad.endpoint import EndpointConfig, Endpointer
+from asr_serve.vad.schedule import OFFLINE, SilenceSchedule
+
+MAX_OPEN_FILES = 64
+"""Files that are read at once; the results of the later ones wait, as text, for the first."""
+MAX_AHEAD_SAMPLES = units.s_to_samples(1_200)
+"""Audio cut into segments and not yet recognised."""
+PIECE_WINDOWS = 512
+"""Windows handed to voice activity at once: 16 s."""
+PIECES_AHEAD = 2
+"""Pieces of one file that may wait for voice activity."""
+
+
+class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller may choose. Raises OptionError for what cannot be."""
+
+    language: str | None = None
+    """None: the model's own, or detected where it can."""
+    priority: Priority = "bulk"
+    vad: bool = True
+    """False: every sample is speech, cut only where the model's limit demands, at the quietest point."""
+    silence_schedule: SilenceSchedule | None = None
+    max_segment_ms: int | None = None
+    """Cut segments shorter than the model's own limit."""
+    temperatures: tuple[float, ...] = SearchOptions().temperatures
+    limits: AudioLimits = AudioLimits()
+
+    def __post_init__(self) -> None:
+        if self.priority not in ("interactive", "bulk"):
+            raise unknown("priority", str(self.priority), ["interactive", "bulk"])
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> TranscribeOptions:
+        """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
+        (up_to_ms, silence_ms)."""
+        for name in options:
+            if name not in cls.__struct_fields__:
+                raise unknown("option", name, cls.__struct_fields__)
+        schedule = options.get("silence_schedule")
+        if isinstance(schedule, list | tuple):
+            options = {**options, "silence_schedule": SilenceSchedule.parse(schedule)}
+        return cls(**options)
+
+
+class SegmentDone(msgspec.Struct, frozen=True):
+    index: int
+    """Position of the file among the items."""
+    key: str
+    segment: Segment
+
+
+class FileDone(msgspec.Struct, frozen=True):
+    index: int
+    key: str
+    transcript: Transcript
+
+
+class FileFailed(msgspec.Struct, frozen=True):
+    index: int
+    key: str
+    error: AsrServeError
+
+
+class Progress(msgspec.Struct, frozen=True):
+    audio_samples: int
+    """Audio whose text is out, over all files."""
+    total_samples: int | None
+    """What the headers of all files announce; None while some are unopened or announce nothing."""
+
+
+Event = SegmentDone | FileDone | FileFailed | Progress
+
+
+def events(
+    client: EngineClient, text: Callable[[list[int]], str], items: Iterable[Item], options: TranscribeOptions
+) -> Generator[Event, None, None]:
+    """Transcribe `items`; see Model.events."""
+    return _Transcription(client, text, options).run(iter(items))
+
+
+class _Transcription:
+    """One call: a window of files being read, in order, and one queue on which everything that finishes
+    wakes us."""
+
+    def __init__(
+        self, client: EngineClient, text: Callable[[list[int]], str], options: TranscribeOptions
+    ) -> None:
+        self.client, self.text, self.options = client, text, options
+        self.language = _language(client, options.language)
+        self.endpoint = _endpoint(client, options)
+        self.search = SearchOptions(temperatures=options.temperatures)
+        self.awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.ahead_samples = 0
+        self.done_samples = 0
+        self.announced: int | None = 0
+
+    def run(self, items: Iterator[Item]) -> Generator[Event, None, None]:
+        files: deque[_File] = deque()
+        opened, more = 0, True
+        try:
+            while files or more:
+                while more and len(files) < MAX_OPEN_FILES and self.ahead_samples < MAX_AHEAD_SAMPLES:
+                    item = next(items, None)
+                    if item is None:
+                        more = False
+                        break
+                    files.append(_File(self, opened, item))
+                    opened += 1
+                moved = False
+                for file in files:
+                    moved |= file.advance()
+                while files:
+                    yield from files[0].ready(more)
+                    if not files[0].over:
+                        break
+                    files.popleft()
+                    moved = True
+                if files and not moved:
+                    self.awake.get()
+                    while not self.awake.empty():
+                        self.awake.get()
+        finally:
+            for file in files:
+                file.abandon()
+
+    def wake(self, _: Future[Any]) -> None:
+        self.awake.put(None)
+
+
+class _File:
+    """One input on its way: chunks read, pieces at voice activity, segments at the engine, text out."""
+
+    def __init__(self, call: _Transcription, index: int, item: Item) -> None:
+        self.call, self.index, self.key = call, index, item.key
+        self.over = False
+        self.error: AsrServeError | None = None
+        self.segments: list[Segment] = []
+        self.announced = self.reported = self.read_samples = 0
+        self.stream: AudioStream | None = None
+        self.chunks: Iterator[np.ndarray] = iter(())
+        self.reading = True
+        self.piece = _Piece()
+        self.kept = _Kept()
+        self.pieces: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
+        self.waiting: deque[tuple[Span, Ticket]] = deque()
+        self.endpointer = Endpointer(call.endpoint)
+        self.session = call.client.session() if call.options.vad else None
+        try:
+            self.stream = open_audio(item.source, limits=call.options.limits)
+            self.chunks = iter(self.stream)
+            self.announced = self.stream.duration_hint_samples or 0
+            if not self.announced:
+                call.announced = None
+            elif call.announced is not None:
+                call.announced += self.announced
+        except AsrServeError as error:
+            self._end(error)
+
+    # --- reading ahead ------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; True when something was."""
+        moved = False
+        while self.reading and len(self.pieces) < PIECES_AHEAD and self._room():
+            self._read()
+            moved = True
+        while self.pieces and self.pieces[0][1].done() and self.error is None:
+            moved = True
+            pcm, future = self.pieces.popleft()
+            try:
+                probabilities = future.result()
+            except AsrServeError as error:
+                self._end(error)
+                break
+            self.kept.add(pcm)
+            self._submit(self.endpointer.push(probabilities))
+            if not self.reading and not self.pieces:
+                self._submit(self.endpointer.finish(self.read_samples))
+                self._release()
+        return moved
+
+    def _room(self) -> bool:
+        return self.call.ahead_samples < MAX_AHEAD_SAMPLES
+
+    def _read(self) -> None:
+        """Hand the next piece to voice activity, or end the reading."""
+        try:
+            for chunk in self.chunks:
+                self.piece.add(chunk)
+                self.read_samples += len(chunk)
+                if self.piece.samples >= PIECE_WINDOWS * WINDOW_SAMPLES:
+                    break
+            else:
+                self.reading = False
+        except AsrServeError as error:
+            self._end(error)
+            return
+        pcm = self.piece.take(PIECE_WINDOWS * WINDOW_SAMPLES, last=not self.reading)
+        if len(pcm):
+            future = self._voice_activity(pcm)
+            self.pieces.append((pcm, future))
+            future.add_done_callback(self.call.wake)
+
+    def _voice_activity(self, pcm: np.ndarray) -> Future[np.ndarray]:
+        if self.session is not None:
+            return self.session.put(pcm)
+        # Without it every window counts as speech; the louder, the surer, so that a cut falls where it is quiet.
+        loudness = np.sqrt(np.square(pcm.reshape(-1, WINDOW_SAMPLES)).mean(axis=1))
+        future: Future[np.ndarray] = Future()
+        future.set_result(self.call.endpoint.threshold + (1 - self.call.endpoint.threshold) * np.minimum(loudness, 1))
+        return future
+
+    def _submit(self, spans: list[Span]) -> None:
+        for span in spans:
+            ticket = self.call.client.submit(
+                self.kept.cut(span), self.call.search, self.call.options.priority, wait=True
+            )
+            self.call.ahead_samples += span.samples
+            self.waiting.append((span, ticket))
+            ticket.future.add_done_callback(self.call.wake)
+        self.kept.drop_before(self.endpointer.keep_from_samples)
+
+    # --- results ------------------------------------------------------------------------------------
+
+    def ready(self, unopened: bool) -> Iterator[Event]:
+        """The events of this file that are due. Only the first file of the window is asked."""
+        while self.waiting and self.waiting[0][1].future.done():
+            span, ticket = self.waiting.popleft()
+            self.call.ahead_samples -= span.samples
+            try:
+                heard = ticket.future.result()
+            except AsrServeError as error:
+                self._end(error)
+                break
+            if segment := self._segment(span, heard):
+                self.segments.append(segment)
+                yield SegmentDone(self.index, self.key, segment)
+            yield self._progress(span.end_samples, unopened)
+        if self.waiting or self.pieces or self.reading:
+            return
+        self.over = True
+        yield self._progress(self.read_samples, unopened)
+        if self.error is not None:
+            yield FileFailed(self.index, self.key, self.error)
+        else:
+            spoken = " ".join(s.text for s in self.segments)
+            yield FileDone(
+                self.index,
+                self.key,
+                Transcript(
+                    self.key,
+                    spoken,
+                    self.call.language,
+                    self.read_samples,
+                    tuple(self.segments),
+                    self.call.client.card.name,
+                ),
+            )
+
+    def _segment(self, span: Span, heard: Recognition) -> Segment | None:
+        text = self.call.text(list(heard.tokens))
+        if not text or not speech(heard):
+            return None
+        return Segment(
+            span.start_samples,
+            span.end_samples,
+            text,
+            heard.tokens,
+            heard.avg_logprob,
+            heard.temperature,
+            heard.finish,
+        )
+
+    def _progress(self, position: int, unopened: bool) -> Progress:
+        self.call.done_samples += position - self.reported
+        self.reported = position
+        total = None if unopened else self.call.announced
+        return Progress(self.call.done_samples, total if total is None else max(total, self.call.done_samples))
+
+    # --- endings ------------------------------------------------------------------------------------
+
+    def _end(self, error: AsrServeError) -> None:
+        """The file cannot go on; what is already cut is let go."""
+        self.error = self.error or error
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Cancel everything under way."""
+        self.reading = False
+        self.pieces.clear()
+        for span, ticket in self.waiting:
+            self.call.ahead_samples -= span.samples
+            self.call.client.cancel(ticket)
+        self.waiting.clear()
+        self._release()
+
+    def _release(self) -> None:
+        if self.session is not None:
+            self.session.close()
+        if self.stream is not None:
+            self.stream.close()
+
+
+class _Piece:
+    """Chunks of any size, taken out as whole windows; the last one is filled up with silence."""
+
+    def __init__(self) -> None:
+        self.chunks: list[np.ndarray] = []
+        self.samples = 0
+
+    def add(self, chunk: np.ndarray) -> None:
+        self.chunks.append(chunk)
+        self.samples += len(chunk)
+
+    def take(self, limit: int, last: bool) -> np.ndarray:
+        if not self.samples:
+            return np.zeros(0, np.float32)
+        joined = np.concatenate(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
+        if last:
+            missing = -len(joined) % WINDOW_SAMPLES
+            taken, rest = (np.pad(joined, (0, missing)) if missing else joined), joined[:0]
+        else:
+            taken, rest = joined[:limit], joined[limit:]
+        self.chunks, self.samples = ([rest] if len(rest) else []), len(rest)
+        return taken
+
+
+class _Kept:
+    """The audio that a segment to come may still need."""
+
+    def __init__(self) -> None:
+        self.start = 0
+        self.chunks: deque[np.ndarray] = deque()
+
+    def add(self, pcm: np.ndarray) -> None:
+        self.chunks.append(pcm)
+
+    def cut(self, span: Span) -> np.ndarray:
+        """The samples of `span`; a view where they lie in one piece."""
+        parts, at = [], self.start
+        for chunk in self.chunks:
+            first, last = max(span.start_samples - at, 0), min(span.end_samples - at, len(chunk))
+            if first < last:
+                parts.append(chunk[first:last])
+            at += len(chunk)
+        cut = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        assert len(cut) == span.samples, f"{span} reaches outside the audio that is kept"
+        return cut
+
+    def drop_before(self, sample: int) -> None:
+        while self.chunks and self.start + len(self.chunks[0]) <= sample:
+            self.start += len(self.chunks.popleft())
+
+
+def speech(heard: Recognition) -> bool:
+    """Whether a recognition is worth believing.
+
+    Voice activity lets some noise and music through; what a decoder makes of it is improbable to itself even
+    at its best try.
+    """
+    return bool(heard.tokens) and heard.avg_logprob > INVENTED_LOGPROB
+
+
+INVENTED_LOGPROB = -1.5
+"""Below this mean log-probability a text was invented; speech that is barely understood stays above it."""
+
+
+def _language(client: EngineClient, wanted: str | None) -> str:
+    languages = client.card.languages
+    if wanted is not None and wanted not in languages:
+        raise unknown(f"language for {client.card.name}", wanted, list(languages))
+    return wanted or languages[0]
+
+
+def _endpoint(client: EngineClient, options: TranscribeOptions) -> EndpointConfig:
+    limit = client.card.max_segment_ms
+    if options.max_segment_ms is not None and options.max_segment_ms > limit:
+        raise OptionError(
+            f"max_segment_ms={options.max_segment_ms}", f"{client.card.name} hears up to {limit} ms at once"
+        )
+    return EndpointConfig(
+        max_segment_ms=options.max_segment_ms or limit, schedule=options.silence_schedule or OFFLINE
+    )

@@ -21,8 +21,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_decode_rows: int = 64
     """Sequences that share one decoding step."""
-    encode_frames: int = 3_072
-    """Encoder frames in one encode batch, padding included. It bounds how long a live step can be held up."""
+    encode_frames: int | None = None
+    """Encoder frames in one encode batch, padding included. It bounds how long a live step can be held up.
+    None: as many as the device needs to be busy."""
     encode_padding: float = 0.15
     """Largest share of an encode batch that may be padding."""
     kv_bytes: int = 512 << 20
@@ -43,7 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not value > 0:
+            if value is not None and not value > 0:
                 raise OptionError(f"{name}={value}", f"{name} must be greater than 0")
         if self.encode_padding >= 1 or self.interactive_share >= 1:
             raise OptionError(

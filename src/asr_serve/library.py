@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,8 +18,7 @@ from asr_serve import devices
 from asr_serve.audio.io import Source
 from asr_serve.audio.manifest import Item, expand
 from asr_serve.config import EngineConfig
-from asr_serve.devices.base import Device
-from asr_serve.engine.client import EngineClient
+from asr_serve.engine.client import EngineClient, Parts
 from asr_serve.models import weights as model_weights
 from asr_serve.models.card import Card, card, kinds
 from asr_serve.models.vad import silero
@@ -33,8 +32,8 @@ _open: weakref.WeakSet[Model] = weakref.WeakSet()
 class Model:
     """A loaded model and its engine. Any number of threads and tasks may share one."""
 
-    def __init__(self, chosen: Card, device: Device, client: EngineClient, text: Any) -> None:
-        self.card, self.device = chosen, device
+    def __init__(self, chosen: Card, client: EngineClient, text: Callable[[list[int]], str]) -> None:
+        self.card, self.device = chosen, client.device
         self._client, self._text = client, text
         _open.add(self)
 
@@ -50,14 +49,17 @@ class Model:
     ) -> Model:
         """See asr_serve.load."""
         chosen = card(model)
-        picked = devices.pick(device, dtype)
         folder = model_weights.resolve(chosen, weights)
         kind = kinds()[chosen.kind]
         config = kind.Config.of(json.loads((folder / "config.json").read_text()))
-        network = kind.Model(config, load_file(folder / "model.safetensors"), picked)
         text = tokens.load(folder)
-        client = EngineClient(chosen, network, silero.load(), picked, engine or EngineConfig(), text.text)
-        return cls(chosen, picked, client, text)
+
+        def build() -> Parts:
+            picked = devices.pick(device, dtype)
+            network = kind.Model(config, load_file(folder / "model.safetensors"), picked)
+            return Parts(network, silero.load(), picked, text.text)
+
+        return cls(chosen, EngineClient(chosen, build, engine or EngineConfig()), text.text)
 
     def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
         """The transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
@@ -103,7 +105,7 @@ class Model:
 
         Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is under way.
         """
-        return events(self._client, self._text.text, items, options or TranscribeOptions())
+        return events(self._client, self._text, items, options or TranscribeOptions())
 
     def describe(self) -> dict[str, Any]:
         """Model, device and what the engine has done so far."""

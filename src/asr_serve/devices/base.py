@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from asr_serve.models.batch import Packing
+
 
 class Linear(Protocol):
     """y = act(x W^T + b) (+ add). Weights are laid out for the device once, when it is made."""
@@ -24,6 +26,10 @@ class Device(Protocol):
     torch_device: torch.device
     dtype: torch.dtype
     threads: int
+    encode_frames: int
+    """Frames in an encode batch, beyond which a larger one is not faster."""
+    frame_block: int
+    """Batches of frames are filled up to a multiple of this, so that few shapes occur."""
     kernels: ModuleType
     """rope softmax store append attend pick: `asr_serve.native` or its twins."""
 
@@ -34,9 +40,9 @@ class Device(Protocol):
     def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
         """A Linear of `weight` (out, in), `bias` (out,), in the device's dtype unless told."""
 
-    def attention(self, qkv: Tensor, lengths: Tensor) -> Tensor:
-        """Full self-attention of qkv (rows, frames, 3, heads, head_dim) over the first `lengths` (rows,)
-        frames; out (rows, frames, heads * head_dim). Frames past a row's length hold anything."""
+    def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
+        """Full self-attention within each clip of qkv (total, 3, heads, head_dim); out (total, heads *
+        head_dim). Past the last clip, qkv must hold numbers, and out does."""
 
     def rows(self, live: int) -> int:
         """How many rows a decoding step of `live` rows runs with: more where shapes must repeat."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from asr_serve import native
 from asr_serve.config import threads_wanted
+from asr_serve.models.batch import Packing
 
 
 def bf16_supported() -> bool:
@@ -22,6 +24,28 @@ def bf16_supported() -> bool:
     except OSError:
         return False
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def keep_memory() -> None:
+    """Have glibc keep what tensors free, on one heap for all threads.
+
+    By default every activation of a few megabytes is mapped, zeroed page by page and unmapped again: a third
+    of an encoder step, and the heaps of other threads than the first cannot hold large blocks at all.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return  # not glibc
+    m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
+    mallopt(m_arena_max, 1)
+    mallopt(m_mmap_threshold, 32 << 20)  # the most it takes
+    mallopt(m_trim_threshold, 512 << 20)
+
+
+ATTENTION_BLOCK = 64
+"""Keys of one clip are filled up to a multiple of this."""
+ROW_BLOCK = 8
+"""Rows of a decoding step are filled up to a multiple of this."""
 
 
 class PackedLinear:
@@ -61,6 +85,8 @@ class CpuDevice:
 
     name = "cpu"
     torch_device = torch.device("cpu")
+    encode_frames = 1_280
+    frame_block = 256
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.chosen_because = "asked for"
@@ -72,6 +98,7 @@ class CpuDevice:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = threads_wanted() or cores
         torch.set_num_threads(self.threads)
+        keep_memory()
         self.kernels = native.kernels()
         self.packs = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -84,25 +111,35 @@ class CpuDevice:
         bias = None if bias is None else bias.to(dtype)
         return (PackedLinear if self.packs else PlainLinear)(weight.to(dtype), bias)
 
-    def attention(self, qkv: Tensor, lengths: Tensor) -> Tensor:
-        rows, frames, _, heads, head_dim = qkv.shape
-        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
-        if qkv.dtype == torch.bfloat16 and self.kernels is not native.twins:
-            # oneDNN's batched product and our softmax: four times torch's fused kernel on AVX512-BF16,
-            # which converts to float32 first.
-            scores = torch.matmul(q, k.transpose(2, 3))
-            self.kernels.softmax(scores, lengths, head_dim**-0.5)
-            # 0 * NaN is NaN: frames past the end must be numbers, and the encoder keeps them so.
-            out = torch.matmul(scores, v)
-        else:
-            mask = None
-            if int(lengths.min()) < frames:
-                mask = (torch.arange(frames) < lengths[:, None])[:, None, None, :]
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out.transpose(1, 2).reshape(rows, frames, heads * head_dim)
+    def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
+        total, _, heads, head_dim = qkv.shape
+        out = torch.empty(total, heads, head_dim, dtype=qkv.dtype)
+        out[sum(packing.frames) :] = 0
+        attend = self._attend_packed if self.fast_bf16(qkv) else self._attend_plain
+        for offset, frames in zip(packing.offsets, packing.frames, strict=True):
+            out[offset : offset + frames] = attend(qkv, offset, frames)
+        return out.view(total, heads * head_dim)
+
+    def fast_bf16(self, x: Tensor) -> bool:
+        """Whether oneDNN's batched product and our softmax beat torch's fused kernel: in bf16 by four times,
+        for that one converts to float32 first."""
+        return x.dtype == torch.bfloat16 and self.kernels is not native.twins
+
+    def _attend_packed(self, qkv: Tensor, offset: int, frames: int) -> Tensor:
+        # Each new shape costs a millisecond of compiling: read on into the next clip up to a round length,
+        # where there is that much; softmax gives those keys no weight and those queries are dropped.
+        end = min(offset + -(-frames // ATTENTION_BLOCK) * ATTENTION_BLOCK, qkv.shape[0])
+        q, k, v = (qkv[offset:end, i].transpose(0, 1) for i in range(3))
+        scores = torch.matmul(q, k.transpose(1, 2))
+        self.kernels.softmax(scores[None], torch.tensor([frames]), qkv.shape[3] ** -0.5)
+        return torch.matmul(scores, v).transpose(0, 1)[:frames]
+
+    def _attend_plain(self, qkv: Tensor, offset: int, frames: int) -> Tensor:
+        q, k, v = (qkv[None, offset : offset + frames, i].transpose(1, 2) for i in range(3))
+        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
     def rows(self, live: int) -> int:
-        return live
+        return live if live <= 4 else -(-live // ROW_BLOCK) * ROW_BLOCK
 
     def width(self, used: int, limit: int) -> int:
         # Native kernels read what a row uses; the twins gather the whole width.

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.devices.cpu import PlainLinear
+from asr_serve.models.batch import Packing
 from asr_serve.native import twins
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -52,6 +53,9 @@ class Recorded:
 class CudaDevice:
     """See devices/base.py."""
 
+    encode_frames = 16_384
+    frame_block = 256
+
     def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None) -> None:
         self.name = name
         self.torch_device = torch.device(name)
@@ -69,12 +73,19 @@ class CudaDevice:
         moved = None if bias is None else bias.to(self.torch_device, dtype)
         return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), moved)
 
-    def attention(self, qkv: Tensor, lengths: Tensor) -> Tensor:
-        rows, frames, _, heads, head_dim = qkv.shape
-        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
-        mask = (torch.arange(frames, device=qkv.device) < lengths[:, None])[:, None, None, :]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return out.transpose(1, 2).reshape(rows, frames, heads * head_dim)
+    def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
+        total, _, heads, head_dim = qkv.shape
+        # Padded to the longest clip for one fused kernel; the planner keeps a batch's lengths near each other.
+        frames = torch.tensor(packing.frames, device=qkv.device)
+        offsets = torch.tensor(packing.offsets, device=qkv.device)
+        steps = torch.arange(max(packing.frames), device=qkv.device)
+        live = steps < frames[:, None]
+        rows = (offsets[:, None] + steps).clamp(max=total - 1)
+        q, k, v = (qkv[:, i][rows].transpose(1, 2) for i in range(3))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, None, None, :])
+        out = torch.zeros(total, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+        out[rows[live]] = mixed.transpose(1, 2)[live]
+        return out.view(total, heads * head_dim)
 
     def rows(self, live: int) -> int:
         return BUCKETS[min(bisect.bisect_left(BUCKETS, live), len(BUCKETS) - 1)]

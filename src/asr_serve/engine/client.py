@@ -60,18 +60,21 @@ class VadSession:
             self._client._close_session(self._id)
 
 
+class Parts(NamedTuple):
+    """What an engine is made of."""
+
+    model: Any
+    vad: Silero
+    device: Device
+    text: Callable[[list[int]], str]
+
+
 class EngineClient:
     """Starts the loop on a thread of its own. Every method may be called from any thread."""
 
-    def __init__(
-        self,
-        card: Card,
-        model: Any,
-        vad: Silero,
-        device: Device,
-        config: EngineConfig,
-        text: Callable[[list[int]], str],
-    ) -> None:
+    def __init__(self, card: Card, build: Callable[[], Parts], config: EngineConfig) -> None:
+        """`build` runs on the engine's thread and what it raises is raised here. torch gives every thread that
+        computes a pool of its own; two pools, and both go to sleep between products."""
         self.card, self.config = card, config
         self.max_samples = units.ms_to_samples(card.max_segment_ms)
         self.min_samples = units.ms_to_samples(card.min_segment_ms)
@@ -79,22 +82,40 @@ class EngineClient:
         self._room = threading.Condition()
         self._requests = self._samples = self._sessions = 0
         self._closed = False
+        ready: Future[tuple[Loop, Device]] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(build, ready), name=f"asr-serve {card.name}", daemon=True
+        )
+        self._thread.start()
+        self._loop, self.device = ready.result()
+
+    def _run(self, build: Callable[[], Parts], ready: Future[tuple[Loop, Device]]) -> None:
+        try:
+            loop, device = self._make(build())
+        except BaseException as failure:
+            ready.set_exception(failure)
+            return
+        ready.set_result((loop, device))
+        loop.run()
+
+    def _make(self, parts: Parts) -> tuple[Loop, Device]:
+        model, vad, device, text = parts
+        config = self.config
         decode = DecodeRunner(
             model, device, config.max_decode_rows, config.kv_bytes, model.frames(self.max_samples)
         )
-        self._loop = Loop(
+        loop = Loop(
             model,
             EncodeRunner(model, device),
             decode,
             VadRunner(vad, config.max_sessions),
             config,
             text,
-            card.tokens_per_s,
+            self.card.tokens_per_s,
             on_done=self._done,
             on_stop=self._stopped,
         )
-        self._thread = threading.Thread(target=self._loop.run, name=f"asr-serve {card.name}", daemon=True)
-        self._thread.start()
+        return loop, device
 
     def submit(
         self,

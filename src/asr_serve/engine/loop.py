@@ -44,7 +44,7 @@ class Loop:
         self.model, self.config, self.text, self.tokens_per_s = model, config, text, tokens_per_s
         self.encode_runner, self.decode_runner, self.vad_runner = encode, decode, vad
         self.on_done, self.on_stop = on_done, on_stop
-        self.planner = Planner(config)
+        self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.utterances: dict[int, Utterance] = {}
         self.listeners: dict[int, Listener] = {}

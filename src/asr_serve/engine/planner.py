@@ -35,8 +35,8 @@ class Waiting(msgspec.Struct, frozen=True):
 class Planner:
     """Waiting requests in, encode batches out."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, encode_frames: int) -> None:
+        self.config, self.encode_frames = config, encode_frames
         self._waiting: dict[int, Waiting] = {}
         self._by_length: list[tuple[int, int]] = []  # (frames, id), sorted
         self._by_deadline: dict[Priority, list[tuple[float, int]]] = {"interactive": [], "bulk": []}
@@ -106,7 +106,7 @@ class Planner:
             below, above = (below - 1, above) if take_below else (below, above + 1)
             padded = (len(batch) + 1) * max(longest, candidate.frames)
             dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
-            if padded > self.config.encode_frames or not dense:
+            if padded > self.encode_frames or not dense:
                 if take_below:
                     below = -1  # whoever is shorter still would pad more
                 else:

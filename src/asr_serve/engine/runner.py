@@ -16,7 +16,7 @@ from asr_serve.decoding.attention import Finish, Hypothesis
 from asr_serve.devices.base import Device
 from asr_serve.engine.pages import PagePool
 from asr_serve.engine.states import Slot, StateCacheManager
-from asr_serve.models.decoder import Paged
+from asr_serve.models.batch import Paged
 from asr_serve.models.vad.silero import WINDOW_SAMPLES, Silero, SileroState
 from asr_serve.native import PAGE
 
@@ -53,21 +53,24 @@ class VadRunner:
 
 
 class EncodeRunner:
-    """Utterances to EncoderResults, in one padded batch."""
+    """Utterances to EncoderResults, in one batch."""
 
     def __init__(self, model: Any, device: Device) -> None:
         self.model, self.device = model, device
 
     @torch.inference_mode()
     def run(self, batch: Sequence[np.ndarray]) -> list[EncoderResult]:
-        lengths = [len(pcm) for pcm in batch]
-        padded = np.zeros((len(batch), max(lengths)), np.float32)
-        for row, pcm in enumerate(batch):
-            padded[row, : len(pcm)] = pcm
-        at = self.device.torch_device
-        hidden, frames = self.model.encode(torch.from_numpy(padded).to(at), torch.tensor(lengths, device=at))
+        hidden, packing = self.model.encode([_tensor(pcm) for pcm in batch])
         cross = self.model.cross(hidden)
-        return [EncoderResult(cross[row, :count]) for row, count in enumerate(frames.tolist())]
+        return [
+            EncoderResult(cross[offset : offset + frames])
+            for offset, frames in zip(packing.offsets, packing.frames, strict=True)
+        ]
+
+
+def _tensor(pcm: np.ndarray) -> Tensor:
+    """Without a copy, unless the array is read-only, which torch has no notion of."""
+    return torch.from_numpy(pcm if pcm.flags.writeable else pcm.copy())
 
 
 class Row:

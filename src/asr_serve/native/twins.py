@@ -98,3 +98,22 @@ def pick(logits: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, logprob
     best = exact.max(dim=-1)
     tokens.copy_(candidates.indices.gather(1, best.indices[:, None])[:, 0])
     logprobs.copy_((best.values - values.logsumexp(dim=-1)).clamp(max=0.0))
+
+
+def lstm(
+    gates: Tensor, weight: Tensor, offsets: Tensor, lengths: Tensor, h: Tensor, c: Tensor, out: Tensor
+) -> None:
+    """One LSTM layer over sequences laid end to end: row r takes lengths[r] steps from step offsets[r].
+
+    gates (steps, 4 * width): the input's part with both biases, in the order i f g o; weight (width, 4 * width):
+    the recurrent matrix transposed; h, c (rows, width) are updated in place; out (steps, width).
+
+    Source: Hochreiter and Schmidhuber 1997, as torch.nn.LSTM has it.
+    """
+    for step in range(int(lengths.max())):
+        live = (step < lengths).nonzero()[:, 0]
+        at = offsets[live] + step
+        i, f, g, o = (gates[at] + h[live] @ weight).chunk(4, dim=1)
+        c[live] = f.sigmoid() * c[live] + i.sigmoid() * g.tanh()
+        h[live] = o.sigmoid() * c[live].tanh()
+        out[at] = h[live]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from asr_serve.devices.base import Device, Linear
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import onnx_graph
 from asr_serve.models.card import Card, Packaged
-from asr_serve.models.decoder import Paged
+from asr_serve.models.batch import Packing, Paged, pack
 
 STEM_STRIDE = 64 * 3 * 2
 """Samples between two encoder frames: 24 ms at 16 kHz."""
@@ -126,7 +127,7 @@ class Model:
         self.encoder = [_EncoderLayer(take, i) for i in range(config.encoder_num_hidden_layers)]
         self.encoder_norm = take.vector("model.encoder.layer_norm.weight")
         half = config.rotary_half(config.encoder_num_attention_heads)
-        # Frames of the longest audio anybody may hand in; grown when a longer one comes.
+        # Grown when a clip longer than 49 s comes.
         self.encoder_angles = _angles(config, half, 2_048, device.torch_device)
         self.cross_kv = take.linear(
             *[
@@ -148,25 +149,23 @@ class Model:
         first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
         return ((first - 7) // 3 + 1 - 3) // 2 + 1
 
-    def encode(self, pcm: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of a padded batch, each row as if it were alone.
+    def encode(self, batch: Sequence[Tensor]) -> tuple[Tensor, Packing]:
+        """Hidden states of several clips end to end, each as if it were alone: no clip pays for another's
+        length.
 
-        In      pcm (rows, longest) float32 in -1..1, 16 kHz, zeros past a row's end; samples (rows,) int64
-        Out     hidden (rows, frames, hidden_size), frames (rows,) int64; hidden past a row's frames is noise
+        In      batch: clips (samples,) float32 in -1..1, 16 kHz
+        Out     hidden (packing.total, hidden_size): clip i is hidden[packing.offsets[i] :][: packing.frames[i]];
+                what lies past the last clip is noise
         """
-        rows = pcm.shape[0]
-        x, frames = self.stem(pcm, samples)
-        longest = x.shape[1]
-        cos, sin = self._encoder_angles(longest)
-        positions = torch.arange(longest, device=x.device).repeat(rows)
+        x, packing = self.stem(batch)
+        cos, sin = self._encoder_angles(max(packing.frames))
         for layer in self.encoder:
-            x = layer(x, positions, frames, cos, sin, self.device)
-        return F.layer_norm(x, x.shape[-1:], self.encoder_norm), frames
+            x = layer(x, packing, cos, sin, self.device)
+        return F.layer_norm(x, x.shape[-1:], self.encoder_norm), packing
 
     def cross(self, hidden: Tensor) -> Tensor:
-        """Keys and values of every decoder layer: (rows, frames, layers, 2, hidden_size)."""
-        kv = self.cross_kv(hidden)
-        return kv.view(*hidden.shape[:2], self.layers, 2, self.config.hidden_size)
+        """Keys and values of every decoder layer: (frames, layers, 2, hidden_size) of hidden (frames, .)."""
+        return self.cross_kv(hidden).view(-1, self.layers, 2, self.config.hidden_size)
 
     def decode(self, tokens: Tensor, own: Paged, audio: Paged) -> tuple[Tensor, Tensor]:
         """One position of each row.
@@ -232,10 +231,11 @@ class _Stem:
     """Three strided convolutions as products over windows, 16 kHz samples to 41.7 frames a second.
 
     The waveform and the statistics of the group norm stay in float32: bf16 keeps 8 bits, quiet speech needs
-    more. Windows that reach into a row's padding are not counted in its statistics.
+    more.
     """
 
     def __init__(self, take: _Weights) -> None:
+        self.device = take.device
         first = F.pad(take.get("model.encoder.conv1.weight")[:, 0], (0, 1))  # 127 taps; 128 divide well
         self.first = take.device.linear(first, dtype=torch.float32)
         scale, shift = take.get("model.encoder.groupnorm.weight"), take.get("model.encoder.groupnorm.bias")
@@ -245,38 +245,46 @@ class _Stem:
         self.second = take.device.linear(_taps(second * scale[None, :, None]), bias)
         third = take.get("model.encoder.conv3.weight")
         self.third = take.device.linear(_taps(third), take.get("model.encoder.conv3.bias"))
-        self.dtype = take.device.dtype
 
-    def __call__(self, pcm: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        pcm = F.pad(pcm, (0, max(1, SHORTEST_SAMPLES - pcm.shape[1] + 1)))
-        count = (samples.clamp(min=SHORTEST_SAMPLES) - 127) // 64 + 1
-        longest = int((pcm.shape[1] - 128) // 64 + 1)
-        x = torch.tanh_(self.first(pcm.unfold(1, 128, 64)))  # (rows, longest, hidden)
-        x = self._normalised(x, count, longest)
-        x = self.second(_windows(x.to(self.dtype), 7, 3), gelu=True)
-        x = self.third(_windows(x, 3, 2), gelu=True)
-        return x, ((count - 7) // 3 + 1 - 3) // 2 + 1
+    def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Packing]:
+        at = self.device.torch_device
+        counts = [(max(len(pcm), SHORTEST_SAMPLES) - 127) // 64 + 1 for pcm in batch]
+        windows, packing = self._packed(counts, 128, torch.float32)
+        for pcm, offset, count in zip(batch, packing.offsets, counts, strict=True):
+            padded = F.pad(pcm, (0, max(1, SHORTEST_SAMPLES + 1 - len(pcm))))
+            windows[offset : offset + count] = padded.to(at).unfold(0, 128, 64)[:count]
+        x = self.first(windows).tanh_()
+        normed = torch.empty_like(x, dtype=self.device.dtype)
+        for offset, count in zip(packing.offsets, counts, strict=True):
+            # Over all channels and frames of one clip; deviations first, for the square of a mean that is
+            # large beside the spread would eat the digits.
+            clip = x[offset : offset + count]
+            clip.sub_(clip.mean())
+            variance = torch.linalg.vector_norm(clip).square() / clip.numel()
+            torch.mul(clip, (variance + 1e-5).rsqrt(), out=clip)
+            normed[offset : offset + count] = clip
+        x, packing = self._convolve(self.second, normed, packing, 7, 3)
+        return self._convolve(self.third, x, packing, 3, 2)
 
-    def _normalised(self, x: Tensor, count: Tensor, longest: int) -> Tensor:
-        live = (torch.arange(longest, device=x.device) < count[:, None])[:, :, None]
-        n = (count * x.shape[2]).float()
-        # Two passes: the square of a mean that is large beside the spread would eat the digits.
-        mean = (x.sum(2).masked_fill(~live[:, :, 0], 0).sum(1) / n)[:, None, None]
-        x.sub_(mean).masked_fill_(~live, 0)
-        variance = torch.linalg.vector_norm(x, dim=(1, 2)).square() / n
-        return x.mul_((variance + 1e-5).rsqrt()[:, None, None])
+    def _convolve(self, linear: Linear, x: Tensor, packing: Packing, taps: int, stride: int) -> tuple[Tensor, Packing]:
+        counts = [(frames - taps) // stride + 1 for frames in packing.frames]
+        width = x.shape[1]
+        windows, after = self._packed(counts, taps * width, x.dtype)
+        for start, offset, count in zip(packing.offsets, after.offsets, counts, strict=True):
+            view = x.as_strided((count, taps * width), (stride * width, 1), x.storage_offset() + start * width)
+            windows[offset : offset + count] = view
+        return linear(windows, gelu=True), after
+
+    def _packed(self, counts: list[int], width: int, dtype: torch.dtype) -> tuple[Tensor, Packing]:
+        packing = pack(counts, self.device.frame_block)
+        buffer = torch.empty(packing.total, width, dtype=dtype, device=self.device.torch_device)
+        buffer[sum(counts) :] = 0  # numbers, not whatever lay there: it is computed with
+        return buffer, packing
 
 
 def _taps(weight: Tensor) -> Tensor:
     """Convolution weight (out, in, taps) as a matrix over windows in time order."""
     return weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
-
-
-def _windows(x: Tensor, taps: int, stride: int) -> Tensor:
-    """(rows, frames, width) -> (rows, windows, taps * width)."""
-    rows, frames, width = x.shape
-    count = (frames - taps) // stride + 1
-    return x.as_strided((rows, count, taps * width), (x.stride(0), stride * width, 1))
 
 
 class _EncoderLayer:
@@ -289,14 +297,11 @@ class _EncoderLayer:
         self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
         self.up, self.down = take.linear(f"{at}.mlp.fc1"), take.linear(f"{at}.mlp.fc2")
 
-    def __call__(
-        self, x: Tensor, positions: Tensor, frames: Tensor, cos: Tensor, sin: Tensor, device: Device
-    ) -> Tensor:
-        rows, longest, width = x.shape
-        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
-        device.kernels.rope(qkv.view(-1, 3, self.heads, width // self.heads), positions, cos, sin)
-        mixed = device.attention(qkv.view(rows, longest, 3, self.heads, width // self.heads), frames)
-        x = self.out(mixed, add=x)
+    def __call__(self, x: Tensor, packing: Packing, cos: Tensor, sin: Tensor, device: Device) -> Tensor:
+        width = x.shape[1]
+        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1)).view(-1, 3, self.heads, width // self.heads)
+        device.kernels.rope(qkv, packing.positions(x.device), cos, sin)
+        x = self.out(device.attention(qkv, packing), add=x)
         return self.down(self.up(F.layer_norm(x, (width,), self.norm2), gelu=True), add=x)
 
 

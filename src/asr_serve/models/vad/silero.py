@@ -14,7 +14,6 @@ Weights  `silero.safetensors` beside this file: those same parameters, renamed b
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from asr_serve import native
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models.batch import pack
 
 WINDOW_SAMPLES = 512
 CONTEXT_SAMPLES = 64
@@ -31,9 +32,9 @@ FFT_SAMPLES = 256
 HOP_SAMPLES = 128
 BINS = FFT_SAMPLES // 2 + 1
 WIDTH = 128
-BLOCK_WINDOWS = 512
-"""Windows (rows times steps) that go through the network together: enough to fill its products, few
-enough that the block (a few MB at its widest) stays in cache and memory use does not grow with n."""
+BLOCK_WINDOWS = 256
+"""Windows that go through the network together, always as many: enough to fill its products, few enough to
+stay in cache, and one shape to compile for."""
 
 WEIGHTS = Path(__file__).with_name("silero.safetensors")
 WEIGHTS_SHA256 = "98ad88be41e0e8728f3ac3e66dd927cbf94ff853953f1bc970a4dcae384aafb4"
@@ -91,49 +92,40 @@ class Silero(nn.Module):
         assert all(0 <= count <= samples // WINDOW_SAMPLES for count in live), live
         probabilities = pcm.new_zeros(rows, samples // WINDOW_SAMPLES)
         after = SileroState(state.context.clone(), state.h.clone(), state.c.clone())
-        for chosen, start, end in _blocks(live):
-            # a plain slice where it will do: indexing by a list copies
-            some = (
-                slice(len(chosen))
-                if chosen[-1] == len(chosen) - 1
-                else torch.tensor(chosen, device=pcm.device)
-            )
-            first, last = start * WINDOW_SAMPLES, end * WINDOW_SAMPLES
-            sound = torch.cat([after.context[some], pcm[some, first:last]], dim=1)
-            heard, (h, c) = self.lstm(self._hear(sound), (after.h[some][None], after.c[some][None]))
-            probabilities[some, start:end] = self.head(heard.relu_()).sigmoid_()[..., 0].T
-            after.context[some] = sound[:, -CONTEXT_SAMPLES:]
-            after.h[some], after.c[some] = h[0], c[0]
+        if not any(live):
+            return probabilities, after
+        packing = pack(live, BLOCK_WINDOWS)
+        # Windows of all rows end to end, each with the end of the one before it in front.
+        sound = pcm.new_empty(packing.total, CONTEXT_SAMPLES + WINDOW_SAMPLES)
+        sound[sum(live) :] = 0
+        for row, (offset, count) in enumerate(zip(packing.offsets, live, strict=True)):
+            if count:
+                heard = torch.cat([after.context[row], pcm[row, : count * WINDOW_SAMPLES]])
+                sound[offset : offset + count] = heard.unfold(0, sound.shape[1], WINDOW_SAMPLES)
+                after.context[row] = heard[-CONTEXT_SAMPLES:]
+        lstm = self.lstm
+        gates = torch.cat([self._gates(block) for block in sound.split(BLOCK_WINDOWS)])
+        out = torch.zeros(packing.total, WIDTH, device=pcm.device)
+        offsets = torch.tensor(packing.offsets, device=pcm.device)
+        lstm_kernel = native.kernels().lstm if pcm.device.type == "cpu" else native.twins.lstm
+        lstm_kernel(gates, lstm.weight_hh_l0.t().contiguous(), offsets, windows, after.h, after.c, out)
+        spoken = self.head(out.relu_()).sigmoid_()[:, 0]
+        for row, (offset, count) in enumerate(zip(packing.offsets, live, strict=True)):
+            probabilities[row, :count] = spoken[offset : offset + count]
         return probabilities, after
 
-    def _hear(self, sound: Tensor) -> Tensor:
-        """Context and n windows (rows, 64 + n * 512) -> one vector a window (n, rows, 128)."""
-        windows = sound.unfold(1, CONTEXT_SAMPLES + WINDOW_SAMPLES, WINDOW_SAMPLES)
-        rows, n, _ = windows.shape
+    def _gates(self, windows: Tensor) -> Tensor:
+        """Windows with their context (n, 64 + 512) -> what the LSTM's gates hear of them (n, 4 * 128)."""
         # The fourth spectrum runs 64 samples past the window; the model mirrors the window's own end
         # there (the last sample is not repeated) rather than wait for the next window.
-        mirrored = functional.pad(windows.reshape(rows * n, -1), (0, CONTEXT_SAMPLES), mode="reflect")
+        mirrored = functional.pad(windows, (0, CONTEXT_SAMPLES), mode="reflect")
         frames = mirrored.unfold(1, FFT_SAMPLES, HOP_SAMPLES) * self.hann
         spectrum = torch.view_as_real(torch.fft.rfft(frames)).square_()
         x = (spectrum[..., 0] + spectrum[..., 1]).sqrt_().transpose(1, 2)
         for conv in self.convs:
             x = conv(x).relu_()
-        return x.view(rows, n, WIDTH).transpose(0, 1)
-
-
-def _blocks(live: list[int]) -> Iterator[tuple[list[int], int, int]]:
-    """Split ragged rows into full rectangles: (rows still live, first window, last window + 1), in order.
-
-    >>> list(_blocks([2, 3, 0]))
-    [([0, 1], 0, 2), ([1], 2, 3)]
-    """
-    start = 0
-    for stop in sorted(set(live) - {0}):
-        rows = [row for row, windows in enumerate(live) if windows >= stop]
-        while start < stop:
-            end = min(stop, start + max(1, BLOCK_WINDOWS // len(rows)))
-            yield rows, start, end
-            start = end
+        lstm = self.lstm
+        return functional.linear(x[:, :, 0], lstm.weight_ih_l0, lstm.bias_ih_l0 + lstm.bias_hh_l0)
 
 
 def load() -> Silero:

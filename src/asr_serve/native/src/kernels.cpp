@@ -45,6 +45,14 @@ inline float exp_negative(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
+inline float sigmoid(float x) {
+  float e = exp_negative(-std::fabs(x));
+  float positive = 1.0f / (1.0f + e);
+  return x < 0 ? 1.0f - positive : positive;
+}
+
+inline float hyperbolic(float x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+
 template <typename F>
 void run(int64_t items, ParallelFor parallel, F& each) {
   parallel(items, [](void* context, int64_t item) { (*static_cast<F*>(context))(item); }, &each);
@@ -142,26 +150,40 @@ void attend_head(const Pages& pages, const T* q, T* out, const int32_t* table, i
   const int64_t used = (length + PAGE - 1) / PAGE;
   for (int64_t page = 0; page < used; ++page) {
     const T* k = data + table[page] * pages.page_stride + offset;
-    float sum[PAGE] = {};
-    for (int d = 0; d < dim; ++d) {
+    // Four sums, for one would make every product wait for the one before.
+    float sum[4][PAGE] = {};
+    int d = 0;
+    for (; d + 4 <= dim; d += 4) {
 #pragma omp simd
-      for (int t = 0; t < PAGE; ++t) sum[t] += query[d] * load(k[d * PAGE + t]);
+      for (int t = 0; t < PAGE; ++t) {
+        sum[0][t] += query[d] * load(k[d * PAGE + t]);
+        sum[1][t] += query[d + 1] * load(k[(d + 1) * PAGE + t]);
+        sum[2][t] += query[d + 2] * load(k[(d + 2) * PAGE + t]);
+        sum[3][t] += query[d + 3] * load(k[(d + 3) * PAGE + t]);
+      }
     }
-    std::memcpy(scores + page * PAGE, sum, sizeof(sum));
+    for (; d < dim; ++d)
+      for (int t = 0; t < PAGE; ++t) sum[0][t] += query[d] * load(k[d * PAGE + t]);
+    for (int t = 0; t < PAGE; ++t) scores[page * PAGE + t] = (sum[0][t] + sum[1][t]) + (sum[2][t] + sum[3][t]);
   }
   softmax_floats(scores, length, scale);
-  float total[512];
-  for (int d = 0; d < dim; ++d) total[d] = 0;
+  float total[2][512];
+  for (int d = 0; d < dim; ++d) total[0][d] = total[1][d] = 0;
   for (int64_t page = 0; page < used; ++page) {
     const T* v = data + table[page] * pages.page_stride + offset + v_offset;
-    int filled = int(std::min<int64_t>(PAGE, length - page * PAGE));
-    for (int t = 0; t < filled; ++t) {
-      float weight = scores[page * PAGE + t];
+    int filled = int(std::min<int64_t>(PAGE, length - page * PAGE)), t = 0;
+    const float* weight = scores + page * PAGE;
+    for (; t + 2 <= filled; t += 2) {
 #pragma omp simd
-      for (int d = 0; d < dim; ++d) total[d] += weight * load(v[t * dim + d]);
+      for (int d = 0; d < dim; ++d) {
+        total[0][d] += weight[t] * load(v[t * dim + d]);
+        total[1][d] += weight[t + 1] * load(v[(t + 1) * dim + d]);
+      }
     }
+    if (t < filled)
+      for (int d = 0; d < dim; ++d) total[0][d] += weight[t] * load(v[t * dim + d]);
   }
-  for (int d = 0; d < dim; ++d) save(out + d, total[d]);
+  for (int d = 0; d < dim; ++d) save(out + d, total[0][d] + total[1][d]);
 }
 
 template <typename T>
@@ -179,6 +201,34 @@ void attend(Pages pages, const T* q, int64_t q_stride, T* out, const int32_t* ta
                                          : attend_head<T, 0>;
       call(pages, q + row * q_stride + head * pages.head_dim, out + row * width + head * pages.head_dim,
            tables + row * table_stride, length, head, scale, buffer.data());
+    }
+  };
+  run(rows, parallel, one);
+}
+
+void lstm(const float* gates, const float* weight, const int64_t* offsets, const int64_t* lengths, float* h, float* c,
+          float* out, int64_t rows, int width, ParallelFor parallel) {
+  auto one = [&](int64_t row) {
+    thread_local std::vector<float> buffer;
+    buffer.resize(size_t(4 * width));
+    float* g = buffer.data();
+    float *hr = h + row * width, *cr = c + row * width;
+    for (int64_t step = offsets[row]; step < offsets[row] + lengths[row]; ++step) {
+      std::memcpy(g, gates + step * 4 * width, size_t(4 * width) * sizeof(float));
+      for (int k = 0; k < width; k += 4) {  // widths are multiples of 4; four rows of the matrix a pass
+        const float* w = weight + int64_t(k) * 4 * width;
+        float h0 = hr[k], h1 = hr[k + 1], h2 = hr[k + 2], h3 = hr[k + 3];
+#pragma omp simd
+        for (int j = 0; j < 4 * width; ++j)
+          g[j] += (h0 * w[j] + h1 * w[4 * width + j]) + (h2 * w[8 * width + j] + h3 * w[12 * width + j]);
+      }
+#pragma omp simd
+      for (int j = 0; j < width; ++j) {
+        float cell = sigmoid(g[width + j]) * cr[j] + sigmoid(g[j]) * hyperbolic(g[2 * width + j]);
+        cr[j] = cell;
+        hr[j] = sigmoid(g[3 * width + j]) * hyperbolic(cell);
+      }
+      std::memcpy(out + step * width, hr, size_t(width) * sizeof(float));
     }
   };
   run(rows, parallel, one);
@@ -218,6 +268,7 @@ void pick(const T* logits, const T* hidden, const T* weight, int64_t rows, int64
 
 }  // namespace
 
+extern const Lstm lstm_f32 = lstm;
 extern const Kernels<float> kernels_f32 = {rope<float>, softmax<float>, store<float>, attend<float>, pick<float>};
 extern const Kernels<bf16> kernels_bf16 = {rope<bf16>, softmax<bf16>, store<bf16>, attend<bf16>, pick<bf16>};
 

@@ -50,15 +50,24 @@ struct Kernels {
                int64_t* tokens, float* logprobs, ParallelFor parallel);
 };
 
+// One LSTM layer over sequences laid end to end: row r takes lengths[r] steps from step offsets[r]. gates (steps,
+// 4 * width) hold the input's part, biases included, in the order i f g o; weight (width, 4 * width) is the
+// recurrent matrix transposed; h, c (rows, width) are updated in place; out (steps, width).
+using Lstm = void (*)(const float* gates, const float* weight, const int64_t* offsets, const int64_t* lengths, float* h,
+                      float* c, float* out, int64_t rows, int width, ParallelFor parallel);
+
 namespace generic {
+extern const Lstm lstm_f32;
 extern const Kernels<float> kernels_f32;
 extern const Kernels<bf16> kernels_bf16;
 }  // namespace generic
 namespace avx2 {
+extern const Lstm lstm_f32;
 extern const Kernels<float> kernels_f32;
 extern const Kernels<bf16> kernels_bf16;
 }  // namespace avx2
 namespace avx512 {
+extern const Lstm lstm_f32;
 extern const Kernels<float> kernels_f32;
 extern const Kernels<bf16> kernels_bf16;
 }  // namespace avx512

@@ -3,11 +3,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "kernels.h"
 
@@ -44,9 +47,31 @@ void parallel_for(int64_t items, Body body, void* context) {
     drain(&work);
 }
 
+struct Pinning {
+  std::atomic<size_t> next{0};
+  const std::vector<int>* cpus;
+};
+
+// The calling thread's team, one thread to a CPU. Left alone, the scheduler wakes a team's threads on one CPU
+// when it looks idle, and half the machine waits for the other half.
+void pin_threads(const std::vector<int>& cpus) {
+  if (!gomp_parallel || cpus.empty()) return;
+  Pinning pinning{.cpus = &cpus};
+  gomp_parallel(
+      [](void* pointer) {
+        auto* pinning = static_cast<Pinning*>(pointer);
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET((*pinning->cpus)[pinning->next++ % pinning->cpus->size()], &set);
+        sched_setaffinity(0, sizeof(set), &set);
+      },
+      &pinning, unsigned(cpus.size()), 0);
+}
+
 std::string isa = "generic";
 const Kernels<float>* f32 = &generic::kernels_f32;
 const Kernels<bf16>* b16 = &generic::kernels_bf16;
+Lstm lstm_f32 = generic::lstm_f32;
 
 void choose(const std::string& wanted) {
 #ifdef ASR_SERVE_HAS_X86
@@ -57,16 +82,16 @@ void choose(const std::string& wanted) {
   bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
                   __builtin_cpu_supports("f16c");
   if ((wanted == "auto" || wanted == "avx512") && has_avx512) {
-    isa = "avx512", f32 = &avx512::kernels_f32, b16 = &avx512::kernels_bf16;
+    isa = "avx512", f32 = &avx512::kernels_f32, b16 = &avx512::kernels_bf16, lstm_f32 = avx512::lstm_f32;
     return;
   }
   if ((wanted == "auto" || wanted == "avx2") && has_avx2) {
-    isa = "avx2", f32 = &avx2::kernels_f32, b16 = &avx2::kernels_bf16;
+    isa = "avx2", f32 = &avx2::kernels_f32, b16 = &avx2::kernels_bf16, lstm_f32 = avx2::lstm_f32;
     return;
   }
 #endif
   if (wanted != "auto" && wanted != "generic") throw std::invalid_argument("this CPU has no " + wanted);
-  isa = "generic", f32 = &generic::kernels_f32, b16 = &generic::kernels_bf16;
+  isa = "generic", f32 = &generic::kernels_f32, b16 = &generic::kernels_bf16, lstm_f32 = generic::lstm_f32;
 }
 
 using Tensor = nb::ndarray<nb::device::cpu>;
@@ -226,6 +251,25 @@ void pick(Tensor logits, Tensor hidden, Tensor weight, Array<int64_t> tokens, Ar
   });
 }
 
+void lstm(Array<float> gates, Array<float> weight, Array<int64_t> offsets, Array<int64_t> lengths, Array<float> h,
+          Array<float> c, Array<float> out) {
+  require(gates.ndim() == 2 && h.ndim() == 2 && c.ndim() == 2 && out.ndim() == 2 && weight.ndim() == 2,
+          "gates, weight, h, c and out are matrices");
+  size_t steps = gates.shape(0), rows = h.shape(0), width = h.shape(1);
+  require(width % 4 == 0 && gates.shape(1) == 4 * width && weight.shape(0) == width && weight.shape(1) == 4 * width,
+          "gates must be (steps, 4 * width), weight (width, 4 * width)");
+  require(c.shape(0) == rows && c.shape(1) == width && lengths.size() == rows && offsets.size() == rows &&
+              out.shape(0) == steps && out.shape(1) == width,
+          "h, c must be (rows, width), out (steps, width), offsets and lengths (rows,)");
+  for (size_t i = 0; i < rows; ++i)
+    require(lengths.data()[i] >= 0 && offsets.data()[i] >= 0 &&
+                offsets.data()[i] + lengths.data()[i] <= int64_t(steps),
+            "a row reaches outside the steps");
+  nb::gil_scoped_release release;
+  lstm_f32(gates.data(), weight.data(), offsets.data(), lengths.data(), h.data(), c.data(), out.data(), int64_t(rows),
+           int(width), parallel_for);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -237,12 +281,15 @@ NB_MODULE(_core, m) {
   m.def("choose_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
   m.def("shares_threads", [] { return gomp_parallel != nullptr; }, "Whether torch's OpenMP pool was found.");
   m.def("set_threads", [](unsigned n) { thread_count = n ? n : 1; }, nb::arg("threads"));
+  m.def("pin_threads", &pin_threads, nb::arg("cpus"), nb::call_guard<nb::gil_scoped_release>());
   m.def("rope", &rope, nb::arg("qkv").noconvert(), nb::arg("positions").noconvert(), nb::arg("cos").noconvert(), nb::arg("sin").noconvert());
   m.def("softmax", &softmax, nb::arg("scores").noconvert(), nb::arg("lengths").noconvert(), nb::arg("scale"));
   m.def("store", &store, nb::arg("pool").noconvert(), nb::arg("kv").noconvert(), nb::arg("table").noconvert());
   m.def("append", &append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("tables").noconvert(), nb::arg("positions").noconvert());
   m.def("attend", &attend, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("q").noconvert(), nb::arg("out").noconvert(), nb::arg("tables").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("scale"));
+  m.def("lstm", &lstm, nb::arg("gates").noconvert(), nb::arg("weight").noconvert(), nb::arg("offsets").noconvert(),
+        nb::arg("lengths").noconvert(), nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("out").noconvert());
   m.def("pick", &pick, nb::arg("logits").noconvert(), nb::arg("hidden").noconvert(), nb::arg("weight").noconvert(), nb::arg("tokens").noconvert(),
         nb::arg("logprobs").noconvert());
 }

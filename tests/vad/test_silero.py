@@ -175,17 +175,6 @@ def test_a_step_of_nothing(model: Silero) -> None:
     assert all(a.equal(b) for a, b in zip(after, state, strict=True))
 
 
-@given(st.lists(st.integers(0, 1_100), min_size=1, max_size=8))
-def test_blocks_cover_each_live_window_once_in_order(live: list[int]) -> None:
-    done = [0] * len(live)
-    for rows, start, end in silero._blocks(live):
-        assert len(rows) * (end - start) <= silero.BLOCK_WINDOWS
-        for row in rows:
-            assert done[row] == start
-            done[row] = end
-    assert done == live
-
-
 def test_wrong_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = bytearray(silero.WEIGHTS.read_bytes())
     assert hashlib.sha256(raw).hexdigest() == silero.WEIGHTS_SHA256

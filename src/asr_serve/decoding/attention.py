@@ -29,6 +29,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.temperatures or any(not 0 <= t <= 2 for t in self.temperatures):
             raise OptionError(f"temperatures={self.temperatures}", "one or more numbers from 0 to 2")
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"seed={self.seed}", "a whole number from 0 to 2**63 - 1")
 
 
 class Recognition(msgspec.Struct, frozen=True):
@@ -52,7 +54,7 @@ class Hypothesis:
 
     def _restart(self) -> None:
         self.tokens: list[int] = []
-        self.logprob = 0.0
+        self.logprobs: list[float] = []
 
     @property
     def temperature(self) -> float:
@@ -60,22 +62,21 @@ class Hypothesis:
 
     def add(self, token: int, logprob: float) -> Finish | None:
         """Take the next token; tells when the row is finished, and why."""
-        self.logprob += logprob
+        self.logprobs.append(logprob)
         if token == self.eos:
             return "stop"
         self.tokens.append(token)
         if loop := looping(self.tokens):
             # What is kept says the phrase once; the rest was never spoken.
-            del self.tokens[len(self.tokens) - loop :]
+            del self.tokens[-loop:], self.logprobs[-loop:]
             return "repetition"
         return "length" if len(self.tokens) >= self.max_tokens else None
 
     def settle(self, finish: Finish) -> Recognition | None:
         """The answer, or None when the row must be decoded again at the next temperature."""
-        ended = len(self.tokens) + (finish == "stop")
         answer = Recognition(
             tuple(self.tokens),
-            self.logprob / max(1, ended),
+            sum(self.logprobs) / max(1, len(self.logprobs)),
             self.temperature,
             finish,
             compression_ratio(self.text(self.tokens)),

@@ -31,7 +31,7 @@ class Device(Protocol):
     frame_block: int
     """Batches of frames are filled up to a multiple of this, so that few shapes occur."""
     kernels: ModuleType
-    """rope softmax store append attend pick: `asr_serve.native` or its twins."""
+    """rope softmax store append attend pick tanh_norm lstm: `asr_serve.native` or its twins."""
 
     @property
     def dtype_name(self) -> str:

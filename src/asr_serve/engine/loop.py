@@ -22,6 +22,9 @@ from asr_serve.engine.session import Listener, Utterance, Windows
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
 from asr_serve.models.vad.silero import WINDOW_SAMPLES
 
+BULK_ENCODES = 8
+"""Encode batches in a row while only bulk work is there: decoding is cheapest with all rows taken."""
+
 Job = Callable[["Loop"], None]
 """A message to the loop: it is called on the loop's thread, between two steps."""
 
@@ -75,9 +78,16 @@ class Loop:
     def _step(self) -> bool:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
         heard = self._hear()
-        free_rows = self.decode_runner.max_rows - len(self.decode_runner.rows)
-        encoded = self._encode(self.planner.plan(free_rows, self.decode_runner.pages.free))
+        encoded = False
+        for _ in range(1 if self._somebody_waits() else BULK_ENCODES):
+            free_rows = self.decode_runner.max_rows - len(self.decode_runner.rows)
+            if not self._encode(self.planner.plan(free_rows, self.decode_runner.pages.free)):
+                break
+            encoded = True
         return self._decode() or encoded or heard
+
+    def _somebody_waits(self) -> bool:
+        return any(u.priority == "interactive" for u in self.utterances.values())
 
     def _drain(self) -> None:
         while True:

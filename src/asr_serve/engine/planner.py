@@ -38,9 +38,12 @@ class Planner:
     def __init__(self, config: EngineConfig, encode_frames: int) -> None:
         self.config, self.encode_frames = config, encode_frames
         self._waiting: dict[int, Waiting] = {}
-        self._by_length: list[tuple[int, int]] = []  # (frames, id), sorted
-        self._by_deadline: dict[Priority, list[tuple[float, int]]] = {"interactive": [], "bulk": []}
-        self._served: dict[Priority, float] = {"interactive": 0.0, "bulk": 0.0}
+        self._by_length: dict[Priority, list[tuple[int, int]]] = {p: [] for p in DEADLINE_MS}  # (frames, id), sorted
+        self._by_deadline: dict[Priority, list[tuple[float, int]]] = {p: [] for p in DEADLINE_MS}
+        # Frames encoded over the share, per class; the one with less is due. `_due` is what the class that was
+        # served last stood at. Source: start-time fair queueing, Goyal et al., SIGCOMM 1996.
+        self._served: dict[Priority, float] = dict.fromkeys(DEADLINE_MS, 0.0)
+        self._due = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -48,9 +51,9 @@ class Planner:
     def add(self, request: Waiting) -> None:
         if not self._by_deadline[request.priority]:
             # A class that had nothing to do does not save up service for later.
-            self._served[request.priority] = max(self._served[request.priority], self._least_busy())
+            self._served[request.priority] = max(self._served[request.priority], self._due)
         self._waiting[request.id] = request
-        bisect.insort(self._by_length, (request.frames, request.id))
+        bisect.insort(self._by_length[request.priority], (request.frames, request.id))
         bisect.insort(self._by_deadline[request.priority], (request.deadline_ms, request.id))
 
     def remove(self, request_id: int) -> bool:
@@ -59,7 +62,7 @@ class Planner:
         if request is None:
             return False
         for order, key in (
-            (self._by_length, (request.frames, request.id)),
+            (self._by_length[request.priority], (request.frames, request.id)),
             (self._by_deadline[request.priority], (request.deadline_ms, request.id)),
         ):
             del order[bisect.bisect_left(order, key)]  # type: ignore[arg-type]
@@ -76,6 +79,7 @@ class Planner:
         head = self._waiting[self._head()]
         if head.pages > free_pages:
             return []  # wait for it rather than let shorter ones pass it for ever
+        self._due = self._served[head.priority]
         batch = self._fill(head, free_rows, free_pages)
         for request in batch:
             self._served[request.priority] += request.frames / self._share(request.priority)
@@ -94,34 +98,37 @@ class Planner:
         return self._by_deadline[chosen][0][1]
 
     def _fill(self, head: Waiting, free_rows: int, free_pages: int) -> list[Waiting]:
-        """`head` and its neighbours in length, while the batch stays dense and within every bound."""
+        """`head` and its neighbours in length, while the batch stays dense and within every bound.
+
+        The other class takes what room is left: riding along with either would undo the shares.
+        """
         batch, pages, frames, longest = [head], head.pages, head.frames, head.frames
-        at = bisect.bisect_left(self._by_length, (head.frames, head.id))
-        below, above = at - 1, at + 1
-        while len(batch) < free_rows and (below >= 0 or above < len(self._by_length)):
-            take_below = above >= len(self._by_length) or (
-                below >= 0 and head.frames - self._by_length[below][0] <= self._by_length[above][0] - head.frames
-            )
-            candidate = self._waiting[self._by_length[below if take_below else above][1]]
-            below, above = (below - 1, above) if take_below else (below, above + 1)
-            padded = (len(batch) + 1) * max(longest, candidate.frames)
-            dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
-            if padded > self.encode_frames or not dense:
-                if take_below:
-                    below = -1  # whoever is shorter still would pad more
-                else:
-                    above = len(self._by_length)
-                continue
-            if pages + candidate.pages > free_pages:
-                continue
-            batch.append(candidate)
-            pages, frames, longest = pages + candidate.pages, frames + candidate.frames, max(longest, candidate.frames)
+        for priority in sorted(self._by_length, key=lambda p: p != head.priority):
+            order = self._by_length[priority]
+            above = bisect.bisect_left(order, (head.frames, head.id))
+            below = above - 1
+            above += priority == head.priority  # past the head itself
+            while len(batch) < free_rows and (below >= 0 or above < len(order)):
+                take_below = above >= len(order) or (
+                    below >= 0 and head.frames - order[below][0] <= order[above][0] - head.frames
+                )
+                candidate = self._waiting[order[below if take_below else above][1]]
+                below, above = (below - 1, above) if take_below else (below, above + 1)
+                padded = (len(batch) + 1) * max(longest, candidate.frames)
+                dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
+                if padded > self.encode_frames or not dense:
+                    if take_below:
+                        below = -1  # whoever is shorter still would pad more
+                    else:
+                        above = len(order)
+                    continue
+                if pages + candidate.pages > free_pages:
+                    continue
+                batch.append(candidate)
+                pages, frames = pages + candidate.pages, frames + candidate.frames
+                longest = max(longest, candidate.frames)
         return batch
 
     def _share(self, priority: Priority) -> float:
         share = self.config.interactive_share
         return share if priority == "interactive" else 1 - share
-
-    def _least_busy(self) -> float:
-        busy = [self._served[p] for p, order in self._by_deadline.items() if order]
-        return min(busy, default=0.0)

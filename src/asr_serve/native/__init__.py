@@ -1,7 +1,8 @@
 """The native core, and the twins that stand in for it.
 
 `kernels` is the compiled module where it was built and `ASR_SERVE_NATIVE=0` is not set, else
-`asr_serve.native.twins`. Both hold the same functions: rope softmax store append attend pick, and PAGE.
+`asr_serve.native.twins`. Both hold the same functions: rope softmax store append attend
+pick tanh_norm lstm, and PAGE.
 """
 
 from __future__ import annotations

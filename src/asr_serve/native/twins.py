@@ -100,6 +100,16 @@ def pick(logits: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, logprob
     logprobs.copy_((best.values - values.logsumexp(dim=-1)).clamp(max=0.0))
 
 
+def tanh_norm(x: Tensor, out: Tensor, eps: float) -> None:
+    """tanh(x), its mean taken off and its spread made 1 over all elements, into `out`; x float32 is overwritten.
+
+    Deviations first: the square of a mean that is large beside the spread would eat the digits.
+    """
+    x.tanh_().sub_(x.mean())
+    variance = torch.linalg.vector_norm(x).square() / x.numel()
+    out.copy_(x.mul_((variance + eps).rsqrt()))
+
+
 def lstm(
     gates: Tensor, weight: Tensor, offsets: Tensor, lengths: Tensor, h: Tensor, c: Tensor, out: Tensor
 ) -> None:

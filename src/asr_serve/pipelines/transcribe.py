@@ -169,6 +169,7 @@ class _File:
         self.kept = _Kept()
         self.pieces: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
         self.waiting: deque[tuple[Span, Ticket]] = deque()
+        self.heard: deque[tuple[Span, Recognition]] = deque()
         self.endpointer = Endpointer(call.endpoint)
         self.session = call.client.session() if call.options.vad else None
         try:
@@ -203,6 +204,14 @@ class _File:
             if not self.reading and not self.pieces:
                 self._submit(self.endpointer.finish(self.read_samples))
                 self._release()
+        while self.waiting and self.waiting[0][1].future.done():
+            moved = True
+            span, ticket = self.waiting.popleft()
+            self.call.ahead_samples -= span.samples
+            try:
+                self.heard.append((span, ticket.future.result()))
+            except AsrServeError as error:
+                self._end(error)
         return moved
 
     def _room(self) -> bool:
@@ -250,14 +259,8 @@ class _File:
 
     def ready(self, unopened: bool) -> Iterator[Event]:
         """The events of this file that are due. Only the first file of the window is asked."""
-        while self.waiting and self.waiting[0][1].future.done():
-            span, ticket = self.waiting.popleft()
-            self.call.ahead_samples -= span.samples
-            try:
-                heard = ticket.future.result()
-            except AsrServeError as error:
-                self._end(error)
-                break
+        while self.heard:
+            span, heard = self.heard.popleft()
             if segment := self._segment(span, heard):
                 self.segments.append(segment)
                 yield SegmentDone(self.index, self.key, segment)

@@ -253,16 +253,11 @@ class _Stem:
         for pcm, offset, count in zip(batch, packing.offsets, counts, strict=True):
             padded = F.pad(pcm, (0, max(1, SHORTEST_SAMPLES + 1 - len(pcm))))
             windows[offset : offset + count] = padded.to(at).unfold(0, 128, 64)[:count]
-        x = self.first(windows).tanh_()
+        x = self.first(windows)
         normed = torch.empty_like(x, dtype=self.device.dtype)
-        for offset, count in zip(packing.offsets, counts, strict=True):
-            # Over all channels and frames of one clip; deviations first, for the square of a mean that is
-            # large beside the spread would eat the digits.
-            clip = x[offset : offset + count]
-            clip.sub_(clip.mean())
-            variance = torch.linalg.vector_norm(clip).square() / clip.numel()
-            torch.mul(clip, (variance + 1e-5).rsqrt(), out=clip)
-            normed[offset : offset + count] = clip
+        normed[sum(counts) :] = 0
+        for offset, count in zip(packing.offsets, counts, strict=True):  # a norm over one clip's channels and frames
+            self.device.kernels.tanh_norm(x[offset : offset + count], normed[offset : offset + count], 1e-5)
         x, packing = self._convolve(self.second, normed, packing, 7, 3)
         return self._convolve(self.third, x, packing, 3, 2)
 

@@ -35,6 +35,8 @@ WIDTH = 128
 BLOCK_WINDOWS = 256
 """Windows that go through the network together, always as many: enough to fill its products, few enough to
 stay in cache, and one shape to compile for."""
+SMALL_BLOCK_WINDOWS = 32
+"""The same when there are no more than this: live callers bring one window each."""
 
 WEIGHTS = Path(__file__).with_name("silero.safetensors")
 WEIGHTS_SHA256 = "98ad88be41e0e8728f3ac3e66dd927cbf94ff853953f1bc970a4dcae384aafb4"
@@ -94,7 +96,8 @@ class Silero(nn.Module):
         after = SileroState(state.context.clone(), state.h.clone(), state.c.clone())
         if not any(live):
             return probabilities, after
-        packing = pack(live, BLOCK_WINDOWS)
+        block = BLOCK_WINDOWS if sum(live) > SMALL_BLOCK_WINDOWS else SMALL_BLOCK_WINDOWS
+        packing = pack(live, block)
         # Windows of all rows end to end, each with the end of the one before it in front.
         sound = pcm.new_empty(packing.total, CONTEXT_SAMPLES + WINDOW_SAMPLES)
         sound[sum(live) :] = 0
@@ -104,7 +107,7 @@ class Silero(nn.Module):
                 sound[offset : offset + count] = heard.unfold(0, sound.shape[1], WINDOW_SAMPLES)
                 after.context[row] = heard[-CONTEXT_SAMPLES:]
         lstm = self.lstm
-        gates = torch.cat([self._gates(block) for block in sound.split(BLOCK_WINDOWS)])
+        gates = torch.cat([self._gates(block) for block in sound.split(block)])
         out = torch.zeros(packing.total, WIDTH, device=pcm.device)
         offsets = torch.tensor(packing.offsets, device=pcm.device)
         lstm_kernel = native.kernels().lstm if pcm.device.type == "cpu" else native.twins.lstm

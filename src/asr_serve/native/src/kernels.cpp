@@ -45,13 +45,39 @@ inline float exp_negative(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
+// The same for bf16 results: 3 terms leave 1e-4, a bf16 rounds at 4e-3.
+inline float exp_negative_short(float x) {
+  float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;
+  float n = std::nearbyintf(scaled);
+  float r = scaled - n;
+  float p = ((5.550411e-2f * r + 2.402265e-1f) * r + 6.931472e-1f) * r + 1.0f;
+  uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return p * power;
+}
+
+// save() for what cannot be NaN.
+inline void save_number(float* to, float x) { *to = x; }
+inline void save_number(bf16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to->bits = uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
 inline float sigmoid(float x) {
   float e = exp_negative(-std::fabs(x));
   float positive = 1.0f / (1.0f + e);
   return x < 0 ? 1.0f - positive : positive;
 }
 
-inline float hyperbolic(float x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+// tanh. Near zero the difference of two numbers near 1 keeps no digits of x, and quiet sound is near zero.
+inline float hyperbolic(float x) {
+  float s = x * x;
+  float near = x * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315))));
+  float far = 2.0f * sigmoid(2.0f * x) - 1.0f;
+  return s < 0.0625f ? near : far;
+}
 
 template <typename F>
 void run(int64_t items, ParallelFor parallel, F& each) {
@@ -98,6 +124,26 @@ inline void softmax_floats(float* x, int64_t n, float scale) {
   for (int64_t i = 0; i < n; ++i) x[i] *= inverse;
 }
 
+// One row of scores; x is scratch for n floats.
+template <typename T>
+void softmax_row(T* __restrict row, float* __restrict x, int64_t n, float scale) {
+  float top = -INFINITY, total = 0;
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) x[j] = load(row[j]);
+#pragma omp simd reduction(max : top)
+  for (int64_t j = 0; j < n; ++j) top = std::max(top, x[j]);
+  float shift = top * scale;
+#pragma omp simd reduction(+ : total)
+  for (int64_t j = 0; j < n; ++j) {
+    float shifted = x[j] * scale - shift;
+    x[j] = sizeof(T) == 2 ? exp_negative_short(shifted) : exp_negative(shifted);
+    total += x[j];
+  }
+  float inverse = 1.0f / total;
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) save_number(row + j, x[j] * inverse);
+}
+
 template <typename T>
 void softmax(T* scores, const int64_t* lengths, int64_t batch, int64_t inner, int64_t keys, float scale,
              ParallelFor parallel) {
@@ -106,15 +152,10 @@ void softmax(T* scores, const int64_t* lengths, int64_t batch, int64_t inner, in
   auto block = [&](int64_t item) {
     thread_local std::vector<float> buffer;
     buffer.resize(size_t(keys));
-    float* x = buffer.data();
     int64_t b = item / blocks, first = (item % blocks) * BLOCK, n = std::min(lengths[b], keys);
     for (int64_t i = first; i < std::min(inner, first + BLOCK); ++i) {
       T* row = scores + (b * inner + i) * keys;
-#pragma omp simd
-      for (int64_t j = 0; j < n; ++j) x[j] = load(row[j]);
-      softmax_floats(x, n, scale);
-#pragma omp simd
-      for (int64_t j = 0; j < n; ++j) save(row + j, x[j]);
+      softmax_row(row, buffer.data(), n, scale);
       std::memset(static_cast<void*>(row + n), 0, size_t(keys - n) * sizeof(T));
     }
   };
@@ -206,6 +247,49 @@ void attend(Pages pages, const T* q, int64_t q_stride, T* out, const int32_t* ta
   run(rows, parallel, one);
 }
 
+template <typename T>
+void tanh_norm(float* x, T* out, int64_t items, float eps, ParallelFor parallel) {
+  constexpr int64_t BLOCK = 1 << 14;
+  int64_t blocks = (items + BLOCK - 1) / BLOCK;
+  std::vector<double> partial(static_cast<size_t>(blocks));
+  auto end_of = [&](int64_t item) { return std::min(items, (item + 1) * BLOCK); };
+  auto squash = [&](int64_t item) {
+    float sum = 0;
+    float* part = x + item * BLOCK;
+    int64_t n = end_of(item) - item * BLOCK;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) {
+      part[i] = hyperbolic(part[i]);
+      sum += part[i];
+    }
+    partial[size_t(item)] = sum;
+  };
+  run(blocks, parallel, squash);
+  double total = 0;
+  for (double sum : partial) total += sum;
+  float mean = float(total / double(items));
+  auto spread = [&](int64_t item) {
+    float sum = 0;
+    const float* part = x + item * BLOCK;
+    int64_t n = end_of(item) - item * BLOCK;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += (part[i] - mean) * (part[i] - mean);
+    partial[size_t(item)] = sum;
+  };
+  run(blocks, parallel, spread);
+  total = 0;
+  for (double sum : partial) total += sum;
+  float scale = 1.0f / std::sqrt(float(total / double(items)) + eps);
+  auto write = [&](int64_t item) {
+    const float* part = x + item * BLOCK;
+    T* to = out + item * BLOCK;
+    int64_t n = end_of(item) - item * BLOCK;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) save_number(to + i, (part[i] - mean) * scale);
+  };
+  run(blocks, parallel, write);
+}
+
 void lstm(const float* gates, const float* weight, const int64_t* offsets, const int64_t* lengths, float* h, float* c,
           float* out, int64_t rows, int width, ParallelFor parallel) {
   auto one = [&](int64_t row) {
@@ -237,11 +321,20 @@ void lstm(const float* gates, const float* weight, const int64_t* offsets, const
 template <typename T>
 void pick(const T* logits, const T* hidden, const T* weight, int64_t rows, int64_t vocab, int dim, int64_t* tokens,
           float* logprobs, ParallelFor parallel) {
+  constexpr int64_t BLOCK = 512;
   auto one = [&](int64_t row) {
     const T* x = logits + row * vocab;
+    thread_local std::vector<float> tops;
+    tops.resize(size_t((vocab + BLOCK - 1) / BLOCK));
     float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < vocab; ++i) top = std::max(top, load(x[i]));
+    for (size_t b = 0; b < tops.size(); ++b) {
+      float most = -INFINITY;
+      int64_t end = std::min<int64_t>(vocab, (int64_t(b) + 1) * BLOCK);
+#pragma omp simd reduction(max : most)
+      for (int64_t i = int64_t(b) * BLOCK; i < end; ++i) most = std::max(most, load(x[i]));
+      tops[b] = most;
+      top = std::max(top, most);
+    }
     float total = 0;
 #pragma omp simd reduction(+ : total)
     for (int64_t i = 0; i < vocab; ++i) total += exp_negative(load(x[i]) - top);
@@ -249,16 +342,20 @@ void pick(const T* logits, const T* hidden, const T* weight, int64_t rows, int64
     float margin = sizeof(T) == 2 ? std::fabs(top) / 128.0f : 0.0f;
     int64_t best = 0;
     float best_exact = -INFINITY;
-    for (int64_t i = 0; i < vocab; ++i) {
-      if (load(x[i]) < top - margin) continue;
-      float exact = load(x[i]);
-      if (sizeof(T) == 2) {
-        exact = 0;
-        const T *h = hidden + row * dim, *w = weight + i * dim;
+    for (size_t b = 0; b < tops.size(); ++b) {
+      if (tops[b] < top - margin) continue;
+      int64_t end = std::min<int64_t>(vocab, (int64_t(b) + 1) * BLOCK);
+      for (int64_t i = int64_t(b) * BLOCK; i < end; ++i) {
+        if (load(x[i]) < top - margin) continue;
+        float exact = load(x[i]);
+        if (sizeof(T) == 2) {
+          exact = 0;
+          const T *h = hidden + row * dim, *w = weight + i * dim;
 #pragma omp simd reduction(+ : exact)
-        for (int d = 0; d < dim; ++d) exact += load(h[d]) * load(w[d]);
+          for (int d = 0; d < dim; ++d) exact += load(h[d]) * load(w[d]);
+        }
+        if (exact > best_exact) best_exact = exact, best = i;
       }
-      if (exact > best_exact) best_exact = exact, best = i;
     }
     tokens[row] = best;
     logprobs[row] = std::min(0.0f, best_exact - top - std::log(total));
@@ -269,7 +366,9 @@ void pick(const T* logits, const T* hidden, const T* weight, int64_t rows, int64
 }  // namespace
 
 extern const Lstm lstm_f32 = lstm;
-extern const Kernels<float> kernels_f32 = {rope<float>, softmax<float>, store<float>, attend<float>, pick<float>};
-extern const Kernels<bf16> kernels_bf16 = {rope<bf16>, softmax<bf16>, store<bf16>, attend<bf16>, pick<bf16>};
+extern const Kernels<float> kernels_f32 = {rope<float>, softmax<float>, store<float>, attend<float>, pick<float>,
+                                             tanh_norm<float>};
+extern const Kernels<bf16> kernels_bf16 = {rope<bf16>, softmax<bf16>, store<bf16>, attend<bf16>, pick<bf16>,
+                                             tanh_norm<bf16>};
 
 }  // namespace asr_serve::ASR_SERVE_ISA

@@ -48,6 +48,8 @@ struct Kernels {
   // logprobs[r] = log softmax of it.
   void (*pick)(const T* logits, const T* hidden, const T* weight, int64_t rows, int64_t vocab, int dim,
                int64_t* tokens, float* logprobs, ParallelFor parallel);
+  // x = tanh(x) in place, then out = (x - mean) / sqrt(variance + eps) over all items.
+  void (*tanh_norm)(float* x, T* out, int64_t items, float eps, ParallelFor parallel);
 };
 
 // One LSTM layer over sequences laid end to end: row r takes lengths[r] steps from step offsets[r]. gates (steps,

@@ -251,6 +251,13 @@ void pick(Tensor logits, Tensor hidden, Tensor weight, Array<int64_t> tokens, Ar
   });
 }
 
+void tanh_norm(Array<float> x, Tensor out, float eps) {
+  require(contiguous_from(out, 0) && out.size() == x.size() && x.size() > 0, "x and out must have one shape");
+  with_type(out, [&](auto type, const auto& kernels) {
+    kernels.tanh_norm(x.data(), static_cast<decltype(type)*>(out.data()), int64_t(x.size()), eps, parallel_for);
+  });
+}
+
 void lstm(Array<float> gates, Array<float> weight, Array<int64_t> offsets, Array<int64_t> lengths, Array<float> h,
           Array<float> c, Array<float> out) {
   require(gates.ndim() == 2 && h.ndim() == 2 && c.ndim() == 2 && out.ndim() == 2 && weight.ndim() == 2,
@@ -288,6 +295,7 @@ NB_MODULE(_core, m) {
   m.def("append", &append, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("qkv").noconvert(), nb::arg("tables").noconvert(), nb::arg("positions").noconvert());
   m.def("attend", &attend, nb::arg("pool").noconvert(), nb::arg("layer"), nb::arg("q").noconvert(), nb::arg("out").noconvert(), nb::arg("tables").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("scale"));
+  m.def("tanh_norm", &tanh_norm, nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("eps"));
   m.def("lstm", &lstm, nb::arg("gates").noconvert(), nb::arg("weight").noconvert(), nb::arg("offsets").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("out").noconvert());
   m.def("pick", &pick, nb::arg("logits").noconvert(), nb::arg("hidden").noconvert(), nb::arg("weight").noconvert(), nb::arg("tokens").noconvert(),

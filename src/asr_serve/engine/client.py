@@ -210,14 +210,11 @@ class EngineClient:
             self._loop.inbox.put(job)
 
     def _close_session(self, session_id: int) -> None:
-        def closing(loop: Loop) -> None:
-            loop.close(session_id)
-            with self._room:
-                self._sessions -= 1
-
         with self._room:
             if not self._closed:
-                self._call(closing)
+                # The inbox keeps its order: whoever is let in from here on opens after this one is gone.
+                self._call(lambda loop: loop.close(session_id))
+                self._sessions -= 1
 
     def _full(self, samples: int) -> bool:
         over = self._samples + samples > units.s_to_samples(self.config.max_audio_s)

@@ -61,7 +61,7 @@ class Loop:
         try:
             while self._running:
                 self._drain()
-                if not self._step() and self._running:
+                if self._running and not self._step():
                     self.check()
                     self.inbox.get()(self)  # nothing to do: sleep until somebody calls
         except Exception as failure:

@@ -38,10 +38,11 @@ class Planner:
     def __init__(self, config: EngineConfig, encode_frames: int) -> None:
         self.config, self.encode_frames = config, encode_frames
         self._waiting: dict[int, Waiting] = {}
-        self._by_length: dict[Priority, list[tuple[int, int]]] = {p: [] for p in DEADLINE_MS}  # (frames, id), sorted
+        # (frames, id) and (deadline_ms, id), sorted
+        self._by_length: dict[Priority, list[tuple[int, int]]] = {p: [] for p in DEADLINE_MS}
         self._by_deadline: dict[Priority, list[tuple[float, int]]] = {p: [] for p in DEADLINE_MS}
-        # Frames encoded over the share, per class; the one with less is due. `_due` is what the class that was
-        # served last stood at. Source: start-time fair queueing, Goyal et al., SIGCOMM 1996.
+        # Frames encoded over the share, per class; the one with less is due. `_due` is what the class served
+        # last stood at. Source: start-time fair queueing, Goyal et al., SIGCOMM 1996.
         self._served: dict[Priority, float] = dict.fromkeys(DEADLINE_MS, 0.0)
         self._due = 0.0
 

@@ -190,7 +190,8 @@ class DecodeRunner:
         return picked, logprobs, logits
 
     def _sample(self, logits: Tensor, row: Row) -> tuple[int, float]:
-        scores = torch.log_softmax(logits.float().cpu(), dim=-1)
-        weights = torch.softmax(scores / row.hypothesis.temperature, dim=-1)
+        scores = torch.log_softmax(logits.double().cpu(), dim=-1)
+        # From the top and in double precision: divided by however low a temperature, the best one stays 0.
+        weights = torch.softmax((scores - scores.max()) / row.hypothesis.temperature, dim=-1)
         token = int(torch.multinomial(weights, 1, generator=row.generator))
         return token, float(scores[token])

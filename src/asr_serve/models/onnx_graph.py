@@ -1,7 +1,8 @@
 """Weights out of ONNX graphs, dequantised, under the names the modules had before export.
 
 Exporters rename matrices to numbers but keep the module path in the node that uses them; that is what is
-read here. 8-bit weights come back as scale * (value - zero_point).
+read here. 8-bit matrices come back as scale * (value - zero_point); 8-bit convolutions, whose zero point is
+a float, as scale * value + zero_point.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asr_serve.errors import WeightsMissing
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
 
 _NODE = re.compile(r"^/(?P<module>.+)/(MatMul|Gather|Conv)(_quant)?$")
 _KEPT = re.compile(r"^(?P<name>(?!onnx::).+\.(weight|bias))(_merged_\d+|_add_tensor)?$")
@@ -23,18 +24,23 @@ _KEPT = re.compile(r"^(?P<name>(?!onnx::).+\.(weight|bias))(_merged_\d+|_add_ten
 def read(path: Path) -> dict[str, np.ndarray]:
     """Module path -> float32 array of an .onnx or .ort file: `layers.0.mlp.fc1.weight` is (out, in).
 
-    Raises WeightsMissing when the package that reads the file is not installed.
+    Raises WeightsMissing when the package that reads the file is not installed, WeightsCorrupt when it is no
+    graph.
     """
     try:
         import onnx
+        from google.protobuf.message import DecodeError
         from onnx import numpy_helper
     except ModuleNotFoundError as missing:
         raise _reader_missing(path, missing) from missing
-    if path.suffix == ".ort":
-        with tempfile.TemporaryDirectory() as folder:
-            model = onnx.load(str(_resave(path, Path(folder) / "graph.onnx")))
-    else:
-        model = onnx.load(str(path))
+    try:
+        if path.suffix == ".ort":
+            with tempfile.TemporaryDirectory() as folder:
+                model = onnx.load(str(_resave(path, Path(folder) / "graph.onnx")))
+        else:
+            model = onnx.load(str(path))
+    except DecodeError as failure:
+        raise _no_graph(path) from failure
     constants = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
     found: dict[str, np.ndarray] = {}
     for name, value in constants.items():  # those that kept their own name
@@ -67,8 +73,10 @@ def _dequantised(name: str, constants: dict[str, np.ndarray]) -> np.ndarray:
     if not name.endswith("_quantized"):
         return np.array(value, np.float32)
     stem = name.removesuffix("_quantized")
-    scale, zero = constants[f"{stem}_scale"], constants[f"{stem}_zero_point"]
-    return (value.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
+    scale, zero = constants[f"{stem}_scale"].astype(np.float32), constants[f"{stem}_zero_point"]
+    if zero.dtype == np.float32:
+        return np.asarray(value.astype(np.float32) * scale + zero)
+    return np.asarray((value.astype(np.float32) - zero.astype(np.float32)) * scale)
 
 
 def _nodes(graph: Any) -> Iterator[Any]:
@@ -82,6 +90,7 @@ def _nodes(graph: Any) -> Iterator[Any]:
 def _resave(path: Path, to: Path) -> Path:
     try:
         import onnxruntime
+        from onnxruntime.capi import onnxruntime_pybind11_state as state
     except ModuleNotFoundError as missing:
         raise _reader_missing(path, missing) from missing
     options = onnxruntime.SessionOptions()
@@ -89,8 +98,15 @@ def _resave(path: Path, to: Path) -> Path:
     options.add_session_config_entry("session.save_model_format", "ONNX")
     options.optimized_model_filepath = str(to)
     options.log_severity_level = 3
-    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except (state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.InvalidArgument) as failure:
+        raise _no_graph(path) from failure
     return to
+
+
+def _no_graph(path: Path) -> WeightsCorrupt:
+    return WeightsCorrupt(f"{path} cannot be read as a graph", "an .onnx or .ort file", "get it again")
 
 
 def _reader_missing(path: Path, missing: ModuleNotFoundError) -> WeightsMissing:

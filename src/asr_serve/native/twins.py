@@ -22,8 +22,8 @@ def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
     half = cos.shape[1]
     c, s = cos[positions][:, None, None, :], sin[positions][:, None, None, :]
     x, y = qkv[:, :2, :, :half].float(), qkv[:, :2, :, half : 2 * half].float()
-    qkv[:, :2, :, :half] = x * c - y * s
-    qkv[:, :2, :, half : 2 * half] = y * c + x * s
+    turned = x * c - y * s, y * c + x * s  # both first: in float32 x and y are views of qkv
+    qkv[:, :2, :, :half], qkv[:, :2, :, half : 2 * half] = turned
 
 
 def softmax(scores: Tensor, lengths: Tensor, scale: float) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from asr_serve import units
+from asr_serve.audio.buffers import Kept, Piece
 from asr_serve.audio.io import AudioLimits, AudioStream, open_audio
 from asr_serve.audio.manifest import Item
 from asr_serve.config import unknown
@@ -165,8 +166,8 @@ class _File:
         self.stream: AudioStream | None = None
         self.chunks: Iterator[np.ndarray] = iter(())
         self.reading = True
-        self.piece = _Piece()
-        self.kept = _Kept()
+        self.piece = Piece()
+        self.kept = Kept()
         self.pieces: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
         self.waiting: deque[tuple[Span, Ticket]] = deque()
         self.heard: deque[tuple[Span, Recognition]] = deque()
@@ -230,7 +231,7 @@ class _File:
         except AsrServeError as error:
             self._end(error)
             return
-        pcm = self.piece.take(PIECE_WINDOWS * WINDOW_SAMPLES, last=not self.reading)
+        pcm = self.piece.take(PIECE_WINDOWS * WINDOW_SAMPLES, WINDOW_SAMPLES, last=not self.reading)
         if len(pcm):
             future = self._voice_activity(pcm)
             self.pieces.append((pcm, future))
@@ -328,57 +329,6 @@ class _File:
             self.session.close()
         if self.stream is not None:
             self.stream.close()
-
-
-class _Piece:
-    """Chunks of any size, taken out as whole windows; the last one is filled up with silence."""
-
-    def __init__(self) -> None:
-        self.chunks: list[np.ndarray] = []
-        self.samples = 0
-
-    def add(self, chunk: np.ndarray) -> None:
-        self.chunks.append(chunk)
-        self.samples += len(chunk)
-
-    def take(self, limit: int, last: bool) -> np.ndarray:
-        if not self.samples:
-            return np.zeros(0, np.float32)
-        joined = np.concatenate(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
-        if last:
-            missing = -len(joined) % WINDOW_SAMPLES
-            taken, rest = (np.pad(joined, (0, missing)) if missing else joined), joined[:0]
-        else:
-            taken, rest = joined[:limit], joined[limit:]
-        self.chunks, self.samples = ([rest] if len(rest) else []), len(rest)
-        return taken
-
-
-class _Kept:
-    """The audio that a segment to come may still need."""
-
-    def __init__(self) -> None:
-        self.start = 0
-        self.chunks: deque[np.ndarray] = deque()
-
-    def add(self, pcm: np.ndarray) -> None:
-        self.chunks.append(pcm)
-
-    def cut(self, span: Span) -> np.ndarray:
-        """The samples of `span`; a view where they lie in one piece."""
-        parts, at = [], self.start
-        for chunk in self.chunks:
-            first, last = max(span.start_samples - at, 0), min(span.end_samples - at, len(chunk))
-            if first < last:
-                parts.append(chunk[first:last])
-            at += len(chunk)
-        cut = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        assert len(cut) == span.samples, f"{span} reaches outside the audio that is kept"
-        return cut
-
-    def drop_before(self, sample: int) -> None:
-        while self.chunks and self.start + len(self.chunks[0]) <= sample:
-            self.start += len(self.chunks.popleft())
 
 
 def speech(heard: Recognition) -> bool:

@@ -81,6 +81,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             grouped = flat.get(f"{side}_num_key_value_heads")
             if grouped not in (None, flat.get(f"{side}_num_attention_heads", 8)):
                 raise WeightsCorrupt(f"{side}_num_key_value_heads={grouped}", "as many as attention heads")
+        if flat.get("attention_bias"):
+            raise WeightsCorrupt("attention_bias=true", "no published Moonshine has one: false")
         return cls(**{name: flat[name] for name in cls.__struct_fields__ if flat.get(name) is not None})
 
     @property
@@ -208,14 +210,14 @@ class _Weights:
 
     matrix = vector
 
-    def linear(self, *names: str, rotary: int = 0) -> Linear:
+    def linear(self, *names: str, rotary: int = 0, bias: bool = False) -> Linear:
         """One product for several matrices of the same input, stacked. The first `rotary` of them are
         queries and keys, whose rotated dimensions are moved from pairs to halves."""
         parts = [self.get(f"{name}.weight") for name in names]
         for i in range(rotary):
             parts[i] = self._halves(parts[i], names[i])
-        biases = [self.get(f"{name}.bias") for name in names if f"{name}.bias" in self.tensors]
-        return self.device.linear(torch.cat(parts), torch.cat(biases) if biases else None)
+        biases = torch.cat([self.get(f"{name}.bias") for name in names]) if bias else None
+        return self.device.linear(torch.cat(parts), biases)
 
     def _halves(self, weight: Tensor, name: str) -> Tensor:
         # Scores are dot products: the same reordering of a head's dimensions in queries and keys leaves
@@ -290,7 +292,7 @@ class _EncoderLayer:
         self.qkv = take.linear(*[f"{at}.self_attn.{p}_proj" for p in "qkv"], rotary=2)
         self.out = take.linear(f"{at}.self_attn.o_proj")
         self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
-        self.up, self.down = take.linear(f"{at}.mlp.fc1"), take.linear(f"{at}.mlp.fc2")
+        self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
 
     def __call__(self, x: Tensor, packing: Packing, cos: Tensor, sin: Tensor, device: Device) -> Tensor:
         width = x.shape[1]
@@ -312,7 +314,7 @@ class _DecoderLayer:
         self.query = take.linear(f"{at}.encoder_attn.q_proj")
         self.audio_out = take.linear(f"{at}.encoder_attn.o_proj")
         self.norm3 = take.vector(f"{at}.final_layernorm.weight")
-        self.up, self.down = take.linear(f"{at}.mlp.fc1"), take.linear(f"{at}.mlp.fc2")
+        self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
 
     def __call__(
         self,
@@ -377,6 +379,9 @@ def convert(source: Path, target: Path) -> None:
         path = _graph(source, stem)
         assert path is not None
         tensors |= {k: v for key, v in onnx_graph.read(path).items() if (k := rename(key))}
+    for part in ("decoder.embed_tokens", "encoder.layers.0.mlp.fc1", "decoder.layers.0.mlp.fc1"):
+        if f"model.{part}.weight" not in tensors:
+            raise WeightsCorrupt(f"the graphs of {source} have no {part}", "graphs of a Moonshine have it")
     layers = {side: 1 + max(int(m[1]) for k in tensors if (m := re.match(rf"model\.{side}\.layers\.(\d+)", k))) for side in ("encoder", "decoder")}
     vocab, hidden = tensors["model.decoder.embed_tokens.weight"].shape
     head_dim = hidden // 8

@@ -141,7 +141,8 @@ void with_type(const Tensor& x, F call) {
 void rope(Tensor qkv, Array<int64_t> positions, Array<float> cos, Array<float> sin) {
   require(qkv.ndim() == 4 && qkv.shape(1) == 3 && contiguous_from(qkv, 0), "qkv must be (rows, 3, heads, head_dim)");
   require(positions.size() == qkv.shape(0), "one position per row");
-  require(cos.ndim() == 2 && sin.ndim() == 2 && cos.shape(1) == sin.shape(1) && 2 * cos.shape(1) <= qkv.shape(3),
+  require(cos.ndim() == 2 && sin.ndim() == 2 && cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1) &&
+              2 * cos.shape(1) <= qkv.shape(3),
           "cos, sin must be (positions, half)");
   for (size_t i = 0; i < positions.size(); ++i)
     require(positions.data()[i] >= 0 && positions.data()[i] < int64_t(cos.shape(0)), "position out of range");
@@ -193,7 +194,7 @@ void store(Tensor pool, Tensor kv, Array<int32_t> table) {
 // K and V of qkv (rows, 3, heads * head_dim), one position per row, each into its own sequence's pages.
 void append(Tensor pool, int64_t layer, Tensor qkv, Array<int32_t> tables, Array<int64_t> positions) {
   Pages pages = pages_of(pool, layer);
-  int64_t width = int64_t(pages.heads) * pages.head_dim, rows = int64_t(qkv.shape(0));
+  int64_t width = int64_t(pages.heads) * pages.head_dim, rows = qkv.ndim() ? int64_t(qkv.shape(0)) : 0;
   require(qkv.dtype() == pool.dtype(), "qkv and pool must have one dtype");
   require(qkv.ndim() == 3 && contiguous_from(qkv, 0) && qkv.shape(1) == 3 && int64_t(qkv.shape(2)) == width,
           "qkv must be (rows, 3, heads * head_dim)");
@@ -215,7 +216,7 @@ void append(Tensor pool, int64_t layer, Tensor qkv, Array<int32_t> tables, Array
 void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tables, Array<int64_t> lengths,
             float scale) {
   Pages pages = pages_of(pool, layer);
-  int64_t width = int64_t(pages.heads) * pages.head_dim, rows = int64_t(q.shape(0));
+  int64_t width = int64_t(pages.heads) * pages.head_dim, rows = q.ndim() ? int64_t(q.shape(0)) : 0;
   require(q.dtype() == pool.dtype() && out.dtype() == pool.dtype(), "q, out and pool must have one dtype");
   require(q.ndim() == 2 && contiguous_from(q, 1) && int64_t(q.shape(1)) == width, "q must be (rows, heads * head_dim)");
   require(out.ndim() == 2 && contiguous_from(out, 0) && int64_t(out.shape(0)) == rows && int64_t(out.shape(1)) == width,
@@ -223,9 +224,9 @@ void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tab
   require(tables.ndim() == 2 && int64_t(tables.shape(0)) == rows && int64_t(lengths.size()) == rows,
           "one table and one length per row");
   for (int64_t i = 0; i < rows; ++i) {
-    int64_t used = (lengths.data()[i] + PAGE - 1) / PAGE;
-    require(lengths.data()[i] >= 1 && used <= int64_t(tables.shape(1)), "length outside the table");
-    check_table(pool, tables.data() + i * tables.shape(1), used);
+    int64_t length = lengths.data()[i];
+    require(length >= 1 && length <= int64_t(tables.shape(1)) * PAGE, "length outside the table");
+    check_table(pool, tables.data() + i * tables.shape(1), (length + PAGE - 1) / PAGE);
   }
   with_type(pool, [&](auto type, const auto& kernels) {
     using T = decltype(type);
@@ -269,8 +270,8 @@ void lstm(Array<float> gates, Array<float> weight, Array<int64_t> offsets, Array
               out.shape(0) == steps && out.shape(1) == width,
           "h, c must be (rows, width), out (steps, width), offsets and lengths (rows,)");
   for (size_t i = 0; i < rows; ++i)
-    require(lengths.data()[i] >= 0 && offsets.data()[i] >= 0 &&
-                offsets.data()[i] + lengths.data()[i] <= int64_t(steps),
+    require(lengths.data()[i] >= 0 && offsets.data()[i] >= 0 && offsets.data()[i] <= int64_t(steps) &&
+                lengths.data()[i] <= int64_t(steps) - offsets.data()[i],
             "a row reaches outside the steps");
   nb::gil_scoped_release release;
   lstm_f32(gates.data(), weight.data(), offsets.data(), lengths.data(), h.data(), c.data(), out.data(), int64_t(rows),

@@ -1,0 +1,68 @@
+# Two commands to know: `make serve` and `make test`. Both set everything up first; the second time is quick.
+
+VENV     ?= .venv
+# The first Python that is new enough and can make environments.
+PYTHON   ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+              $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+              && echo $$p && break; done)
+PIP_ARGS ?=#   for example: PIP_ARGS='--extra-index-url URL' for a CPU build of torch
+ARGS     ?=#   more arguments for pytest or bench/offline.py
+PEERS    ?= moonshine-voice,onnx,faster-whisper
+JSON     ?= bench/results/offline.json
+
+BIN      := $(VENV)/bin
+NATIVE   := src/asr_serve/native/CMakeLists.txt $(wildcard src/asr_serve/native/src/*)
+PINS     := pyproject.toml constraints.txt
+# pip reads the pins from these, for what it installs and for the environment it builds in.
+PIP      := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+              $(BIN)/python -m pip install --quiet $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup bench-setup serve test check bench docs clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.setup  ## build .venv with everything to run and test
+
+# Again when the pins or the native sources change. silero-vad comes without its dependencies: the tests read
+# its files only, and torchaudio, which it asks for, has no build for our torch.
+$(VENV)/.setup: $(PINS) $(NATIVE)
+	@test -n "$(PYTHON)" || { echo "asr-serve needs Python 3.11 or newer with venv (Debian: apt install python3-venv)" >&2; exit 1; }
+	@echo "setting up $(VENV) with $(PYTHON): minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps silero-vad
+	@touch $@
+
+bench-setup: $(VENV)/.bench
+
+$(VENV)/.bench: $(VENV)/.setup
+	@echo "adding the peers to $(VENV)"
+	@$(PIP) -e '.[bench]'
+	@touch $@
+
+serve: setup  ## transcribe the demo clip (the HTTP service is not written yet)
+	@echo "There is no HTTP service yet: this transcribes the 44 s demo clip of moonshine-voice instead."
+	$(BIN)/asr-serve transcribe "$$($(BIN)/python examples/demo_clip.py)"
+	@echo "Now your own audio:  $(BIN)/asr-serve transcribe talk.mp3 --format srt --output talk.srt"
+
+test: setup  ## run the tests; ARGS='-k name' for some
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup  ## ruff, ruff format, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: bench-setup  ## measure against the peers; DATA=folder with transcripts.tsv
+	@test -f "$(DATA)/transcripts.tsv" || { echo "say where the speech is: make bench DATA=folder, which holds transcripts.tsv (bench/README.md)" >&2; exit 1; }
+	@mkdir -p "$(dir $(JSON))"
+	$(BIN)/python bench/offline.py --data "$(DATA)" --peers $(PEERS) --json "$(JSON)" $(ARGS)
+
+docs: setup  ## check the links and run every example of README, docs and docstrings
+	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+
+clean:  ## remove .venv, builds and caches (not the weights)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""Devices: what is chosen, what is refused, and that attention and products mean the same on every road."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from asr_serve import devices, native
+from asr_serve.devices.cpu import CpuDevice, PackedLinear, PlainLinear, bf16_supported
+from asr_serve.errors import OptionError
+from asr_serve.models.batch import pack
+from torch.nn import functional as F
+
+
+def plain_attention(qkv: torch.Tensor, offset: int, frames: int) -> torch.Tensor:
+    q, k, v = (qkv[offset : offset + frames, i].float().transpose(0, 1) for i in range(3))
+    weights = torch.softmax(q @ k.transpose(1, 2) / q.shape[-1] ** 0.5, dim=-1)
+    return (weights @ v).transpose(0, 1).reshape(frames, -1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("gpu", "auto"), "cuda"),
+        (("cpu", "fp16"), "bf16"),
+        (("cuda:x9", "auto"), "cuda"),
+        (("tpu", "auto"), "auto, cpu, cuda"),
+    ],
+)
+def test_an_unknown_device_or_dtype_is_refused_by_name(arguments: tuple[str, str], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        devices.pick(*arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_missing_gpu_is_an_error_never_a_silent_cpu() -> None:
+    with pytest.raises(OptionError, match="no CUDA device"):
+        devices.pick("cuda")
+
+
+def test_auto_takes_bf16_only_where_the_cpu_multiplies_it() -> None:
+    chosen = CpuDevice()
+    assert chosen.dtype_name == ("bf16" if bf16_supported() else "fp32")
+    assert chosen.describe()["dtype"] == chosen.dtype_name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernels", ["native", "twins"])
+def test_attention_of_packed_clips_is_each_clip_alone(
+    dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "native" and native.core() is None:
+        pytest.skip("the native core is not built here")
+    monkeypatch.setenv("ASR_SERVE_NATIVE", "1" if kernels == "native" else "0")
+    device = devices.pick("cpu", dtype)
+    torch.manual_seed(0)
+    packing = pack([5, 70, 1, 33], 64)
+    qkv = torch.randn(packing.total, 3, 4, 12).to(device.dtype)
+    out = device.attention(qkv, packing)
+    assert out.shape == (packing.total, 48)
+    assert out.isfinite().all()
+    for offset, frames in zip(packing.offsets, packing.frames, strict=True):
+        expected = plain_attention(qkv, offset, frames)
+        torch.testing.assert_close(
+            out[offset : offset + frames].float(),
+            expected,
+            atol=1e-5 if dtype == "fp32" else 3e-2,
+            rtol=1e-5 if dtype == "fp32" else 3e-2,
+        )
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_is_act_of_product_plus_bias(kind: type, dtype: torch.dtype) -> None:
+    if kind is PackedLinear and not torch.backends.mkldnn.is_available():
+        pytest.skip("torch was built without oneDNN")
+    torch.manual_seed(1)
+    weight, bias, x, more = torch.randn(24, 16), torch.randn(24), torch.randn(7, 16), torch.randn(7, 24)
+    linear = kind(weight.to(dtype), bias.to(dtype))
+    expected = F.linear(x, weight, bias)
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.15, "rtol": 3e-2}
+    x, more = x.to(dtype), more.to(dtype)
+    torch.testing.assert_close(linear(x).float(), expected, **close)
+    torch.testing.assert_close(linear(x, gelu=True).float(), F.gelu(expected), **close)
+    torch.testing.assert_close(linear(x, add=more).float(), expected + more.float(), **close)
+
+
+def test_a_step_is_filled_up_to_few_sizes() -> None:
+    device = devices.pick("cpu", "fp32")
+    sizes = {device.rows(live) for live in range(1, 65)}
+    assert all(device.rows(live) >= live for live in range(1, 65))
+    assert len(sizes) <= 12
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_cuda_graphs_give_the_cpu_s_words(packaged_speech: object) -> None:
+    import asr_serve
+
+    clip = f"{packaged_speech}/two_cities.wav"
+    with asr_serve.load(device="cpu", dtype="fp32") as cpu, asr_serve.load(device="cuda", dtype="fp32") as gpu:
+        assert [t.text for t in gpu.transcribe([clip] * 5)] == [t.text for t in cpu.transcribe([clip] * 5)]

@@ -1,0 +1,640 @@
+"""The engine as a whole, around a tiny random Moonshine: every answer is its own, and everything comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from tiny_moonshine import (
+    CARD,
+    MAX_SAMPLES,
+    WAIT_S,
+    build,
+    clip,
+    expect_empty,
+    held,
+    on_loop,
+    outcome,
+    start,
+)
+
+from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.engine.client import EngineClient, Parts
+from asr_serve.errors import (
+    AtCapacity,
+    AudioTooLong,
+    Cancelled,
+    EngineClosed,
+    OptionError,
+    StepFailed,
+    WeightsMissing,
+)
+from asr_serve.models.vad.silero import WINDOW_SAMPLES
+
+LENGTHS = [1_600, 16_000, 16_123, 40_000, 64_000, 64_000, 9_000, 128_000, 90_000, 3_000, 30_000, 55_555]
+CLIPS = [clip(seed, samples) for seed, samples in enumerate(LENGTHS)]
+ONCE = SearchOptions(temperatures=(0.0,))
+Begin = Callable[..., EngineClient]
+
+
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Starts engines and closes them."""
+    started: list[EngineClient] = []
+
+    def starting(*arguments: object, **settings: object) -> EngineClient:
+        started.append(start(*arguments, **settings))
+        return started[-1]
+
+    yield starting
+    for client in started:
+        client.close()
+        assert not client._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Recognition]:
+    """Every clip's answer when nobody else is there."""
+    client = start()
+    answers = [client.submit(pcm, ONCE).future.result(WAIT_S) for pcm in CLIPS]
+    client.close()
+    assert len({a.tokens for a in answers}) == len(answers), "answers must tell the clips apart"
+    assert len({len(a.tokens) for a in answers}) > 4, "rows must leave at different steps"
+    return answers
+
+
+def expect_same(came: Recognition, expected: Recognition) -> None:
+    assert (came.tokens, came.finish, came.temperature) == (
+        expected.tokens,
+        expected.finish,
+        expected.temperature,
+    )
+    assert came.avg_logprob == pytest.approx(expected.avg_logprob, abs=1e-4)
+
+
+# --- batches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_batched_is_the_same_as_alone(begin, alone, monkeypatch, native):
+    monkeypatch.setenv("ASR_SERVE_NATIVE", native)
+    client = begin()
+    with held(client):
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+    for ticket, expected in zip(tickets, alone, strict=True):
+        expect_same(ticket.future.result(WAIT_S), expected)
+    assert client.describe()["rows_per_step"] > 1.5
+    expect_empty(client)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_rows_join_and_leave_at_any_step(begin, alone, rows):
+    client = begin(max_decode_rows=rows)
+    step = client._loop.decode_runner.step
+    seen: list[dict[int, int]] = []
+
+    def watched():
+        seen.append({row.request_id: len(row.hypothesis.tokens) for row in client._loop.decode_runner.rows})
+        return step()
+
+    client._loop.decode_runner.step = watched
+    chosen = random.Random(3)
+    order = [chosen.randrange(len(CLIPS)) for _ in range(16)]
+    tickets = [client.submit(CLIPS[i], ONCE, chosen.choice(["interactive", "bulk"])) for i in order]
+    for i, ticket in zip(order, tickets, strict=True):
+        expect_same(ticket.future.result(WAIT_S), alone[i])
+    assert max(map(len, seen)) == rows
+    if rows > 1:
+        assert any(len(set(at.values())) > 1 for at in seen), "rows at different steps share a step"
+    expect_empty(client)
+
+
+def test_poison_in_free_pages_changes_nothing(begin, alone):
+    client = begin()
+    runner = client._loop.decode_runner
+    step, join = runner.step, runner.join
+
+    def poison() -> None:
+        runner.pool[runner.pages._free] = float("nan")
+
+    def poisoned_step():
+        poison()
+        return step()
+
+    def poisoned_join(*arguments):
+        poison()
+        return join(*arguments)
+
+    runner.step, runner.join = poisoned_step, poisoned_join
+    for _ in range(2):
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:8]]
+        for ticket, expected in zip(tickets, alone[:8], strict=True):
+            expect_same(ticket.future.result(WAIT_S), expected)
+    assert runner.pool.isnan().any()
+
+
+def test_few_pages_are_waited_for(begin, alone):
+    """Room for one sequence of the greatest length: the others take turns."""
+    client = begin(kv_bytes=1)
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+    for ticket, expected in zip(tickets, alone, strict=True):
+        expect_same(ticket.future.result(WAIT_S), expected)
+    expect_empty(client)
+
+
+def test_an_idle_engine_starts_again(begin, alone):
+    client = begin()
+    for _ in range(3):
+        for i in (0, 3):
+            expect_same(client.submit(CLIPS[i], ONCE).future.result(WAIT_S), alone[i])
+        expect_empty(client)
+
+
+# --- one mixed day ----------------------------------------------------------------------------------------
+
+
+def test_two_hundred_mixed_requests_with_cancellations(begin, alone):
+    client = begin(max_requests=60, kv_bytes=60 * 8_192)
+    cancelled, answered, wrong = [], [], []
+
+    def caller(seed: int) -> None:
+        chance, mine = random.Random(seed), []
+        for _ in range(50):
+            i = chance.randrange(len(CLIPS))
+            ticket = client.submit(CLIPS[i], ONCE, chance.choice(["interactive", "bulk"]), wait=True)
+            mine.append((i, ticket))
+            if chance.random() < 0.3:
+                client.cancel(chance.choice(mine[-6:])[1])
+            if chance.random() < 0.15:
+                outcome(chance.choice(mine)[1])
+        for i, ticket in mine:
+            came = outcome(ticket)
+            if came is Cancelled:
+                cancelled.append(i)
+            elif isinstance(came, Recognition) and came.tokens == alone[i].tokens:
+                answered.append(i)
+            else:
+                wrong.append((i, came))
+
+    threads = [threading.Thread(target=caller, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT_S)
+        assert not thread.is_alive(), "a caller hangs"
+    assert wrong == []
+    assert len(cancelled) + len(answered) == 200
+    assert len(cancelled) >= 10
+    assert len(answered) >= 100
+    expect_empty(client)
+
+
+# --- steps that fail ----------------------------------------------------------------------------------------
+
+
+def failing_once(function, on_call: int = 1):
+    calls = 0
+
+    def wrapper(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls == on_call:
+            raise RuntimeError("the device hiccuped")
+        return function(*arguments)
+
+    return wrapper
+
+
+def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
+    client = begin()
+    runner = client._loop.encode_runner
+    with held(client):
+        near = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]  # of one length: one batch
+        far = client.submit(CLIPS[0], ONCE)
+        runner.run = failing_once(runner.run)
+    for ticket in near:
+        with pytest.raises(StepFailed, match="encoding failed: RuntimeError: the device hiccuped") as failed:
+            ticket.future.result(WAIT_S)
+        assert isinstance(failed.value.__cause__, RuntimeError)
+    expect_same(far.future.result(WAIT_S), alone[0])
+    expect_same(client.submit(CLIPS[4], ONCE).future.result(WAIT_S), alone[4])
+    expect_empty(client)
+
+
+@pytest.mark.parametrize("on_call", [1, 2])
+def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
+    client = begin()
+    runner = client._loop.decode_runner
+    with held(client):
+        tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]
+        runner.join = failing_once(runner.join, on_call)
+    assert [outcome(ticket) for ticket in tickets] == [StepFailed, StepFailed]
+    expect_same(client.submit(CLIPS[4], ONCE).future.result(WAIT_S), alone[4])
+    expect_empty(client)
+
+
+def test_a_failed_decode_step_fails_the_rows_in_it_only(begin, alone):
+    client = begin(max_decode_rows=2)
+    runner = client._loop.decode_runner
+    with held(client):
+        tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5, 3)]
+        runner.step = failing_once(runner.step, 3)
+    outcomes = [outcome(ticket) for ticket in tickets]
+    assert outcomes[:2] == [StepFailed, StepFailed]
+    expect_same(outcomes[2], alone[3])
+    expect_empty(client)
+
+
+def test_a_text_that_cannot_be_made_fails_its_own_row(begin, alone):
+    def broken() -> Parts:
+        parts = build()
+        return parts._replace(text=lambda tokens: parts.text(tokens) if tokens != bad else 1 / 0)
+
+    bad = list(alone[4].tokens)
+    client = begin(broken)
+    tickets = [client.submit(CLIPS[i], ONCE) for i in (3, 4, 5)]
+    came = [outcome(ticket) for ticket in tickets]
+    assert came[1] is StepFailed
+    expect_same(came[0], alone[3])
+    expect_same(came[2], alone[5])
+    expect_empty(client)
+
+
+def test_a_loop_that_died_refuses_and_tells_why(begin):
+    client = begin()
+    with held(client):
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+        session = client.session()
+        piece = session.put(np.zeros(512, np.float32))
+        client._loop._step = failing_once(client._loop._step)
+    for future in (*(t.future for t in tickets), piece):
+        with pytest.raises(EngineClosed, match="the engine stopped: RuntimeError: the device hiccuped"):
+            future.result(WAIT_S)
+    client._thread.join(WAIT_S)
+    for call in (lambda: client.submit(CLIPS[0]), client.session, lambda: session.put(np.zeros(512, np.float32))):
+        with pytest.raises(EngineClosed):
+            call()
+    client.cancel(tickets[0])
+    session.close()
+    client.close()
+    assert client.describe()["pages_used"] == 0
+
+
+def test_what_build_raises_comes_out_of_the_constructor():
+    def missing() -> Parts:
+        raise WeightsMissing("no weights here")
+
+    with pytest.raises(WeightsMissing, match="no weights here"):
+        start(missing)
+
+
+# --- admission ----------------------------------------------------------------------------------------------
+
+
+def test_full_refuses_with_a_time_and_waits_when_asked(begin, alone):
+    client = begin(max_requests=3)
+    waited = []
+    with held(client):
+        tickets = [client.submit(CLIPS[i], ONCE) for i in range(3)]
+        with pytest.raises(AtCapacity, match=r"try again in \d+ ms") as full:
+            client.submit(CLIPS[3], ONCE)
+        assert full.value.retry_after_ms >= 100
+        patient = threading.Thread(target=lambda: waited.append(client.submit(CLIPS[3], ONCE, wait=True)))
+        patient.start()
+        assert client.describe()["requests"] == 3
+    patient.join(WAIT_S)
+    expect_same(waited[0].future.result(WAIT_S), alone[3])
+    for i, ticket in enumerate(tickets):
+        expect_same(ticket.future.result(WAIT_S), alone[i])
+    expect_empty(client)
+
+
+def test_seconds_of_audio_are_bounded_but_one_always_fits(begin, alone):
+    client = begin(max_audio_s=1.0)
+    with held(client):
+        long = client.submit(CLIPS[7], ONCE)
+        with pytest.raises(AtCapacity, match="up to .* 1 s"):
+            client.submit(CLIPS[0], ONCE)
+    expect_same(long.future.result(WAIT_S), alone[7])
+    expect_same(client.submit(CLIPS[0], ONCE, wait=True).future.result(WAIT_S), alone[0])
+
+
+def test_a_refused_request_leaves_nothing_behind(begin):
+    client = begin(max_requests=1)
+    with held(client):
+        ticket = client.submit(CLIPS[0], ONCE)
+        for _ in range(5):
+            with pytest.raises(AtCapacity):
+                client.submit(CLIPS[0], ONCE)
+    outcome(ticket)
+    expect_empty(client)
+
+
+def test_an_utterance_may_be_as_long_as_the_model_hears_and_no_longer(begin):
+    client = begin()
+    assert isinstance(outcome(client.submit(clip(1, MAX_SAMPLES), ONCE)), Recognition)
+    with pytest.raises(AudioTooLong, match=f"{CARD.name} hears up to 8 s") as refused:
+        client.submit(clip(1, MAX_SAMPLES + 1))
+    assert "8.0 s" in refused.value.came
+    expect_empty(client)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 200, 1_599])
+def test_the_shortest_are_filled_up_with_silence(begin, samples):
+    client = begin()
+    pcm = clip(2, samples)
+    padded = np.pad(pcm, (0, 1_600 - samples))
+    short, whole = (client.submit(x, ONCE).future.result(WAIT_S) for x in (pcm, padded))
+    # the limit is that of the audio that came, not of the silence behind it
+    assert short.tokens == whole.tokens[: len(short.tokens)]
+
+
+def test_read_only_audio_is_taken_and_no_audio_is_changed(begin, alone):
+    client = begin()
+    pcm = CLIPS[3].copy()
+    pcm.flags.writeable = False
+    expect_same(client.submit(pcm, ONCE).future.result(WAIT_S), alone[3])
+    assert np.array_equal(pcm, CLIPS[3])
+    assert np.array_equal(CLIPS[3], clip(3, LENGTHS[3]))
+
+
+# --- taking back ----------------------------------------------------------------------------------------------
+
+
+def test_cancel_before_the_loop_has_seen_it(begin):
+    client = begin()
+    with held(client):
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+        for ticket in tickets:
+            client.cancel(ticket)
+    assert [outcome(ticket) for ticket in tickets] == [Cancelled] * len(CLIPS)
+    assert client.describe()["steps"] == 0
+    expect_empty(client)
+
+
+def test_cancel_while_it_waits_for_a_row(begin, alone):
+    client = begin(max_decode_rows=1)
+    runner = client._loop.decode_runner
+    step, tickets = runner.step, []
+
+    def cancelling():
+        for ticket in tickets[1:]:
+            client.cancel(ticket)
+        return step()
+
+    with held(client):
+        tickets += [client.submit(pcm, ONCE) for pcm in CLIPS]
+        runner.step = cancelling
+    outcomes = [outcome(ticket) for ticket in tickets]
+    expect_same(outcomes[0], alone[0])
+    assert outcomes[1:] == [Cancelled] * (len(CLIPS) - 1)
+    expect_empty(client)
+
+
+@pytest.mark.parametrize("at_step", [1, 2, 5])
+def test_cancel_while_it_decodes_frees_its_pages_before_the_next_step(begin, alone, at_step):
+    client = begin()
+    runner = client._loop.decode_runner
+    step, used, steps = runner.step, [], 0
+    chosen = [i for i, answer in enumerate(alone) if len(answer.tokens) > 8][:4]
+
+    def cancelling():
+        nonlocal steps
+        steps += 1
+        used.append(runner.pages.used)
+        if steps == at_step:
+            client.cancel(tickets[1])
+        return step()
+
+    with held(client):
+        tickets = [client.submit(CLIPS[i], ONCE) for i in chosen]
+        runner.step = cancelling
+    outcomes = [outcome(ticket) for ticket in tickets]
+    assert outcomes[1] is Cancelled
+    for i, came in zip(chosen, outcomes, strict=True):
+        if came is not Cancelled:
+            expect_same(came, alone[i])
+    expect_empty(client)
+
+
+def test_cancelling_what_is_done_or_cancelled_does_nothing(begin, alone):
+    client = begin()
+    done = client.submit(CLIPS[0], ONCE)
+    expect_same(done.future.result(WAIT_S), alone[0])
+    client.cancel(done)
+    with held(client):
+        twice = client.submit(CLIPS[1], ONCE)
+        client.cancel(twice)
+        client.cancel(twice)
+    assert outcome(twice) is Cancelled
+    expect_same(done.future.result(WAIT_S), alone[0])
+    expect_empty(client)
+
+
+# --- closing ----------------------------------------------------------------------------------------------
+
+
+def test_close_rejects_what_is_left_and_wakes_who_waits(begin):
+    client = begin(max_requests=12)
+    came = []
+
+    def patient() -> None:
+        try:
+            client.submit(CLIPS[0], wait=True)
+        except EngineClosed as error:
+            came.append(error)
+
+    with held(client):
+        tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+        session = client.session()
+        piece = session.put(np.zeros(1_024, np.float32))
+        waiter = threading.Thread(target=patient)
+        waiter.start()
+        closer = threading.Thread(target=client.close)
+        closer.start()
+        while client._loop.inbox.qsize() < len(CLIPS) + 3:  # until `stop` is in
+            threading.Event().wait(0.001)
+    closer.join(WAIT_S)
+    waiter.join(WAIT_S)
+    assert not closer.is_alive()
+    assert not waiter.is_alive()
+    assert len(came) == 1
+    assert [outcome(ticket) for ticket in tickets] == [EngineClosed] * len(CLIPS)
+    with pytest.raises(EngineClosed):
+        piece.result(WAIT_S)
+    with pytest.raises(EngineClosed):
+        client.submit(CLIPS[0])
+    assert client.describe()["pages_used"] == 0
+    assert client.describe()["requests"] == 0
+    client.close()
+
+
+def test_close_may_be_called_from_an_answer(begin):
+    client = begin()
+    closed = threading.Event()
+
+    def close(_: object) -> None:
+        client.close()
+        closed.set()
+
+    with held(client):
+        first, second = client.submit(CLIPS[0], ONCE), client.submit(CLIPS[7], ONCE)
+        first.future.add_done_callback(close)
+    assert closed.wait(WAIT_S)
+    client._thread.join(WAIT_S)
+    assert not client._thread.is_alive()
+    assert outcome(second) is EngineClosed or isinstance(outcome(second), Recognition)
+
+
+# --- the search inside the engine ------------------------------------------------------------------------------
+
+
+HARD = {"temperatures": (0.0, 0.5, 1.0), "min_avg_logprob": 0.0}
+"""No answer passes: every temperature is tried."""
+
+
+def test_fall_back_is_deterministic_and_the_same_in_a_batch(begin):
+    client = begin()
+    first = [client.submit(pcm, SearchOptions(**HARD)).future.result(WAIT_S) for pcm in CLIPS]
+    assert client.describe()["fallbacks"] == 2 * len(CLIPS)
+    with held(client):
+        tickets = [client.submit(pcm, SearchOptions(**HARD)) for pcm in CLIPS]
+    for ticket, expected in zip(tickets, first, strict=True):
+        expect_same(ticket.future.result(WAIT_S), expected)
+    assert {answer.temperature for answer in first} <= {0.0, 0.5, 1.0}
+    expect_empty(client)
+
+
+def test_another_seed_says_something_else(begin):
+    client = begin()
+    hot = {"temperatures": (1.5,)}
+    answers = {client.submit(CLIPS[7], SearchOptions(seed=s, **hot)).future.result(WAIT_S) for s in range(4)}
+    assert len(answers) > 1
+
+
+def test_a_row_that_samples_leaves_the_greedy_ones_alone(begin, alone):
+    client = begin()
+    with held(client):
+        tickets = [client.submit(pcm, SearchOptions(**HARD) if i % 2 else ONCE) for i, pcm in enumerate(CLIPS)]
+    outcomes = [outcome(ticket) for ticket in tickets]
+    for i in range(0, len(CLIPS), 2):
+        expect_same(outcomes[i], alone[i])
+
+
+def test_the_smallest_temperature_is_almost_greedy(begin, alone):
+    client = begin()
+    came = client.submit(CLIPS[3], SearchOptions(temperatures=(1e-300,))).future.result(WAIT_S)
+    assert came.tokens == alone[3].tokens
+
+
+def test_nobody_says_more_tokens_than_the_audio_is_long(begin):
+    client = begin()
+    for pcm in CLIPS:
+        limit = 4 + int(len(pcm) / 16_000 * CARD.tokens_per_s)
+        assert len(client.submit(pcm, ONCE).future.result(WAIT_S).tokens) <= limit
+
+
+# --- voice activity ------------------------------------------------------------------------------------------
+
+
+def pieces_of(pcm: np.ndarray, windows: list[int]) -> list[np.ndarray]:
+    return np.split(pcm, np.cumsum(windows)[:-1] * WINDOW_SAMPLES)
+
+
+def test_pieces_of_a_session_come_in_order_whatever_others_do(begin):
+    client = begin(vad_step_windows=40)
+    sounds = [clip(50 + i, 60 * WINDOW_SAMPLES) for i in range(4)]
+    whole = []
+    for pcm in sounds:
+        session = client.session()
+        whole.append(session.put(pcm).result(WAIT_S))
+        session.close()
+    sessions = [client.session() for _ in sounds]
+    cuts = [[60], [1] * 60, [7, 13, 1, 39], [30, 30]]
+    with held(client):
+        futures = [
+            [session.put(piece) for piece in pieces_of(pcm, cut)]
+            for session, pcm, cut in zip(sessions, sounds, cuts, strict=True)
+        ]
+    for expected, parts in zip(whole, futures, strict=True):
+        came = np.concatenate([future.result(WAIT_S) for future in parts])
+        np.testing.assert_allclose(came, expected, atol=1e-5)
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.parametrize("samples", [0, 1, 511, 513, 1_000, 11 * 512])
+def test_only_whole_windows_within_the_bound_are_taken(begin, samples):
+    client = begin(vad_windows=10)
+    session = client.session()
+    with pytest.raises(OptionError, match="multiple of 512, up to 5120"):
+        session.put(np.zeros(samples, np.float32))
+    assert len(session.put(np.zeros(5_120, np.float32)).result(WAIT_S)) == 10
+
+
+def test_closing_a_session_with_work_in_flight(begin):
+    client = begin()
+    other, session = client.session(), client.session()
+    with held(client):
+        futures = [session.put(np.zeros(512, np.float32)) for _ in range(3)]
+        kept = other.put(np.zeros(512, np.float32))
+        session.close()
+        late = session.put(np.zeros(512, np.float32))
+    for future in (*futures, late):
+        with pytest.raises(Cancelled):
+            future.result(WAIT_S)
+    assert len(kept.result(WAIT_S)) == 1
+    session.close()
+    on_loop(client, lambda loop: loop.check())
+    assert on_loop(client, lambda loop: loop.vad_runner.states.used) == 1
+
+
+def test_sessions_are_bounded_and_come_back_at_once(begin):
+    client = begin(max_sessions=2)
+    sessions = [client.session(), client.session()]
+    with pytest.raises(AtCapacity):
+        client.session()
+    for _ in range(20):
+        sessions.pop().close()
+        sessions.append(client.session())
+    assert on_loop(client, lambda loop: loop.vad_runner.states.used) == 2
+
+
+def test_a_failed_voice_activity_step_fails_its_own_pieces(begin):
+    client = begin()
+    session = client.session()
+    runner = client._loop.vad_runner
+    runner.run = failing_once(runner.run)
+    with pytest.raises(StepFailed, match="voice activity failed"):
+        session.put(np.zeros(512, np.float32)).result(WAIT_S)
+    assert len(session.put(np.zeros(512, np.float32)).result(WAIT_S)) == 1
+
+
+# --- from an event loop ----------------------------------------------------------------------------------------
+
+
+async def test_answers_can_be_awaited(begin, alone):
+    client = begin()
+    futures = [asyncio.wrap_future(client.submit(pcm, ONCE).future) for pcm in CLIPS]
+    for came, expected in zip(await asyncio.gather(*futures), alone, strict=True):
+        expect_same(came, expected)
+
+
+async def test_a_future_that_is_cancelled_disturbs_nobody(begin, alone):
+    client = begin()
+    with held(client):
+        futures = [asyncio.wrap_future(client.submit(pcm, ONCE).future) for pcm in CLIPS]
+        for future in futures[::2]:
+            future.cancel()
+        await asyncio.sleep(0)
+    for came, expected in zip(await asyncio.gather(*futures[1::2]), alone[1::2], strict=True):
+        expect_same(came, expected)
+    last = client.submit(CLIPS[0], ONCE, "bulk")
+    expect_same(await asyncio.wrap_future(last.future), alone[0])
+    while client.describe()["requests"]:
+        await asyncio.sleep(0.001)
+    expect_empty(client)

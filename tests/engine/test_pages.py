@@ -1,0 +1,123 @@
+"""Pages are never lost, never lent twice, and copied before a shared one is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from asr_serve.engine.pages import PagePool
+
+PAGES = 24
+
+
+class Tables(RuleBasedStateMachine):
+    """Block tables that take, share, fork and give pages, beside a plain count of who holds what."""
+
+    tables = Bundle("tables")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(PAGES)
+        self.holders: Counter[int] = Counter()
+        self.written: dict[int, int] = {}
+        self.serial = 0
+
+    @rule(target=tables, share_of_free=st.floats(0, 1))
+    def take(self, share_of_free: float) -> list[int]:
+        count = int(self.pool.free * share_of_free)
+        pages = self.pool.take(count)
+        assert len(set(pages)) == count
+        assert not set(pages) & set(+self.holders), "a page that is held was lent again"
+        self.holders.update(pages)
+        return pages
+
+    @rule(target=tables, table=tables)
+    def share(self, table: list[int]) -> list[int]:
+        self.pool.share(table)
+        self.holders.update(table)
+        return list(table)
+
+    @rule(table=consumes(tables))
+    def give(self, table: list[int]) -> None:
+        expected = [page for page in table if self.holders[page] == 1]
+        assert self.pool.give(table) == expected
+        self.holders.subtract(table)
+
+    @rule(target=tables, table=consumes(tables), data=st.data())
+    def write(self, table: list[int], data: st.DataObject) -> list[int]:
+        """Make one page of a table its own: nobody else's page changes."""
+        if not table:
+            return table
+        index = data.draw(st.integers(0, len(table) - 1))
+        old = table[index]
+        shared = self.holders[old] > 1
+        if shared and not self.pool.free:
+            return table
+        page, copy_from = self.pool.own(table, index)
+        assert copy_from == (old if shared else None)
+        assert (page == old) is not shared
+        if shared:
+            assert not self.holders[page]
+            self.holders[old] -= 1
+            self.holders[page] = 1
+        assert self.holders[page] == 1
+        return [*table[:index], page, *table[index + 1 :]]
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        held = +self.holders
+        assert self.pool.used == len(held)
+        assert self.pool.free + self.pool.used == PAGES - 1
+        assert 0 not in held, "page 0 is scratch and is never lent"
+        self.pool.check()
+
+
+TestTables = Tables.TestCase
+TestTables.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_giving_back_twice_is_a_bug_that_shouts():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    pool.give(pages)
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give(pages[:1])
+    pool.check()
+
+
+def test_sharing_a_free_page_is_a_bug_that_shouts():
+    pool = PagePool(4)
+    with pytest.raises(AssertionError, match="is free"):
+        pool.share([2])
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_taking_what_is_not_there_is_a_bug_that_shouts(count):
+    pool = PagePool(4)
+    with pytest.raises(AssertionError):
+        pool.take(count)
+    assert (pool.free, pool.used) == (3, 0)
+
+
+def test_page_0_is_never_lent_or_taken_back():
+    pool = PagePool(8)
+    assert 0 not in pool.take(pool.free)
+    with pytest.raises(AssertionError):
+        pool.give([0])
+
+
+def test_a_pool_needs_a_page_beside_the_scratch_page():
+    with pytest.raises(ValueError, match="at least 2"):
+        PagePool(1)
+
+
+def test_the_check_sees_a_page_that_is_free_and_held():
+    pool = PagePool(4)
+    (page,) = pool.take(1)
+    pool._free.append(page)
+    with pytest.raises(AssertionError):
+        pool.check()

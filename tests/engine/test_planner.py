@@ -1,0 +1,239 @@
+"""The planner against a virtual clock: nobody starves, every batch is within its bounds, shares are fair."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asr_serve.config import EngineConfig
+from asr_serve.engine.planner import DEADLINE_MS, Planner, Waiting
+
+ROWS, PAGES, FRAMES = 16, 200, 1_280
+
+
+def planner(frames: int = FRAMES, **settings) -> Planner:
+    return Planner(EngineConfig(**{"max_decode_rows": ROWS, **settings}), frames)
+
+
+def waiting(number: int, frames: int = 100, priority: str = "bulk", at: float = 0.0, pages: int = 0) -> Waiting:
+    return Waiting(number, frames, pages or -(-frames // 16) + 4, priority, at)
+
+
+requests = st.builds(
+    lambda frames, interactive, gap: (frames, "interactive" if interactive else "bulk", gap),
+    st.integers(1, 1_160),
+    st.booleans(),
+    st.integers(0, 500),
+)
+
+
+class Machine:
+    """A device that decodes: rows come with a plan and go after a random time, pages with them."""
+
+    def __init__(self, plans: Planner, seed: int) -> None:
+        self.plans, self.random = plans, random.Random(seed)
+        self.running: list[Waiting] = []
+        self.known: dict[int, Waiting] = {}
+        self.order: list[int] = []
+
+    def add(self, request: Waiting) -> None:
+        self.known[request.id] = request
+        self.plans.add(request)
+
+    @property
+    def free_rows(self) -> int:
+        return self.plans.config.max_decode_rows - len(self.running)
+
+    @property
+    def free_pages(self) -> int:
+        return PAGES - sum(r.pages for r in self.running)
+
+    def step(self, leave: float = 0.3) -> list[int]:
+        rows, pages = self.free_rows, self.free_pages
+        before = len(self.plans)
+        ids = self.plans.plan(rows, pages)
+        batch = [self.known[i] for i in ids]
+        assert len(self.plans) == before - len(ids)
+        assert len(set(ids)) == len(ids)
+        assert not set(ids) & set(self.order), "planned twice"
+        if batch:
+            expect_bounds(self.plans, batch, rows, pages)
+        self.order += ids
+        self.running += batch
+        # What runs ends; at least one row when nothing joined, for a row's tokens are bounded.
+        gone = [r for r in self.running if self.random.random() < leave]
+        if self.running and not gone and not batch:
+            gone = self.running[:1]
+        self.running = [r for r in self.running if r not in gone]
+        return ids
+
+
+def expect_bounds(plans: Planner, batch: list[Waiting], rows: int, pages: int) -> None:
+    frames = [r.frames for r in batch]
+    assert len(batch) <= rows
+    assert sum(r.pages for r in batch) <= pages
+    assert frames == sorted(frames)
+    padded = max(frames) * len(frames)
+    assert 1 - sum(frames) / padded <= plans.config.encode_padding + 1e-9
+    assert len(batch) == 1 or padded <= plans.encode_frames
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(requests, max_size=60), st.integers(0, 2**32))
+def test_everybody_is_planned_once_within_every_bound(arrivals, seed):
+    machine, now = Machine(planner(), seed), 0.0
+    for number, (frames, priority, gap) in enumerate(arrivals):
+        now += gap
+        machine.add(waiting(number, frames, priority, now))
+        if gap % 3 == 0:
+            machine.step()
+    for _ in range(40 * len(arrivals)):
+        if not len(machine.plans):
+            break
+        machine.step()
+    assert sorted(machine.order) == list(range(len(arrivals)))
+    assert machine.plans.plan(ROWS, PAGES) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(requests, min_size=1, max_size=40), st.lists(st.integers(0, 39)), st.integers(0, 2**32))
+def test_a_request_can_be_taken_back_at_any_time(arrivals, cancels, seed):
+    machine, gone, cancels = Machine(planner(), seed), set(), list(cancels)
+    for number, (frames, priority, gap) in enumerate(arrivals):
+        machine.add(waiting(number, frames, priority, float(number)))
+        if cancels and gap % 2:
+            chosen = cancels.pop()
+            was_waiting = chosen <= number and chosen not in gone and chosen not in machine.order
+            assert machine.plans.remove(chosen) is was_waiting
+            gone |= {chosen} if was_waiting else set()
+        if gap % 3 == 0:
+            machine.step()
+    for _ in range(40 * len(arrivals)):
+        machine.step()
+    assert len(machine.plans) == 0
+    assert sorted([*machine.order, *gone]) == list(range(len(arrivals)))
+    assert machine.plans.remove(0) is False
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(requests, min_size=1, max_size=40))
+def test_the_nearest_deadline_of_the_class_that_is_due_is_in_the_batch(arrivals):
+    plans = planner()
+    known = {n: waiting(n, f, p, float(gap)) for n, (f, p, gap) in enumerate(arrivals)}
+    for request in known.values():
+        plans.add(request)
+    due = {
+        p: min((r for r in known.values() if r.priority == p), key=lambda r: (r.deadline_ms, r.id), default=None)
+        for p in DEADLINE_MS
+    }
+    first = plans.plan(ROWS, 10_000)
+    assert (due["interactive"] or due["bulk"]).id in first, "interactive goes first when neither was served"
+
+
+def test_one_class_is_served_in_the_order_of_its_arrival():
+    plans = planner(max_decode_rows=1)
+    for number, at in enumerate([30.0, 10.0, 20.0]):
+        plans.add(waiting(number, at=at))
+    assert [plans.plan(1, PAGES) for _ in range(3)] == [[1], [2], [0]]
+
+
+def test_a_batch_holds_neighbours_in_length():
+    plans = planner()
+    for number, frames in enumerate([100, 1_000, 98, 400, 102, 95]):
+        plans.add(waiting(number, frames))
+    assert plans.plan(ROWS, PAGES) == [5, 2, 0, 4]
+
+
+def test_who_does_not_fit_is_waited_for_and_not_passed_for_ever():
+    plans = planner()
+    plans.add(waiting(0, pages=60))
+    plans.add(waiting(1, pages=2, at=1.0))
+    assert plans.plan(ROWS, free_pages=59) == []
+    assert 0 in plans.plan(ROWS, free_pages=60)
+
+
+def test_without_rows_or_requests_there_is_no_plan():
+    plans = planner()
+    assert plans.plan(ROWS, PAGES) == []
+    plans.add(waiting(0))
+    assert plans.plan(0, PAGES) == []
+    assert plans.plan(1, PAGES) == [0]
+
+
+def test_bulk_waits_for_a_worthwhile_batch_and_interactive_does_not():
+    plans = planner()
+    for number in range(8):
+        plans.add(waiting(number))
+    assert plans.plan(ROWS // 4 - 1, PAGES) == []
+    plans.add(waiting(8, priority="interactive"))
+    assert 8 in plans.plan(1, PAGES)
+
+
+# --- fair shares ------------------------------------------------------------------------------------------
+
+
+def saturated(share: float, rows_per_step: int, queued: tuple[int, int], steps: int = 400) -> float:
+    """Interactive's share of frames while `queued` requests of each class wait at all times."""
+    plans, luck = planner(interactive_share=share), random.Random(7)
+    counts, served, number, known = [0, 0], [0, 0], 0, {}
+    for step in range(steps):
+        for kind, priority in enumerate(("interactive", "bulk")):
+            while counts[kind] < queued[kind]:
+                number += 1
+                known[number] = waiting(number, luck.randint(40, 400), priority, float(step))
+                plans.add(known[number])
+                counts[kind] += 1
+        for i in plans.plan(rows_per_step, 10_000):
+            kind = known[i].priority == "bulk"
+            counts[kind] -= 1
+            served[kind] += known[i].frames
+    return served[0] / sum(served)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8, 0.9])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("queued", [(60, 60), (60, 600)])
+def test_under_load_the_share_of_frames_is_the_one_asked_for(share, rows, queued):
+    assert saturated(share, rows, queued) == pytest.approx(share, abs=0.03)
+
+
+def test_what_one_class_leaves_the_other_takes():
+    plans = planner(interactive_share=0.9)
+    for number in range(6):
+        plans.add(waiting(number, priority="interactive" if number == 0 else "bulk"))
+    assert sorted(plans.plan(ROWS, PAGES)) == [0, 1, 2, 3, 4, 5], "an empty row helps nobody"
+
+
+def serve(plans: Planner, known: dict[int, Waiting], steps: int) -> list[str]:
+    return [known[i].priority for _ in range(steps) for i in plans.plan(1, PAGES)]
+
+
+@pytest.mark.parametrize("idle", ["interactive", "bulk"])
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_class_that_was_idle_has_saved_nothing_up(idle, drained):
+    """Whether or not the busy class's queue happens to be empty when the idle one comes back."""
+    busy = "bulk" if idle == "interactive" else "interactive"
+    plans, known = planner(max_decode_rows=1, interactive_share=0.5), {}
+
+    def add(count: int, priority: str) -> None:
+        for _ in range(count):
+            request = waiting(len(known), priority=priority, at=float(len(known)))
+            known[request.id] = request
+            plans.add(request)
+
+    add(200, busy)
+    serve(plans, known, 200 if drained else 150)
+    add(50, idle)
+    if drained:
+        add(50, busy)
+    assert 8 <= serve(plans, known, 20).count(idle) <= 12
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, asr_serve.engine.planner; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,399 @@
+"""Files in, text out, with the real packaged model: any source, any order, any failure, bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import tracemalloc
+import wave
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asr_serve
+from asr_serve.audio import read_audio
+from asr_serve.audio.io import AudioLimits
+from asr_serve.audio.manifest import Item
+from asr_serve.config import EngineConfig
+from asr_serve.errors import AsrServeError, AudioTooLong, EmptyAudio, NotAudio, OptionError, SourceNotFound
+from asr_serve.library import Model
+from asr_serve.pipelines import transcribe
+from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
+from asr_serve.types import Transcript
+
+RATE_HZ = 16_000
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(packaged_speech: Path) -> Iterator[Model]:
+    with asr_serve.load("moonshine-tiny-en", dtype="fp32") as loaded:
+        yield loaded
+
+
+@pytest.fixture(autouse=True)
+def everything_comes_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "model" in request.fixturenames:
+        expect_empty(request.getfixturevalue("model"))
+
+
+def expect_empty(model: Model) -> None:
+    """Cancellations are messages: ask in a message behind them."""
+    looked = threading.Event()
+    found: list[object] = []
+
+    def look(loop) -> None:
+        found.append((len(loop.utterances), loop.decode_runner.pages.used, len(loop.listeners)))
+        loop.check()
+        looked.set()
+
+    model._client._call(look)
+    assert looked.wait(WAIT_S)
+    assert found == [(0, 0, 0)], "requests, pages or voice-activity sessions are still held"
+    assert model._client._sessions == 0
+
+
+@pytest.fixture(scope="module")
+def cities(packaged_speech: Path) -> Path:
+    return packaged_speech / "two_cities.wav"
+
+
+@pytest.fixture(scope="module")
+def speech(cities: Path) -> np.ndarray:
+    return read_audio(cities)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Model, cities: Path) -> Transcript:
+    (transcript,) = model.transcribe(cities)
+    return transcript
+
+
+def said(transcript: Transcript) -> list[tuple[int, int, str]]:
+    return [(s.start_samples, s.end_samples, s.text) for s in transcript.segments]
+
+
+def items(*sources: object) -> list[Item]:
+    return [Item(f"item-{i}", source) for i, source in enumerate(sources)]
+
+
+def silence(seconds: float) -> np.ndarray:
+    return np.zeros(int(seconds * RATE_HZ), np.float32)
+
+
+# --- one input, however it comes --------------------------------------------------------------------------
+
+
+def test_it_hears_what_is_said(whole, speech):
+    words = whole.text.lower()
+    for phrase in ("best of times", "worst of times", "age of wisdom", "season of light"):
+        assert phrase in words
+    assert whole.duration_samples == len(speech)
+    assert (whole.language, whole.model) == ("en", "moonshine-tiny-en")
+    assert whole.text == " ".join(s.text for s in whole.segments)
+
+
+def test_path_bytes_array_and_stream_are_one(model, whole, cities, speech):
+    data = cities.read_bytes()
+    sources = [str(cities), cities, data, bytearray(data), memoryview(data), io.BytesIO(data), (speech, RATE_HZ), speech]
+    for source in sources:
+        (came,) = model.transcribe(source)
+        assert said(came) == said(whole), type(source)
+    for came in model.transcribe([str(cities), data, io.BytesIO(data), speech]):
+        assert said(came) == said(whole)
+
+
+@pytest.mark.parametrize("as_", [list, tuple, iter, lambda x: (s for s in x), lambda x: map(Path, x), dict.fromkeys])
+def test_inputs_come_in_any_iterable(model, whole, cities, as_):
+    found = model.transcribe(as_([str(cities)]))
+    assert [said(t) for t in found] == [said(whole)]
+    assert found[0].key == str(cities)
+
+
+def test_segments_are_ordered_and_disjoint_and_inside(whole):
+    edges = [edge for s in whole.segments for edge in (s.start_samples, s.end_samples)]
+    assert edges == sorted(edges)
+    assert edges[0] >= 0
+    assert edges[-1] <= whole.duration_samples
+    assert all(s.text for s in whole.segments)
+
+
+def test_the_same_twice(model, whole, cities):
+    assert said(model.transcribe(cities)[0]) == said(whole)
+
+
+# --- many inputs ------------------------------------------------------------------------------------------
+
+
+def test_order_is_kept_whatever_the_lengths(model, speech, whole):
+    lengths = [len(speech), 3 * RATE_HZ, 20 * RATE_HZ, 1, 7 * RATE_HZ, 400, 12 * RATE_HZ]
+    sources = [speech[:n] for n in lengths]
+    alone = [model.transcribe(source)[0] for source in sources]
+    together = model.transcribe(sources)
+    assert [t.duration_samples for t in together] == lengths
+    assert [said(t) for t in together] == [said(t) for t in alone]
+
+
+def test_events_come_in_order(model, speech):
+    sources = items(speech[: 20 * RATE_HZ], silence(2), speech[: 9 * RATE_HZ], speech[5 * RATE_HZ : 20 * RATE_HZ])
+    told = list(model.events(sources))
+    found: dict[int, list] = {}
+    for event in told:
+        if isinstance(event, SegmentDone):
+            found.setdefault(event.index, []).append(event.segment)
+    order = [(e.index, isinstance(e, FileDone)) for e in told if isinstance(e, SegmentDone | FileDone)]
+    assert order == sorted(order), "segments before their file, files in order"
+    done = [e for e in told if isinstance(e, FileDone)]
+    assert [(e.index, e.key) for e in done] == [(i, f"item-{i}") for i in range(4)]
+    for e in done:
+        assert list(e.transcript.segments) == found.get(e.index, [])
+    progress = [e for e in told if isinstance(e, Progress)]
+    positions = [p.audio_samples for p in progress]
+    assert positions == sorted(positions)
+    total = sum(len(item.source) for item in sources)
+    assert (positions[-1], progress[-1].total_samples) == (total, total)
+
+
+def test_no_inputs_no_transcripts(model):
+    assert model.transcribe([]) == []
+    assert list(model.events([])) == []
+
+
+def test_many_files_share_what_may_be_ahead(model, speech, monkeypatch):
+    """The later files' finished segments do not keep the first one from being read to its end."""
+    monkeypatch.setattr(transcribe, "MAX_AHEAD_SAMPLES", 12 * RATE_HZ)
+    sources = [speech, *[speech[: 15 * RATE_HZ]] * 6]
+    found = model.transcribe(sources)
+    assert len(found) == 7
+    assert len({tuple(said(t)) for t in found[1:]}) == 1
+
+
+def test_more_files_than_sessions_take_turns(speech):
+    with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(max_sessions=2)) as small:
+        found = small.transcribe([speech[: 4 * RATE_HZ]] * 5)
+        assert len(found) == 5
+        expect_empty(small)
+
+
+def test_unopened_files_are_not_looked_at_far_ahead(model, speech, monkeypatch):
+    monkeypatch.setattr(transcribe, "MAX_OPEN_FILES", 3)
+    taken = 0
+
+    def endless() -> Iterator[Item]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield Item(f"{taken}", speech[: 3 * RATE_HZ])
+
+    done = 0
+    with closing(model.events(endless())) as told:
+        for event in told:
+            if isinstance(event, FileDone):
+                done += 1
+                assert taken <= done - 1 + 3
+            if done == 8:
+                break
+    assert taken <= 10
+
+
+# --- failures ----------------------------------------------------------------------------------------------
+
+
+def test_a_bad_file_among_good_ones_fails_alone(model, whole, cities, tmp_path):
+    text = tmp_path / "notes.wav"
+    text.write_text("this is no audio at all " * 50)
+    empty = tmp_path / "empty.wav"
+    empty.write_bytes(b"")
+    truncated = tmp_path / "cut.wav"
+    truncated.write_bytes(cities.read_bytes()[:200_000])
+    bad = {1: (text, NotAudio), 2: (tmp_path / "absent.wav", SourceNotFound), 4: (empty, EmptyAudio)}
+    sources = [bad[i][0] if i in bad else cities for i in range(6)]
+    sources.append(truncated)
+    ends = [e for e in model.events(items(*sources)) if isinstance(e, FileDone | FileFailed)]
+    assert [e.index for e in ends] == list(range(7))
+    for event in ends[:6]:
+        if event.index in bad:
+            assert type(event.error) is bad[event.index][1]
+        else:
+            assert said(event.transcript) == said(whole)
+    assert isinstance(ends[6], FileFailed)
+    assert isinstance(ends[6].error, AsrServeError)
+
+
+def test_transcribe_raises_it_and_lets_the_rest_go(model, cities, tmp_path):
+    with pytest.raises(SourceNotFound, match="absent"):
+        model.transcribe([cities, tmp_path / "absent.wav", *[cities] * 5])
+
+
+def test_a_limit_fails_the_file_that_passes_it(model, speech):
+    limits = AudioLimits(max_duration_s=5.0)
+    told = model.events(items(speech, speech[: 4 * RATE_HZ]), TranscribeOptions(limits=limits))
+    ends = [e for e in told if isinstance(e, FileDone | FileFailed)]
+    assert isinstance(ends[0].error, AudioTooLong)
+    assert ends[1].transcript.text
+
+
+def test_what_the_items_raise_comes_out(model, speech):
+    def broken() -> Iterator[Item]:
+        yield Item("good", speech)
+        raise OptionError("line 2 is no line")
+
+    with pytest.raises(OptionError, match="line 2"):
+        list(model.events(broken()))
+
+
+def test_closing_early_cancels_and_frees_everything(model, speech):
+    told = model.events(items(*[speech] * 8))
+    for event in told:
+        if isinstance(event, SegmentDone):
+            break
+    told.close()
+    expect_empty(model)
+    assert list(told) == []
+
+
+def test_closing_before_the_start_opens_nothing(model):
+    model.events(items("/nowhere")).close()
+
+
+# --- options ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"langauge": "en"}, "did you mean 'language'"),
+        ({"language": "fr"}, "unknown language .* 'fr'.*en"),
+        ({"language": 5}, "language"),
+        ({"priority": "bulky"}, "did you mean 'bulk'"),
+        ({"max_segment_ms": 60_000}, "hears up to 28000 ms"),
+        ({"max_segment_ms": 10}, "max_segment_ms"),
+        ({"temperatures": (3.0,)}, "temperatures"),
+        ({"silence_schedule": [(0, 0)]}, ""),
+    ],
+)
+def test_options_that_cannot_be_are_refused_before_anything_is_read(model, options, match):
+    with pytest.raises(OptionError, match=match):
+        model.transcribe("/nowhere/at/all.wav", **options)
+
+
+def test_without_voice_activity_every_sample_is_speech(model, speech):
+    (came,) = model.transcribe(speech, vad=False)
+    assert "best of times" in came.text.lower()
+    edges = [edge for s in came.segments for edge in (s.start_samples, s.end_samples)]
+    assert edges == sorted(edges)
+    assert (edges[0], edges[-1]) == (0, len(speech))
+
+
+def test_segments_can_be_cut_shorter(model, speech):
+    (came,) = model.transcribe(speech, max_segment_ms=5_000)
+    assert max(s.end_samples - s.start_samples for s in came.segments) <= 5 * RATE_HZ
+
+
+def test_a_silence_schedule_may_be_a_list(model, speech, whole):
+    (came,) = model.transcribe(speech, silence_schedule=[(None, 200)])
+    assert len(came.segments) >= len(whole.segments)
+
+
+@pytest.mark.parametrize("sound", ["silence", "hum", "noise"])
+def test_no_speech_no_words(model, sound, rng):
+    pcm = {
+        "silence": silence(10),
+        "hum": (0.1 * np.sin(np.arange(10 * RATE_HZ) * 0.02)).astype(np.float32),
+        "noise": (0.02 * rng.standard_normal(10 * RATE_HZ)).astype(np.float32),
+    }[sound]
+    (came,) = model.transcribe(pcm)
+    assert (came.text, came.segments) == ("", ())
+    assert came.duration_samples == len(pcm)
+
+
+# --- at the same time ----------------------------------------------------------------------------------------
+
+
+def test_threads_share_a_model_and_get_their_own_answers(model, speech):
+    pieces = [speech[i * 3 * RATE_HZ : (i * 3 + 9) * RATE_HZ] for i in range(3)]
+    expected = [said(model.transcribe(piece)[0]) for piece in pieces]
+    came: dict[int, list] = {}
+
+    def caller(i: int) -> None:
+        came[i] = [said(t) for t in model.transcribe([pieces[i]] * 3, priority="interactive" if i else "bulk")]
+
+    threads = [threading.Thread(target=caller, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert came == {i: [expected[i]] * 3 for i in range(3)}
+
+
+async def test_async_is_the_same(model, speech, whole):
+    one, two = await asyncio.gather(model.atranscribe(speech), model.atranscribe([speech, speech[:RATE_HZ]]))
+    assert said(one[0]) == said(two[0]) == said(whole)
+    assert len(two) == 2
+
+
+async def test_async_raises_what_sync_raises(model):
+    with pytest.raises(SourceNotFound):
+        await model.atranscribe("/nowhere/at/all.wav")
+    with pytest.raises(OptionError, match="language"):
+        await model.atranscribe("/nowhere/at/all.wav", langauge="en")
+
+
+async def test_cancelling_the_task_cancels_the_work(model, speech):
+    begun = threading.Event()
+
+    def sources() -> Iterator[np.ndarray]:
+        for _ in range(6):
+            yield speech
+        begun.set()
+        for _ in range(10_000):
+            yield speech
+
+    task = asyncio.create_task(model.atranscribe(sources()))
+    await asyncio.to_thread(begun.wait, WAIT_S)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    while model._client._sessions:  # the step that was under way ends by itself
+        await asyncio.sleep(0.005)
+
+
+def test_an_event_loop_that_ends_takes_its_work_along(model, speech, caplog):
+    async def impatient() -> None:
+        async with asyncio.timeout(0.05):
+            await model.atranscribe([speech] * 20)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(impatient())
+    assert [r.getMessage() for r in caplog.records] == []
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+def test_audio_is_let_go_as_it_is_heard(model, speech, tmp_path):
+    """Twenty-five minutes, mostly silence: 96 MB as float32, of which a few seconds are held."""
+    path = tmp_path / "long.wav"
+    spoken = (speech[: 6 * RATE_HZ] * 32_767).astype(np.int16)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE_HZ)
+        for _ in range(5):
+            file.writeframes(spoken.tobytes())
+            file.writeframes(bytes(2 * 294 * RATE_HZ))
+    tracemalloc.start()
+    try:
+        (came,) = model.transcribe(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert came.duration_samples == 1_500 * RATE_HZ
+    assert len(came.segments) >= 5
+    assert "best of times" in came.segments[-1].text.lower() or "best of times" in came.text.lower()
+    assert peak_bytes < 16 << 20

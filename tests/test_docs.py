@@ -1,0 +1,128 @@
+"""What the documents say is true: links lead somewhere, commands exist, every Python example runs.
+
+A Python block that is not to be run is preceded by `<!-- not run: why -->`.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+import runpy
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import typer.main
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "asr_serve"
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench" / "README.md"])
+BLOCK = re.compile(r"(<!-- not run:[^\n]*-->\n+)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The page's code in one language, without what it says is not run."""
+    found = BLOCK.finditer(page.read_text())
+    return [block[3] for block in found if block[2] == language and block[1] is None]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    headings = re.findall(r"^#+ +(.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue  # the network is not asked
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_named_in_the_text_exist(page: Path) -> None:
+    named = re.findall(r"`((?:src|tests|bench|docs|examples)/[\w./-]+\.(?:py|md|toml|cpp|h))`", prose(page))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_exist(page: Path) -> None:
+    app = importlib.import_module("asr_serve.cli").app
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for block in blocks(page, "sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"\s[|;&]+\s", line.split(" #")[0]):
+                words = part.split()
+                if words[:1] == ["make"]:
+                    assert {w for w in words[1:] if "=" not in w} <= targets, line
+                elif words[:1] == ["asr-serve"]:
+                    check_command(typer.main.get_command(app), words[1:], line)
+
+
+def check_command(command: object, words: list[str], line: str) -> None:
+    """Every subcommand and option of a line of shell is one the program has."""
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        assert words[0] in command.commands, line
+        command, words = command.commands[words[0]], words[1:]
+    known = {"-h", "--help"} | {option for parameter in command.params for option in parameter.opts}
+    options = {word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+    assert options <= known, line
+
+
+@pytest.fixture
+def beside_audio(packaged_speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to run examples in, with the files that they name."""
+    for name in ("talk.wav", "call.wav"):
+        shutil.copy(packaged_speech / "two_cities.wav", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_python_in_the_pages_runs(page: Path, beside_audio: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {"__name__": "example"}
+    for block in blocks(page, "python"):
+        exec(compile(textwrap.dedent(block), str(page), "exec"), names)
+    assert "best of times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=name_of)
+def test_examples_run(
+    path: Path, beside_audio: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path), "talk.wav", "call.wav"])
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "two_cities.wav" in said or said.count("best of times") == 2
+
+
+WITH_DOCTESTS = [
+    path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^\s*>>> ", path.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize("path", WITH_DOCTESTS, ids=name_of)
+def test_docstrings_are_true(path: Path) -> None:
+    dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(dotted)
+    assert inspect.ismodule(module)
+    found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert not found.failed

@@ -17,17 +17,22 @@ PINS     := pyproject.toml constraints.txt
 PIP      := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
               $(BIN)/python -m pip install --quiet $(PIP_ARGS)
 
+# A stamp of its own with and without a compiler: install one, and `make setup` builds the native core.
+STAMP    := $(VENV)/.setup-$(if $(shell command -v c++ || command -v g++ || command -v clang++),native,plain)
+
 .DEFAULT_GOAL := help
+# No two of these at once: they share .venv.
+.NOTPARALLEL:
 .PHONY: help setup bench-setup serve test check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
-setup: $(VENV)/.setup  ## build .venv with everything to run and test
+setup: $(STAMP)  ## build .venv with everything to run and test
 
 # Again when the pins or the native sources change. silero-vad comes without its dependencies: the tests read
 # its files only, and torchaudio, which it asks for, has no build for our torch.
-$(VENV)/.setup: $(PINS) $(NATIVE)
+$(STAMP): $(PINS) $(NATIVE)
 	@test -n "$(PYTHON)" || { echo "asr-serve needs Python 3.11 or newer with venv (Debian: apt install python3-venv)" >&2; exit 1; }
 	@echo "setting up $(VENV) with $(PYTHON): minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
@@ -37,7 +42,7 @@ $(VENV)/.setup: $(PINS) $(NATIVE)
 
 bench-setup: $(VENV)/.bench
 
-$(VENV)/.bench: $(VENV)/.setup
+$(VENV)/.bench: $(STAMP)
 	@echo "adding the peers to $(VENV)"
 	@$(PIP) -e '.[bench]'
 	@touch $@
@@ -55,8 +60,9 @@ check: setup  ## ruff, ruff format, mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: bench-setup  ## measure against the peers; DATA=folder with transcripts.tsv
+bench:  ## measure against the peers; DATA=folder with transcripts.tsv
 	@test -f "$(DATA)/transcripts.tsv" || { echo "say where the speech is: make bench DATA=folder, which holds transcripts.tsv (bench/README.md)" >&2; exit 1; }
+	@$(MAKE) --no-print-directory bench-setup
 	@mkdir -p "$(dir $(JSON))"
 	$(BIN)/python bench/offline.py --data "$(DATA)" --peers $(PEERS) --json "$(JSON)" $(ARGS)
 

@@ -118,7 +118,7 @@ class Graphs(OnnxLoop):
         )
 
     def picks(self, audio: Audio, frames: Tensor, given: Sequence[int] | None = None) -> list[int]:
-        """The best next token after BOS and each that follows: its own picks, up to EOS, or the `given` ones."""
+        """The best next token after BOS and each that follows: its own picks, up to EOS, or `given` ones."""
         past = {name: np.zeros((1, heads, 0, size), np.float32) for name, (heads, size) in self.past.items()}
         picked: list[int] = []
         for at in range(len(given) if given else limit(audio)):
@@ -149,7 +149,9 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
     """Share of next tokens that are the same, over all clips, in percent."""
-    same = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
+    same = [
+        a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)
+    ]
     return 100 * sum(same) / len(same)
 
 

@@ -8,10 +8,11 @@ import contextlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from safetensors.torch import load_file
 
 from asr_serve import devices
@@ -83,7 +84,8 @@ class Model:
         step: asyncio.Future[Event | None] | None = None
         try:
             while True:
-                step = asyncio.ensure_future(asyncio.to_thread(next, stream, None))
+                # No task: the end of the event loop would cancel it while its thread is in the generator.
+                step = asyncio.get_running_loop().run_in_executor(None, next, stream, None)
                 event = await asyncio.shield(step)
                 if event is None:
                     return found
@@ -94,6 +96,7 @@ class Model:
         finally:
             # A generator cannot be closed while a thread is inside it; that one step ends by itself.
             if step is not None and not step.done():
+                step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no warning
                 step.add_done_callback(lambda _: stream.close())
             else:
                 stream.close()
@@ -127,7 +130,10 @@ class Model:
 
 def _items(inputs: Source | Iterable[Source]) -> Iterable[Item]:
     """One source or several; a list of numbers is no list of sources."""
-    several = isinstance(inputs, Sequence | Generator | set) and not isinstance(inputs, str | bytes | bytearray | tuple)
+    one = isinstance(inputs, str | bytes | bytearray | memoryview | os.PathLike | np.ndarray) or hasattr(inputs, "read")
+    if isinstance(inputs, tuple) and len(inputs) == 2:
+        one = isinstance(inputs[0], np.ndarray) and not isinstance(inputs[1], np.ndarray | tuple)
+    several = isinstance(inputs, Iterable) and not one
     return expand(inputs if several else [inputs])  # type: ignore[arg-type,list-item]
 
 

@@ -32,7 +32,7 @@ def hear(h: Hypothesis, tokens: list[int], logprob: float = -0.1):
     raise AssertionError("it did not end")
 
 
-# --- endings ---------------------------------------------------------------------------------------------
+# --- endings --------------------------------------------------------------------------------------
 
 
 def test_end_of_text_stops_and_is_no_token():
@@ -67,11 +67,11 @@ def test_a_loop_ends_it_and_what_is_kept_says_the_phrase_once():
     assert answer.avg_logprob == pytest.approx(-0.1), "the mean is that of the tokens that are kept"
 
 
-# --- looping ---------------------------------------------------------------------------------------------
+# --- looping --------------------------------------------------------------------------------------
 
 
 def runs(tokens: list[int]) -> tuple[int, int]:
-    """By brute force: the shortest phrase the end repeats enough, and the length of that run; 0, 0 if none."""
+    """By brute force: the shortest phrase the end repeats enough, and that run's length; else 0, 0."""
     for width in range(1, 25):
         n = width
         while n < len(tokens) and tokens[-n - 1] == tokens[-n - 1 + width]:
@@ -101,7 +101,7 @@ def test_short_answers_never_loop(tokens):
 @given(st.lists(st.integers(3, 9), max_size=20), phrases, st.integers(2, 3))
 def test_two_or_three_repeats_pass(before, phrase, repeats):
     tokens = before + phrase * repeats
-    width, run = runs(tokens)
+    width, _ = runs(tokens)
     assume(not width)  # the phrase itself may hold a loop
     assert looping(tokens) == 0
 
@@ -114,7 +114,7 @@ def test_every_loop_is_caught_and_the_phrase_is_kept_once(before, phrase, repeat
     needless = looping(tokens)
     assert needless > 0
     kept = tokens[:-needless]
-    width, run = runs(tokens)
+    width, _ = runs(tokens)
     # what was dropped goes on as the phrase that is kept does
     cycle = kept[-width:]
     assert tokens[len(kept) :] == [cycle[i % width] for i in range(needless)]
@@ -136,7 +136,7 @@ def test_no_no_no_no_is_speech():
     assert looping(list(range(3, 28)) * 8) == 0, "a phrase of 25 tokens is longer than we look"
 
 
-# --- fall-back -------------------------------------------------------------------------------------------
+# --- fall-back ------------------------------------------------------------------------------------
 
 
 def test_temperatures_are_tried_in_their_order():
@@ -191,7 +191,7 @@ def test_a_single_rejected_answer_is_still_an_answer():
     assert answer.tokens == (7,)
 
 
-# --- compression ratio and options --------------------------------------------------------------------------
+# --- compression ratio and options ----------------------------------------------------------------
 
 
 @given(st.text())

@@ -1,4 +1,4 @@
-"""The engine as a whole, around a tiny random Moonshine: every answer is its own, and everything comes back."""
+"""The engine around a tiny random Moonshine: every answer is its own, and everything comes back."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def expect_same(came: Recognition, expected: Recognition) -> None:
     assert came.avg_logprob == pytest.approx(expected.avg_logprob, abs=1e-4)
 
 
-# --- batches ----------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("native", ["1", "0"])
@@ -154,7 +154,7 @@ def test_an_idle_engine_starts_again(begin, alone):
         expect_empty(client)
 
 
-# --- one mixed day ----------------------------------------------------------------------------------------
+# --- one mixed day --------------------------------------------------------------------------------
 
 
 def test_two_hundred_mixed_requests_with_cancellations(begin, alone):
@@ -193,7 +193,7 @@ def test_two_hundred_mixed_requests_with_cancellations(begin, alone):
     expect_empty(client)
 
 
-# --- steps that fail ----------------------------------------------------------------------------------------
+# --- steps that fail ------------------------------------------------------------------------------
 
 
 def failing_once(function, on_call: int = 1):
@@ -275,7 +275,11 @@ def test_a_loop_that_died_refuses_and_tells_why(begin):
         with pytest.raises(EngineClosed, match="the engine stopped: RuntimeError: the device hiccuped"):
             future.result(WAIT_S)
     client._thread.join(WAIT_S)
-    for call in (lambda: client.submit(CLIPS[0]), client.session, lambda: session.put(np.zeros(512, np.float32))):
+    for call in (
+        lambda: client.submit(CLIPS[0]),
+        client.session,
+        lambda: session.put(np.zeros(512, np.float32)),
+    ):
         with pytest.raises(EngineClosed):
             call()
     client.cancel(tickets[0])
@@ -292,7 +296,7 @@ def test_what_build_raises_comes_out_of_the_constructor():
         start(missing)
 
 
-# --- admission ----------------------------------------------------------------------------------------------
+# --- admission ------------------------------------------------------------------------------------
 
 
 def test_full_refuses_with_a_time_and_waits_when_asked(begin, alone):
@@ -317,7 +321,7 @@ def test_seconds_of_audio_are_bounded_but_one_always_fits(begin, alone):
     client = begin(max_audio_s=1.0)
     with held(client):
         long = client.submit(CLIPS[7], ONCE)
-        with pytest.raises(AtCapacity, match="up to .* 1 s"):
+        with pytest.raises(AtCapacity, match=r"up to .* 1 s"):
             client.submit(CLIPS[0], ONCE)
     expect_same(long.future.result(WAIT_S), alone[7])
     expect_same(client.submit(CLIPS[0], ONCE, wait=True).future.result(WAIT_S), alone[0])
@@ -362,7 +366,7 @@ def test_read_only_audio_is_taken_and_no_audio_is_changed(begin, alone):
     assert np.array_equal(CLIPS[3], clip(3, LENGTHS[3]))
 
 
-# --- taking back ----------------------------------------------------------------------------------------------
+# --- taking back ----------------------------------------------------------------------------------
 
 
 def test_cancel_before_the_loop_has_seen_it(begin):
@@ -435,7 +439,7 @@ def test_cancelling_what_is_done_or_cancelled_does_nothing(begin, alone):
     expect_empty(client)
 
 
-# --- closing ----------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------
 
 
 def test_close_rejects_what_is_left_and_wakes_who_waits(begin):
@@ -490,7 +494,7 @@ def test_close_may_be_called_from_an_answer(begin):
     assert outcome(second) is EngineClosed or isinstance(outcome(second), Recognition)
 
 
-# --- the search inside the engine ------------------------------------------------------------------------------
+# --- the search inside the engine -----------------------------------------------------------------
 
 
 HARD = {"temperatures": (0.0, 0.5, 1.0), "min_avg_logprob": 0.0}
@@ -519,7 +523,9 @@ def test_another_seed_says_something_else(begin):
 def test_a_row_that_samples_leaves_the_greedy_ones_alone(begin, alone):
     client = begin()
     with held(client):
-        tickets = [client.submit(pcm, SearchOptions(**HARD) if i % 2 else ONCE) for i, pcm in enumerate(CLIPS)]
+        tickets = [
+            client.submit(pcm, SearchOptions(**HARD) if i % 2 else ONCE) for i, pcm in enumerate(CLIPS)
+        ]
     outcomes = [outcome(ticket) for ticket in tickets]
     for i in range(0, len(CLIPS), 2):
         expect_same(outcomes[i], alone[i])
@@ -538,7 +544,7 @@ def test_nobody_says_more_tokens_than_the_audio_is_long(begin):
         assert len(client.submit(pcm, ONCE).future.result(WAIT_S).tokens) <= limit
 
 
-# --- voice activity ------------------------------------------------------------------------------------------
+# --- voice activity -------------------------------------------------------------------------------
 
 
 def pieces_of(pcm: np.ndarray, windows: list[int]) -> list[np.ndarray]:
@@ -614,7 +620,7 @@ def test_a_failed_voice_activity_step_fails_its_own_pieces(begin):
     assert len(session.put(np.zeros(512, np.float32)).result(WAIT_S)) == 1
 
 
-# --- from an event loop ----------------------------------------------------------------------------------------
+# --- from an event loop ---------------------------------------------------------------------------
 
 
 async def test_answers_can_be_awaited(begin, alone):

@@ -1,4 +1,4 @@
-"""The numbers are Moonshine's: against transformers on random weights, and the vendor's graphs on real speech."""
+"""The numbers are Moonshine's: transformers' on random weights, the vendor's graphs' on real speech."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def pair(request: pytest.FixtureRequest, parity: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(
+    request: pytest.FixtureRequest, parity: ModuleType, tmp_path_factory: pytest.TempPathFactory
+) -> Pair:
     pytest.importorskip("transformers", reason="the oracle: pip install 'asr-serve[dev]'")
     from transformers import MoonshineConfig, MoonshineForConditionalGeneration
 
@@ -199,7 +201,7 @@ def read(path: Path) -> np.ndarray:
 
 
 def pieces(pcm: np.ndarray) -> list[np.ndarray]:
-    """Cut below 16 s, in the quietest 200 ms after the tenth second: a cut word is a coin toss to any model."""
+    """Cut below 16 s, in the quietest 200 ms after the tenth second: a cut word is a coin toss."""
     found = []
     while len(pcm) > 16 * 16_000:
         loud = np.square(pcm[10 * 16_000 : 16 * 16_000].reshape(-1, 3_200)).mean(axis=1)

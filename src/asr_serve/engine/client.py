@@ -101,9 +101,8 @@ class EngineClient:
     def _make(self, parts: Parts) -> tuple[Loop, Device]:
         model, vad, device, text = parts
         config = self.config
-        decode = DecodeRunner(
-            model, device, config.max_decode_rows, config.kv_bytes, model.frames(self.max_samples)
-        )
+        longest = model.frames(self.max_samples)
+        decode = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
         loop = Loop(
             model,
             EncodeRunner(model, device),

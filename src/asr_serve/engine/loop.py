@@ -108,7 +108,7 @@ class Loop:
     # --- messages, on the loop's thread -----------------------------------------------------------------
 
     def submit(self, utterance: Utterance) -> None:
-        frames = self.model.frames(utterance.samples)
+        frames = self.model.frames(len(utterance.pcm))
         pages = self.decode_runner.pages_needed(frames, self.max_tokens(utterance.samples))
         self.utterances[utterance.id] = utterance
         self.planner.add(Waiting(utterance.id, frames, pages, utterance.priority, time.monotonic() * 1_000))

@@ -66,7 +66,7 @@ class Planner:
             (self._by_length[request.priority], (request.frames, request.id)),
             (self._by_deadline[request.priority], (request.deadline_ms, request.id)),
         ):
-            del order[bisect.bisect_left(order, key)]  # type: ignore[arg-type]
+            del order[bisect.bisect_left(order, key)]
         return True
 
     def plan(self, free_rows: int, free_pages: int) -> list[int]:

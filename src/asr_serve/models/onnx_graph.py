@@ -29,7 +29,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     """
     try:
         import onnx
-        from google.protobuf.message import DecodeError
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from onnx import numpy_helper
     except ModuleNotFoundError as missing:
         raise _reader_missing(path, missing) from missing

@@ -143,13 +143,14 @@ def fetch(card: Card, progress: Progress = lambda _: None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     target = hub_cached(card)
-    building = target.with_name(f".fetching-{card.revision}")  # kept when it fails: the next one goes on from it
+    # Kept when it fails: the next one goes on from it.
+    building = target.with_name(f".fetching-{card.revision}")
     progress(f"fetching {card.hub}@{card.revision}")
     try:
         # Asked first, for the download would wait minutes for a hub that does not answer, and would take what
         # an earlier one left behind for the whole.
         HfApi().model_info(card.hub, revision=card.revision, timeout=HUB_TIMEOUT_S)
-        snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=FILES)
+        snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=[*FILES])
     except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
         first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise _not_fetched(card, first) from failure

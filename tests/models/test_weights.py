@@ -1,0 +1,301 @@
+"""Where weights come from: every road, every way it can be blocked."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import msgspec
+import numpy as np
+import pytest
+
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models import weights
+from asr_serve.models.asr import moonshine
+from asr_serve.models.card import Card, Packaged, card
+
+FILES = {"encoder_model.ort": b"encoder", "decoder_model_merged.ort": b"decoder"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing here touches the user's own."""
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Card, Path]:
+    """A card with an installed package of its own, and the folder in it."""
+    folder = tmp_path / "site" / "made_up_weights" / "assets"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    sums = {name: weights.sha256_of(folder / name) for name in FILES}
+    pack = Packaged(requirement="made-up==1.0", module="made_up_weights", folder="assets", sha256=sums)
+    return msgspec.structs.replace(card("moonshine-tiny-en"), name="made-up", packaged=pack), folder
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Conversions that were run, with a converter that takes a moment."""
+    ran: list[Path] = []
+
+    def convert(source: Path, target: Path) -> None:
+        ran.append(source)
+        (target / "config.json").write_text("{}")
+        time.sleep(0.05)
+        (target / "model.safetensors").write_bytes(b"tensors")
+
+    monkeypatch.setattr(moonshine, "convert", convert)
+    return ran
+
+
+def checkpoint(folder: Path, data: bytes = b"tensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(data)
+    return folder
+
+
+# --- a package --------------------------------------------------------------------------------------------
+
+
+def test_a_package_is_converted_once(packaged: tuple[Card, Path], conversions: list[Path]) -> None:
+    chosen, folder = packaged
+    assert weights.locate(chosen) == folder
+    said: list[str] = []
+    first = weights.resolve(chosen, progress=said.append)
+    assert weights.is_checkpoint(first)
+    assert weights.locate(chosen) == first == weights.resolve(chosen, progress=said.append)
+    assert conversions == [folder]
+    assert len(said) == 1
+
+
+def test_converting_twice_at_once_gives_one_whole_checkpoint(
+    packaged: tuple[Card, Path], conversions: list[Path], cache: Path
+) -> None:
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(weights.resolve(packaged[0]))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert set(found) == {weights.cached(packaged[0])}
+    assert sorted((cache / "made-up").iterdir()) == [found[0]], "no half-built folder stays"
+
+
+def test_a_conversion_that_fails_leaves_nothing(
+    packaged: tuple[Card, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(source: Path, target: Path) -> None:
+        (target / "config.json").write_text("{}")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(moonshine, "convert", broken)
+    with pytest.raises(OSError, match="disk full"):
+        weights.resolve(packaged[0])
+    assert list((cache / "made-up").iterdir()) == []
+
+
+@pytest.mark.parametrize("harm", [lambda p: p.write_bytes(b"other"), Path.unlink], ids=["changed", "gone"])
+def test_a_corrupt_package(
+    packaged: tuple[Card, Path], conversions: list[Path], harm: Callable[[Path], Any]
+) -> None:
+    harm(packaged[1] / "encoder_model.ort")
+    with pytest.raises(WeightsCorrupt, match=r"encoder_model\.ort.*install the package again"):
+        weights.resolve(packaged[0])
+    assert conversions == []
+
+
+def test_another_package_version_is_another_checkpoint(packaged: tuple[Card, Path]) -> None:
+    chosen, _ = packaged
+    assert chosen.packaged is not None
+    newer = msgspec.structs.replace(chosen.packaged, sha256={"encoder_model.ort": "0" * 64})
+    assert weights.cached(msgspec.structs.replace(chosen, packaged=newer)) != weights.cached(chosen)
+
+
+# --- nothing there ----------------------------------------------------------------------------------------
+
+
+def test_missing_names_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "package_folder", lambda card: None)
+    assert weights.locate(card("moonshine-tiny-en")) is None
+    with pytest.raises(WeightsMissing) as tiny:
+        weights.resolve(card("moonshine-tiny-en"))
+    assert "pip install moonshine-voice==0.1.0" in str(tiny.value)
+    assert "asr-serve models fetch moonshine-tiny-en" in str(tiny.value)
+    with pytest.raises(WeightsMissing) as base:
+        weights.resolve(card("moonshine-base-en"))
+    assert "pip install" not in str(base.value)
+
+
+# --- a folder of the user's -------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "mine")
+    assert weights.resolve(card("moonshine-base-en"), folder) == folder
+
+
+def test_a_folder_of_graphs_is_converted_again_when_it_changes(
+    tmp_path: Path, conversions: list[Path]
+) -> None:
+    chosen = card("moonshine-base-en")
+    folder = tmp_path / "graphs"
+    folder.mkdir()
+    for name in ("encoder_model.onnx", "decoder_model_merged.onnx"):
+        (folder / name).write_bytes(b"graph")
+    first = weights.resolve(chosen, folder)
+    assert weights.resolve(chosen, str(folder)) == first
+    (folder / "encoder_model.onnx").write_bytes(b"a longer graph")
+    assert weights.resolve(chosen, folder) != first
+    assert len(conversions) == 2
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "ort"])
+def test_graphs_that_are_none(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnx")
+    for name in ("encoder_model", "decoder_model_merged"):
+        (tmp_path / f"{name}.{suffix}").write_bytes(b"\x0fnot a graph" * 9)
+    with pytest.raises(WeightsCorrupt, match="encoder_model"):
+        weights.resolve(card("moonshine-base-en"), tmp_path)
+
+
+@pytest.mark.parametrize("there", [(), ("config.json",), ("encoder_model.onnx",)])
+def test_a_folder_with_neither(tmp_path: Path, there: tuple[str, ...]) -> None:
+    folder = tmp_path / "mine"
+    for name in there:
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    with pytest.raises(WeightsMissing, match=r"config\.json and model\.safetensors"):
+        weights.resolve(card("moonshine-base-en"), folder)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------
+
+
+def test_eight_bit_weights() -> None:
+    from asr_serve.models.onnx_graph import _dequantised
+
+    value = np.array([[0, 100, 255]], np.uint8)
+    matrix = {
+        "m_quantized": value,
+        "m_scale": np.float32(0.5),
+        "m_zero_point": np.uint8(100),
+        "conv_quantized": value.astype(np.int8),
+        "conv_scale": np.array([0.5], np.float32),
+        "conv_zero_point": np.array([3.0], np.float32),
+    }
+    np.testing.assert_array_equal(_dequantised("m_quantized", matrix), [[-50, 0, 77.5]])
+    # a convolution's zero point is a float and is added last
+    np.testing.assert_array_equal(_dequantised("conv_quantized", matrix), [[3, 53, 2.5]])
+
+
+def test_the_older_export_of_base(packaged_speech: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`npm pack @usefulsensors/moonshine-js@0.1.17`, package/dist/model/base/quantized."""
+    folder = os.environ.get("ASR_SERVE_MOONSHINE_BASE")
+    if not folder:
+        pytest.skip("ASR_SERVE_MOONSHINE_BASE names no folder with the older export of base")
+    import asr_serve
+
+    with asr_serve.load("moonshine-base-en", weights=folder) as model:
+        [heard] = model.transcribe(packaged_speech / "beckett.wav")
+    assert heard.text.lower().replace(",", "").startswith("ever tried ever failed no matter try again")
+
+
+# --- the hub ----------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """What the hub has; counts downloads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files = {"config.json": b"{}", "model.safetensors": b"tensors", "tokenizer.json": b"{}"}
+        self.failure: Exception | None = None
+        self.downloads = 0
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+
+    def download(self, repo: str, *, revision: str, local_dir: Path, allow_patterns: Any) -> None:
+        self.downloads += 1
+        Path(local_dir).mkdir(parents=True, exist_ok=True)
+        for name, data in self.files.items():
+            assert name in allow_patterns
+            (Path(local_dir) / name).write_bytes(data)
+            if self.failure:
+                raise self.failure
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    return Hub(monkeypatch)
+
+
+BASE = card("moonshine-base-en")
+
+
+def test_fetch_locks_what_it_got(hub: Hub) -> None:
+    folder = weights.fetch(BASE)
+    assert folder == weights.locate(BASE) == weights.resolve(BASE)
+    lock = json.loads((folder / "sha256.json").read_text())
+    assert lock == {name: weights.sha256_of(folder / name) for name in hub.files}
+    assert weights.fetch(BASE) == folder
+    assert hub.downloads == 2
+
+
+def test_changed_files_are_refused_and_the_old_ones_stay(hub: Hub) -> None:
+    folder = weights.fetch(BASE)
+    hub.files["model.safetensors"] = b"other tensors"
+    with pytest.raises(WeightsCorrupt, match="changed since they were first fetched"):
+        weights.fetch(BASE)
+    assert (folder / "model.safetensors").read_bytes() == b"tensors"
+
+
+def test_a_download_that_breaks_off_is_no_checkpoint(hub: Hub) -> None:
+    hub.failure = OSError("connection lost\nand a long story")
+    with pytest.raises(WeightsMissing, match="connection lost") as broken:
+        weights.fetch(BASE)
+    assert "long story" not in str(broken.value)
+    assert weights.locate(BASE) is None
+    hub.failure = None
+    assert weights.is_checkpoint(weights.fetch(BASE))
+
+
+def test_a_repository_without_weights(hub: Hub) -> None:
+    del hub.files["model.safetensors"]
+    with pytest.raises(WeightsMissing, match=r"no config\.json with a model\.safetensors"):
+        weights.fetch(BASE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [False, True], ids=["refuses", "says nothing"])
+def test_a_hub_that_cannot_be_reached_is_told_soon(cache: Path, answers: bool) -> None:
+    left = weights.hub_cached(BASE)
+    left.mkdir(parents=True)
+    (left / "config.json").write_text("{}")  # an earlier, broken download must not pass for the whole
+    with socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        if answers:
+            hole.listen(8)
+        code = f"from asr_serve.models import weights, card; weights.fetch(card.card({BASE.name!r}))"
+        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hole.getsockname()[1]}"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "WeightsMissing" in done.stderr
+    assert "could not fetch UsefulSensors/moonshine-base" in done.stderr
+    assert time.monotonic() - started < 45

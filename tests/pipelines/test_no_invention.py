@@ -1,0 +1,150 @@
+"""What nobody said is not written: silence, noise, tones, music. Speech beside them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import asr_serve
+from asr_serve.decoding.attention import Recognition
+from asr_serve.pipelines.transcribe import speech
+
+RATE_HZ = 16_000
+SECONDS = 8
+T = np.arange(SECONDS * RATE_HZ) / RATE_HZ
+SCALE = 220 * 2 ** (np.array([0, 2, 4, 5, 7, 9, 11, 12]) / 12)
+DIAL = ((697, 1209), (697, 1336), (770, 1477), (852, 1209), (941, 1336))
+"""Telephone keys 1 2 6 7 0."""
+
+
+def noise(level_db: float, pink: bool, seed: int = 5) -> np.ndarray:
+    spectrum = np.fft.rfft(np.random.default_rng(seed).standard_normal(len(T)))
+    if pink:
+        spectrum /= np.sqrt(np.maximum(1, np.arange(len(spectrum))))
+    made = np.fft.irfft(spectrum, len(T))
+    return made / made.std() * 10 ** (level_db / 20)
+
+
+def clicks() -> np.ndarray:
+    rng = np.random.default_rng(6)
+    made = np.zeros(len(T))
+    made[rng.integers(0, len(T), 40)] = rng.uniform(-1, 1, 40)
+    return made
+
+
+def tones(*hz: float, on_s: float, off_s: float) -> np.ndarray:
+    return 0.2 * sum(np.sin(2 * np.pi * f * T) for f in hz) * (T % (on_s + off_s) < on_s)
+
+
+def keys() -> np.ndarray:
+    made = np.zeros(len(T))
+    for place, start in enumerate(range(0, len(T) - 4_000, 4_000)):
+        span = slice(start, start + 1_900)
+        made[span] = 0.3 * sum(np.sin(2 * np.pi * f * T[span]) for f in DIAL[place % len(DIAL)])
+    return made
+
+
+def notes(every_s: float, played: list[list[float]]) -> np.ndarray:
+    """Plucked strings: five harmonics that die away."""
+    made = np.zeros(len(T))
+    for place, together in enumerate(played):
+        rest = T[: max(0, len(T) - round(place * every_s * RATE_HZ))]
+        for hz in together:
+            sound = sum(np.sin(2 * np.pi * hz * k * rest) / k for k in range(1, 6)) * np.exp(-2 * rest)
+            made[len(T) - len(rest) :] += 0.1 * sound
+    return made
+
+
+def drums() -> np.ndarray:
+    kick = np.sin(2 * np.pi * 60 * T) * np.exp(-20 * (T % 0.5))
+    return 0.5 * kick + noise(-12, pink=False) * np.exp(-15 * ((T + 0.25) % 0.5))
+
+
+def melody() -> np.ndarray:
+    return notes(0.2, [[float(SCALE[i * i % 8]), float(SCALE[i % 8] / 2)] for i in range(40)])
+
+
+CHORDS = [[110 * 2 ** ((root + step) / 12) for step in (0, 4, 7, 12)] for root in (0, 5, 7, 0)] * 2
+SOUNDS = {
+    "digital silence": np.zeros(len(T)),
+    "constant offset": np.full(len(T), 0.1),
+    **{f"white {db} dB": noise(db, pink=False) for db in (-70, -40, -20, -8)},
+    **{f"pink {db} dB": noise(db, pink=True) for db in (-70, -40, -20, -8)},
+    "mains hum": 0.1 * sum(np.sin(2 * np.pi * 50 * k * T) / k for k in (1, 2, 3, 5)),
+    "clicks": clicks(),
+    "telephone keys": keys(),
+    "ring": tones(440, 480, on_s=2, off_s=4),
+    "engaged": tones(480, 620, on_s=0.5, off_s=0.5),
+    "sweep": 0.3 * np.sin(2 * np.pi * (200 * T + 100 * T**2)),
+    "chords": notes(1.0, CHORDS),
+    "arpeggio": notes(0.15, [[float(SCALE[i % 8])] for i in range(53)]),
+    "melody": melody(),
+    "drums": drums(),
+    "band": 0.6 * (melody() + drums() + notes(1.0, CHORDS)),
+}
+PCM = {name: np.clip(made, -1, 1).astype(np.float32) for name, made in SOUNDS.items()}
+
+
+@pytest.fixture(scope="module")
+def model(packaged_speech: Path) -> Iterator[asr_serve.Model]:
+    with asr_serve.load("moonshine-tiny-en", device="cpu") as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def heard(model: asr_serve.Model) -> dict[str, str]:
+    """All of them in one call."""
+    return dict(zip(PCM, (t.text for t in model.transcribe(list(PCM.values()))), strict=True))
+
+
+@pytest.mark.parametrize("sound", PCM)
+def test_no_text(heard: dict[str, str], sound: str) -> None:
+    assert heard[sound] == ""
+
+
+def test_the_empty_meeting(model: asr_serve.Model, speech_data: Path) -> None:
+    folder = speech_data / "ami"
+    spoken = {line.split()[1] for rttm in folder.rglob("*.rttm") for line in rttm.read_text().splitlines()}
+    empty = [clip for clip in sorted(folder.rglob("*.flac")) if clip.stem not in spoken]
+    if not empty:
+        pytest.skip("no clip of the ami folder is empty")
+    for transcript in model.transcribe(empty):
+        assert transcript.text == ""
+
+
+def test_speech_between_noise_is_all_that_is_written(model: asr_serve.Model, packaged_speech: Path) -> None:
+    [alone] = model.transcribe(packaged_speech / "beckett.wav")
+    import av
+
+    with av.open(str(packaged_speech / "beckett.wav")) as container:
+        to_mono = av.AudioResampler(format="flt", layout="mono", rate=RATE_HZ)
+        frames = [out for frame in container.decode(audio=0) for out in to_mono.resample(frame)]
+    said = np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
+    quiet = PCM["pink -70 dB"]
+    [among] = model.transcribe(np.concatenate([quiet, said, quiet, PCM["melody"], quiet]))
+    assert len(among.segments) == len(alone.segments)
+    words = [text.lower().replace(",", "").split() for text in (among.text, alone.text)]
+    assert words[0][:4] == words[1][:4] == ["ever", "tried", "ever", "failed"]
+    assert len(words[0]) == len(words[1])
+
+
+def recognition(avg_logprob: float, tokens: int = 5) -> Recognition:
+    return Recognition(
+        tokens=tuple(range(3, 3 + tokens)),
+        avg_logprob=avg_logprob,
+        temperature=0.0,
+        finish="stop",
+        compression_ratio=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("avg_logprob", "tokens", "believed"),
+    [(-0.1, 5, True), (-0.63, 5, True), (-0.91, 5, True), (-1.1, 5, False), (0.0, 0, False)],
+)
+def test_what_is_believed(avg_logprob: float, tokens: int, believed: bool) -> None:
+    """On development data: -0.63 speech 5 dB above noise, -0.91 a lone word half understood."""
+    assert speech(recognition(avg_logprob, tokens)) is believed

@@ -1,0 +1,87 @@
+"""Ids to text, from both kinds of tokenizer file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asr_serve.errors import WeightsMissing
+from asr_serve.text import tokens
+from asr_serve.text.tokens import BytePieces, HubTokenizer
+
+SPACE = "\u2581"
+LONG = "ab" * 150  # 300 bytes: its length takes two
+PIECES = ["<unk>", "<s>", "</s>", f"{SPACE}Ever", f"{SPACE}tried", ".", LONG, ""]
+CUT = [bytes([byte]) for byte in "é".encode()]
+
+
+def packed(pieces: list[bytes]) -> bytes:
+    """The file's form: each piece behind its length, low seven bits first."""
+    made = b""
+    for piece in pieces:
+        length = len(piece)
+        made += (bytes([length]) if length < 128 else bytes([length % 128 + 128, length // 128])) + piece
+    return made
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> BytePieces:
+    file = tmp_path / "tokenizer.bin"
+    file.write_bytes(packed([piece.encode() for piece in PIECES] + CUT))
+    return BytePieces.read(file)
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 129, 255, 256, 300, 16_383])
+def test_any_length_is_read(tmp_path: Path, length: int) -> None:
+    file = tmp_path / "tokenizer.bin"
+    file.write_bytes(packed([b"x" * length, b"next"]))
+    assert BytePieces.read(file).pieces == [b"x" * length, b"next"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([1, 3, 4, 5, 2], "Ever tried."),
+        ([], ""),
+        ([1, 2], ""),
+        ([0, 5], "."),  # <unk> says nothing
+        ([3, 6], "Ever" + LONG),
+        ([3, 7, 5], "Ever."),
+        ([3, 8, 9], "Everé"),  # a letter out of two byte pieces
+        ([3, 8], "Ever\ufffd"),  # half of it
+        ([3, 99, -1], "Ever"),  # no such id
+    ],
+)
+def test_byte_pieces(pieces: BytePieces, ids: list[int], text: str) -> None:
+    assert pieces.text(ids) == text
+
+
+def hub_file(folder: Path) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {piece: i for i, piece in enumerate(PIECES[:6])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(("ids", "text"), [([1, 3, 4, 5, 2], "Ever tried."), ([1, 2], ""), ([], "")])
+def test_hub_tokenizer(tmp_path: Path, ids: list[int], text: str) -> None:
+    assert HubTokenizer(hub_file(tmp_path)).text(ids) == text
+
+
+def test_load_takes_what_is_there(tmp_path: Path) -> None:
+    with pytest.raises(WeightsMissing, match=r"tokenizer\.json"):
+        tokens.load(tmp_path)
+    hub_file(tmp_path)
+    assert isinstance(tokens.load(tmp_path), HubTokenizer)
+    (tmp_path / "tokenizer.bin").write_bytes(packed([b"a"]))
+    assert isinstance(tokens.load(tmp_path), BytePieces)
+
+
+def test_moonshines_own_vocabulary(packaged_speech: Path) -> None:
+    found = BytePieces.read(packaged_speech / "tiny-en" / "tokenizer.bin")
+    assert len(found.pieces) == 32_768
+    assert found.pieces[:3] == [b"<unk>", b"<s>", b"</s>"]

@@ -96,7 +96,9 @@ class Model:
         finally:
             # A generator cannot be closed while a thread is inside it; that one step ends by itself.
             if step is not None and not step.done():
-                step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no warning
+                step.add_done_callback(
+                    lambda ended: ended.cancelled() or ended.exception()
+                )  # seen: no warning
                 step.add_done_callback(lambda _: stream.close())
             else:
                 stream.close()
@@ -130,7 +132,9 @@ class Model:
 
 def _items(inputs: Source | Iterable[Source]) -> Iterable[Item]:
     """One source or several; a list of numbers is no list of sources."""
-    one = isinstance(inputs, str | bytes | bytearray | memoryview | os.PathLike | np.ndarray) or hasattr(inputs, "read")
+    one = isinstance(inputs, str | bytes | bytearray | memoryview | os.PathLike | np.ndarray) or hasattr(
+        inputs, "read"
+    )
     if isinstance(inputs, tuple) and len(inputs) == 2:
         one = isinstance(inputs[0], np.ndarray) and not isinstance(inputs[1], np.ndarray | tuple)
     several = isinstance(inputs, Iterable) and not one

@@ -12,8 +12,6 @@ import pytest
 import safetensors.torch
 import soundfile
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from asr_serve.errors import WeightsCorrupt, WeightsMissing

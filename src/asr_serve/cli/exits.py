@@ -38,6 +38,7 @@ def guarded(command: Callable[P, int | None]) -> Callable[P, None]:
             silence_stdout()
             raise typer.Exit(BROKEN_PIPE) from None
         except OSError as error:  # disk full, folder gone: the machine's words are the best there are
+            silence_stdout()  # what is still buffered would fail again at exit, with a traceback
             say(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}.")
             raise typer.Exit(FAILED) from None
         if code:

@@ -15,11 +15,10 @@ from asr_serve.cli.exits import FAILED, guarded, say
 from asr_serve.errors import AsrServeError, OptionError
 
 if TYPE_CHECKING:
-    from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
-
     from asr_serve.audio.manifest import Item
     from asr_serve.cli.outputs import Sink
     from asr_serve.cli.progress import Bar
+    from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
 
 
 class Transcriber(Protocol):
@@ -174,10 +173,9 @@ def transcribe(
 
     meter = Meter()
     with Bar(meter, shown=not quiet) as bar:
-        from asr_serve.pipelines.transcribe import TranscribeOptions
-
         import asr_serve
         from asr_serve.audio.io import AudioLimits
+        from asr_serve.pipelines.transcribe import TranscribeOptions
 
         options = TranscribeOptions(
             language=language,

@@ -46,7 +46,9 @@ class Recognition(msgspec.Struct, frozen=True):
 class Hypothesis:
     """The growing answer of one decoding row."""
 
-    def __init__(self, options: SearchOptions, eos: int, max_tokens: int, text: Callable[[list[int]], str]) -> None:
+    def __init__(
+        self, options: SearchOptions, eos: int, max_tokens: int, text: Callable[[list[int]], str]
+    ) -> None:
         self.options, self.eos, self.max_tokens, self.text = options, eos, max_tokens, text
         self.attempt = 0
         self.rejected: list[Recognition] = []

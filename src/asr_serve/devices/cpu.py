@@ -86,14 +86,16 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     encode_frames = 1_280
-    frame_block = 256
+    frame_block = 128
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self.chosen_because = "asked for"
         if dtype is None:
             native_bf16 = bf16_supported()
             dtype = torch.bfloat16 if native_bf16 else torch.float32
-            self.chosen_because = f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
+            self.chosen_because = (
+                f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
+            )
         self.dtype = dtype
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = threads_wanted() or cores

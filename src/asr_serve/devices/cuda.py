@@ -68,7 +68,9 @@ class CudaDevice:
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> PlainLinear:
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> PlainLinear:
         dtype = dtype or self.dtype
         moved = None if bias is None else bias.to(self.torch_device, dtype)
         return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), moved)

@@ -14,10 +14,10 @@ from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Recognition, SearchOptions
 from asr_serve.devices.base import Device
-from asr_serve.engine.loop import Job, Loop
+from asr_serve.engine.loop import Job, Loop, live
 from asr_serve.engine.runner import DecodeRunner, EncodeRunner, VadRunner
 from asr_serve.engine.session import Utterance, Windows
-from asr_serve.errors import AtCapacity, AudioTooLong, EngineClosed, OptionError
+from asr_serve.errors import AtCapacity, AudioTooLong, EngineClosed, OptionError, UnsupportedAudio
 from asr_serve.models.card import Card
 from asr_serve.models.vad.silero import WINDOW_SAMPLES, Silero
 from asr_serve.types import Priority
@@ -82,28 +82,20 @@ class EngineClient:
         self._room = threading.Condition()
         self._requests = self._samples = self._sessions = 0
         self._closed = False
-        ready: Future[tuple[Loop, Device]] = Future()
+        ready: Future[Loop] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(build, ready), name=f"asr-serve {card.name}", daemon=True
+            target=live, args=(lambda: self._make(build()), ready), name=f"asr-serve {card.name}", daemon=True
         )
         self._thread.start()
-        self._loop, self.device = ready.result()
+        self._loop = ready.result()
+        self.device: Device = self._loop.encode_runner.device
 
-    def _run(self, build: Callable[[], Parts], ready: Future[tuple[Loop, Device]]) -> None:
-        try:
-            loop, device = self._make(build())
-        except BaseException as failure:
-            ready.set_exception(failure)
-            return
-        ready.set_result((loop, device))
-        loop.run()
-
-    def _make(self, parts: Parts) -> tuple[Loop, Device]:
+    def _make(self, parts: Parts) -> Loop:
         model, vad, device, text = parts
         config = self.config
         longest = model.frames(self.max_samples)
         decode = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
-        loop = Loop(
+        return Loop(
             model,
             EncodeRunner(model, device),
             decode,
@@ -114,7 +106,6 @@ class EngineClient:
             on_done=self._done,
             on_stop=self._stopped,
         )
-        return loop, device
 
     def submit(
         self,
@@ -126,8 +117,15 @@ class EngineClient:
     ) -> Ticket:
         """Recognise one utterance: `pcm` (samples,) float32, 16 kHz, not longer than the model's limit.
 
-        Full: raises AtCapacity, or waits for room when `wait`. Raises AudioTooLong, EngineClosed.
+        Full: raises AtCapacity, or waits for room when `wait`. Raises AudioTooLong, UnsupportedAudio,
+        EngineClosed.
         """
+        if pcm.ndim != 1 or pcm.dtype != np.float32 or not len(pcm) or not np.isfinite(pcm.sum()):
+            raise UnsupportedAudio(
+                f"an array of {pcm.dtype}, shape {pcm.shape}",
+                "one row of finite float32 samples, one at least",
+                "open_audio turns anything into that",
+            )
         if len(pcm) > self.max_samples:
             raise AudioTooLong(
                 f"an utterance of {units.samples_to_s(len(pcm)):.1f} s",
@@ -165,7 +163,9 @@ class EngineClient:
         with self._room:
             if self._sessions >= self.config.max_sessions:
                 raise AtCapacity(
-                    f"{self._sessions} sessions are open", f"up to {self.config.max_sessions}", self.retry_after_ms()
+                    f"{self._sessions} sessions are open",
+                    f"up to {self.config.max_sessions}",
+                    self.retry_after_ms(),
                 )
             self._call(lambda loop: loop.open(session_id))
             self._sessions += 1

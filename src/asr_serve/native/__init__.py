@@ -22,7 +22,7 @@ def core() -> ModuleType | None:
     if not native_wanted():
         return None
     try:
-        from asr_serve.native import _core
+        import asr_serve.native._core as _core
     except ModuleNotFoundError as missing:
         if missing.name != "asr_serve.native._core":
             raise

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from asr_serve.devices.base import Device, Linear
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import onnx_graph
-from asr_serve.models.card import Card, Packaged
 from asr_serve.models.batch import Packing, Paged, pack
+from asr_serve.models.card import Card, Packaged
 
 STEM_STRIDE = 64 * 3 * 2
 """Samples between two encoder frames: 24 ms at 16 kHz."""
@@ -53,7 +53,13 @@ _SHARED: dict[str, Any] = {
     "tokens_per_s": 6.5,
 }
 CARDS = (
-    Card(name="moonshine-tiny-en", parameters=27_100_000, hub="UsefulSensors/moonshine-tiny", packaged=_PACKAGE, **_SHARED),
+    Card(
+        name="moonshine-tiny-en",
+        parameters=27_100_000,
+        hub="UsefulSensors/moonshine-tiny",
+        packaged=_PACKAGE,
+        **_SHARED,
+    ),
     Card(name="moonshine-base-en", parameters=61_500_000, hub="UsefulSensors/moonshine-base", **_SHARED),
 )
 
@@ -223,7 +229,9 @@ class _Weights:
         # Scores are dot products: the same reordering of a head's dimensions in queries and keys leaves
         # them as they are, and turns the rotation of neighbours into vector code over two halves.
         encoder = name.startswith("model.encoder")
-        heads = self.config.encoder_num_attention_heads if encoder else self.config.decoder_num_attention_heads
+        heads = (
+            self.config.encoder_num_attention_heads if encoder else self.config.decoder_num_attention_heads
+        )
         head_dim, half = self.config.hidden_size // heads, self.config.rotary_half(heads)
         order = [*range(0, 2 * half, 2), *range(1, 2 * half, 2), *range(2 * half, head_dim)]
         return weight.view(heads, head_dim, -1)[:, order].reshape(weight.shape)
@@ -258,17 +266,23 @@ class _Stem:
         x = self.first(windows)
         normed = torch.empty_like(x, dtype=self.device.dtype)
         normed[sum(counts) :] = 0
-        for offset, count in zip(packing.offsets, counts, strict=True):  # a norm over one clip's channels and frames
+        for offset, count in zip(
+            packing.offsets, counts, strict=True
+        ):  # a norm over one clip's channels and frames
             self.device.kernels.tanh_norm(x[offset : offset + count], normed[offset : offset + count], 1e-5)
         x, packing = self._convolve(self.second, normed, packing, 7, 3)
         return self._convolve(self.third, x, packing, 3, 2)
 
-    def _convolve(self, linear: Linear, x: Tensor, packing: Packing, taps: int, stride: int) -> tuple[Tensor, Packing]:
+    def _convolve(
+        self, linear: Linear, x: Tensor, packing: Packing, taps: int, stride: int
+    ) -> tuple[Tensor, Packing]:
         counts = [(frames - taps) // stride + 1 for frames in packing.frames]
         width = x.shape[1]
         windows, after = self._packed(counts, taps * width, x.dtype)
         for start, offset, count in zip(packing.offsets, after.offsets, counts, strict=True):
-            view = x.as_strided((count, taps * width), (stride * width, 1), x.storage_offset() + start * width)
+            view = x.as_strided(
+                (count, taps * width), (stride * width, 1), x.storage_offset() + start * width
+            )
             windows[offset : offset + count] = view
         return linear(windows, gelu=True), after
 
@@ -382,7 +396,10 @@ def convert(source: Path, target: Path) -> None:
     for part in ("decoder.embed_tokens", "encoder.layers.0.mlp.fc1", "decoder.layers.0.mlp.fc1"):
         if f"model.{part}.weight" not in tensors:
             raise WeightsCorrupt(f"the graphs of {source} have no {part}", "graphs of a Moonshine have it")
-    layers = {side: 1 + max(int(m[1]) for k in tensors if (m := re.match(rf"model\.{side}\.layers\.(\d+)", k))) for side in ("encoder", "decoder")}
+    layers = {
+        side: 1 + max(int(m[1]) for k in tensors if (m := re.match(rf"model\.{side}\.layers\.(\d+)", k)))
+        for side in ("encoder", "decoder")
+    }
     vocab, hidden = tensors["model.decoder.embed_tokens.weight"].shape
     head_dim = hidden // 8
     config = Config(

@@ -45,16 +45,18 @@ inline float exp_negative(float x) {
   return x < -87.0f ? 0.0f : p * power;
 }
 
-// The same for bf16 results: 3 terms leave 1e-4, a bf16 rounds at 4e-3.
-inline float exp_negative_short(float x) {
-  float scaled = (x < -87.0f ? -87.0f : x) * 1.44269504f;
-  float n = std::nearbyintf(scaled);
-  float r = scaled - n;
+// 2^x for x <= 0 when a bf16 is to hold it: 3 terms leave 1e-4, a bf16 rounds at 4e-3.
+inline float exp2_short(float x) {
+  float clamped = x < -126.0f ? -126.0f : x;
+  float n = std::nearbyintf(clamped);
+  float r = clamped - n;
   float p = ((5.550411e-2f * r + 2.402265e-1f) * r + 6.931472e-1f) * r + 1.0f;
-  uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
+  uint32_t bits;
+  std::memcpy(&bits, &p, 4);
+  bits += uint32_t(int32_t(n)) << 23;  // times 2^n
   float power;
   std::memcpy(&power, &bits, 4);
-  return p * power;
+  return power;
 }
 
 // save() for what cannot be NaN.
@@ -125,21 +127,25 @@ inline void softmax_floats(float* x, int64_t n, float scale) {
 }
 
 // One row of scores; x is scratch for n floats.
-template <typename T>
-void softmax_row(T* __restrict row, float* __restrict x, int64_t n, float scale) {
+inline void softmax_row(float* __restrict row, float* __restrict, int64_t n, float scale) {
+  softmax_floats(row, n, scale);
+}
+inline void softmax_row(bf16* __restrict row, float* __restrict x, int64_t n, float scale) {
   float top = -INFINITY, total = 0;
-#pragma omp simd
-  for (int64_t j = 0; j < n; ++j) x[j] = load(row[j]);
 #pragma omp simd reduction(max : top)
-  for (int64_t j = 0; j < n; ++j) top = std::max(top, x[j]);
-  float shift = top * scale;
+  for (int64_t j = 0; j < n; ++j) {
+    float value = load(row[j]);
+    x[j] = value;
+    top = std::max(top, value);
+  }
+  const float scale2 = scale * 1.44269504f, shift = top * scale2;
 #pragma omp simd reduction(+ : total)
   for (int64_t j = 0; j < n; ++j) {
-    float shifted = x[j] * scale - shift;
-    x[j] = sizeof(T) == 2 ? exp_negative_short(shifted) : exp_negative(shifted);
-    total += x[j];
+    float e = exp2_short(x[j] * scale2 - shift);
+    x[j] = e;
+    total += e;
   }
-  float inverse = 1.0f / total;
+  const float inverse = 1.0f / total;
 #pragma omp simd
   for (int64_t j = 0; j < n; ++j) save_number(row + j, x[j] * inverse);
 }
@@ -178,73 +184,102 @@ void store(Pages pages, const T* kv, int64_t frame_stride, int64_t frames, const
   }
 }
 
-// One query, one head. D is the head's width when it is known to the compiler, 0 when it is not.
+// Ask for the cache lines of `bytes` bytes, to be there a page later. The processor's own prefetcher does not see
+// that tables lead from page to page.
+inline void expect(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at, 0, 2);
+}
+
+// sums[t] = query . K[:, t] for the PAGE positions of one page.
+template <typename T>
+inline void page_scores(const float* __restrict query, const T* __restrict k, int dim, float* __restrict scores) {
+  float sum[4][PAGE] = {};  // four sums, for one would make every product wait for the one before
+  int d = 0;
+  for (; d + 4 <= dim; d += 4) {
+#pragma omp simd
+    for (int t = 0; t < PAGE; ++t) {
+      sum[0][t] += query[d] * load(k[d * PAGE + t]);
+      sum[1][t] += query[d + 1] * load(k[(d + 1) * PAGE + t]);
+      sum[2][t] += query[d + 2] * load(k[(d + 2) * PAGE + t]);
+      sum[3][t] += query[d + 3] * load(k[(d + 3) * PAGE + t]);
+    }
+  }
+  for (; d < dim; ++d)
+    for (int t = 0; t < PAGE; ++t) sum[0][t] += query[d] * load(k[d * PAGE + t]);
+  for (int t = 0; t < PAGE; ++t) scores[t] = (sum[0][t] + sum[1][t]) + (sum[2][t] + sum[3][t]);
+}
+
+// total += weights . V over the first `filled` positions of one page. Kept in registers where D is known.
 template <typename T, int D>
-void attend_head(const Pages& pages, const T* q, T* out, const int32_t* table, int64_t length, int head, float scale,
-                 float* scores) {
+inline void page_values(const float* __restrict weights, const T* __restrict v, int dim, int filled,
+                        float* __restrict total) {
+  float sum[2][D ? D : 512];
+  for (int d = 0; d < dim; ++d) sum[0][d] = total[d], sum[1][d] = 0;
+  int t = 0;
+  for (; t + 2 <= filled; t += 2) {
+#pragma omp simd
+    for (int d = 0; d < dim; ++d) {
+      sum[0][d] += weights[t] * load(v[t * dim + d]);
+      sum[1][d] += weights[t + 1] * load(v[(t + 1) * dim + d]);
+    }
+  }
+  if (t < filled)
+    for (int d = 0; d < dim; ++d) sum[0][d] += weights[t] * load(v[t * dim + d]);
+  for (int d = 0; d < dim; ++d) total[d] = sum[0][d] + sum[1][d];
+}
+
+// One query, heads first .. first + count. Page by page, all heads of a page together: that is the order in
+// which they lie in memory. D is the head's width when the compiler knows it, 0 when it does not.
+template <typename T, int D>
+void attend_heads(const Pages& pages, const T* q, T* out, const int32_t* table, int64_t length, int first, int count,
+                  float scale, float* scratch) {
   const int dim = D ? D : pages.head_dim;
-  const int64_t offset = pages.layer_offset + int64_t(head) * dim * PAGE;
-  const int64_t v_offset = int64_t(pages.heads) * dim * PAGE;
-  const T* data = static_cast<const T*>(pages.data);
-  float query[512];
-  for (int d = 0; d < dim; ++d) query[d] = load(q[d]);
-  const int64_t used = (length + PAGE - 1) / PAGE;
+  const int64_t size = int64_t(dim) * PAGE;  // of K, or V, of one head in one page
+  const int64_t used = (length + PAGE - 1) / PAGE, stride = used * PAGE;
+  const T* data = static_cast<const T*>(pages.data) + pages.layer_offset + first * size;
+  const int64_t values = pages.heads * size;
+  float *scores = scratch, *queries = scores + count * stride, *totals = queries + count * dim;
+  for (int i = 0; i < count * dim; ++i) queries[i] = load(q[first * dim + i]), totals[i] = 0;
   for (int64_t page = 0; page < used; ++page) {
-    const T* k = data + table[page] * pages.page_stride + offset;
-    // Four sums, for one would make every product wait for the one before.
-    float sum[4][PAGE] = {};
-    int d = 0;
-    for (; d + 4 <= dim; d += 4) {
-#pragma omp simd
-      for (int t = 0; t < PAGE; ++t) {
-        sum[0][t] += query[d] * load(k[d * PAGE + t]);
-        sum[1][t] += query[d + 1] * load(k[(d + 1) * PAGE + t]);
-        sum[2][t] += query[d + 2] * load(k[(d + 2) * PAGE + t]);
-        sum[3][t] += query[d + 3] * load(k[(d + 3) * PAGE + t]);
-      }
+    const T* k = data + table[page] * pages.page_stride;
+    const T* next = data + table[std::min(page + 1, used - 1)] * pages.page_stride;
+    for (int head = 0; head < count; ++head) {
+      expect(next + head * size, size * int64_t(sizeof(T)));
+      page_scores(queries + head * dim, k + head * size, dim, scores + head * stride + page * PAGE);
     }
-    for (; d < dim; ++d)
-      for (int t = 0; t < PAGE; ++t) sum[0][t] += query[d] * load(k[d * PAGE + t]);
-    for (int t = 0; t < PAGE; ++t) scores[page * PAGE + t] = (sum[0][t] + sum[1][t]) + (sum[2][t] + sum[3][t]);
   }
-  softmax_floats(scores, length, scale);
-  float total[2][512];
-  for (int d = 0; d < dim; ++d) total[0][d] = total[1][d] = 0;
+  expect(data + table[0] * pages.page_stride + values, count * size * int64_t(sizeof(T)));
+  for (int head = 0; head < count; ++head) softmax_floats(scores + head * stride, length, scale);
   for (int64_t page = 0; page < used; ++page) {
-    const T* v = data + table[page] * pages.page_stride + offset + v_offset;
-    int filled = int(std::min<int64_t>(PAGE, length - page * PAGE)), t = 0;
-    const float* weight = scores + page * PAGE;
-    for (; t + 2 <= filled; t += 2) {
-#pragma omp simd
-      for (int d = 0; d < dim; ++d) {
-        total[0][d] += weight[t] * load(v[t * dim + d]);
-        total[1][d] += weight[t + 1] * load(v[(t + 1) * dim + d]);
-      }
+    const T* v = data + table[page] * pages.page_stride + values;
+    const T* next = data + table[std::min(page + 1, used - 1)] * pages.page_stride + values;
+    int filled = int(std::min<int64_t>(PAGE, length - page * PAGE));
+    for (int head = 0; head < count; ++head) {
+      expect(next + head * size, size * int64_t(sizeof(T)));
+      page_values<T, D>(scores + head * stride + page * PAGE, v + head * size, dim, filled, totals + head * dim);
     }
-    if (t < filled)
-      for (int d = 0; d < dim; ++d) total[0][d] += weight[t] * load(v[t * dim + d]);
   }
-  for (int d = 0; d < dim; ++d) save(out + d, total[0][d] + total[1][d]);
+  for (int i = 0; i < count * dim; ++i) save(out + first * dim + i, totals[i]);
 }
 
 template <typename T>
 void attend(Pages pages, const T* q, int64_t q_stride, T* out, const int32_t* tables, int64_t table_stride,
             const int64_t* lengths, int64_t rows, float scale, ParallelFor parallel) {
   int64_t width = int64_t(pages.heads) * pages.head_dim;
-  auto one = [&](int64_t row) {
-    thread_local std::vector<float> buffer;
-    int64_t length = lengths[row];
-    buffer.resize(size_t((length + PAGE - 1) / PAGE * PAGE));
-    for (int head = 0; head < pages.heads; ++head) {
-      auto call = pages.head_dim == 36 ? attend_head<T, 36>
-                  : pages.head_dim == 52 ? attend_head<T, 52>
-                  : pages.head_dim == 64 ? attend_head<T, 64>
-                                         : attend_head<T, 0>;
-      call(pages, q + row * q_stride + head * pages.head_dim, out + row * width + head * pages.head_dim,
-           tables + row * table_stride, length, head, scale, buffer.data());
-    }
+  // Half the heads of a row is one piece of work: the last row of a batch must not keep one thread alone busy.
+  int group = pages.heads % 2 ? pages.heads : pages.heads / 2, groups = pages.heads / group;
+  auto call = pages.head_dim == 36   ? attend_heads<T, 36>
+              : pages.head_dim == 52 ? attend_heads<T, 52>
+              : pages.head_dim == 64 ? attend_heads<T, 64>
+                                     : attend_heads<T, 0>;
+  auto one = [&](int64_t item) {
+    thread_local std::vector<float> scratch;
+    int64_t row = item / groups, length = lengths[row], padded = (length + PAGE - 1) / PAGE * PAGE;
+    scratch.resize(size_t(group * (padded + 2 * pages.head_dim)));
+    call(pages, q + row * q_stride, out + row * width, tables + row * table_stride, length, int(item % groups) * group,
+         group, scale, scratch.data());
   };
-  run(rows, parallel, one);
+  run(rows * groups, parallel, one);
 }
 
 template <typename T>

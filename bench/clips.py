@@ -48,8 +48,7 @@ def spread(count: int, wanted: int | None) -> list[int]:
 def load(folder: Path, wanted: int | None = None) -> list[Clip]:
     pairs = read_transcripts(folder)
     return [
-        Clip(path, decode(folder / path), text)
-        for path, text in (pairs[i] for i in spread(len(pairs), wanted))
+        Clip(path, decode(folder / path), text) for path, text in (pairs[i] for i in spread(len(pairs), wanted))
     ]
 
 

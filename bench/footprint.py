@@ -30,9 +30,7 @@ def memory(speech: Sequence[Clip], device: str, env: dict[str, str], hours: floa
         audio_s, said = clips.write_long(path, speech, hours * 3_600)
         command = [*COMMAND, str(path), "--format", "text", "--output", str(heard), "--device", device]
         started = time.perf_counter()
-        process = subprocess.Popen(
-            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         watch = Watch(process.pid)
         _, errors = process.communicate()
         wall_s, peak_mib = time.perf_counter() - started, watch.stop()
@@ -54,9 +52,7 @@ def memory(speech: Sequence[Clip], device: str, env: dict[str, str], hours: floa
     }
 
 
-def startup(
-    speech: Clip, device: str, env: dict[str, str], repeats: int, folder: Path
-) -> list[dict[str, Any]]:
+def startup(speech: Clip, device: str, env: dict[str, str], repeats: int, folder: Path) -> list[dict[str, Any]]:
     """Seconds from starting the command to its first line of text, for one clip.
 
     Cold: an empty weights cache, so the package's weights are converted first. Warm: every start after it.

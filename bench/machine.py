@@ -54,9 +54,7 @@ def proc(name: str, key: str) -> str:
     """First value of `key` in /proc/<name>; empty where there is no such thing."""
     path = Path("/proc") / name
     lines = path.read_text().splitlines() if path.exists() else []
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), ""
-    )
+    return next((line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == key), "")
 
 
 def peak_mib(process: str = "self") -> float:

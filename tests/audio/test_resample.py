@@ -48,9 +48,7 @@ def test_any_chunking_gives_the_samples_of_one_piece(data, rate_hz, samples, see
 @given(st.integers(MIN_RATE_HZ, MAX_RATE_HZ), st.integers(0, 3_000), st.integers(0, 3_000))
 def test_the_length_is_exact_at_every_rate(rate_hz, first, second):
     resampler = Resampler(rate_hz)
-    given_early = len(resampler.put(np.ones(first, np.float32))) + len(
-        resampler.put(np.ones(second, np.float32))
-    )
+    given_early = len(resampler.put(np.ones(first, np.float32))) + len(resampler.put(np.ones(second, np.float32)))
     assert given_early <= (first + second) * 16_000 // rate_hz
     assert given_early + len(resampler.finish()) == resampled_samples(first + second, rate_hz)
     assert resampler.given_samples == resampled_samples(first + second, rate_hz)

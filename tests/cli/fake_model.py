@@ -11,10 +11,9 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Self
 
-from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
-
 from asr_serve.audio.manifest import Item
 from asr_serve.errors import CorruptAudio, SourceNotFound, UnknownModel
+from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
 from asr_serve.types import Segment, Transcript
 
 SEGMENT_SAMPLES = 16_000
@@ -65,9 +64,7 @@ class FakeModel:
                 yield Progress(done_samples, None)
                 text = " ".join(segment.text for segment in segments)
                 length = len(segments) * SEGMENT_SAMPLES
-                yield FileDone(
-                    index, item.key, Transcript(item.key, text, "en", length, tuple(segments), "fake")
-                )
+                yield FileDone(index, item.key, Transcript(item.key, text, "en", length, tuple(segments), "fake"))
             finished = True
         finally:
             self.cancelled = not finished

@@ -32,9 +32,7 @@ def test_the_meter_knows_only_what_it_was_told() -> None:
     assert meter.describe_done() == "90.0 s of audio in 2.0 s, 45.0 x real time"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0, "0:00"), (6.2, "0:07"), (720, "12:00"), (3_723, "1:02:03")]
-)
+@pytest.mark.parametrize(("seconds", "said"), [(0, "0:00"), (6.2, "0:07"), (720, "12:00"), (3_723, "1:02:03")])
 def test_clock_time(seconds: float, said: str) -> None:
     assert clock_time(seconds) == said
 

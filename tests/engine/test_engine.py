@@ -523,9 +523,7 @@ def test_another_seed_says_something_else(begin):
 def test_a_row_that_samples_leaves_the_greedy_ones_alone(begin, alone):
     client = begin()
     with held(client):
-        tickets = [
-            client.submit(pcm, SearchOptions(**HARD) if i % 2 else ONCE) for i, pcm in enumerate(CLIPS)
-        ]
+        tickets = [client.submit(pcm, SearchOptions(**HARD) if i % 2 else ONCE) for i, pcm in enumerate(CLIPS)]
     outcomes = [outcome(ticket) for ticket in tickets]
     for i in range(0, len(CLIPS), 2):
         expect_same(outcomes[i], alone[i])

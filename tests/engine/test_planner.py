@@ -20,9 +20,7 @@ def planner(frames: int = FRAMES, **settings) -> Planner:
     return Planner(EngineConfig(**{"max_decode_rows": ROWS, **settings}), frames)
 
 
-def waiting(
-    number: int, frames: int = 100, priority: str = "bulk", at: float = 0.0, pages: int = 0
-) -> Waiting:
+def waiting(number: int, frames: int = 100, priority: str = "bulk", at: float = 0.0, pages: int = 0) -> Waiting:
     return Waiting(number, frames, pages or -(-frames // 16) + 4, priority, at)
 
 
@@ -130,9 +128,7 @@ def test_the_nearest_deadline_of_the_class_that_is_due_is_in_the_batch(arrivals)
     for request in known.values():
         plans.add(request)
     due = {
-        p: min(
-            (r for r in known.values() if r.priority == p), key=lambda r: (r.deadline_ms, r.id), default=None
-        )
+        p: min((r for r in known.values() if r.priority == p), key=lambda r: (r.deadline_ms, r.id), default=None)
         for p in DEADLINE_MS
     }
     first = plans.plan(ROWS, 10_000)

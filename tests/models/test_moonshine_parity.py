@@ -82,9 +82,7 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def pair(
-    request: pytest.FixtureRequest, parity: ModuleType, tmp_path_factory: pytest.TempPathFactory
-) -> Pair:
+def pair(request: pytest.FixtureRequest, parity: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     pytest.importorskip("transformers", reason="the oracle: pip install 'asr-serve[dev]'")
     from transformers import MoonshineConfig, MoonshineForConditionalGeneration
 
@@ -232,9 +230,7 @@ def librispeech(parity: ModuleType, graphs: Any, speech_data: Path) -> Any:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("speech", ["packaged", "librispeech"])
-def test_the_vendors_graphs(
-    parity: ModuleType, request: pytest.FixtureRequest, speech: str, dtype: str
-) -> None:
+def test_the_vendors_graphs(parity: ModuleType, request: pytest.FixtureRequest, speech: str, dtype: str) -> None:
     measured = request.getfixturevalue(speech)
     ours = parity.Ours.load(weights.resolve(TINY), dtype)
     numbers, _ = measured.against(ours)

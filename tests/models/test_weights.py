@@ -150,9 +150,7 @@ def test_a_checkpoint_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert weights.resolve(card("moonshine-base-en"), folder) == folder
 
 
-def test_a_folder_of_graphs_is_converted_again_when_it_changes(
-    tmp_path: Path, conversions: list[Path]
-) -> None:
+def test_a_folder_of_graphs_is_converted_again_when_it_changes(tmp_path: Path, conversions: list[Path]) -> None:
     chosen = card("moonshine-base-en")
     folder = tmp_path / "graphs"
     folder.mkdir()

@@ -173,9 +173,7 @@ def test_softmax(core, dtype, keys, scale):
 
 
 def test_softmax_of_far_apart_scores(core, dtype):
-    ours = torch.tensor([[-3e38, 0.0, 3e38], [3e4, -3e4, 3e4], [-1e30, -1e30, -1e30]]).to(dtype)[
-        :, None, None
-    ]
+    ours = torch.tensor([[-3e38, 0.0, 3e38], [3e4, -3e4, 3e4], [-1e30, -1e30, -1e30]]).to(dtype)[:, None, None]
     core.softmax(ours, torch.tensor([3, 3, 3]), 1.0)
     expected = torch.tensor([[0, 0, 1], [0.5, 0, 0.5], [1 / 3, 1 / 3, 1 / 3]])
     expect_close(ours[:, 0, 0], expected, dtype)
@@ -249,9 +247,7 @@ def test_pick(core, dtype, vocab):
         results.append((tokens, logprobs))
     (ours, our_logprobs), (theirs, their_logprobs) = results
     assert torch.equal(ours, theirs)
-    torch.testing.assert_close(
-        our_logprobs, their_logprobs, rtol=2e-4, atol=2e-4
-    )  # a sum over the vocabulary
+    torch.testing.assert_close(our_logprobs, their_logprobs, rtol=2e-4, atol=2e-4)  # a sum over the vocabulary
 
 
 def test_near_ties_are_decided_by_the_exact_product(core):

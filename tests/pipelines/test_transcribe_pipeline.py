@@ -159,9 +159,7 @@ def test_order_is_kept_whatever_the_lengths(model, speech, whole):
 
 
 def test_events_come_in_order(model, speech):
-    sources = items(
-        speech[: 20 * RATE_HZ], silence(2), speech[: 9 * RATE_HZ], speech[5 * RATE_HZ : 20 * RATE_HZ]
-    )
+    sources = items(speech[: 20 * RATE_HZ], silence(2), speech[: 9 * RATE_HZ], speech[5 * RATE_HZ : 20 * RATE_HZ])
     told = list(model.events(sources))
     found: dict[int, list] = {}
     for event in told:
@@ -342,9 +340,7 @@ def test_threads_share_a_model_and_get_their_own_answers(model, speech):
     came: dict[int, list] = {}
 
     def caller(i: int) -> None:
-        came[i] = [
-            said(t) for t in model.transcribe([pieces[i]] * 3, priority="interactive" if i else "bulk")
-        ]
+        came[i] = [said(t) for t in model.transcribe([pieces[i]] * 3, priority="interactive" if i else "bulk")]
 
     threads = [threading.Thread(target=caller, args=(i,)) for i in range(3)]
     for thread in threads:

@@ -37,9 +37,7 @@ HELLO = transcript(
 words = st.lists(
     st.one_of(
         st.text(min_size=1, max_size=60),
-        st.sampled_from(
-            ["-->", "&amp;", "<b>", "1", "00:00:01,000", "WEBVTT", "NOTE", "你好世界" * 20, "\n\n"]
-        ),
+        st.sampled_from(["-->", "&amp;", "<b>", "1", "00:00:01,000", "WEBVTT", "NOTE", "你好世界" * 20, "\n\n"]),
     ),
     max_size=40,
 ).map(" ".join)

@@ -66,9 +66,7 @@ def test_padding_stops_at_the_ends_of_the_audio() -> None:
 
 def test_speech_to_the_last_sample_is_kept() -> None:
     total = at(60) - 511
-    assert spans_of([0] * 50 + [1] * 10, EndpointConfig(), total) == [
-        Span(at(50) - ms_to_samples(250), total)
-    ]
+    assert spans_of([0] * 50 + [1] * 10, EndpointConfig(), total) == [Span(at(50) - ms_to_samples(250), total)]
 
 
 def test_a_fading_word_does_not_end() -> None:
@@ -150,9 +148,7 @@ def test_at_the_limit_a_running_pause_ends_the_segment() -> None:
 def test_a_blip_just_after_such_an_end_stays() -> None:
     config = EndpointConfig(max_segment_ms=5_000)
     assert len(spans_of([1] * 145 + [0] * 30 + [1] + [0] * 100, config)) == 2
-    assert (
-        len(spans_of([1] * 145 + [0] * 90 + [1] + [0] * 100, config)) == 1
-    )  # two seconds later it stands alone
+    assert len(spans_of([1] * 145 + [0] * 90 + [1] + [0] * 100, config)) == 1  # two seconds later it stands alone
 
 
 def test_only_the_late_part_of_a_pause_counts() -> None:
@@ -205,9 +201,7 @@ def test_hours_without_a_pause_stay_bounded() -> None:
 
 def runs(draw: st.DrawFn) -> list[float]:
     """Stretches of speech, silence and doubt: the shapes that matter turn up far oftener than in noise."""
-    level = st.sampled_from([0.0, 0.1, 0.34, 0.35, 0.4, 0.49, 0.5, 0.51, 0.9, 1.0]) | st.floats(
-        0, 1, width=32
-    )
+    level = st.sampled_from([0.0, 0.1, 0.34, 0.35, 0.4, 0.49, 0.5, 0.51, 0.9, 1.0]) | st.floats(0, 1, width=32)
     stretch = st.tuples(level, st.integers(1, 4) | st.integers(1, 90))
     return [p for p, count in draw(st.lists(stretch, max_size=25)) for _ in range(count)]
 

@@ -30,9 +30,7 @@ def reference() -> torch.jit.ScriptModule:
     spec = importlib.util.find_spec("silero_vad")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("silero-vad is not installed: pip install 'asr-serve[dev]'")
-    with warnings.catch_warnings(
-        action="ignore", category=DeprecationWarning
-    ):  # theirs to move off torch.jit
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # theirs to move off torch.jit
         return torch.jit.load(str(Path(spec.submodule_search_locations[0]) / "data" / "silero_vad.jit"))
 
 
@@ -110,9 +108,7 @@ def test_equals_reference_on_every_ami_clip(
     for row, path in enumerate(paths):
         expected, _ = said_by(reference, clips[row])
         got = torch.cat([first[row, : half[row]], second[row, : rest[row]]])
-        torch.testing.assert_close(
-            got, expected, atol=1e-4, rtol=0, msg=lambda m, path=path: f"{path.name}: {m}"
-        )
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0, msg=lambda m, path=path: f"{path.name}: {m}")
 
 
 @pytest.mark.parametrize("sizes", [[1] * 40, [3, 1, 36], [20, 20], [0, 40, 0], [39, 1]])
@@ -136,9 +132,7 @@ def test_blocks_do_not_show(model: Silero, rng: np.random.Generator, monkeypatch
     assert_same_state(state, end, atol=1e-4)
 
 
-def test_rows_do_not_affect_neighbours_and_padding_is_never_read(
-    model: Silero, rng: np.random.Generator
-) -> None:
+def test_rows_do_not_affect_neighbours_and_padding_is_never_read(model: Silero, rng: np.random.Generator) -> None:
     live = [5, 0, 12, 12, 1, 9]
     pcm = noise(rng, len(live), 12)
     pcm[3] *= 1_000

@@ -33,9 +33,7 @@ MAX_ARRAY_CHANNELS = 8
 HEADER_SLACK_S = 0.25
 """A header that counts padding may announce this much over `max_duration_s`; the samples decide then."""
 
-Source = (
-    str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | np.ndarray | tuple[np.ndarray, int]
-)
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | np.ndarray | tuple[np.ndarray, int]
 """What may be handed in. A bare array is at 16 kHz; (array, rate_hz) at any rate."""
 
 
@@ -81,9 +79,7 @@ class AudioStream:
 
     def __next__(self) -> np.ndarray:
         if self._closed:
-            raise AudioError(
-                "audio was read after its stream was closed", "", "read it inside the with block"
-            )
+            raise AudioError("audio was read after its stream was closed", "", "read it inside the with block")
         return next(self._chunks)
 
     def __enter__(self) -> AudioStream:
@@ -141,8 +137,7 @@ def _open_array(samples: np.ndarray, rate_hz: int, max_samples: int | None) -> A
     _expect_allowed(length_samples, max_samples)
     to_mono(planes[:, :0])  # refuses a type it cannot do
     pieces = (
-        (rate_hz, to_mono(planes[:, at : at + CHUNK_SAMPLES]))
-        for at in range(0, planes.shape[1], CHUNK_SAMPLES)
+        (rate_hz, to_mono(planes[:, at : at + CHUNK_SAMPLES])) for at in range(0, planes.shape[1], CHUNK_SAMPLES)
     )
     return AudioStream(pieces, length_samples, max_samples)
 
@@ -162,9 +157,7 @@ def _planes(samples: np.ndarray) -> np.ndarray:
         if long and not short <= MAX_ARRAY_CHANNELS < long:
             if short == 0:
                 raise EmptyAudio(f"{came}: 0 samples", "audio needs some", "check how it was made")
-            raise UnsupportedAudio(
-                f"{came}, which may be read two ways", allowed, "average the channels first"
-            )
+            raise UnsupportedAudio(f"{came}, which may be read two ways", allowed, "average the channels first")
         planes = samples if samples.shape[0] == short else samples.T
     if not planes.shape[1]:
         raise EmptyAudio(f"{came}: 0 samples", "audio needs some", "check how it was made")

@@ -85,9 +85,7 @@ def _expand(inputs: Iterable[object], recursive: bool, stdin: BinaryIO | None) -
             yield each
         elif isinstance(each, str) and each == "-":
             if stdin_taken:
-                raise OptionError(
-                    "`-` is given twice", "standard input can be read once", "name the other input"
-                )
+                raise OptionError("`-` is given twice", "standard input can be read once", "name the other input")
             stdin_taken = True
             yield Item("stdin", sys.stdin.buffer if stdin is None else stdin)
         elif isinstance(each, str | os.PathLike):
@@ -205,9 +203,7 @@ def _jsonl(where: Where, line: str) -> Item:
         where.refuse(f"a JSON {type(row).__name__}", "one JSON object a line")
     field = next((name for name in SOURCE_FIELDS if name in row), None)
     if field is None:
-        where.refuse(
-            f"fields {', '.join(row) or 'none'}", f"one of {', '.join(SOURCE_FIELDS)} holds the path"
-        )
+        where.refuse(f"fields {', '.join(row) or 'none'}", f"one of {', '.join(SOURCE_FIELDS)} holds the path")
     written, key = row[field], row.get("key")
     if not isinstance(written, str) or not written:
         where.refuse(f"{field} is {msgspec.json.encode(written).decode()}", f"{field} is a path")

@@ -109,9 +109,7 @@ class Media:
             self._container = av.open(
                 source,
                 "r",
-                container_options={
-                    "protocol_whitelist": "none"
-                },  # no protocol's name: playlists open nothing
+                container_options={"protocol_whitelist": "none"},  # no protocol's name: playlists open nothing
                 metadata_errors="replace",  # titles in latin-1 are common, and none of our business
             )
         except av.error.FFmpegError as error:

@@ -184,9 +184,7 @@ def _seekable(raw: BinaryIO) -> bool:
 
 def _open_path(path: str | os.PathLike[str], label: str) -> BinaryIO:
     # The file is opened here and never by ffmpeg, for which "http://..." and "concat:..." are no file names.
-    todo = (
-        "check the path" if "://" not in os.fsdecode(path) else "fetch it first: nothing is downloaded here"
-    )
+    todo = "check the path" if "://" not in os.fsdecode(path) else "fetch it first: nothing is downloaded here"
     try:
         return cast(BinaryIO, open(path, "rb", buffering=0))
     except FileNotFoundError:
@@ -196,6 +194,4 @@ def _open_path(path: str | os.PathLike[str], label: str) -> BinaryIO:
     except PermissionError:
         raise SourceNotFound(f"{label} may not be read", "a readable file is needed", todo) from None
     except (OSError, ValueError) as error:
-        raise SourceNotFound(
-            f"{label} cannot be opened: {error}", "a readable file is needed", todo
-        ) from error
+        raise SourceNotFound(f"{label} cannot be opened: {error}", "a readable file is needed", todo) from error

@@ -116,9 +116,7 @@ def cpu_fields(source: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
         first = source.read_text().split("\n\n")[0]
     except OSError:
         return {}
-    return {
-        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())
-    }
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def memory_bytes() -> int | None:
@@ -152,9 +150,7 @@ def chosen_device(device: str, dtype: str) -> dict[str, object]:
 
     picked = pick(device, dtype)
     said = {"device": picked.name, "dtype": picked.dtype_name, "threads": picked.threads}
-    return said | {
-        name: value if is_plain(value) else str(value) for name, value in picked.describe().items()
-    }
+    return said | {name: value if is_plain(value) else str(value) for name, value in picked.describe().items()}
 
 
 def is_plain(value: object) -> bool:

@@ -173,9 +173,7 @@ def choose(
     several = len(items) > 1
     if output is None:
         if resume:
-            raise OptionError(
-                "--resume without --output", "what is done is looked up there", "add --output DIR"
-            )
+            raise OptionError("--resume without --output", "what is done is looked up there", "add --output DIR")
         return Screen(form, several)
     target = Path(output)
     into_folder = target.is_dir() or output.endswith(os.sep) or not target.suffix

@@ -93,16 +93,15 @@ class CpuDevice:
         if dtype is None:
             native_bf16 = bf16_supported()
             dtype = torch.bfloat16 if native_bf16 else torch.float32
-            self.chosen_because = (
-                f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
-            )
+            self.chosen_because = f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
         self.dtype = dtype
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = threads_wanted() or cores
         torch.set_num_threads(self.threads)
         keep_memory()
         self.kernels = native.kernels()
-        self.packs = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        self.packs = bool(available) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
     @property
     def dtype_name(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Recorded:
 
     def _record(self, arguments: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]:
         inputs = tuple(a.to("cuda", copy=True) for a in arguments)
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # libraries allocate their workspaces outside the recording
             for _ in range(2):
@@ -62,15 +63,13 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self.dtype = dtype or torch.bfloat16
         self.threads = torch.get_num_threads()
-        self.kernels = twins
+        self.kernels: ModuleType = twins
 
     @property
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
-    def linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> PlainLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> PlainLinear:
         dtype = dtype or self.dtype
         moved = None if bias is None else bias.to(self.torch_device, dtype)
         return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), moved)

@@ -65,9 +65,7 @@ class Loop:
                     self.check()
                     self.inbox.get()(self)  # nothing to do: sleep until somebody calls
         except Exception as failure:
-            error = EngineClosed(
-                f"the engine stopped: {type(failure).__name__}: {failure}", todo="load it again"
-            )
+            error = EngineClosed(f"the engine stopped: {type(failure).__name__}: {failure}", todo="load it again")
             error.__cause__ = failure
             logging.getLogger(__name__).exception("the engine loop stopped")
         finally:
@@ -112,6 +110,7 @@ class Loop:
     # --- messages, on the loop's thread -----------------------------------------------------------------
 
     def submit(self, utterance: Utterance) -> None:
+        assert utterance.pcm is not None
         frames = self.model.frames(len(utterance.pcm))
         pages = self.decode_runner.pages_needed(frames, self.max_tokens(utterance.samples))
         self.utterances[utterance.id] = utterance
@@ -222,7 +221,7 @@ class Loop:
 
     def max_tokens(self, samples: int) -> int:
         """Nobody says more than this in that time; never past the model's positions, the first being BOS."""
-        return min(self.model.max_tokens - 1, 4 + int(units.samples_to_s(samples) * self.tokens_per_s))
+        return min(int(self.model.max_tokens) - 1, 4 + int(units.samples_to_s(samples) * self.tokens_per_s))
 
     # --- endings ------------------------------------------------------------------------------------
 

@@ -145,9 +145,7 @@ class DecodeRunner:
         """One token for every row; returns the rows whose hypothesis has ended, still joined."""
         live = len(self.rows)
         rows = self.device.rows(live)
-        own_width = self.device.width(
-            self.own_pages(int(self.own_lengths[:live].max())), self.own_tables.shape[1]
-        )
+        own_width = self.device.width(self.own_pages(int(self.own_lengths[:live].max())), self.own_tables.shape[1])
         audio_width = self.device.width(
             -(-int(self.audio_lengths[:live].max()) // PAGE), self.audio_tables.shape[1]
         )

@@ -118,9 +118,7 @@ def verify(folder: Path, sha256: dict[str, str]) -> None:
             raise WeightsCorrupt(f"{path} is not there", todo="install the package again")
         came = sha256_of(path)
         if came != expected:
-            raise WeightsCorrupt(
-                f"{path} has sha256 {came}", f"expected {expected}", "install the package again"
-            )
+            raise WeightsCorrupt(f"{path} has sha256 {came}", f"expected {expected}", "install the package again")
 
 
 def convert(card: Card, source: Path, target: Path, progress: Progress) -> Path:

@@ -114,9 +114,7 @@ class _Transcription:
     """One call: a window of files being read, in order, and one queue on which everything that finishes
     wakes us."""
 
-    def __init__(
-        self, client: EngineClient, text: Callable[[list[int]], str], options: TranscribeOptions
-    ) -> None:
+    def __init__(self, client: EngineClient, text: Callable[[list[int]], str], options: TranscribeOptions) -> None:
         self.client, self.text, self.options = client, text, options
         self.language = _language(client, options.language)
         self.endpoint = _endpoint(client, options)
@@ -326,9 +324,7 @@ class _File:
         self.call.done_samples += position - self.reported
         self.reported = position
         total = None if unopened else self.call.announced
-        return Progress(
-            self.call.done_samples, total if total is None else max(total, self.call.done_samples)
-        )
+        return Progress(self.call.done_samples, total if total is None else max(total, self.call.done_samples))
 
     # --- endings ------------------------------------------------------------------------------------
 

@@ -151,9 +151,7 @@ class Endpointer:
         In      total_samples: the audio's length, which the windows pushed must cover, none to spare
         """
         assert not self._finished, "finish twice"
-        assert 0 <= self._now - total_samples < WINDOW_SAMPLES, (
-            f"{self._now} samples scored of {total_samples}"
-        )
+        assert 0 <= self._now - total_samples < WINDOW_SAMPLES, f"{self._now} samples scored of {total_samples}"
         self._finished = True
         closed: list[Span] = []
         if self._open:
@@ -163,9 +161,7 @@ class Endpointer:
 
     def _hear_speech(self) -> None:
         if not self._open:
-            self._begin(
-                max(self._floor, self._now - self._pad_before), droppable=self._now >= self._alone_from
-            )
+            self._begin(max(self._floor, self._now - self._pad_before), droppable=self._now >= self._alone_from)
         elif self._pause is not None:
             if self._now > self._start + self._settled:
                 self._pauses.append(Span(self._pause, self._now))
@@ -212,9 +208,7 @@ class Endpointer:
             self._close(self._pause, self._now, closed)
             return
         cut = (
-            (longest.start_samples + longest.end_samples) // 2
-            if longest.samples > 0
-            else self._quietest(earliest)
+            (longest.start_samples + longest.end_samples) // 2 if longest.samples > 0 else self._quietest(earliest)
         )
         closed.append(Span(self._start, cut))
         self._floor = cut

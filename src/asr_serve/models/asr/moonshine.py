@@ -229,9 +229,7 @@ class _Weights:
         # Scores are dot products: the same reordering of a head's dimensions in queries and keys leaves
         # them as they are, and turns the rotation of neighbours into vector code over two halves.
         encoder = name.startswith("model.encoder")
-        heads = (
-            self.config.encoder_num_attention_heads if encoder else self.config.decoder_num_attention_heads
-        )
+        heads = self.config.encoder_num_attention_heads if encoder else self.config.decoder_num_attention_heads
         head_dim, half = self.config.hidden_size // heads, self.config.rotary_half(heads)
         order = [*range(0, 2 * half, 2), *range(1, 2 * half, 2), *range(2 * half, head_dim)]
         return weight.view(heads, head_dim, -1)[:, order].reshape(weight.shape)
@@ -280,9 +278,7 @@ class _Stem:
         width = x.shape[1]
         windows, after = self._packed(counts, taps * width, x.dtype)
         for start, offset, count in zip(packing.offsets, after.offsets, counts, strict=True):
-            view = x.as_strided(
-                (count, taps * width), (stride * width, 1), x.storage_offset() + start * width
-            )
+            view = x.as_strided((count, taps * width), (stride * width, 1), x.storage_offset() + start * width)
             windows[offset : offset + count] = view
         return linear(windows, gelu=True), after
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -74,7 +74,7 @@ class Silero(nn.Module):
                 (64, WIDTH, 1),
             )
         )
-        self.lstm = nn.LSTM(WIDTH, WIDTH)
+        self.lstm: Any = nn.LSTM(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
         self.register_buffer("hann", torch.hann_window(FFT_SAMPLES), persistent=False)
         self.hann: Tensor
@@ -106,12 +106,11 @@ class Silero(nn.Module):
                 heard = torch.cat([after.context[row], pcm[row, : count * WINDOW_SAMPLES]])
                 sound[offset : offset + count] = heard.unfold(0, sound.shape[1], WINDOW_SAMPLES)
                 after.context[row] = heard[-CONTEXT_SAMPLES:]
-        lstm = self.lstm
-        gates = torch.cat([self._gates(block) for block in sound.split(block)])
+        gates = torch.cat([self._gates(part) for part in sound.view(-1, block, sound.shape[1])])
         out = torch.zeros(packing.total, WIDTH, device=pcm.device)
         offsets = torch.tensor(packing.offsets, device=pcm.device)
         lstm_kernel = native.kernels().lstm if pcm.device.type == "cpu" else native.twins.lstm
-        lstm_kernel(gates, lstm.weight_hh_l0.t().contiguous(), offsets, windows, after.h, after.c, out)
+        lstm_kernel(gates, self.lstm.weight_hh_l0.t().contiguous(), offsets, windows, after.h, after.c, out)
         spoken = self.head(out.relu_()).sigmoid_()[:, 0]
         for row, (offset, count) in enumerate(zip(packing.offsets, live, strict=True)):
             probabilities[row, :count] = spoken[offset : offset + count]
@@ -127,8 +126,9 @@ class Silero(nn.Module):
         x = (spectrum[..., 0] + spectrum[..., 1]).sqrt_().transpose(1, 2)
         for conv in self.convs:
             x = conv(x).relu_()
-        lstm = self.lstm
-        return functional.linear(x[:, :, 0], lstm.weight_ih_l0, lstm.bias_ih_l0 + lstm.bias_hh_l0)
+        lstm: Any = self.lstm
+        heard: Tensor = functional.linear(x[:, :, 0], lstm.weight_ih_l0, lstm.bias_ih_l0 + lstm.bias_hh_l0)
+        return heard
 
 
 def load() -> Silero:

@@ -27,6 +27,8 @@ from worker import Job, Result, job
 
 HERE = Path(__file__).resolve().parent
 OURS = "asr-serve"
+PASSES = 3
+"""Times a process goes through the clips: the first one still compiles for each new shape and maps memory."""
 BATCHES = {"cpu": (1, 2, 4, 8, 16, 32, 64), "cuda": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}
 LENGTHS_S = (1, 2, 4, 8, 16, 30)
 KV_BYTES_PER_ROW = 12 << 20
@@ -42,6 +44,7 @@ def entries(peers: Iterable[str], dtypes: Iterable[str], engine: Options) -> lis
     extra = {"engine": engine} if engine else {}
     ours: list[Entry] = [(OURS, OURS, {"dtype": "auto", **extra})]
     ours += [(f"{OURS} {dtype}", OURS, {"dtype": dtype, **extra}) for dtype in dtypes]
+    ours += [(f"{OURS} vad", OURS, {"dtype": "auto", "vad": True, **extra})]
     return ours + [entry for peer in peers for entry in PEERS[peer]]
 
 
@@ -56,7 +59,7 @@ def side_by_side(
         for name, maker, options in turns:
             if any("walls_s" not in earlier for earlier in results[name]):
                 continue  # missing or broken in the first round: it would be again
-            result = start(job(maker, options, saved, args.device, args.threads))
+            result = start(job(maker, options, saved, args.device, args.threads, PASSES))
             results[name].append(result)
             say(f"round {number + 1}/{args.repeats}  {name}: {brief(result)}")
     references = [clip.text for clip in speech]

@@ -19,6 +19,7 @@ from asr_serve import devices
 from asr_serve.audio.io import Source
 from asr_serve.audio.manifest import Item, expand
 from asr_serve.config import EngineConfig
+from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.client import EngineClient, Parts
 from asr_serve.models import weights as model_weights
 from asr_serve.models.card import Card, card, kinds
@@ -54,6 +55,7 @@ class Model:
         kind = kinds()[chosen.kind]
         config = kind.Config.of(json.loads((folder / "config.json").read_text()))
         text = tokens.load(folder)
+        keep_memory()
 
         def build() -> Parts:
             picked = devices.pick(device, dtype)

@@ -50,6 +50,9 @@ class Device(Protocol):
     def width(self, used: int, limit: int) -> int:
         """How many pages wide a step's block tables are, `used` at least."""
 
+    def memory(self, *shape: int) -> Tensor:
+        """A large tensor that is kept, not yet filled, in the device's dtype."""
+
     def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         """The same function, recorded per shape of its arguments where the device can replay it."""
 

@@ -94,6 +94,9 @@ class CudaDevice:
     def width(self, used: int, limit: int) -> int:
         return min(limit, 1 << (used - 1).bit_length())  # powers of two: few graphs, at most twice the reads
 
+    def memory(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.torch_device)
+
     def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         return Recorded(function)
 

@@ -91,14 +91,13 @@ class DecodeRunner:
     def __init__(self, model: Any, device: Device, max_rows: int, kv_bytes: int, longest_frames: int) -> None:
         self.model, self.device = model, device
         self.max_rows = max_rows
-        at = device.torch_device
         shape = (model.layers, 2, model.heads, model.head_dim * PAGE)
         page_bytes = int(np.prod(shape)) * device.dtype.itemsize
         own_width, audio_width = self.own_pages(model.max_tokens), -(-longest_frames // PAGE)
         # At least one sequence of the greatest length, and the scratch page.
         pages = max(kv_bytes // page_bytes, 1 + own_width + audio_width)
         self.pages = PagePool(pages)
-        self.pool = torch.empty(pages, *shape, dtype=device.dtype, device=at)
+        self.pool = device.memory(pages, *shape)
         self.pool[0].zero_()
         rows = device.rows(max_rows)
         self.rows: list[Row] = []

@@ -56,7 +56,12 @@ def main() -> None:
                 "within": WITHIN.get(name.split()[0], ""),
             }
         )
-    found = {"bench": "breakdown", "machine": machine.describe(facts["threads"]), "dtype": facts["dtype"], "rows": rows}
+    found = {
+        "bench": "breakdown",
+        "machine": machine.describe(facts["threads"]),
+        "dtype": facts["dtype"],
+        "rows": rows,
+    }
     text = json.dumps(found, indent=1)
     if args.json:
         args.json.write_text(text + "\n")

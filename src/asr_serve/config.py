@@ -46,6 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise OptionError(f"{name}={value}", f"{name} must be greater than 0")
+        if self.vad_windows < 64:
+            raise OptionError(f"vad_windows={self.vad_windows}", "64 or more: two seconds")
         if self.encode_padding >= 1 or self.interactive_share >= 1:
             raise OptionError(
                 f"encode_padding={self.encode_padding}, interactive_share={self.interactive_share}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import json
 import os
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from asr_serve import devices
@@ -21,14 +21,13 @@ from asr_serve.audio.manifest import Item, expand
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.client import EngineClient, Parts
+from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import weights as model_weights
 from asr_serve.models.card import Card, card, kinds
 from asr_serve.models.vad import silero
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
 from asr_serve.text import tokens
 from asr_serve.types import Transcript
-
-_open: weakref.WeakSet[Model] = weakref.WeakSet()
 
 
 class Model:
@@ -37,7 +36,8 @@ class Model:
     def __init__(self, chosen: Card, client: EngineClient, text: Callable[[list[int]], str]) -> None:
         self.card, self.device = chosen, client.device
         self._client, self._text = client, text
-        _open.add(self)
+        # Also at exit: a thread inside torch while the interpreter is torn down ends in a crash.
+        self._finalizer = weakref.finalize(self, client.close)
 
     @classmethod
     def load(
@@ -53,13 +53,20 @@ class Model:
         chosen = card(model)
         folder = model_weights.resolve(chosen, weights)
         kind = kinds()[chosen.kind]
-        config = kind.Config.of(json.loads((folder / "config.json").read_text()))
+        try:
+            config = kind.Config.of(json.loads((folder / "config.json").read_text()))
+        except json.JSONDecodeError as failure:
+            raise WeightsCorrupt(f"{folder / 'config.json'} is no JSON: {failure}") from failure
         text = tokens.load(folder)
         keep_memory()
 
         def build() -> Parts:
             picked = devices.pick(device, dtype)
-            network = kind.Model(config, load_file(folder / "model.safetensors"), picked)
+            try:
+                tensors = load_file(folder / "model.safetensors")
+            except SafetensorError as failure:
+                raise WeightsCorrupt(f"{folder / 'model.safetensors'} cannot be read: {failure}") from failure
+            network = kind.Model(config, tensors, picked)
             return Parts(network, silero.load(), picked, text.text)
 
         return cls(chosen, EngineClient(chosen, build, engine or EngineConfig()), text.text)
@@ -110,7 +117,11 @@ class Model:
 
         Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is under way.
         """
-        return events(self._client, self._text, items, options or TranscribeOptions())
+        return self._held(events(self._client, self._text, items, options or TranscribeOptions()))
+
+    def _held(self, stream: Generator[Event, None, None]) -> Generator[Event, None, None]:
+        """The same, keeping the model alive as long as somebody reads."""
+        yield from stream
 
     def describe(self) -> dict[str, Any]:
         """Model, device and what the engine has done so far."""
@@ -118,8 +129,7 @@ class Model:
 
     def close(self) -> None:
         """Stop the engine; requests still in it raise EngineClosed."""
-        self._client.close()
-        _open.discard(self)
+        self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -139,10 +149,3 @@ def _items(inputs: Source | Iterable[Source]) -> Iterable[Item]:
         one = isinstance(inputs[0], np.ndarray) and not isinstance(inputs[1], np.ndarray | tuple)
     several = isinstance(inputs, Iterable) and not one
     return expand(inputs if several else [inputs])  # type: ignore[arg-type,list-item]
-
-
-@atexit.register
-def _close_all() -> None:
-    # A daemon thread inside torch while the interpreter is torn down ends in a crash.
-    for model in list(_open):
-        model.close()

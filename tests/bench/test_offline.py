@@ -109,7 +109,7 @@ def test_a_whole_run(bench: SimpleNamespace, makers: None, data: Path, tmp_path:
     assert len(rows) == len(found["rows"])
     ours = rows["asr-serve"]
     assert (ours["audio_s"], ours["wer"], ours["words"]) == (3.0, 16.67, 6)
-    assert (ours["dtype"], ours["threads"], len(ours["walls_s"])) == ("auto", 2, 2)
+    assert (ours["dtype"], ours["threads"], len(ours["walls_s"])) == ("auto", 2, 6)
     assert ours["rtfx"] > 0
     assert ours["wer_minus_onnx"] == 0
     assert rows["asr-serve bf16"]["dtype"] == "bf16"

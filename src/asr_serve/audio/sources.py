@@ -145,7 +145,7 @@ class ByteSource:
     def _read_raw(self, size: int) -> bytes:
         try:
             piece: object = self._raw.read(min(size, self._left_bytes()))
-        except OSError as error:
+        except (OSError, ValueError, EOFError) as error:  # ValueError: the stream was closed
             raise SourceNotFound(f"{self.label} stopped being readable: {error}") from error
         if not isinstance(piece, bytes | bytearray | memoryview):
             kind = "text" if isinstance(piece, str) else type(piece).__name__
@@ -179,7 +179,10 @@ def _seekable(raw: BinaryIO) -> bool:
     if not (hasattr(raw, "seek") and hasattr(raw, "tell")):
         return False
     answer = getattr(raw, "seekable", None)
-    return bool(answer()) if callable(answer) else True
+    try:
+        return bool(answer()) if callable(answer) else True
+    except (OSError, ValueError):
+        return False  # closed: reading it will say so
 
 
 def _open_path(path: str | os.PathLike[str], label: str) -> BinaryIO:

@@ -19,7 +19,7 @@ def pick(device: str = "auto", dtype: str = "auto") -> Device:
     if dtype not in ("auto", *DTYPES):
         raise unknown("dtype", dtype, ["auto", *DTYPES])
     kind = device.split(":")[0]
-    if kind not in ("auto", "cpu", "cuda"):
+    if kind not in ("auto", "cpu", "cuda") or (kind != "cuda" and device != kind):
         raise unknown("device", device, ["auto", "cpu", "cuda", "cuda:N"])
     if kind == "cuda" and not torch.cuda.is_available():
         raise OptionError(

@@ -124,6 +124,8 @@ class CpuDevice:
         self.threads = threads_wanted() or cores
         torch.set_num_threads(self.threads)
         self.kernels = native.kernels()
+        if core := native.core():
+            core.set_threads(self.threads)
         available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.packs = bool(available) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -186,5 +188,6 @@ class CpuDevice:
             "dtype_because": self.chosen_because,
             "threads": self.threads,
             "native": core.isa() if core else "not built: Python twins",
+            "native_threads": (self.threads if core.shares_threads() else 1) if core else None,
             "onednn": self.packs,
         }

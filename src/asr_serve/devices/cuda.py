@@ -25,6 +25,7 @@ class Recorded:
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self.function = function
+        self.pool = torch.cuda.graph_pool_handle()
         self.graphs: dict[tuple[Any, ...], tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
@@ -46,7 +47,9 @@ class Recorded:
                 self.function(*inputs)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # One pool for all shapes: a step's results are read before the next one is replayed. Other threads, of
+        # another model or the caller's own, may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             outputs = self.function(*inputs)
         return graph, inputs, outputs
 
@@ -89,7 +92,9 @@ class CudaDevice:
         return out.view(total, heads * head_dim)
 
     def rows(self, live: int) -> int:
-        return BUCKETS[min(bisect.bisect_left(BUCKETS, live), len(BUCKETS) - 1)]
+        if live > BUCKETS[-1]:
+            return -(-live // 128) * 128
+        return BUCKETS[bisect.bisect_left(BUCKETS, live)]
 
     def width(self, used: int, limit: int) -> int:
         return min(limit, 1 << (used - 1).bit_length())  # powers of two: few graphs, at most twice the reads

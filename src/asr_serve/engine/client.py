@@ -55,9 +55,10 @@ class VadSession:
         return piece.future
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._client._close_session(self._id)
+        with self._client._room:
+            was_open, self._open = self._open, False
+            if was_open:
+                self._client._close_session(self._id)
 
 
 class Parts(NamedTuple):
@@ -120,10 +121,10 @@ class EngineClient:
         Full: raises AtCapacity, or waits for room when `wait`. Raises AudioTooLong, UnsupportedAudio,
         EngineClosed.
         """
-        if pcm.ndim != 1 or pcm.dtype != np.float32 or not len(pcm) or not np.isfinite(pcm.sum()):
+        if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
             raise UnsupportedAudio(
                 f"an array of {pcm.dtype}, shape {pcm.shape}",
-                "one row of finite float32 samples, one at least",
+                "one row of finite float32 samples",
                 "open_audio turns anything into that",
             )
         if len(pcm) > self.max_samples:
@@ -157,10 +158,13 @@ class EngineClient:
             if not self._closed:
                 self._call(lambda loop: loop.cancel(ticket.id))
 
-    def session(self) -> VadSession:
-        """A caller's voice-activity state. Raises AtCapacity, EngineClosed."""
+    def session(self, *, wait: bool = False) -> VadSession:
+        """A caller's voice-activity state. Full: raises AtCapacity, or waits for one when `wait`. Raises
+        EngineClosed."""
         session_id = next(self._ids)
         with self._room:
+            while wait and not self._closed and self._sessions >= self.config.max_sessions:
+                self._room.wait()
             if self._sessions >= self.config.max_sessions:
                 raise AtCapacity(
                     f"{self._sessions} sessions are open",
@@ -214,6 +218,7 @@ class EngineClient:
                 # The inbox keeps its order: whoever is let in from here on opens after this one is gone.
                 self._call(lambda loop: loop.close(session_id))
                 self._sessions -= 1
+                self._room.notify_all()
 
     def _full(self, samples: int) -> bool:
         over = self._samples + samples > units.s_to_samples(self.config.max_audio_s)

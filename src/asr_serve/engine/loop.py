@@ -70,12 +70,22 @@ class Loop:
             logging.getLogger(__name__).exception("the engine loop stopped")
         finally:
             self.on_stop()  # from here on nobody can call
+            self._end(error)
+
+    def _end(self, error: AsrServeError) -> None:
+        """Reject whatever is left, even when what is left is broken: nobody may wait for ever."""
+        while not self.inbox.empty():
             try:
-                self._drain()
-            finally:
-                self._fail(list(self.utterances), error)
-                for listener_id in list(self.listeners):
-                    self.close(listener_id, error)
+                self.inbox.get()(self)
+            except Exception:
+                logging.getLogger(__name__).exception("a message to the ending engine failed")
+        try:
+            self._fail(list(self.utterances), error)
+        finally:
+            for utterance in self.utterances.values():
+                _reject(utterance.future, error)
+            for listener_id in list(self.listeners):
+                self.close(listener_id, error)
 
     def _step(self) -> bool:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
@@ -132,7 +142,9 @@ class Loop:
             listener.waiting.append(windows)
 
     def close(self, listener_id: int, error: AsrServeError | None = None) -> None:
-        listener = self.listeners.pop(listener_id)
+        listener = self.listeners.pop(listener_id, None)
+        if listener is None:
+            return
         for windows in listener.waiting:
             _reject(windows.future, error or Cancelled("the session was closed"))
         self.vad_runner.states.give(listener.slot)

@@ -130,6 +130,9 @@ def convert(card: Card, source: Path, target: Path, progress: Progress) -> Path:
     building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
     try:
         kinds()[card.kind].convert(source, building)
+        sums = {path.name: sha256_of(path) for path in sorted(source.iterdir()) if path.is_file()}
+        (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
+        building.chmod(0o755)  # a temporary folder is its maker's alone, a cache may be shared
         try:
             building.rename(target)
         except OSError:

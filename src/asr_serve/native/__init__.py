@@ -27,7 +27,6 @@ def core() -> ModuleType | None:
         if missing.name != "asr_serve.native._core":
             raise
         return None
-    _core.set_threads(torch.get_num_threads())
     return _core  # type: ignore[no-any-return]
 
 

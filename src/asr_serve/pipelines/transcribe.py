@@ -6,7 +6,6 @@ generator: it decodes ahead while the engine computes, within bounds, and sleeps
 
 from __future__ import annotations
 
-import itertools
 import queue
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -69,6 +68,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
             if name not in cls.__struct_fields__:
                 raise unknown("option", name, cls.__struct_fields__)
         schedule = options.get("silence_schedule")
+        if isinstance(schedule, str):
+            options = {**options, "silence_schedule": SilenceSchedule.from_text(schedule)}
         if isinstance(schedule, list | tuple):
             options = {**options, "silence_schedule": SilenceSchedule.parse(schedule)}
         return cls(**options)
@@ -120,6 +121,7 @@ class _Transcription:
         self.endpoint = _endpoint(client, options)
         self.search = SearchOptions(temperatures=options.temperatures)
         self.awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.piece_samples = min(PIECE_WINDOWS, client.config.vad_windows - 32) * WINDOW_SAMPLES
         self.ahead_samples = 0
         self.done_samples = 0
         self.announced: int | None = 0
@@ -127,20 +129,21 @@ class _Transcription:
     def run(self, items: Iterator[Item]) -> Generator[Event, None, None]:
         files: deque[_File] = deque()
         opened, more = 0, True
+        refused: Item | None = None
         try:
             while files or more:
                 while more and len(files) < MAX_OPEN_FILES and self.ahead_samples < MAX_AHEAD_SAMPLES:
-                    item = next(items, None)
+                    item = refused or next(items, None)
                     if item is None:
                         more = False
                         break
-                    try:
-                        files.append(_File(self, opened, item))
+                    try:  # for a session of somebody else we wait; one of ours comes back when its file is read
+                        session = self.client.session(wait=not files) if self.options.vad else None
                     except AtCapacity:
-                        if not files:
-                            raise
-                        items = itertools.chain([item], items)  # when one of ours has given back its session
+                        refused = item
                         break
+                    refused = None
+                    files.append(_File(self, opened, item, session))
                     opened += 1
                 moved = False
                 for file in files:
@@ -166,7 +169,7 @@ class _Transcription:
 class _File:
     """One input on its way: chunks read, pieces at voice activity, segments at the engine, text out."""
 
-    def __init__(self, call: _Transcription, index: int, item: Item) -> None:
+    def __init__(self, call: _Transcription, index: int, item: Item, session: VadSession | None) -> None:
         self.call, self.index, self.key = call, index, item.key
         self.over = False
         self.error: AsrServeError | None = None
@@ -175,7 +178,7 @@ class _File:
         self.stream: AudioStream | None = None
         self.chunks: Iterator[np.ndarray] = iter(())
         self.reading = self.open = True
-        self.session: VadSession | None = None
+        self.session = session
         self.piece = Piece()
         self.kept = Kept()
         self.pieces: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
@@ -184,8 +187,6 @@ class _File:
         self.endpointer = Endpointer(call.endpoint)
         try:
             self.stream = open_audio(item.source, limits=call.options.limits)
-            if call.options.vad:
-                self.session = call.client.session()
             self.chunks = iter(self.stream)
             self.announced = self.stream.duration_hint_samples or 0
             if not self.announced:
@@ -237,14 +238,14 @@ class _File:
             for chunk in self.chunks:
                 self.piece.add(chunk)
                 self.read_samples += len(chunk)
-                if self.piece.samples >= PIECE_WINDOWS * WINDOW_SAMPLES:
+                if self.piece.samples >= self.call.piece_samples:
                     break
             else:
                 self.reading = False
         except AsrServeError as error:
             self._end(error)
             return
-        pcm = self.piece.take(PIECE_WINDOWS * WINDOW_SAMPLES, WINDOW_SAMPLES, last=not self.reading)
+        pcm = self.piece.take(self.call.piece_samples, WINDOW_SAMPLES, last=not self.reading)
         if len(pcm):
             future = self._voice_activity(pcm)
             self.pieces.append((pcm, future))
@@ -380,7 +381,9 @@ def _endpoint(client: EngineClient, options: TranscribeOptions) -> EndpointConfi
         raise OptionError(
             f"max_segment_ms={options.max_segment_ms}", f"{client.card.name} hears up to {limit} ms at once"
         )
+    wanted = limit if options.max_segment_ms is None else options.max_segment_ms
     return EndpointConfig(
-        max_segment_ms=min(options.max_segment_ms or limit, limit - 2 * CONTEXT_MS),
+        max_segment_ms=min(wanted, limit - 2 * CONTEXT_MS),
         schedule=options.silence_schedule or OFFLINE,
+        **({} if options.vad else {"min_speech_ms": 0}),
     )

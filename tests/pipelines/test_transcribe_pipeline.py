@@ -416,3 +416,25 @@ def test_audio_is_let_go_as_it_is_heard(model, speech, tmp_path):
     assert len(came.segments) >= 5
     assert "best of times" in came.segments[-1].text.lower() or "best of times" in came.text.lower()
     assert peak_bytes < 16 << 20
+
+
+def test_a_recording_that_ends_where_a_piece_does_keeps_its_last_words(
+    model: Model, packaged_speech: Path
+) -> None:
+    piece = transcribe.PIECE_WINDOWS * 512
+    sound = read_audio(packaged_speech / "two_cities.wav")[:piece]
+    whole = model.transcribe(sound)[0]
+    ended = whole.segments[-1].end_samples
+    assert ended > piece - 48_000, "the clip must be speech to its end for this to prove anything"
+    assert model.transcribe([sound, sound])[1].text == whole.text
+
+
+def test_a_closed_stream_fails_alone(model: Model, packaged_speech: Path) -> None:
+    closed = (packaged_speech / "beckett.wav").open("rb")
+    closed.close()
+    items = [Item("closed", closed), Item("good", packaged_speech / "beckett.wav")]
+    events = list(model.events(items))
+    failed = [e for e in events if isinstance(e, FileFailed)]
+    done = [e for e in events if isinstance(e, FileDone)]
+    assert [e.key for e in failed] == ["closed"]
+    assert [e.key for e in done] == ["good"]

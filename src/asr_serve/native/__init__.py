@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch  # first: the core borrows the OpenMP threads that torch loads
+import torch  # noqa: F401  # first: the core borrows the OpenMP threads that torch loads
 
 from asr_serve.config import native_wanted
 from asr_serve.native import twins

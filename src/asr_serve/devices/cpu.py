@@ -32,8 +32,8 @@ HUGE_BYTES = 2 << 20
 
 
 def ask_for_huge_pages(address: int, size_bytes: int) -> None:
-    """Let the kernel back a range by pages of 2 MB: the first touch of 4 kB costs microseconds, more in a
-    virtual machine, and there are a hundred thousand of them. Advice only: refused, all works as before."""
+    """Let the kernel back a range by pages of 2 MB: touching memory for the first time, 4 kB after
+    4 kB, is slow, most of all in a virtual machine. Advice only: refused, all works as before."""
     first = -(-address // HUGE_BYTES) * HUGE_BYTES
     last = (address + size_bytes) // HUGE_BYTES * HUGE_BYTES
     if sys.platform == "linux" and first < last:
@@ -43,8 +43,8 @@ def ask_for_huge_pages(address: int, size_bytes: int) -> None:
 def keep_memory() -> None:
     """Have glibc keep what tensors free, on one heap for all threads, in huge pages.
 
-    By default every activation of a few megabytes is mapped, zeroed page by page and unmapped again: a third
-    of an encoder step, and the heaps of other threads than the first cannot hold large blocks at all. A thread
+    By default every activation of a few megabytes is mapped, zeroed page by page and unmapped again,
+    and the heaps of other threads than the first cannot hold large blocks at all. A thread
     that has a heap keeps it: call this before the one that computes is started.
     """
     library = ctypes.CDLL(None)
@@ -148,8 +148,8 @@ class CpuDevice:
         return out.view(total, heads * head_dim)
 
     def fast_bf16(self, x: Tensor) -> bool:
-        """Whether oneDNN's batched product and our softmax beat torch's fused kernel: in bf16 by four times,
-        for that one converts to float32 first."""
+        """Whether oneDNN's batched product and our softmax beat torch's fused kernel: in bf16,
+        where that one converts to float32 first."""
         return x.dtype == torch.bfloat16 and self.kernels is not native.twins
 
     def _attend_packed(self, qkv: Tensor, offset: int, frames: int) -> Tensor:

@@ -11,12 +11,22 @@ AsrServeError
 │   ├── AudioTooLong          more seconds than allowed
 │   └── AudioTooLarge         more bytes than allowed
 ├── OptionError               an option is unknown or out of range
+│   └── UnsupportedOption     an option that is known, and that this model or server does not honour
+├── RequestError              the request itself is no good, before anybody listened to its audio
+│   ├── MalformedRequest      not what the protocol says
+│   ├── InvalidKey            no key, or a wrong one
+│   ├── NotAllowed            the key is good, and may not do this
+│   ├── NoSuchRoute           nothing answers at that path, or not to that method
+│   └── ClientGone            nobody waits for the answer any more
 ├── ModelError
 │   ├── UnknownModel          no model of that name
+│   ├── ModelNotLoaded        the model is known, and this server has not loaded it
 │   ├── WeightsMissing        the model is known, its weights are not on this machine
 │   └── WeightsCorrupt        the bytes are not the ones the card names
 └── EngineError
     ├── AtCapacity            full; try again after `retry_after_ms`
+    │   ├── RateLimited       this caller has had its share for now
+    │   └── Draining          the server is going down: try another, or this one when it is back
     ├── Cancelled             the caller took the request back
     ├── StepFailed            our own failure in one step; only the requests in it are lost
     └── EngineClosed          the engine is shutting down or has stopped
@@ -88,7 +98,39 @@ class AudioTooLarge(AudioError):
 
 
 class OptionError(AsrServeError):
-    """An option is unknown or out of range."""
+    """An option is unknown or out of range. `param` names it where it came by name."""
+
+    def __init__(self, came: str, allowed: str = "", todo: str = "", *, param: str | None = None) -> None:
+        self.param = param
+        super().__init__(came, allowed, todo)
+
+
+class UnsupportedOption(OptionError):
+    """An option that is known, and that this model or server does not honour."""
+
+
+class RequestError(AsrServeError):
+    """The request itself is no good, before anybody listened to its audio."""
+
+
+class MalformedRequest(RequestError):
+    """Not what the protocol says."""
+
+
+class InvalidKey(RequestError):
+    """No key, or a wrong one."""
+
+
+class NotAllowed(RequestError):
+    """The key is good, and may not do this."""
+
+
+class NoSuchRoute(RequestError):
+    """Nothing answers at that path, or not to that method."""
+
+
+class ClientGone(RequestError):
+    """Nobody waits for the answer any more."""
 
 
 class ModelError(AsrServeError):
@@ -97,6 +139,10 @@ class ModelError(AsrServeError):
 
 class UnknownModel(ModelError):
     """No model of that name."""
+
+
+class ModelNotLoaded(ModelError):
+    """The model is known, and this server has not loaded it."""
 
 
 class WeightsMissing(ModelError):
@@ -117,6 +163,14 @@ class AtCapacity(EngineError):
     def __init__(self, came: str, allowed: str, retry_after_ms: int) -> None:
         self.retry_after_ms = retry_after_ms
         super().__init__(came, allowed, f"try again in {retry_after_ms} ms")
+
+
+class RateLimited(AtCapacity):
+    """This caller has had its share for now."""
+
+
+class Draining(AtCapacity):
+    """The server is going down: try another, or this one when it is back."""
 
 
 class Cancelled(EngineError):

@@ -83,7 +83,7 @@ def watch(model: Any) -> dict[str, list[float]]:
 
         return run
 
-    loop = model._client._loop
+    loop = model._client.link.loop
     device, network, decode = model.device, loop.model, loop.decode_runner
     kernels = {n: timed(n, f) for n, f in vars(device.kernels).items() if callable(f)}
     device.kernels = network.kernels = SimpleNamespace(**kernels)

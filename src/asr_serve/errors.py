@@ -14,6 +14,7 @@ AsrServeError
 │   └── UnsupportedOption     an option that is known, and that this model or server does not honour
 ├── RequestError              the request itself is no good, before anybody listened to its audio
 │   ├── MalformedRequest      not what the protocol says
+│   │   └── RequestTimeout    it stopped coming
 │   ├── InvalidKey            no key, or a wrong one
 │   ├── NotAllowed            the key is good, and may not do this
 │   ├── NoSuchRoute           nothing answers at that path, or not to that method
@@ -29,6 +30,8 @@ AsrServeError
     │   └── Draining          the server is going down: try another, or this one when it is back
     ├── Cancelled             the caller took the request back
     ├── StepFailed            our own failure in one step; only the requests in it are lost
+    ├── PeerGone              the process at the other end of the ring is gone, or hung up
+    ├── OutOfStep             the ring holds other audio than the one that was announced
     └── EngineClosed          the engine is shutting down or has stopped
 
 Each says what came, what is allowed and what to do, in that order, in one sentence each.
@@ -117,6 +120,10 @@ class MalformedRequest(RequestError):
     """Not what the protocol says."""
 
 
+class RequestTimeout(MalformedRequest):
+    """It stopped coming."""
+
+
 class InvalidKey(RequestError):
     """No key, or a wrong one."""
 
@@ -179,6 +186,14 @@ class Cancelled(EngineError):
 
 class StepFailed(EngineError):
     """Our own failure in one step; only the requests in that step are lost."""
+
+
+class PeerGone(EngineError):
+    """The process at the other end of the ring is gone, or hung up."""
+
+
+class OutOfStep(EngineError):
+    """The ring holds other audio than the one that was announced."""
 
 
 class EngineClosed(EngineError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable
@@ -12,29 +11,23 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-
-from asr_serve import devices
 from asr_serve.audio.io import Source
 from asr_serve.audio.manifest import Item, expand
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import keep_memory
-from asr_serve.engine.client import EngineClient, Parts
-from asr_serve.errors import WeightsCorrupt
-from asr_serve.models import weights as model_weights
-from asr_serve.models.card import Card, card, kinds
-from asr_serve.models.vad import silero
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.local import LocalLink, local
+from asr_serve.engine.parts import Checkpoint
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
-from asr_serve.text import tokens
 from asr_serve.types import Transcript
 
 
 class Model:
     """A loaded model and its engine. Any number of threads and tasks may share one."""
 
-    def __init__(self, chosen: Card, client: EngineClient, text: Callable[[list[int]], str]) -> None:
-        self.card, self.device = chosen, client.device
+    def __init__(self, client: EngineClient, text: Callable[[list[int]], str]) -> None:
+        assert isinstance(client.link, LocalLink)
+        self.card, self.device = client.card, client.link.device
         self._client, self._text = client, text
         # Also at exit: a thread inside torch while the interpreter is torn down ends in a crash.
         self._finalizer = weakref.finalize(self, client.close)
@@ -50,26 +43,10 @@ class Model:
         engine: EngineConfig | None = None,
     ) -> Model:
         """See asr_serve.load."""
-        chosen = card(model)
-        folder = model_weights.resolve(chosen, weights)
-        kind = kinds()[chosen.kind]
-        try:
-            config = kind.Config.of(json.loads((folder / "config.json").read_text()))
-        except json.JSONDecodeError as failure:
-            raise WeightsCorrupt(f"{folder / 'config.json'} is no JSON: {failure}") from failure
-        text = tokens.load(folder)
+        checkpoint = Checkpoint.find(model, weights)
         keep_memory()
-
-        def build() -> Parts:
-            picked = devices.pick(device, dtype)
-            try:
-                tensors = load_file(folder / "model.safetensors")
-            except SafetensorError as failure:
-                raise WeightsCorrupt(f"{folder / 'model.safetensors'} cannot be read: {failure}") from failure
-            network = kind.Model(config, tensors, picked)
-            return Parts(network, silero.load(), picked, text.text)
-
-        return cls(chosen, EngineClient(chosen, build, engine or EngineConfig()), text.text)
+        link = local(checkpoint.card, lambda: checkpoint.build(device, dtype))
+        return cls(EngineClient(engine or EngineConfig(), link), checkpoint.text)
 
     def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
         """The transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or

@@ -23,6 +23,15 @@ class Span(msgspec.Struct, frozen=True, order=True):
         return self.end_samples - self.start_samples
 
 
+class Phases(msgspec.Struct, frozen=True):
+    """When an utterance passed through the engine: `time.time_ns`, which the server's clock reads too."""
+
+    submitted_ns: int
+    encode_start_ns: int
+    encode_end_ns: int
+    decode_end_ns: int
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One closed utterance and its text."""
 
@@ -36,6 +45,8 @@ class Segment(msgspec.Struct, frozen=True):
     """0 for greedy; above it when the greedy answer was rejected and sampled again."""
     finish: Literal["stop", "length", "repetition"] = "stop"
     """Why decoding ended: end-of-text, the token limit, or the repetition guard."""
+    logprobs: tuple[float, ...] = ()
+    """Natural-log probability of each token."""
 
     @property
     def start_s(self) -> float:

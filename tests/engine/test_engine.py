@@ -23,7 +23,8 @@ from tiny_moonshine import (
 )
 
 from asr_serve.decoding.attention import Recognition, SearchOptions
-from asr_serve.engine.client import EngineClient, Parts
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.parts import Parts
 from asr_serve.errors import (
     AtCapacity,
     AudioTooLong,
@@ -53,7 +54,7 @@ def begin() -> Iterator[Begin]:
     yield starting
     for client in started:
         client.close()
-        assert not client._thread.is_alive()
+        assert not client.link._thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -94,14 +95,14 @@ def test_batched_is_the_same_as_alone(begin, alone, monkeypatch, native):
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_rows_join_and_leave_at_any_step(begin, alone, rows):
     client = begin(max_decode_rows=rows)
-    step = client._loop.decode_runner.step
+    step = client.link.loop.decode_runner.step
     seen: list[dict[int, int]] = []
 
     def watched():
-        seen.append({row.request_id: len(row.hypothesis.tokens) for row in client._loop.decode_runner.rows})
+        seen.append({row.request_id: len(row.hypothesis.tokens) for row in client.link.loop.decode_runner.rows})
         return step()
 
-    client._loop.decode_runner.step = watched
+    client.link.loop.decode_runner.step = watched
     chosen = random.Random(3)
     order = [chosen.randrange(len(CLIPS)) for _ in range(16)]
     tickets = [client.submit(CLIPS[i], ONCE, chosen.choice(["interactive", "bulk"])) for i in order]
@@ -115,7 +116,7 @@ def test_rows_join_and_leave_at_any_step(begin, alone, rows):
 
 def test_poison_in_free_pages_changes_nothing(begin, alone):
     client = begin()
-    runner = client._loop.decode_runner
+    runner = client.link.loop.decode_runner
     step, join = runner.step, runner.join
 
     def poison() -> None:
@@ -211,7 +212,7 @@ def failing_once(function, on_call: int = 1):
 
 def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
     client = begin()
-    runner = client._loop.encode_runner
+    runner = client.link.loop.encode_runner
     with held(client):
         near = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]  # of one length: one batch
         far = client.submit(CLIPS[0], ONCE)
@@ -228,7 +229,7 @@ def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
 @pytest.mark.parametrize("on_call", [1, 2])
 def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
     client = begin()
-    runner = client._loop.decode_runner
+    runner = client.link.loop.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]
         runner.join = failing_once(runner.join, on_call)
@@ -239,7 +240,7 @@ def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
 
 def test_a_failed_decode_step_fails_the_rows_in_it_only(begin, alone):
     client = begin(max_decode_rows=2)
-    runner = client._loop.decode_runner
+    runner = client.link.loop.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5, 3)]
         runner.step = failing_once(runner.step, 3)
@@ -270,11 +271,11 @@ def test_a_loop_that_died_refuses_and_tells_why(begin):
         tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
         session = client.session()
         piece = session.put(np.zeros(512, np.float32))
-        client._loop._step = failing_once(client._loop._step)
+        client.link.loop._step = failing_once(client.link.loop._step)
     for future in (*(t.future for t in tickets), piece):
         with pytest.raises(EngineClosed, match="the engine stopped: RuntimeError: the device hiccuped"):
             future.result(WAIT_S)
-    client._thread.join(WAIT_S)
+    client.link._thread.join(WAIT_S)
     for call in (
         lambda: client.submit(CLIPS[0]),
         client.session,
@@ -382,7 +383,7 @@ def test_cancel_before_the_loop_has_seen_it(begin):
 
 def test_cancel_while_it_waits_for_a_row(begin, alone):
     client = begin(max_decode_rows=1)
-    runner = client._loop.decode_runner
+    runner = client.link.loop.decode_runner
     step, tickets = runner.step, []
 
     def cancelling():
@@ -402,7 +403,7 @@ def test_cancel_while_it_waits_for_a_row(begin, alone):
 @pytest.mark.parametrize("at_step", [1, 2, 5])
 def test_cancel_while_it_decodes_frees_its_pages_before_the_next_step(begin, alone, at_step):
     client = begin()
-    runner = client._loop.decode_runner
+    runner = client.link.loop.decode_runner
     step, used, steps = runner.step, [], 0
     chosen = [i for i, answer in enumerate(alone) if len(answer.tokens) > 8][:4]
 
@@ -460,7 +461,7 @@ def test_close_rejects_what_is_left_and_wakes_who_waits(begin):
         waiter.start()
         closer = threading.Thread(target=client.close)
         closer.start()
-        while client._loop.inbox.qsize() < len(CLIPS) + 3:  # until `stop` is in
+        while client.link.loop.inbox.qsize() < len(CLIPS) + 3:  # until `stop` is in
             threading.Event().wait(0.001)
     closer.join(WAIT_S)
     waiter.join(WAIT_S)
@@ -489,8 +490,8 @@ def test_close_may_be_called_from_an_answer(begin):
         first, second = client.submit(CLIPS[0], ONCE), client.submit(CLIPS[7], ONCE)
         first.future.add_done_callback(close)
     assert closed.wait(WAIT_S)
-    client._thread.join(WAIT_S)
-    assert not client._thread.is_alive()
+    client.link._thread.join(WAIT_S)
+    assert not client.link._thread.is_alive()
     assert outcome(second) is EngineClosed or isinstance(outcome(second), Recognition)
 
 
@@ -611,7 +612,7 @@ def test_sessions_are_bounded_and_come_back_at_once(begin):
 def test_a_failed_voice_activity_step_fails_its_own_pieces(begin):
     client = begin()
     session = client.session()
-    runner = client._loop.vad_runner
+    runner = client.link.loop.vad_runner
     runner.run = failing_once(runner.run)
     with pytest.raises(StepFailed, match="voice activity failed"):
         session.put(np.zeros(512, np.float32)).result(WAIT_S)

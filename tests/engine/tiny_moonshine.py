@@ -15,8 +15,10 @@ from torch import Tensor
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
-from asr_serve.engine.client import EngineClient, Parts, Ticket
+from asr_serve.engine.client import EngineClient, Ticket
+from asr_serve.engine.local import local
 from asr_serve.engine.loop import Loop
+from asr_serve.engine.parts import Parts
 from asr_serve.errors import AsrServeError
 from asr_serve.models.asr import moonshine
 from asr_serve.models.vad import silero
@@ -75,7 +77,7 @@ def build() -> Parts:
 
 def start(build: Callable[[], Parts] = build, **settings: Any) -> EngineClient:
     config = {"max_decode_rows": 8, "kv_bytes": 1 << 20, "max_sessions": 6, **settings}
-    return EngineClient(CARD, build, EngineConfig(**config))
+    return EngineClient(EngineConfig(**config), local(CARD, build))
 
 
 def clip(seed: int, samples: int) -> np.ndarray:
@@ -97,7 +99,7 @@ def on_loop(client: EngineClient, work: Callable[[Loop], Any]) -> Any:
         except BaseException as failure:
             done.set_exception(failure)
 
-    client._call(job)
+    client.link.call(job)
     return done.result(WAIT_S)
 
 
@@ -110,7 +112,7 @@ def held(client: EngineClient) -> Iterator[None]:
         entered.set()
         assert leave.wait(WAIT_S)
 
-    client._call(job)
+    client.link.call(job)
     assert entered.wait(WAIT_S)
     try:
         yield

@@ -55,7 +55,7 @@ def expect_empty(model: Model) -> None:
         loop.check()
         looked.set()
 
-    model._client._call(look)
+    model._client.link.call(look)
     assert looked.wait(WAIT_S)
     assert found == [(0, 0, 0)], "requests, pages or voice-activity sessions are still held"
     assert model._client._sessions == 0

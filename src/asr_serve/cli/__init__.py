@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asr_serve.cli import doctor, models, transcribe
+from asr_serve.cli import doctor, models, serve, transcribe
 from asr_serve.cli.exits import INTERRUPTED
 
 app = typer.Typer(
@@ -42,12 +42,14 @@ def top(
     \b
       asr-serve transcribe talk.mp3              print what was said
       asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
+      asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
       asr-serve models list                      which models there are
       asr-serve doctor                           this machine, what is missing
     """
 
 
 app.command("transcribe", no_args_is_help=True)(transcribe.transcribe)
+app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)
 

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from asr_serve.errors import OptionError
+from asr_serve.types import Phases
 
 Finish = Literal["stop", "length", "repetition"]
 
@@ -41,6 +42,10 @@ class Recognition(msgspec.Struct, frozen=True):
     temperature: float
     finish: Finish
     compression_ratio: float
+    logprobs: tuple[float, ...] = ()
+    """Natural-log probability of each token; end-of-text is not among them."""
+    phases: Phases | None = None
+    """When the engine worked on it; the loop fills it in."""
 
 
 class Hypothesis:
@@ -82,6 +87,7 @@ class Hypothesis:
             self.temperature,
             finish,
             compression_ratio(self.text(self.tokens)),
+            tuple(self.logprobs[: len(self.tokens)]),
         )
         if self._accepts(answer):
             return answer

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Recognition, SearchOptions
-from asr_serve.devices.base import Device
-from asr_serve.engine.loop import Job, Loop, live
-from asr_serve.engine.runner import DecodeRunner, EncodeRunner, VadRunner
 from asr_serve.engine.session import Utterance, Windows
 from asr_serve.errors import AtCapacity, AudioTooLong, EngineClosed, OptionError, UnsupportedAudio
 from asr_serve.models.card import Card
-from asr_serve.models.vad.silero import WINDOW_SAMPLES, Silero
 from asr_serve.types import Priority
+from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 ASSUMED_SPEED = 50.0
-"""Seconds of audio a second, until the engine has measured its own speed."""
+"""Seconds of audio a second, until the engine has shown its own speed."""
+SPEED_OVER_S = 10.0
+"""Busy time over which that is measured; what lies further back counts half, then a quarter."""
+
+
+class Link(Protocol):
+    """The road to one loop. Every method may be called from any thread; all but `close` raise EngineClosed."""
+
+    card: Card
+
+    @property
+    def state(self) -> str: ...
+    def submit(self, utterance: Utterance) -> None: ...
+    def cancel(self, request_id: int) -> None: ...
+    def open(self, session: int) -> None: ...
+    def put(self, windows: Windows) -> None: ...
+    def close_session(self, session: int) -> None: ...
+    def describe(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+Connect = Callable[[EngineConfig, Callable[[int], None], Callable[[], None]], Link]
+"""Opens a link. It calls the second argument with the samples of each utterance that has ended, and the third
+when it will take no more."""
 
 
 class Ticket(NamedTuple):
@@ -51,62 +73,36 @@ class VadSession:
                 f"a multiple of {WINDOW_SAMPLES}, up to {self._client.config.vad_windows * WINDOW_SAMPLES}",
             )
         piece = Windows(self._id, pcm, Future())
-        self._client._call(lambda loop: loop.put(piece))
+        self._client.link.put(piece)
         return piece.future
 
     def close(self) -> None:
-        with self._client._room:
-            was_open, self._open = self._open, False
-            if was_open:
-                self._client._close_session(self._id)
-
-
-class Parts(NamedTuple):
-    """What an engine is made of."""
-
-    model: Any
-    vad: Silero
-    device: Device
-    text: Callable[[list[int]], str]
+        if self._open:
+            self._open = False
+            self._client._close_session(self._id)
 
 
 class EngineClient:
-    """Starts the loop on a thread of its own. Every method may be called from any thread."""
+    """Lets work in, up to the bounds of its configuration. Every method may be called from any thread."""
 
-    def __init__(self, card: Card, build: Callable[[], Parts], config: EngineConfig) -> None:
-        """`build` runs on the engine's thread and what it raises is raised here. torch gives every thread that
-        computes a pool of its own; two pools, and both go to sleep between products."""
-        self.card, self.config = card, config
-        self.max_samples = units.ms_to_samples(card.max_segment_ms)
-        self.min_samples = units.ms_to_samples(card.min_segment_ms)
+    def __init__(self, config: EngineConfig, connect: Connect) -> None:
+        """`connect`: `engine.local.local(...)` for a thread, `engine.remote.remote(...)` for a process. What it
+        raises is raised here."""
+        self.config = config
         self._ids = itertools.count()
         self._room = threading.Condition()
         self._requests = self._samples = self._sessions = 0
+        self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
-        ready: Future[Loop] = Future()
-        self._thread = threading.Thread(
-            target=live, args=(lambda: self._make(build()), ready), name=f"asr-serve {card.name}", daemon=True
-        )
-        self._thread.start()
-        self._loop = ready.result()
-        self.device: Device = self._loop.encode_runner.device
+        self.link = connect(config, self._done, self._stopped)
+        self.card = self.link.card
+        self.max_samples = units.ms_to_samples(self.card.max_segment_ms)
+        self.min_samples = units.ms_to_samples(self.card.min_segment_ms)
 
-    def _make(self, parts: Parts) -> Loop:
-        model, vad, device, text = parts
-        config = self.config
-        longest = model.frames(self.max_samples)
-        decode = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
-        return Loop(
-            model,
-            EncodeRunner(model, device),
-            decode,
-            VadRunner(vad, config.max_sessions),
-            config,
-            text,
-            self.card.tokens_per_s,
-            on_done=self._done,
-            on_stop=self._stopped,
-        )
+    @property
+    def state(self) -> str:
+        """ready, restarting, failed (it will be tried again) or closed."""
+        return self.link.state
 
     def submit(
         self,
@@ -147,16 +143,21 @@ class EngineClient:
                         self.retry_after_ms(),
                     )
                 self._room.wait()
-            self._call(lambda loop: loop.submit(utterance))
+            if not self._requests:
+                self._busy_since = time.monotonic()
             self._requests += 1
             self._samples += samples
+        try:
+            self.link.submit(utterance)
+        except EngineClosed:
+            self._done(samples, counted=False)
+            raise
         return Ticket(utterance.id, future)
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop the work at its next step and free what it holds; its future raises Cancelled."""
-        with self._room:
-            if not self._closed:
-                self._call(lambda loop: loop.cancel(ticket.id))
+        with contextlib.suppress(EngineClosed):
+            self.link.cancel(ticket.id)
 
     def session(self, *, wait: bool = False) -> VadSession:
         """A caller's voice-activity state. Full: raises AtCapacity, or waits for one when `wait`. Raises
@@ -171,64 +172,60 @@ class EngineClient:
                     f"up to {self.config.max_sessions}",
                     self.retry_after_ms(),
                 )
-            self._call(lambda loop: loop.open(session_id))
             self._sessions += 1
+        try:
+            self.link.open(session_id)
+        except EngineClosed:
+            self._session_ended()
+            raise
         return VadSession(self, session_id)
 
     def retry_after_ms(self) -> int:
         """When about a tenth of what is waiting will be done."""
-        stats = self._loop.stats
-        spent = stats.vad_s + stats.encode_s + stats.decode_s
-        speed = units.samples_to_s(stats.samples) / spent if spent > 1 else ASSUMED_SPEED
-        return max(100, int(100 * units.samples_to_s(self._samples) / speed))
+        speed = ASSUMED_SPEED
+        with self._room:
+            waiting_s = units.samples_to_s(self._samples)
+            busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._requests else 0.0)
+            if busy_s > 1 and self._done_samples:
+                speed = units.samples_to_s(self._done_samples) / busy_s
+        return max(100, int(100 * waiting_s / speed))
 
     def describe(self) -> dict[str, Any]:
         """What the engine has done so far."""
-        stats, pages = self._loop.stats, self._loop.decode_runner.pages
-        return {
-            "requests": self._requests,
-            "steps": stats.steps,
-            "rows_per_step": round(stats.step_rows / max(1, stats.steps), 2),
-            "fallbacks": stats.fallbacks,
-            "audio_s": round(units.samples_to_s(stats.samples), 2),
-            "vad_s": round(stats.vad_s, 4),
-            "encode_s": round(stats.encode_s, 4),
-            "decode_s": round(stats.decode_s, 4),
-            "pages": pages.pages,
-            "pages_used": pages.used,
-        }
+        return {"requests": self._requests, "sessions": self._sessions, **self.link.describe()}
 
     def close(self) -> None:
         """Stop the loop; requests still in it raise EngineClosed."""
-        with self._room:
-            if not self._closed:
-                self._call(Loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-    def _call(self, job: Job) -> None:
-        with self._room:
-            if self._closed:
-                raise EngineClosed("the engine is closed", todo="load the model again")
-            self._loop.inbox.put(job)
+        self.link.close()
 
     def _close_session(self, session_id: int) -> None:
+        # The link keeps its order: whoever is let in from here on opens after this one is gone.
+        with contextlib.suppress(EngineClosed):
+            self.link.close_session(session_id)
+        self._session_ended()
+
+    def _session_ended(self) -> None:
         with self._room:
-            if not self._closed:
-                # The inbox keeps its order: whoever is let in from here on opens after this one is gone.
-                self._call(lambda loop: loop.close(session_id))
-                self._sessions -= 1
-                self._room.notify_all()
+            self._sessions -= 1
+            self._room.notify_all()
 
     def _full(self, samples: int) -> bool:
         over = self._samples + samples > units.s_to_samples(self.config.max_audio_s)
         # One utterance always fits an empty engine, whatever the bound says.
         return self._requests >= self.config.max_requests or (over and self._requests > 0)
 
-    def _done(self, samples: int) -> None:
+    def _done(self, samples: int, counted: bool = True) -> None:
         with self._room:
             self._requests -= 1
             self._samples -= samples
+            if counted:
+                self._done_samples += samples
+                now = time.monotonic()
+                self._busy_s += now - self._busy_since
+                self._busy_since = now
+                if self._busy_s > SPEED_OVER_S:
+                    self._busy_s /= 2
+                    self._done_samples //= 2
             self._room.notify_all()
 
     def _stopped(self) -> None:

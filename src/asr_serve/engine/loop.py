@@ -13,14 +13,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
+
 from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Hypothesis
 from asr_serve.engine.planner import Planner, Waiting
 from asr_serve.engine.runner import DecodeRunner, EncodeRunner, Row, VadRunner
 from asr_serve.engine.session import Listener, Utterance, Windows
+from asr_serve.engine.stats import Stats
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
-from asr_serve.models.vad.silero import WINDOW_SAMPLES
+from asr_serve.types import Phases
+from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 BULK_ENCODES = 8
 """Encode batches in a row while only bulk work is there: decoding is cheapest with all rows taken."""
@@ -43,6 +47,9 @@ class Loop:
         tokens_per_s: float,
         on_done: Callable[[int], None],
         on_stop: Callable[[], None],
+        *,
+        stats: Stats,
+        keep_states: bool = False,
     ) -> None:
         self.model, self.config, self.text, self.tokens_per_s = model, config, text, tokens_per_s
         self.encode_runner, self.decode_runner, self.vad_runner = encode, decode, vad
@@ -51,7 +58,8 @@ class Loop:
         self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.utterances: dict[int, Utterance] = {}
         self.listeners: dict[int, Listener] = {}
-        self.stats = Stats()
+        self.stats, self.keep_states = stats, keep_states
+        self._interactive = 0
         self._running = True
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -91,15 +99,12 @@ class Loop:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
         heard = self._hear()
         encoded = False
-        for _ in range(1 if self._somebody_waits() else BULK_ENCODES):
+        for _ in range(1 if self._interactive else BULK_ENCODES):
             free_rows = self.decode_runner.max_rows - len(self.decode_runner.rows)
             if not self._encode(self.planner.plan(free_rows, self.decode_runner.pages.free)):
                 break
             encoded = True
         return self._decode() or encoded or heard
-
-    def _somebody_waits(self) -> bool:
-        return any(u.priority == "interactive" for u in self.utterances.values())
 
     def _drain(self) -> None:
         while True:
@@ -124,6 +129,7 @@ class Loop:
         frames = self.model.frames(len(utterance.pcm))
         pages = self.decode_runner.pages_needed(frames, self.max_tokens(utterance.samples))
         self.utterances[utterance.id] = utterance
+        self._interactive += utterance.priority == "interactive"
         self.planner.add(Waiting(utterance.id, frames, pages, utterance.priority, time.monotonic() * 1_000))
 
     def cancel(self, request_id: int) -> None:
@@ -131,8 +137,12 @@ class Loop:
         if request_id in self.utterances:
             self._fail([request_id], Cancelled("the request was cancelled"))
 
-    def open(self, listener_id: int) -> None:
-        self.listeners[listener_id] = Listener(listener_id, self.vad_runner.states.take())
+    def open(self, listener_id: int, state: bytes | None = None) -> None:
+        """`state`: where the caller stood in an engine before this one."""
+        slot = self.vad_runner.states.take()
+        if state is not None:
+            self.vad_runner.states.unpack(slot, state)
+        self.listeners[listener_id] = Listener(listener_id, slot)
 
     def put(self, windows: Windows) -> None:
         listener = self.listeners.get(windows.session)
@@ -174,19 +184,26 @@ class Loop:
         try:
             results = self.vad_runner.run([(listener.slot, w.pcm) for listener, w in batch])
         except Exception as failure:
+            self.stats.failed("vad")
             for _, windows in batch:
                 _reject(windows.future, _step_failed("voice activity", failure))
         else:
-            for (_, windows), probabilities in zip(batch, results, strict=True):
+            for (listener, windows), probabilities in zip(batch, results, strict=True):
+                if self.keep_states:
+                    windows.state = self.vad_runner.states.pack(listener.slot)
                 _resolve(windows.future, probabilities)
-        self.stats.vad_s += time.perf_counter() - started
+        used = sum(len(windows.pcm) for _, windows in batch) / (len(batch) * longest * WINDOW_SAMPLES)
+        self.stats.step("vad", time.perf_counter() - started, len(batch), used)
         return True
 
     def _encode(self, ids: list[int]) -> bool:
         if not ids:
             return False
-        started = time.perf_counter()
+        started, start_ns = time.perf_counter(), time.time_ns()
         batch = [self.utterances[i] for i in ids]
+        for utterance in batch:
+            utterance.encode_start_ns = start_ns
+            self.stats.queued(utterance.priority, max(0, start_ns - utterance.submitted_ns) / 1e9)
         try:
             results = self.encode_runner.run([u.pcm for u in batch if u.pcm is not None])
             for utterance, result in zip(batch, results, strict=True):
@@ -194,10 +211,15 @@ class Loop:
                 hypothesis = Hypothesis(utterance.options, self.model.eos, limit, self.text)
                 self.decode_runner.join(utterance.id, result, hypothesis)
                 utterance.pcm = None
+                utterance.encode_end_ns = time.time_ns()
         except Exception as failure:
+            self.stats.failed("encode")
             self._fail(ids, _step_failed("encoding", failure))
-        took = time.perf_counter() - started
-        self.stats.encoded(sum(u.samples for u in batch), took)
+            return True
+        frames = sum(result.frames for result in results)
+        self.stats.step(
+            "encode", time.perf_counter() - started, len(ids), min(1.0, frames / self.planner.encode_frames)
+        )
         return True
 
     def _decode(self) -> bool:
@@ -205,16 +227,16 @@ class Loop:
         if not runner.rows:
             return False
         started = time.perf_counter()
-        self.stats.steps += 1
-        self.stats.step_rows += len(runner.rows)
+        rows = len(runner.rows)
         try:
             ended = runner.step()
         except Exception as failure:
+            self.stats.failed("decode")
             self._fail([row.request_id for row in runner.rows], _step_failed("decoding", failure))
             return True
         for row in ended:
             self._settle(row)
-        self.stats.decode_s += time.perf_counter() - started
+        self.stats.step("decode", time.perf_counter() - started, rows, rows / runner.max_rows)
         return True
 
     def _settle(self, row: Row) -> None:
@@ -225,11 +247,19 @@ class Loop:
             self._fail([row.request_id], _step_failed("settling", failure))
             return
         if answer is None:
-            self.stats.fallbacks += 1
+            self.stats.fell_back()
             self.decode_runner.again(row)
             return
         self.decode_runner.leave(row)
-        _resolve(self._forget(row.request_id), answer)
+        utterance = self._forget(row.request_id)
+        self.stats.recognised(utterance.samples, len(answer.tokens))
+        phases = Phases(
+            submitted_ns=utterance.submitted_ns,
+            encode_start_ns=utterance.encode_start_ns,
+            encode_end_ns=utterance.encode_end_ns,
+            decode_end_ns=time.time_ns(),
+        )
+        _resolve(utterance.future, msgspec.structs.replace(answer, phases=phases))
 
     def max_tokens(self, samples: int) -> int:
         """Nobody says more than this in that time; never past the model's positions, the first being BOS."""
@@ -243,12 +273,23 @@ class Loop:
             self.decode_runner.leave(row)
         for request_id in ids:
             self.planner.remove(request_id)
-            _reject(self._forget(request_id), error)
+            _reject(self._forget(request_id).future, error)
 
-    def _forget(self, request_id: int) -> Future[Any]:
+    def _forget(self, request_id: int) -> Utterance:
         utterance = self.utterances.pop(request_id)
+        self._interactive -= utterance.priority == "interactive"
         self.on_done(utterance.samples)
-        return utterance.future
+        return utterance
+
+    def describe(self) -> dict[str, Any]:
+        """What has been done so far, and what is held."""
+        pages = self.decode_runner.pages
+        return {
+            **self.stats.describe(),
+            "pages": pages.pages,
+            "pages_used": pages.used,
+            "sessions_used": self.vad_runner.states.used,
+        }
 
 
 def live(make: Callable[[], Loop], ready: Future[Loop]) -> None:
@@ -260,18 +301,6 @@ def live(make: Callable[[], Loop], ready: Future[Loop]) -> None:
         return
     ready.set_result(loop)
     loop.run()
-
-
-class Stats:
-    """What the loop has done, for `describe` and the benches."""
-
-    def __init__(self) -> None:
-        self.steps = self.step_rows = self.fallbacks = self.samples = 0
-        self.vad_s = self.encode_s = self.decode_s = 0.0
-
-    def encoded(self, samples: int, seconds: float) -> None:
-        self.samples += samples
-        self.encode_s += seconds
 
 
 def _step_failed(what: str, failure: Exception) -> StepFailed:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from asr_serve.decoding.attention import Recognition, SearchOptions
-from asr_serve.engine.states import Slot
 from asr_serve.types import Priority
+
+if TYPE_CHECKING:
+    from asr_serve.engine.states import Slot
 
 
 class Utterance(msgspec.Struct):
-    """A segment to recognise. `pcm` (samples,) float32, 16 kHz; dropped once encoded."""
+    """A segment to recognise. `pcm` (n,) float32, 16 kHz, n >= samples; the loop drops it once encoded."""
 
     id: int
     pcm: np.ndarray | None
     samples: int
+    """Without what pads a short one to the model's least."""
     options: SearchOptions
     priority: Priority
     future: Future[Recognition]
+    submitted_ns: int = msgspec.field(default_factory=time.time_ns)
+    encode_start_ns: int = 0
+    encode_end_ns: int = 0
 
 
 class Windows(msgspec.Struct):
@@ -30,6 +38,9 @@ class Windows(msgspec.Struct):
     session: int
     pcm: np.ndarray
     future: Future[np.ndarray]
+    state: bytes | None = None
+    """The caller's row after these windows, where the loop was told to keep it: what another engine needs to
+    go on from here."""
 
 
 class Listener:

@@ -64,5 +64,23 @@ class StateCacheManager:
         for tensor, new in zip(self.tensors, state, strict=True):
             tensor[rows] = new
 
+    def pack(self, slot: Slot) -> bytes:
+        """One row as bytes, for another manager of the same stage to go on from."""
+        self.expect(slot)
+        return b"".join(tensor[slot.row].cpu().contiguous().numpy().tobytes() for tensor in self.tensors)
+
+    def unpack(self, slot: Slot, data: bytes) -> None:
+        """The inverse. Raises ValueError for bytes of another shape."""
+        self.expect(slot)
+        for tensor in self.tensors:
+            row = tensor[slot.row]
+            size_bytes = row.numel() * row.element_size()
+            piece, data = data[:size_bytes], data[size_bytes:]
+            if len(piece) < size_bytes:
+                raise ValueError("the saved state is shorter than the stage's")
+            row.copy_(torch.frombuffer(bytearray(piece), dtype=row.dtype).view(row.shape))
+        if data:
+            raise ValueError("the saved state is longer than the stage's")
+
     def check(self) -> None:
         assert len(set(self._free)) == len(self._free), "a row is free twice"

@@ -1,35 +1,56 @@
-"""The native core, and the twins that stand in for it.
+"""The native modules, and the twins that stand in for them where they were not built or are not wanted.
 
-`kernels` is the compiled module where it was built and `ASR_SERVE_NATIVE=0` is not set, else
+`kernels` is the compiled core where it was built and `ASR_SERVE_NATIVE=0` is not set, else
 `asr_serve.native.twins`. Both hold the same functions: rope softmax store append attend
-pick tanh_norm lstm, and PAGE.
+pick tanh_norm lstm, and PAGE. `ring` is the compiled ring, or `asr_serve.native.ring_twin`, by the same rule:
+layout format Ring. Only the kernels need torch: importing this loads none.
 """
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
-
-import torch  # noqa: F401  # first: the core borrows the OpenMP threads that torch loads
+from typing import TYPE_CHECKING
 
 from asr_serve.config import native_wanted
-from asr_serve.native import twins
 
-PAGE = twins.PAGE
+if TYPE_CHECKING:
+    from asr_serve.native import twins as twins
+
+PAGE = 16
+"""Positions in one page of keys and values."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`native.twins`, loaded when it is first asked for: it is written in torch."""
+    if name == "twins":
+        return importlib.import_module("asr_serve.native.twins")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def core() -> ModuleType | None:
-    """The compiled module, or None where it was not built (no compiler at install time) or not wanted."""
-    if not native_wanted():
-        return None
-    try:
-        import asr_serve.native._core as _core
-    except ModuleNotFoundError as missing:
-        if missing.name != "asr_serve.native._core":
-            raise
-        return None
-    return _core  # type: ignore[no-any-return]
+    """The compiled kernels, or None where they were not built (no compiler at install time) or not wanted."""
+    import torch  # noqa: F401  # first: the core borrows the OpenMP threads that torch loads
+
+    return _built("asr_serve.native._core")
 
 
 def kernels() -> ModuleType:
     """The fastest set of kernels for CPU tensors in this process."""
-    return core() or twins
+    return core() or importlib.import_module("asr_serve.native.twins")
+
+
+def ring() -> ModuleType:
+    """The shared-memory ring: compiled, or in Python."""
+    return _built("asr_serve.native._ring") or importlib.import_module("asr_serve.native.ring_twin")
+
+
+def _built(name: str) -> ModuleType | None:
+    if not native_wanted():
+        return None
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as missing:
+        if missing.name != name:
+            raise
+        return None

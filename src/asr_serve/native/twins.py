@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PAGE = 16
-"""Positions in one page."""
+from asr_serve.native import PAGE
 
 
 def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -17,21 +17,23 @@ import numpy as np
 
 from asr_serve import units
 from asr_serve.audio.buffers import Kept, Piece
-from asr_serve.audio.io import AudioLimits, AudioStream, open_audio
+from asr_serve.audio.io import AudioLimits
 from asr_serve.audio.manifest import Item
-from asr_serve.config import unknown
+from asr_serve.config import nearest, unknown
 from asr_serve.decoding.attention import Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient, Ticket, VadSession
-from asr_serve.errors import AsrServeError, AtCapacity, OptionError
-from asr_serve.models.vad.silero import WINDOW_SAMPLES
-from asr_serve.types import Priority, Segment, Span, Transcript
-from asr_serve.vad.endpoint import EndpointConfig, Endpointer
+from asr_serve.errors import AsrServeError, AtCapacity, Cancelled, OptionError
+from asr_serve.pipelines.reading import Reading, reading
+from asr_serve.types import Phases, Priority, Segment, Span, Transcript
+from asr_serve.vad.endpoint import WINDOW_SAMPLES, EndpointConfig, Endpointer
 from asr_serve.vad.schedule import OFFLINE, SilenceSchedule
 
 MAX_OPEN_FILES = 64
 """Files that are read at once; the results of the later ones wait, as text, for the first."""
 MAX_AHEAD_SAMPLES = units.s_to_samples(1_200)
 """Audio cut into segments and not yet recognised."""
+PROMPT_SAMPLES = units.s_to_samples(120)
+"""How much of a recording somebody can be waiting for at once."""
 PIECE_WINDOWS = 512
 """Windows handed to voice activity at once: 16 s."""
 CONTEXT_MS = 200
@@ -48,11 +50,16 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     language: str | None = None
     """None: the model's own, or detected where it can."""
     priority: Priority = "bulk"
+    """`interactive` holds for PROMPT_SAMPLES of a recording; the rest is bulk, so that others need not wait for it."""
     vad: bool = True
     """False: every sample is speech, cut only where the model's limit demands, at the quietest point."""
     silence_schedule: SilenceSchedule | None = None
     max_segment_ms: int | None = None
     """Cut segments shorter than the model's own limit."""
+    threshold: float | None = None
+    """Probability at which a window is speech, above 0 up to 1. None: EndpointConfig's, as for the next."""
+    pad_before_ms: int | None = None
+    """Audio before the first window of speech that belongs to a segment."""
     temperatures: tuple[float, ...] = SearchOptions().temperatures
     limits: AudioLimits = AudioLimits()
 
@@ -80,6 +87,8 @@ class SegmentDone(msgspec.Struct, frozen=True):
     """Position of the file among the items."""
     key: str
     segment: Segment
+    phases: Phases | None = None
+    """When the engine worked on it."""
 
 
 class FileDone(msgspec.Struct, frozen=True):
@@ -104,23 +113,46 @@ class Progress(msgspec.Struct, frozen=True):
 Event = SegmentDone | FileDone | FileFailed | Progress
 
 
+class Stop:
+    """Ends one call of `events` from any thread: its generator cancels what it has in the engine and raises
+    Cancelled. Closing the generator would do, but only the thread that is inside it can."""
+
+    def __init__(self) -> None:
+        self.awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wanted = False
+
+    def set(self) -> None:
+        self._wanted = True
+        self.awake.put(None)
+
+    def check(self) -> None:
+        if self._wanted:
+            raise Cancelled("the transcription was stopped")
+
+
 def events(
-    client: EngineClient, text: Callable[[list[int]], str], items: Iterable[Item], options: TranscribeOptions
+    client: EngineClient,
+    text: Callable[[list[int]], str],
+    items: Iterable[Item],
+    options: TranscribeOptions,
+    stop: Stop | None = None,
 ) -> Generator[Event, None, None]:
-    """Transcribe `items`; see Model.events."""
-    return _Transcription(client, text, options).run(iter(items))
+    """Transcribe `items`; see Model.events. Raises OptionError at once, Cancelled after `stop`."""
+    return _Transcription(client, text, options, stop or Stop()).run(iter(items))
 
 
 class _Transcription:
     """One call: a window of files being read, in order, and one queue on which everything that finishes
     wakes us."""
 
-    def __init__(self, client: EngineClient, text: Callable[[list[int]], str], options: TranscribeOptions) -> None:
+    def __init__(
+        self, client: EngineClient, text: Callable[[list[int]], str], options: TranscribeOptions, stop: Stop
+    ) -> None:
         self.client, self.text, self.options = client, text, options
+        self.stop, self.awake = stop, stop.awake
         self.language = _language(client, options.language)
         self.endpoint = _endpoint(client, options)
         self.search = SearchOptions(temperatures=options.temperatures)
-        self.awake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.piece_samples = min(PIECE_WINDOWS, client.config.vad_windows - 32) * WINDOW_SAMPLES
         self.ahead_samples = 0
         self.done_samples = 0
@@ -132,6 +164,7 @@ class _Transcription:
         refused: Item | None = None
         try:
             while files or more:
+                self.stop.check()
                 while more and len(files) < MAX_OPEN_FILES and self.ahead_samples < MAX_AHEAD_SAMPLES:
                     item = refused or next(items, None)
                     if item is None:
@@ -162,7 +195,7 @@ class _Transcription:
             for file in files:
                 file.abandon()
 
-    def wake(self, _: Future[Any]) -> None:
+    def wake(self, _: Future[Any] | None = None) -> None:
         self.awake.put(None)
 
 
@@ -175,8 +208,7 @@ class _File:
         self.error: AsrServeError | None = None
         self.segments: list[Segment] = []
         self.announced = self.reported = self.read_samples = 0
-        self.stream: AudioStream | None = None
-        self.chunks: Iterator[np.ndarray] = iter(())
+        self.source: Reading | None = None
         self.reading = self.open = True
         self.session = session
         self.piece = Piece()
@@ -186,9 +218,8 @@ class _File:
         self.heard: deque[tuple[Span, Recognition]] = deque()
         self.endpointer = Endpointer(call.endpoint)
         try:
-            self.stream = open_audio(item.source, limits=call.options.limits)
-            self.chunks = iter(self.stream)
-            self.announced = self.stream.duration_hint_samples or 0
+            self.source = reading(item.source, call.options.limits, call.wake)
+            self.announced = self.source.hint_samples or 0
             if not self.announced:
                 call.announced = None
             elif call.announced is not None:
@@ -202,7 +233,8 @@ class _File:
         """Do what can be done without waiting; True when something was."""
         moved = False
         while self.reading and len(self.pieces) < PIECES_AHEAD and self._room():
-            self._read()
+            if not self._read():
+                break
             moved = True
         while self.pieces and self.pieces[0][1].done() and self.error is None:
             moved = True
@@ -232,24 +264,29 @@ class _File:
     def _room(self) -> bool:
         return self.call.ahead_samples < MAX_AHEAD_SAMPLES
 
-    def _read(self) -> None:
-        """Hand the next piece to voice activity, or end the reading."""
+    def _read(self) -> bool:
+        """Hand the next piece to voice activity, or end the reading; False when a slow input has too little.
+
+        What a slow input has is handed on as soon as nothing of it is under way, so that its text comes early.
+        """
+        assert self.source is not None
         try:
-            for chunk in self.chunks:
+            while self.piece.samples < self.call.piece_samples and (chunk := self.source.take()) is not None:
                 self.piece.add(chunk)
                 self.read_samples += len(chunk)
-                if self.piece.samples >= self.call.piece_samples:
-                    break
-            else:
-                self.reading = False
+            self.reading = not self.source.ended
         except AsrServeError as error:
             self._end(error)
-            return
-        pcm = self.piece.take(self.call.piece_samples, WINDOW_SAMPLES, last=not self.reading)
+            return True
+        whole_samples = self.piece.samples // WINDOW_SAMPLES * WINDOW_SAMPLES
+        if self.reading and whole_samples < self.call.piece_samples and (self.pieces or not whole_samples):
+            return False
+        pcm = self.piece.take(min(whole_samples, self.call.piece_samples), WINDOW_SAMPLES, last=not self.reading)
         if len(pcm):
             future = self._voice_activity(pcm)
             self.pieces.append((pcm, future))
             future.add_done_callback(self.call.wake)
+        return True
 
     def _voice_activity(self, pcm: np.ndarray) -> Future[np.ndarray]:
         if self.session is not None:
@@ -264,8 +301,10 @@ class _File:
 
     def _submit(self, spans: list[Span]) -> None:
         for span in spans:
+            self.call.stop.check()
             pcm = self._with_context(span)
-            ticket = self.call.client.submit(pcm, self.call.search, self.call.options.priority, wait=True)
+            priority = "bulk" if span.start_samples >= PROMPT_SAMPLES else self.call.options.priority
+            ticket = self.call.client.submit(pcm, self.call.search, priority, wait=True)
             self.call.ahead_samples += span.samples
             self.waiting.append((span, ticket))
             ticket.future.add_done_callback(self.call.wake)
@@ -284,7 +323,7 @@ class _File:
             span, heard = self.heard.popleft()
             if segment := self._segment(span, heard):
                 self.segments.append(segment)
-                yield SegmentDone(self.index, self.key, segment)
+                yield SegmentDone(self.index, self.key, segment, heard.phases)
             yield self._progress(span.end_samples, unopened)
         if self.waiting or self.open:
             return
@@ -319,6 +358,7 @@ class _File:
             heard.avg_logprob,
             heard.temperature,
             heard.finish,
+            heard.logprobs,
         )
 
     def _progress(self, position: int, unopened: bool) -> Progress:
@@ -347,8 +387,8 @@ class _File:
     def _release(self) -> None:
         if self.session is not None:
             self.session.close()
-        if self.stream is not None:
-            self.stream.close()
+        if self.source is not None:
+            self.source.close()
 
 
 def speech(heard: Recognition) -> bool:
@@ -371,7 +411,12 @@ high as real lone words, and stays."""
 def _language(client: EngineClient, wanted: str | None) -> str:
     languages = client.card.languages
     if wanted is not None and wanted not in languages:
-        raise unknown(f"language for {client.card.name}", str(wanted), list(languages))
+        raise OptionError(
+            f"unknown language for {client.card.name}: {str(wanted)[:20]!r}",
+            f"it hears: {', '.join(languages)}",
+            nearest(wanted, languages),
+            param="language",
+        )
     return wanted or languages[0]
 
 
@@ -379,11 +424,19 @@ def _endpoint(client: EngineClient, options: TranscribeOptions) -> EndpointConfi
     limit = client.card.max_segment_ms
     if options.max_segment_ms is not None and options.max_segment_ms > limit:
         raise OptionError(
-            f"max_segment_ms={options.max_segment_ms}", f"{client.card.name} hears up to {limit} ms at once"
+            f"max_segment_ms={options.max_segment_ms}",
+            f"{client.card.name} hears up to {limit} ms at once",
+            param="max_segment_ms",
         )
     wanted = limit if options.max_segment_ms is None else options.max_segment_ms
+    chosen: dict[str, Any] = {} if options.vad else {"min_speech_ms": 0}
+    if options.threshold is not None:
+        # The share of the defaults, and of the model's authors.
+        chosen |= {"threshold": options.threshold, "neg_threshold": 0.7 * options.threshold}
+    if options.pad_before_ms is not None:
+        chosen["pad_before_ms"] = options.pad_before_ms
     return EndpointConfig(
         max_segment_ms=min(wanted, limit - 2 * CONTEXT_MS),
         schedule=options.silence_schedule or OFFLINE,
-        **({} if options.vad else {"min_speech_ms": 0}),
+        **chosen,
     )

@@ -1,0 +1,172 @@
+"""`asr-serve serve`: the settings from everywhere, then the server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from asr_serve.cli.exits import guarded, say
+from asr_serve.config import SECRETS, ServeConfig, environment
+from asr_serve.errors import OptionError
+from asr_serve.settings import Given, as_toml, build, gather, known
+
+FLAGS = {
+    "--host": "host",
+    "--port": "port",
+    "--model": "model",
+    "--alias": "aliases",
+    "--device": "device",
+    "--dtype": "dtype",
+    "--weights": "weights",
+    "--api-key": "api_keys",
+    "--admin-key": "admin_keys",
+    "--max-concurrent": "max_concurrent",
+    "--log-format": "log_format",
+    "--otel-endpoint": "otel_endpoint",
+}
+"""Flag -> setting. Every other setting goes by --set."""
+
+
+def flag(name: str, *short: str, metavar: str, more: str = "") -> Any:
+    """An option with the help and default of its setting. What it takes is judged with the other sources."""
+    setting = known()[FLAGS[name]]
+    parts = [setting.help, more]
+    if setting.default not in (None, (), {}):
+        parts.append(f"Default: {setting.default}.")
+    return typer.Option(name, *short, metavar=metavar, help=" ".join(filter(None, parts)))
+
+
+@guarded
+def serve(
+    host: Annotated[str | None, flag("--host", metavar="ADDRESS")] = None,
+    port: Annotated[str | None, flag("--port", "-p", metavar="PORT")] = None,
+    model: Annotated[
+        list[str] | None, flag("--model", "-m", metavar="NAME", more="Again for models to load beside it.")
+    ] = None,
+    alias: Annotated[list[str] | None, flag("--alias", metavar="NAME=MODEL", more="May be repeated.")] = None,
+    device: Annotated[str | None, flag("--device", metavar="DEVICE")] = None,
+    dtype: Annotated[str | None, flag("--dtype", metavar="DTYPE")] = None,
+    weights: Annotated[str | None, flag("--weights", metavar="DIR")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        flag(
+            "--api-key",
+            metavar="KEY",
+            more="May be repeated. Anybody on this machine sees flags in ps: better "
+            "ASR_SERVE_API_KEYS, or api_keys_file.",
+        ),
+    ] = None,
+    admin_key: Annotated[list[str] | None, flag("--admin-key", metavar="KEY", more="As --api-key.")] = None,
+    max_concurrent: Annotated[str | None, flag("--max-concurrent", metavar="N")] = None,
+    log_format: Annotated[str | None, flag("--log-format", metavar="text|json")] = None,
+    otel_endpoint: Annotated[str | None, flag("--otel-endpoint", metavar="URL")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", "-c", metavar="FILE", help="TOML file of settings. Default: ASR_SERVE_CONFIG."),
+    ] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Any setting, like engine.max_decode_rows=32. May be repeated."
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Print every setting, what it means and where its value comes from; stop."
+        ),
+    ] = False,
+) -> int:
+    """Serve transcription over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
+
+    Settings come from a file (--config), then variables (ASR_SERVE_PORT,
+    ASR_SERVE_ENGINE__MAX_DECODE_ROWS), then flags; a later one replaces an
+    earlier one.
+
+    \b
+    Exit code  0 stopped when asked, 1 something failed, 2 a setting is wrong
+
+    \b
+    Examples
+      asr-serve serve
+      asr-serve serve --port 9000 --alias whisper-1=moonshine-tiny-en
+      ASR_SERVE_API_KEYS=secret asr-serve serve --host 0.0.0.0
+      asr-serve serve --set max_duration_s=600 --set engine.max_decode_rows=32
+      asr-serve serve --print-config > asr-serve.toml
+      asr-serve serve --config asr-serve.toml
+
+    \b
+    Then, from anywhere that reaches it
+      curl http://127.0.0.1:8000/v1/audio/transcriptions \\
+        -F file=@talk.mp3 -F model=moonshine-tiny-en
+      curl http://127.0.0.1:8000/health
+    """
+    flags = read_flags(
+        {
+            "--host": host,
+            "--port": port,
+            "--alias": alias,
+            "--device": device,
+            "--dtype": dtype,
+            "--weights": weights,
+            "--api-key": api_key,
+            "--admin-key": admin_key,
+            "--max-concurrent": max_concurrent,
+            "--log-format": log_format,
+            "--otel-endpoint": otel_endpoint,
+        },
+        model or [],
+        more or [],
+    )
+    given = gather(config, environment(), flags)
+    chosen = build(given)
+    if print_config:
+        print(as_toml(chosen, given), end="")
+        return 0
+    for line in warnings(chosen, given):
+        say(f"warning: {line}")
+
+    from asr_serve.server.run import serve as run  # FastAPI and all the rest, only where a server starts
+
+    return run(chosen)
+
+
+def read_flags(flags: dict[str, str | list[str] | None], models: list[str], more: list[str]) -> dict[str, Given]:
+    """Setting -> text, from the flags that were given and the NAME=VALUE of --set. The first model is the default.
+
+    Raises OptionError where one setting is given twice.
+    """
+    given: dict[str, Given] = {}
+    for name, value in flags.items():
+        if value is not None and value != []:
+            text = value if isinstance(value, str) else ",".join(value)
+            given[FLAGS[name]] = Given(text, f"flag {name}")
+    if models:
+        given["model"] = Given(models[0], "flag --model")
+    if models[1:]:
+        given["more_models"] = Given(tuple(models[1:]), "flag --model")
+    for text in more:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise OptionError(f"--set {text}", "NAME=VALUE, like --set max_duration_s=600")
+        if name in given:
+            raise OptionError(f"{name} is given twice: {given[name].source} and flag --set", "once")
+        given[name] = Given(value, "flag --set")
+    return given
+
+
+def warnings(chosen: ServeConfig, given: dict[str, Given]) -> list[str]:
+    """What an operator should know before anybody connects."""
+    found = [
+        f"every user of this machine can see {name} in the list of processes; better {known()[name].variable}, "
+        f"or {name}_file"
+        for name in SECRETS
+        if name in given and given[name].source.startswith("flag")
+    ]
+    if not chosen.loopback and not chosen.api_keys:
+        found.append(
+            f"listening on {chosen.host} and asking for no key: whoever reaches this machine may use it; "
+            "set api_keys or api_keys_file"
+        )
+    return found

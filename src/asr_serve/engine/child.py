@@ -1,0 +1,110 @@
+"""One engine process, seen from the server: its pipe, its ring, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import numpy as np
+
+from asr_serve.engine import wire
+from asr_serve.errors import EngineClosed
+from asr_serve.transfer import ring
+from asr_serve.transfer.ring import PcmWriter
+
+END_TIMEOUT_S = 10.0
+"""A process that was told to stop and has not by then is killed."""
+
+
+class RingSize(NamedTuple):
+    """The shared memory PCM goes through: 16 MiB as it is, four minutes of audio."""
+
+    slots: int = 1_024
+    payload_bytes: int = 16_384
+
+
+class Child:
+    """Made by `start`. `send` is for one thread at a time, `receive` for another."""
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, writer: PcmWriter) -> None:
+        self.process, self.writer = process, writer
+        self._pipe = pipe
+
+    @classmethod
+    def start(cls, spec: wire.EngineSpec, size: RingSize) -> Child:
+        """Raises EngineClosed where no process can be had."""
+        here, there = Pipe()
+        bell, their_bell = socket.socketpair()
+        memory, _ = ring.create(size.slots, size.payload_bytes)
+        theirs = (there.fileno(), their_bell.fileno(), memory)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "asr_serve.engine.host", *map(str, theirs)],
+                pass_fds=theirs,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno(),
+            )
+            writer = PcmWriter(memory, bell)
+        except OSError as failure:
+            here.close()
+            bell.close()
+            raise EngineClosed(f"no engine process could be started: {failure}") from failure
+        finally:
+            there.close()
+            their_bell.close()
+            os.close(memory)
+        child = cls(process, here, writer)
+        with contextlib.suppress(OSError):  # it may be dead already: `wait_ready` tells
+            child._pipe.send_bytes(wire.encode(spec))
+        return child
+
+    def wait_ready(self, others: Callable[[wire.ToServer], None]) -> wire.Ready:
+        """Until the model is loaded; other messages go to `others`. Raises what loading raised, EngineClosed."""
+        while (message := self.receive()) is not None:
+            match message:
+                case wire.Ready():
+                    return message
+                case wire.Broken(failure=failure):
+                    self.end()
+                    raise failure.error()
+                case _:
+                    others(message)
+        raise EngineClosed(f"the engine process ended while it was loading ({self.end()})", todo="see its log")
+
+    def send(self, message: wire.ToEngine, pcm: np.ndarray | None = None, session: int = 0) -> None:
+        """The message, and after it the samples it announces. Raises OSError or PeerGone."""
+        self._pipe.send_bytes(wire.encode(message))
+        if pcm is not None:
+            self.writer.put(session, pcm)
+
+    def receive(self) -> wire.ToServer | None:
+        """The next message; None when the process is gone."""
+        try:
+            return wire.decode_to_server(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            return None
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self, timeout_s: float = END_TIMEOUT_S) -> str:
+        """Wait for it, with force if need be, and tell how it went."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self) -> None:
+        """Give back the pipe and the ring."""
+        self._pipe.close()
+        self.writer.close()

@@ -1,0 +1,412 @@
+"""The loop in a process of its own, kept alive: what the server uses.
+
+A process that dies, killed or crashed, is started again. What was in it is kept here until it is answered,
+audio and all, and goes to the next process: utterances from their start, sessions from the state that came with
+their last probabilities. So callers notice a pause and nothing else. What was in two processes that died is given
+up: it may be what kills them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asr_serve.config import EngineConfig
+from asr_serve.engine import wire
+from asr_serve.engine.child import END_TIMEOUT_S, Child, RingSize
+from asr_serve.engine.client import Connect
+from asr_serve.engine.session import Utterance, Windows
+from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineError, PeerGone
+
+log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+"""Processes one request may be in when they die."""
+GIVE_UP_AFTER = 3
+"""Starts in a row that fail; then waiting requests are rejected, new ones refused, and it is tried on."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+HEALTHY_S = 30.0
+"""A process that lived this long died of something new: the next one starts without a pause."""
+REPORT_TIMEOUT_S = 5.0
+HUNG_S = 60.0
+"""A process that has work and says nothing for so long is killed. No step takes a tenth of it."""
+
+
+class _Work(msgspec.Struct):
+    """An utterance until it is answered."""
+
+    utterance: Utterance
+    deaths: int = 0
+
+
+class _Session:
+    """A caller's voice activity: where it stands, and what is under way."""
+
+    def __init__(self) -> None:
+        self.state: bytes | None = None
+        self.next_piece = 0
+        self.pieces: deque[tuple[int, Windows]] = deque()
+        self.deaths = 0
+
+
+class RemoteLink:
+    """Speaks with the engine's process and starts another when it dies. Raises what loading raises."""
+
+    def __init__(
+        self,
+        spec: wire.EngineSpec,
+        ring: RingSize,
+        on_done: Callable[[int], None],
+        on_stop: Callable[[], None],
+    ) -> None:
+        self.spec, self.ring = spec, ring
+        self._on_done, self._on_stop = on_done, on_stop
+        self._lock = threading.Lock()  # of what follows, and of the order of messages
+        self._child: Child | None = None
+        self._work: dict[int, _Work] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._questions: dict[int, Future[wire.Report]] = {}
+        self._asked = 0
+        self._state = "loading"
+        self._closing = threading.Event()
+        self._current: Child | None = None
+        self._heard_at = 0.0
+        self.restarts = 0
+        first: Future[wire.Ready] = Future()
+        self._thread = threading.Thread(
+            target=self._live, args=(first,), name=f"asr-serve {spec.model} link", daemon=True
+        )
+        self._thread.start()
+        self.ready = first.result()
+        threading.Thread(target=self._watch, name=f"asr-serve {spec.model} watch", daemon=True).start()
+        self.card = self.ready.card
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    @property
+    def ring_depth(self) -> int:
+        child = self._child
+        return child.writer.depth if child else 0
+
+    @property
+    def ring_full_waits(self) -> int:
+        child = self._child
+        return child.writer.full_waits if child else 0
+
+    # --- what callers want ----------------------------------------------------------------------------
+
+    def submit(self, utterance: Utterance) -> None:
+        with self._lock:
+            self._expect_open()
+            work = self._work[utterance.id] = _Work(utterance)
+            self._send_work(work)
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            work = self._work.pop(request_id, None)
+            if work is None:
+                return
+            self._send(wire.Cancel(request_id))
+        self._reject(work, Cancelled("the request was cancelled"))
+
+    def open(self, session: int) -> None:
+        with self._lock:
+            self._expect_open()
+            self._sessions[session] = _Session()
+            self._send(wire.OpenSession(session, None))
+
+    def put(self, windows: Windows) -> None:
+        with self._lock:
+            self._expect_open()
+            session = self._sessions.get(windows.session)
+            if session is not None:
+                session.pieces.append((session.next_piece, windows))
+                self._send_piece(session.next_piece, windows)
+                session.next_piece += 1
+        if session is None:
+            _fail(windows.future, Cancelled("the session was closed"))
+
+    def close_session(self, session: int) -> None:
+        with self._lock:
+            ended = self._sessions.pop(session, None)
+            if ended is not None:
+                self._send(wire.CloseSession(session))
+        for _, windows in ended.pieces if ended else ():
+            _fail(windows.future, Cancelled("the session was closed"))
+
+    def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> wire.Report | None:
+        """What the engine says of itself; None while there is none, or when it does not answer in time."""
+        answer: Future[wire.Report] = Future()
+        with self._lock:
+            if self._child is None:
+                return None
+            self._asked += 1
+            number = self._asked
+            self._questions[number] = answer
+            self._send(wire.Ask(number))
+        try:
+            return answer.result(timeout_s)
+        except (TimeoutError, EngineError):
+            return None
+        finally:
+            with self._lock:
+                self._questions.pop(number, None)
+
+    def describe(self) -> dict[str, Any]:
+        report = self.report()
+        return {"state": self._state, "restarts": self.restarts, **(report.describe if report else {})}
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._lock.acquire(timeout=END_TIMEOUT_S):  # a hung process may hold up somebody who sends
+            try:
+                self._send(wire.Stop())
+            finally:
+                self._lock.release()
+        if (current := self._current) is not None:
+            current.end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # --- messages, under the lock -----------------------------------------------------------------------
+
+    def _expect_open(self) -> None:
+        if self._closing.is_set():
+            raise EngineClosed("the engine is closed", todo="load the model again")
+        if self._state == "failed":
+            raise EngineClosed("the engine cannot be started at the moment", todo="try again later; see the log")
+
+    def _send(self, message: wire.ToEngine, pcm: np.ndarray | None = None, session: int = 0) -> None:
+        """Nothing is lost while there is no process: whatever is pending goes to the next."""
+        if self._child is None:
+            return
+        try:
+            self._child.send(message, pcm, session)
+        except (OSError, PeerGone):
+            # Whether it died or only its pipe broke: half a message is in there, it is of no more use.
+            self._child.kill()
+            self._child = None
+
+    def _send_work(self, work: _Work) -> None:
+        utterance = work.utterance
+        assert utterance.pcm is not None
+        self._send(
+            wire.Submit(
+                utterance.id,
+                len(utterance.pcm),
+                utterance.samples,
+                utterance.options,
+                utterance.priority,
+                utterance.submitted_ns,
+            ),
+            utterance.pcm,
+            utterance.id,
+        )
+
+    def _send_piece(self, piece: int, windows: Windows) -> None:
+        self._send(wire.Put(windows.session, piece, len(windows.pcm)), windows.pcm, windows.session)
+
+    # --- the process's life, on the link's own thread ---------------------------------------------------
+
+    def _live(self, first: Future[wire.Ready]) -> None:
+        error: AsrServeError = EngineClosed("the engine was closed")
+        failures = 0
+        while not self._closing.is_set():
+            if failures:
+                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1))
+                if self._closing.wait(pause_s if self.restarts or failures > 1 else 0):
+                    break
+            started = time.monotonic()
+            child = None
+            try:
+                child = Child.start(self.spec, self.ring)
+                with self._lock:
+                    self._current = child
+                if self._closing.is_set():  # `close` may have looked before there was one
+                    child.kill()
+                ready = child.wait_ready(self._forward)
+            except AsrServeError as failure:
+                if child is not None:
+                    child.end()
+                    child.close()
+                failures += 1
+                if not first.done():
+                    error = failure
+                    first.set_exception(failure)
+                    break
+                log.error("the engine could not be started again: %s", failure)
+                if failures == GIVE_UP_AFTER:
+                    self._give_up(failure)
+                continue
+            self._revive(child)
+            if not first.done():
+                first.set_result(ready)
+            else:
+                self.restarts += 1
+                log.warning("the engine is back after %.1f s", time.monotonic() - started)
+            self._listen(child)
+            with self._lock:
+                self._child = None
+                if not self._closing.is_set():
+                    self._state = "restarting"
+            code = child.end()
+            child.close()
+            if not self._closing.is_set():
+                log.error("the engine process died (%s); starting another", code)
+                self._strike(code)
+                failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
+        self._finish(error)
+
+    def _revive(self, child: Child) -> None:
+        """Everything that waits goes to the new process, in the order in which it came."""
+        with self._lock:
+            self._child = child
+            for number, session in self._sessions.items():
+                self._send(wire.OpenSession(number, session.state))
+                for piece, windows in session.pieces:
+                    self._send_piece(piece, windows)
+            for work in self._work.values():
+                self._send_work(work)
+            self._state = "ready"
+        self._heard_at = time.monotonic()
+
+    def _listen(self, child: Child) -> None:
+        """Until the process is gone."""
+        while (message := child.receive()) is not None:
+            self._heard_at = time.monotonic()
+            self._take(message)
+
+    def _watch(self) -> None:
+        """Kill a process that hangs. Takes no lock: whoever waits for it may hold that."""
+        while not self._closing.wait(HUNG_S / 10):
+            busy = bool(self._work) or any(session.pieces for session in list(self._sessions.values()))
+            if not busy or self._state != "ready":
+                self._heard_at = time.monotonic()
+            elif time.monotonic() - self._heard_at > HUNG_S and (current := self._current) is not None:
+                log.error("the engine has work and gave no sign for %.0f s: it is killed", HUNG_S)
+                self._heard_at = time.monotonic()
+                current.kill()
+
+    def _take(self, message: wire.ToServer) -> None:
+        match message:
+            case wire.Done(id=request_id, recognition=recognition):
+                with self._lock:
+                    work = self._work.pop(request_id, None)
+                if work is not None:
+                    self._on_done(work.utterance.samples)
+                    if work.utterance.future.set_running_or_notify_cancel():
+                        work.utterance.future.set_result(recognition)
+            case wire.Heard(session=number, piece=piece, probabilities=data, state=state):
+                if (windows := self._heard(number, piece, state)) is not None and (
+                    windows.future.set_running_or_notify_cancel()
+                ):
+                    windows.future.set_result(np.frombuffer(data, np.float32))
+            case wire.Failed(id=number, failure=failure, piece=None):
+                with self._lock:
+                    work = self._work.pop(number, None)
+                if work is not None:
+                    self._reject(work, failure.error())
+            case wire.Failed(id=number, failure=failure, piece=int(piece)):
+                if (windows := self._heard(number, piece, None)) is not None:
+                    _fail(windows.future, failure.error())
+            case wire.Report(number=number):
+                with self._lock:
+                    answer = self._questions.get(number)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+            case _:
+                self._forward(message)
+
+    def _heard(self, number: int, piece: int, state: bytes | None) -> Windows | None:
+        """The piece that is answered, unless its session was closed meanwhile."""
+        with self._lock:
+            session = self._sessions.get(number)
+            if session is None or not session.pieces or session.pieces[0][0] != piece:
+                return None
+            session.state = state if state is not None else session.state
+            session.deaths = 0
+            return session.pieces.popleft()[1]
+
+    def _forward(self, message: wire.ToServer) -> None:
+        if isinstance(message, wire.Log):
+            logging.getLogger(message.name).log(message.level, "%s", message.text)
+
+    # --- endings ------------------------------------------------------------------------------------
+
+    def _strike(self, code: str) -> None:
+        """Give up what has now been in too many processes that died."""
+        error = EngineClosed(
+            f"the engine process died {MAX_ATTEMPTS} times over this request ({code})", todo="do not send it again"
+        )
+        with self._lock:
+            for question in self._questions.values():
+                _fail(question, error)
+            for work in self._work.values():
+                work.deaths += 1
+            for session in self._sessions.values():
+                session.deaths += bool(session.pieces)
+            lost = [work for work in self._work.values() if work.deaths >= MAX_ATTEMPTS]
+            for work in lost:
+                del self._work[work.utterance.id]
+            pieces = [w for s in self._sessions.values() if s.deaths >= MAX_ATTEMPTS for w in _drop(s)]
+        for work in lost:
+            self._reject(work, error)
+        for windows in pieces:
+            _fail(windows.future, error)
+
+    def _give_up(self, reason: AsrServeError) -> None:
+        """Nobody may wait for an engine that will not start."""
+        with self._lock:
+            self._state = "failed"
+        self._reject_all(EngineClosed(f"the engine cannot be started: {reason}", todo="try again later"))
+
+    def _finish(self, error: AsrServeError) -> None:
+        self._closing.set()
+        with self._lock:  # whoever comes after us sees that it is closed, whoever came before is rejected
+            self._state = "closed"
+        self._on_stop()
+        self._reject_all(error)
+
+    def _reject_all(self, error: AsrServeError) -> None:
+        with self._lock:
+            self._child = None
+            work, self._work = list(self._work.values()), {}
+            pieces = [windows for session in self._sessions.values() for windows in _drop(session)]
+        for each in work:
+            self._reject(each, error)
+        for windows in pieces:
+            _fail(windows.future, error)
+
+    def _reject(self, work: _Work, error: Exception) -> None:
+        self._on_done(work.utterance.samples)
+        _fail(work.utterance.future, error)
+
+
+def _drop(session: _Session) -> list[Windows]:
+    pieces = [windows for _, windows in session.pieces]
+    session.pieces.clear()
+    return pieces
+
+
+def _fail(future: Future[Any], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)
+
+
+def remote(spec: wire.EngineSpec, ring: RingSize) -> Connect:
+    """For EngineClient: an engine in a process of its own."""
+
+    def connect(config: EngineConfig, on_done: Callable[[int], None], on_stop: Callable[[], None]) -> RemoteLink:
+        return RemoteLink(msgspec.structs.replace(spec, config=config), ring, on_done, on_stop)
+
+    return connect

@@ -1,0 +1,58 @@
+"""What a loop has done: totals for `describe` and the benches, and each step's figures for whoever measures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asr_serve import units
+
+if TYPE_CHECKING:
+    from asr_serve.metrics import EngineMetrics
+
+
+class Stats:
+    """Written by the loop alone, read by anybody."""
+
+    def __init__(self, metrics: EngineMetrics | None = None) -> None:
+        self.metrics = metrics
+        self.steps = self.step_rows = self.fallbacks = self.samples = 0
+        self.spent_s = {"vad": 0.0, "encode": 0.0, "decode": 0.0}
+
+    def step(self, stage: str, seconds: float, rows: int, fill: float) -> None:
+        """One step of a stage: its rows, and the share of the room it had that was used."""
+        self.spent_s[stage] += seconds
+        if stage == "decode":
+            self.steps += 1
+            self.step_rows += rows
+        if self.metrics is not None:
+            self.metrics.step[stage].observe(seconds)
+            self.metrics.batch_rows[stage].observe(rows)
+            self.metrics.batch_fill[stage].observe(fill)
+
+    def failed(self, stage: str) -> None:
+        if self.metrics is not None:
+            self.metrics.failed_steps[stage].inc()
+
+    def queued(self, priority: str, seconds: float) -> None:
+        if self.metrics is not None:
+            self.metrics.queue[priority].observe(seconds)
+
+    def recognised(self, samples: int, tokens: int) -> None:
+        self.samples += samples
+        if self.metrics is not None:
+            self.metrics.audio_seconds.inc(units.samples_to_s(samples))
+            self.metrics.tokens.inc(tokens)
+
+    def fell_back(self) -> None:
+        self.fallbacks += 1
+        if self.metrics is not None:
+            self.metrics.fallbacks.inc()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "rows_per_step": round(self.step_rows / max(1, self.steps), 2),
+            "fallbacks": self.fallbacks,
+            "audio_s": round(units.samples_to_s(self.samples), 2),
+            **{f"{stage}_s": round(seconds, 4) for stage, seconds in self.spent_s.items()},
+        }

@@ -1,0 +1,165 @@
+"""Every metric, once. docs/metrics.md says what each tells, and what to do when it moves.
+
+The engine and the server are two processes, each with a registry of its own; `exposition` makes one text of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+"""Of what `exposition` returns."""
+
+STAGES = ("vad", "encode", "decode")
+PRIORITIES = ("interactive", "bulk")
+STATES = ("waiting", "decoding")
+
+STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
+"""Finest between 100 ms and 1 s, where a listener begins to notice."""
+REQUEST_S = (*WAIT_S, 120, 300, 900, 3_600)
+"""Recordings of hours pass through the same routes."""
+FACTOR = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 3, 10)
+"""Above 1 the answer took longer than the audio lasts."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024)
+SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+
+
+class EngineMetrics:
+    """What an engine process counts. Labels are resolved once, so that a step costs no look-up of them:
+    `metrics.step["decode"].observe(seconds)`."""
+
+    def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+
+        queue = histogram(
+            "asr_serve_queue_seconds",
+            "Time from admission of an utterance to the start of its encoding.",
+            ("model", "priority"),
+            buckets=WAIT_S,
+        )
+        self.queue = {priority: queue.labels(model, priority) for priority in PRIORITIES}
+        step = histogram(
+            "asr_serve_step_seconds", "Time of one step of a stage.", ("model", "stage"), buckets=STEP_S
+        )
+        self.step = {stage: step.labels(model, stage) for stage in STAGES}
+        rows = histogram(
+            "asr_serve_batch_rows", "Callers or utterances in one step.", ("model", "stage"), buckets=ROWS
+        )
+        self.batch_rows = {stage: rows.labels(model, stage) for stage in STAGES}
+        fill = histogram(
+            "asr_serve_batch_fill_ratio",
+            "Share of a step in use: windows of those computed (vad), frames of those planned for (encode), "
+            "rows of those there are (decode).",
+            ("model", "stage"),
+            buckets=SHARE,
+        )
+        self.batch_fill = {stage: fill.labels(model, stage) for stage in STAGES}
+        failed = counter("asr_serve_failed_steps_total", "Steps that raised an error.", ("model", "stage"))
+        self.failed_steps = {stage: failed.labels(model, stage) for stage in STAGES}
+
+        self.pages = gauge("asr_serve_pages", "Pages of decoder memory there are.", ("model",)).labels(model)
+        self.pages_used = gauge(
+            "asr_serve_pages_used", "Pages of decoder memory that are lent out.", ("model",)
+        ).labels(model)
+        self.sessions = gauge("asr_serve_sessions", "Voice-activity sessions that are open.", ("model",)).labels(
+            model
+        )
+        requests = gauge("asr_serve_engine_requests", "Utterances in the engine.", ("model", "state"))
+        self.requests = {state: requests.labels(model, state) for state in STATES}
+
+        self.audio_seconds = counter("asr_serve_audio_seconds_total", "Audio recognised.", ("model",)).labels(
+            model
+        )
+        self.tokens = counter("asr_serve_tokens_total", "Tokens decoded.", ("model",)).labels(model)
+        self.fallbacks = counter(
+            "asr_serve_fallbacks_total", "Utterances decoded again at a higher temperature.", ("model",)
+        ).labels(model)
+
+    def text(self) -> bytes:
+        """As Prometheus text, for `exposition` in the server."""
+        return generate_latest(self.registry)
+
+
+class ServerMetrics:
+    """What the server counts. `route` is the template a request matched, never the path it sent: labels must
+    not grow with what clients write. What has the label `model` is to be made when the model is loaded, by
+    `labels(model)`: a series that begins with its first event hides that event from `rate`."""
+
+    def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+
+        self.requests = counter(
+            "asr_serve_requests_total", "HTTP requests answered.", ("route", "method", "status")
+        )
+        self.requests_in_flight = gauge(
+            "asr_serve_requests_in_flight", "HTTP requests begun and not yet answered.", ("route",)
+        )
+        self.request_seconds = histogram(
+            "asr_serve_request_seconds",
+            "Time from the head of a request to the last byte of its answer.",
+            ("route",),
+            buckets=REQUEST_S,
+        )
+        self.first_text_seconds = histogram(
+            "asr_serve_first_text_seconds",
+            "Time from the head of a request to the first text of its answer.",
+            ("route",),
+            buckets=REQUEST_S,
+        )
+        self.real_time_factor = histogram(
+            "asr_serve_real_time_factor",
+            "Seconds spent on a request per second of its audio.",
+            ("route",),
+            buckets=FACTOR,
+        )
+        self.rejections = counter(
+            "asr_serve_rejections_total", "Requests refused or given up, by the code of the error.", ("reason",)
+        )
+        self.upload_bytes = counter("asr_serve_upload_bytes_total", "Bytes of request bodies read.", ("route",))
+        self.upload_audio_seconds = counter(
+            "asr_serve_upload_audio_seconds_total", "Audio decoded from request bodies.", ("route",)
+        )
+        self.engine_up = gauge("asr_serve_engine_up", "1 while the engine process can take work.", ("model",))
+        self.engine_restarts = counter(
+            "asr_serve_engine_restarts_total", "Engine processes started in place of a dead one.", ("model",)
+        )
+        self.ring_slots = gauge("asr_serve_ring_slots", "Slots of the ring of audio to the engine.", ("model",))
+        self.ring_depth = gauge("asr_serve_ring_depth", "Slots written and not yet read.", ("model",))
+        self.ring_full_waits = counter(
+            "asr_serve_ring_full_waits_total", "Times the server waited for a free slot.", ("model",)
+        )
+        gauge("asr_serve_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
+
+
+def exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:
+    """The server's metrics and those of its engines (`EngineMetrics.text`) as one Prometheus text: each
+    family once, with the samples of all engines together."""
+    families: dict[str, list[str]] = {}
+    for text in (generate_latest(server.registry), *engines):
+        family: list[str] = []
+        for line in text.decode().split("\n"):
+            if line.startswith("# HELP "):
+                family = families.setdefault(line.split(" ", 3)[2], [])
+            if line.startswith("#") and line in family:
+                continue  # said by the engine before
+            family.append(line)
+    # The library adds when each series began; nothing reads that, and it is a family more for each.
+    kept = (family for name, family in families.items() if not name.endswith("_created"))
+    return "".join(f"{line}\n" for family in kept for line in family if line).encode()

@@ -1,0 +1,1 @@
+"""The engine behind HTTP, as clients already speak it."""

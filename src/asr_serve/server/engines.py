@@ -1,0 +1,182 @@
+"""The models this server holds, by name, each with its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from asr_serve.config import ServeConfig, nearest
+from asr_serve.engine.client import EngineClient
+from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel
+from asr_serve.models.card import Card
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """A loaded model: `client` to its engine, `text` from token ids. `cards`: every model that it could have been.
+
+    Belongs to the event loop's thread; `client` and `text` may be used from any.
+    """
+
+    def __init__(
+        self, card: Card, client: EngineClient, text: Callable[[list[int]], str], cards: Mapping[str, Card]
+    ) -> None:
+        self.card, self.client, self.text, self.cards = card, client, text, cards
+        self._leaving = False
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def state(self) -> str:
+        """ready, restarting, failed, closed; unloading while its last requests are answered."""
+        return "unloading" if self._leaving else self.client.state
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Around a request's work: an engine is not closed under it."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def leave(self) -> None:
+        """Take no more requests, and wait for those there are."""
+        self._leaving = True
+        await self._unused.wait()
+
+
+Open = Callable[[str, ServeConfig], tuple[Card, EngineClient, Callable[[list[int]], str], Mapping[str, Card]]]
+"""Loads a model: what an Engine is made of. Blocks; called on a thread."""
+
+
+def open_engine(
+    name: str, config: ServeConfig
+) -> tuple[Card, EngineClient, Callable[[list[int]], str], Mapping[str, Card]]:
+    """Raises UnknownModel, WeightsMissing, WeightsCorrupt."""
+    from asr_serve.library import Model
+    from asr_serve.models.card import cards
+
+    weights = config.weights if name == config.model else None
+    model = Model.load(name, device=config.device, dtype=config.dtype, weights=weights, engine=config.engine)
+    model._finalizer.detach()  # type: ignore[attr-defined]
+    return model.card, model._client, model._text, cards()
+
+
+class Engines:
+    """Loads, finds and unloads. Belongs to the event loop's thread."""
+
+    def __init__(self, config: ServeConfig, open_engine: Open = open_engine) -> None:
+        self._config, self._open = config, open_engine
+        self._engines: dict[str, Engine] = {}
+        self._loading: dict[str, asyncio.Task[Engine]] = {}
+        self._unloading: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Load what the configuration names, one after another. Raises what loading raises."""
+        for name in (self._config.model, *self._config.more_models):
+            await self.load(name)
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(list(self._engines.values()))
+
+    def known(self) -> dict[str, Card]:
+        """Every model that could be loaded. Only an engine can tell: none, until the first one is there."""
+        return {name: card for engine in self._engines.values() for name, card in engine.cards.items()}
+
+    def state(self, name: str) -> str:
+        """Of a known model: an engine's, or loading, or not_loaded."""
+        if name in self._engines:
+            return self._engines[name].state
+        return "loading" if name in self._loading else "not_loaded"
+
+    def aliases(self, name: str) -> list[str]:
+        return [alias for alias, model in self._config.aliases.items() if model == name]
+
+    def resolve(self, name: str | None) -> str:
+        """The model's own name: for an alias, and for None. Raises UnknownModel."""
+        if name is None:
+            return self._config.model
+        own = self._config.aliases.get(name, name)
+        known = {*self.known(), *self._engines, *self._loading}
+        if own not in known:
+            names = [*self._config.aliases, *sorted(known)]
+            raise UnknownModel(f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", nearest(name, names))
+        return own
+
+    def get(self, name: str | None = None) -> Engine:
+        """The engine of a model that takes work. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
+        own = self.resolve(name)
+        state = self.state(own)
+        if state in ("ready", "restarting"):  # who comes while it restarts waits for it
+            return self._engines[own]
+        if state in ("not_loaded", "unloading"):
+            ready = [engine.name for engine in self if engine.state == "ready"]
+            raise ModelNotLoaded(
+                f"the model {own} is not loaded",
+                f"loaded: {', '.join(ready) or 'none'}",
+                f"an administrator loads it with POST /v1/models/{own}/load",
+            )
+        raise EngineClosed(f"the engine of {own} is {state}", todo="try again in a few seconds")
+
+    async def load(self, name: str) -> Engine:
+        """Wait until the model is loaded. Raises UnknownModel, NotAllowed (no place), and what loading raises."""
+        own = name if not self._engines else self.resolve(name)
+        if unloading := self._unloading.get(own):
+            await asyncio.shield(unloading)
+        if own in self._engines:
+            return self._engines[own]
+        if own not in self._loading:
+            if len(self._engines) + len(self._loading) >= self._config.max_models:
+                raise NotAllowed(
+                    f"{len(self._engines) + len(self._loading)} models are loaded",
+                    f"max_models={self._config.max_models}",
+                    "unload one first",
+                )
+            self._loading[own] = asyncio.create_task(self._load(own))
+        # Whoever asked may leave; others may wait for the same.
+        return await asyncio.shield(self._loading[own])
+
+    async def _load(self, own: str) -> Engine:
+        try:
+            engine = Engine(*await asyncio.to_thread(self._open, own, self._config))
+            self._engines[own] = engine
+            return engine
+        finally:
+            del self._loading[own]
+
+    async def unload(self, name: str) -> None:
+        """Wait for the model's requests, then let it go. Raises UnknownModel, ModelNotLoaded."""
+        own = self.resolve(name)
+        if own not in self._unloading:
+            if own not in self._engines:
+                raise ModelNotLoaded(f"the model {own} is not loaded", "only what is loaded can be unloaded")
+            self._unloading[own] = asyncio.create_task(self._unload(self._engines[own]))
+        await asyncio.shield(self._unloading[own])
+
+    async def _unload(self, engine: Engine) -> None:
+        await engine.leave()
+        await asyncio.to_thread(engine.client.close)
+        del self._engines[engine.name], self._unloading[engine.name]
+
+    def describe(self) -> dict[str, Any]:
+        """State of each loaded model, for /ready."""
+        return {engine.name: engine.state for engine in self}
+
+    async def close(self) -> None:
+        """Close every engine; requests still in them fail with EngineClosed."""
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(engine.client.close) for engine in self))
+        self._engines.clear()

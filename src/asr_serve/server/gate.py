@@ -1,0 +1,175 @@
+"""Who may come in, and how many at once. Everything here is decided before a body is read."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from asr_serve.config import ServeConfig
+from asr_serve.errors import AtCapacity, Draining, InvalidKey, RateLimited
+from asr_serve.server.visits import Caller, visit_of
+
+OPEN = frozenset({"/health", "/ready", "/docs", "/openapi.json"})
+"""Paths that ask for no key and go on while the server drains: they tell nothing but how it is. /metrics is not
+among them: it tells what a server is used for, and Prometheus can bring a key."""
+WORK = frozenset({"/v1/audio/transcriptions", "/asr"})
+"""Paths whose requests cost something: the limits are for them."""
+
+ANONYMOUS = Caller("anonymous")
+"""Everybody, where no keys are configured; together they have the limits of one key."""
+DRAIN_RETRY_MS = 5_000
+SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 200, 30_000
+
+
+class Keys:
+    """The keys there are. What is compared are hashes, all of them, so that time tells nothing of a key."""
+
+    def __init__(self, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
+        self.needed = bool(api_keys)
+        self._known = [(_digest(key), Caller(f"key-{n}")) for n, key in enumerate(api_keys, 1)]
+        self._known += [(_digest(key), Caller(f"admin-{n}", admin=True)) for n, key in enumerate(admin_keys, 1)]
+
+    def caller(self, authorization: str) -> Caller:
+        """In: the header, `Bearer KEY`. Raises InvalidKey."""
+        scheme, _, key = authorization.partition(" ")
+        key = key.strip() if scheme.lower() == "bearer" else ""
+        digest, found = _digest(key), None
+        for known, caller in self._known:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        if found is None and self.needed:
+            raise InvalidKey(
+                "the key sent is not one of this server's" if key else "no key came",
+                "a key of this server, in the header `Authorization: Bearer KEY`",
+                "ask whoever runs it for one",
+            )
+        return found or ANONYMOUS
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class Bucket:
+    """A token bucket: `per_minute` at once, and as many again over the minute that follows."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self._per_minute, self._clock = per_minute, clock
+        self._tokens, self._at_s = float(per_minute), clock()
+
+    def take(self) -> float:
+        """Take one token; or take none, and the seconds until there is one."""
+        now_s = self._clock()
+        per_s = self._per_minute / 60
+        self._tokens = min(self._per_minute, self._tokens + (now_s - self._at_s) * per_s)
+        self._at_s = now_s
+        if self._tokens < 1:
+            return (1 - self._tokens) / per_s
+        self._tokens -= 1
+        return 0.0
+
+
+class Gate:
+    """Counts who is inside. Belongs to the event loop's thread."""
+
+    def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.keys = Keys(config.api_keys, config.admin_keys)
+        self.draining = False
+        self._config, self._clock = config, clock
+        self._buckets: dict[Caller, Bucket] = {}
+        self._working: Counter[Caller] = Counter()
+        self._inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._mean_s = 1.0
+
+    @property
+    def inside(self) -> int:
+        """Requests begun and not yet answered; those to OPEN paths are not counted."""
+        return self._inside
+
+    @property
+    def working(self) -> int:
+        """Those of them that have work done for them."""
+        return self._working.total()
+
+    def drain(self) -> None:
+        """Let nobody in any more."""
+        self.draining = True
+
+    async def idle(self) -> None:
+        """Wait until nobody is inside."""
+        await self._empty.wait()
+
+    @contextmanager
+    def visit(self, caller: Caller, *, work: bool) -> Iterator[None]:
+        """One request. Raises Draining and, for work, RateLimited and AtCapacity."""
+        if self.draining:
+            raise Draining("the server is going down", "it takes no new requests", DRAIN_RETRY_MS)
+        if work:
+            self._expect_room(caller)
+            self._working[caller] += 1
+        self._inside += 1
+        self._empty.clear()
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+            if work:
+                self._mean_s += (self._clock() - began_s - self._mean_s) / 16
+                self._working[caller] -= 1
+
+    def _expect_room(self, caller: Caller) -> None:
+        config = self._config
+        if self.working >= config.max_concurrent:
+            raise AtCapacity(
+                f"{self.working} requests are in work",
+                f"up to {config.max_concurrent} at once",
+                self._retry_after_ms(config.max_concurrent),
+            )
+        if config.concurrent_per_key is not None and self._working[caller] >= config.concurrent_per_key:
+            raise AtCapacity(
+                f"{self._working[caller]} requests with this key are in work",
+                f"up to {config.concurrent_per_key} at once with one key",
+                self._retry_after_ms(config.concurrent_per_key),
+            )
+        per_minute = config.requests_per_minute_per_key
+        if per_minute is None:
+            return
+        bucket = self._buckets.setdefault(caller, Bucket(per_minute, self._clock))
+        if wait_s := bucket.take():
+            raise RateLimited(
+                "too many requests came with this key", f"{per_minute} a minute", max(1, round(1_000 * wait_s))
+            )
+
+    def _retry_after_ms(self, places: int) -> int:
+        """About when the next of `places` is free."""
+        return round(min(LONGEST_RETRY_MS, max(SHORTEST_RETRY_MS, 1_000 * self._mean_s / places)))
+
+
+class Guard:
+    """ASGI: lets a request in, or raises what `Gate` does."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self.app, self.gate = app, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        visit = visit_of(scope)
+        visit.caller = self.gate.keys.caller(Headers(scope=scope).get("authorization", ""))
+        work = scope["method"] == "POST" and scope["path"] in WORK
+        with self.gate.visit(visit.caller, work=work):
+            await self.app(scope, receive, send)

@@ -1,0 +1,96 @@
+"""One transcription for one request: the pipeline on a thread, its events on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import AsyncIterator, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+from asr_serve.audio.manifest import Item
+from asr_serve.errors import AsrServeError
+from asr_serve.pipelines import transcribe
+from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, SegmentDone, Stop, TranscribeOptions
+from asr_serve.server.engines import Engine
+from asr_serve.types import Transcript
+
+
+class Jobs:
+    """The threads that transcriptions run on: one each, as many as requests may be in work."""
+
+    def __init__(self, max_concurrent: int) -> None:
+        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
+
+    def begin(self, engine: Engine, audio: BinaryIO, options: TranscribeOptions) -> Job:
+        """Hear `audio`, from its first byte. Raises OptionError for what this model cannot do."""
+        return Job(self._threads, engine, audio, options)
+
+    def close(self) -> None:
+        """After the last job."""
+        self._threads.shutdown()
+
+
+class Job:
+    """A transcription under way. Its segments are iterated over once; `transcript` is at the end of them.
+
+    All methods belong to the event loop's thread. Whoever begins a job waits for `over`, having called `cancel`
+    and closed the audio where its end is not wanted.
+    """
+
+    def __init__(
+        self, threads: ThreadPoolExecutor, engine: Engine, audio: BinaryIO, options: TranscribeOptions
+    ) -> None:
+        self._stop = Stop()
+        stream = transcribe.events(engine.client, engine.text, [Item("audio", audio)], options, self._stop)
+        self._loop = asyncio.get_running_loop()
+        self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
+        self.transcript: asyncio.Future[Transcript] = self._loop.create_future()
+        """Raises what the pipeline does."""
+        self.transcript.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: no warning
+        context = contextvars.copy_context()  # the request's id, for what is logged there
+        self._users = contextlib.ExitStack()
+        self._users.enter_context(engine.used())
+        self._thread = self._loop.run_in_executor(threads, context.run, self._run, stream)
+        self._thread.add_done_callback(self._ended)
+
+    async def __aiter__(self) -> AsyncIterator[SegmentDone]:
+        while (event := await self._segments.get()) is not None:
+            yield event
+
+    def cancel(self) -> None:
+        """Stop the work in the engine; the transcript raises Cancelled."""
+        self._stop.set()
+
+    async def over(self) -> None:
+        """Wait until nothing of it is left, in the engine or on a thread."""
+        await asyncio.wait({self._thread})
+
+    def _run(self, stream: Generator[Event, None, None]) -> None:
+        with contextlib.closing(stream):
+            for event in stream:
+                self._loop.call_soon_threadsafe(self._take, event)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case SegmentDone():
+                self._segments.put_nowait(event)
+            case FileDone():
+                self._end(event.transcript)
+            case FileFailed():
+                self._end(event.error)
+
+    def _end(self, outcome: Transcript | BaseException) -> None:
+        if self.transcript.done():
+            return
+        if isinstance(outcome, Transcript):
+            self.transcript.set_result(outcome)
+        else:
+            self.transcript.set_exception(outcome)
+        self._segments.put_nowait(None)
+
+    def _ended(self, thread: asyncio.Future[None]) -> None:
+        self._users.close()
+        failure = None if thread.cancelled() else thread.exception()
+        self._end(failure or AsrServeError("the transcription ended without a result"))

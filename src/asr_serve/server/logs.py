@@ -1,0 +1,135 @@
+"""Logs on standard error, one line a record, as text for people or JSON for machines.
+
+A record says what happened, never what was said: no keys, no audio, no text. So a field that is not a plain
+value is shown as its type only, and libraries are heard from warnings up, since what they say below that may
+hold what clients sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+Form = Literal["text", "json"]
+Level = Literal["debug", "info", "warning", "error"]
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request this task works for; every record made meanwhile carries it."""
+
+OURS = ("asr_serve", "_granian", "granian.access")
+GRANIAN: dict[str, Any] = {
+    "formatters": {},
+    "handlers": {},
+    "loggers": {name: {"handlers": [], "propagate": True} for name in OURS[1:]},
+}
+"""Granian's `log_dictconfig`: it sets up logging of its own when it starts, and this leaves that to us."""
+
+_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_access = logging.getLogger("asr_serve.access")
+
+
+def setup(form: Form = "text", level: Level = "info") -> None:
+    """Send every logger of this process through one handler."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    handler.addFilter(_stamp)
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(number, logging.WARNING))
+    for name in OURS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+        logger.setLevel(number)
+
+
+def access(
+    *,
+    method: str,
+    route: str,
+    status: int,
+    duration_ms: float,
+    audio_ms: int | None = None,
+    model: str | None = None,
+    client: str | None = None,
+) -> None:
+    """The one line of an answered request. `route` as in the metrics: the template, not what was sent."""
+    fields = {
+        "method": method,
+        "route": route,
+        "status": status,
+        "duration_ms": round(duration_ms, 1),
+        "audio_ms": audio_ms,
+        "model": model,
+        "client": client,
+    }
+    _access.log(
+        logging.ERROR if status >= 500 else logging.INFO,
+        "request",
+        extra={name: value for name, value in fields.items() if value is not None},
+    )
+
+
+def _stamp(record: logging.LogRecord) -> bool:
+    """Write the request's id into a record that does not bring one along."""
+    if not hasattr(record, "request_id") and (current := request_id.get()):
+        record.request_id = current
+    return True
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _fields(record)
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        fields = _fields(record)
+        first, *more = fields.pop("message").split("\n")
+        head = [fields.pop("ts"), f"{fields.pop('level'):<7}", fields.pop("logger"), first]
+        lines = [" ".join([*head, *(f"{name}={_quoted(value)}" for name, value in fields.items())]), *more]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).split("\n")
+        # What a client wrote may be in a record: it must not pass for a record of its own, or move the cursor.
+        return "\n    ".join(_CONTROL.sub(_escape, line) for line in lines)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What both forms show, in order; what is ours cannot be overwritten."""
+    when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    ours = {
+        "ts": when.replace("+00:00", "Z"),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "message": record.getMessage(),
+    }
+    extra = {name: _plain(value) for name, value in vars(record).items() if name not in _STANDARD}
+    return ours | extra | ours
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no number for it
+    return value if value is None or isinstance(value, str | int | float) else f"<{type(value).__name__}>"
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if re.fullmatch(r"[^\s\"=]+", text) else json.dumps(text, ensure_ascii=False)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()

@@ -1,0 +1,159 @@
+"""Errors to the wire: the one place where a failure, whatever it is, becomes an answer in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from asr_serve import errors
+from asr_serve.errors import AsrServeError, ClientGone, NoSuchRoute, OptionError
+from asr_serve.protocols.openai import ErrorAnswer, Problem
+from asr_serve.server.visits import visit_of
+
+JSON = "application/json"
+CLIENT_GONE = 499
+"""Nginx's number for a client that did not wait. It is logged and counted, and never sent."""
+RESTART_MS = 2_000
+"""When to try again while an engine starts or starts anew."""
+
+log = logging.getLogger(__name__)
+
+
+class Kind(NamedTuple):
+    """How a class of errors is told. `code` None: the error's own."""
+
+    error: type[AsrServeError]
+    status: int
+    type: str = "invalid_request_error"
+    code: str | None = None
+
+
+KINDS = (
+    Kind(errors.AudioTooLarge, 413),
+    Kind(errors.AudioError, 400),
+    Kind(errors.OptionError, 400),
+    Kind(errors.RequestTimeout, 408),
+    Kind(errors.InvalidKey, 401, code="invalid_api_key"),
+    Kind(errors.NotAllowed, 403, "permission_error"),
+    Kind(errors.NoSuchRoute, 404),
+    Kind(errors.ClientGone, CLIENT_GONE),
+    Kind(errors.RequestError, 400),
+    Kind(errors.UnknownModel, 404, code="model_not_found"),
+    Kind(errors.ModelNotLoaded, 404),
+    Kind(errors.WeightsMissing, 404),
+    Kind(errors.Draining, 503, "server_error"),
+    Kind(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
+    Kind(errors.AtCapacity, 429, "rate_limit_error"),
+    Kind(errors.EngineClosed, 503, "server_error"),
+    Kind(errors.AsrServeError, 500, "server_error"),
+)
+"""The first that fits. Where OpenAI's clients look for a code of OpenAI's, they find it."""
+
+
+def kind_of(error: AsrServeError) -> Kind:
+    return next(kind for kind in KINDS if isinstance(error, kind.error))
+
+
+def code_of(error: AsrServeError) -> str:
+    """The error's name on the wire and among the metrics' reasons."""
+    return kind_of(error).code or error.code
+
+
+def problem(error: Exception, request_id: str) -> Problem:
+    """What a client is told. Of failures that are ours it learns the request's id, and nothing from inside."""
+    if isinstance(error, AsrServeError) and (kind := kind_of(error)).status != 500:
+        param = error.param if isinstance(error, OptionError) else None
+        return Problem(str(error), kind.type, param, code_of(error))
+    code = code_of(error) if isinstance(error, AsrServeError) else "internal_error"
+    return Problem(
+        f"The server failed on this request. Try again; if it stays, report it with request id {request_id}.",
+        "server_error",
+        None,
+        code,
+    )
+
+
+def reply(error: Exception, request_id: str) -> Response:
+    status = kind_of(error).status if isinstance(error, AsrServeError) else 500
+    headers: dict[str, str] = {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if status in (429, 503):
+        retry_ms = getattr(error, "retry_after_ms", RESTART_MS)
+        headers["Retry-After"] = str(max(1, math.ceil(retry_ms / 1_000)))
+        headers["retry-after-ms"] = str(retry_ms)
+    return told(status, problem(error, request_id), headers)
+
+
+def told(status: int, what: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(ErrorAnswer(what)), status, headers, JSON)
+
+
+def note(error: Exception, scope: Scope) -> Problem:
+    """Count the failure and, where it is ours, log it; returns what a client is told."""
+    visit = visit_of(scope)
+    visit.reason = code_of(error) if isinstance(error, AsrServeError) else "internal_error"
+    if not isinstance(error, AsrServeError) or kind_of(error).status == 500:
+        log.error("a request failed inside", exc_info=error)
+    return problem(error, visit.request_id)
+
+
+class Replies:
+    """ASGI: what the routes raise is answered here. Once an answer has begun it can only be cut off."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except ClientGone as error:
+            note(error, scope)
+            visit_of(scope).status = CLIENT_GONE
+        except Exception as error:
+            note(error, scope)
+            if begun:
+                raise
+            await reply(error, visit_of(scope).request_id)(scope, receive, send)
+
+
+async def not_found(request: Request, error: HTTPException) -> Response:
+    """For FastAPI: no such path, or not that method."""
+    visit = visit_of(request.scope)
+    where = f"{request.method} {request.url.path[:100]}"
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        failure = NoSuchRoute(f"{where} is not allowed", f"methods there: {allowed}")
+    else:
+        failure = NoSuchRoute(f"{where} leads nowhere", "see /openapi.json for what there is")
+    visit.reason = failure.code
+    return told(error.status_code, problem(failure, visit.request_id), error.headers)
+
+
+async def invalid(request: Request, error: RequestValidationError) -> Response:
+    """For FastAPI: a parameter it declares itself is no good."""
+    first: dict[str, Any] = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    failure = OptionError(f"{place}: {first['msg']}", param=str(first["loc"][-1]))
+    visit = visit_of(request.scope)
+    visit.reason = failure.code
+    return told(400, problem(failure, visit.request_id))

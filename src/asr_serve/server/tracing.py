@@ -1,0 +1,182 @@
+"""Traces for OpenTelemetry, which this file alone loads, and only when somebody asked for it.
+
+    POST /v1/audio/transcriptions      a request, in the server
+    ├── upload                         its body, up to the last byte
+    └── utterance                      each segment, in the engine process
+        ├── queue                      admitted, waiting
+        ├── encode
+        └── decode
+
+The engine process knows nothing of this: its times come back with each answer (`types.Phases`), and its spans
+are made of them afterwards. Attributes hold names and sizes, never a key, and never what was said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from asr_serve.errors import OptionError
+from asr_serve.types import Phases
+
+if TYPE_CHECKING:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+EXPORT_S = 5.0
+"""One export, its repetitions included."""
+CLOSE_S = 5.0
+"""The most that a shutdown waits for a collector that does not answer."""
+
+
+class RequestTrace:
+    """A request nobody traces: every call is free."""
+
+    trace_id = ""
+    """32 hexadecimal digits when there is a trace, for the log."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """The request is over; an exception that passes is named in its span."""
+
+    def upload(self) -> AbstractContextManager[None]:
+        """Around the reading of the body."""
+        return nullcontext()
+
+    def engine_phases(self, phases: Phases) -> None:
+        """One utterance came back from the engine."""
+
+    def note(self, **attributes: str | int | float) -> None:
+        """Facts about the request: model, request_id, audio_ms."""
+
+    def answered(self, route: str, status: int) -> None:
+        """`route`: the template the request matched."""
+
+
+class Tracer:
+    """Begins a trace for each request. This one does nothing; `create` makes the one that does."""
+
+    @staticmethod
+    def create(endpoint: str | None, service_name: str) -> Tracer:
+        """`endpoint`: base URL of an OTLP/HTTP collector, or None for no traces.
+
+        Raises OptionError when there is an endpoint and OpenTelemetry is not installed.
+        """
+        if endpoint is None:
+            return Tracer()
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError:
+            raise OptionError(
+                f"otel_endpoint={endpoint}, and OpenTelemetry is not installed",
+                "traces need the extra otel",
+                "pip install 'asr-serve[otel]'",
+                param="otel_endpoint",
+            ) from None
+        url = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
+        return OtelTracer(OTLPSpanExporter(url, timeout=EXPORT_S), service_name)
+
+    def request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
+        """Begin now. `headers` in lower case, or of a kind that does not care: a valid `traceparent` among
+        them is continued."""
+        return RequestTrace()
+
+    def close(self) -> None:
+        """Send what is left; not longer than CLOSE_S."""
+
+
+class OtelTracer(Tracer):
+    """Sends spans to `exporter`, in batches, from a thread of the SDK."""
+
+    def __init__(self, exporter: SpanExporter, service_name: str) -> None:
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # A provider of our own, not the process's: whoever embeds the server may have one already.
+        self._provider = TracerProvider(
+            resource=Resource.create({SERVICE_NAME: service_name}), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("asr_serve")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        span = self._tracer.start_span(
+            method,
+            context=self._propagator.extract(headers, Context()),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": method, "process": "server"},
+        )
+        return _OtelRequest(self._tracer, span, method)
+
+    def close(self) -> None:
+        # The SDK waits for half a minute while a collector is away.
+        closing = Thread(target=self._provider.shutdown, name="asr-serve traces", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+
+
+class _OtelRequest(RequestTrace):
+    def __init__(self, tracer: trace.Tracer, span: trace.Span, method: str) -> None:
+        from opentelemetry import trace
+
+        self._api, self._tracer, self._span, self._method = trace, tracer, span, method
+        self.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._fail(kind.__name__)
+        self._span.end()
+
+    def upload(self) -> AbstractContextManager[None]:
+        return self._upload()
+
+    @contextmanager
+    def _upload(self) -> Iterator[None]:
+        span = self._child("upload", self._span, "server")
+        try:
+            yield
+        finally:
+            span.end()
+
+    def engine_phases(self, phases: Phases) -> None:
+        utterance = self._child("utterance", self._span, "engine", phases.submitted_ns)
+        for name, start_ns, end_ns in (
+            ("queue", phases.submitted_ns, phases.encode_start_ns),
+            ("encode", phases.encode_start_ns, phases.encode_end_ns),
+            ("decode", phases.encode_end_ns, phases.decode_end_ns),
+        ):
+            self._child(name, utterance, "engine", start_ns).end(end_ns)
+        utterance.end(phases.decode_end_ns)
+
+    def _child(self, name: str, parent: trace.Span, process: str, start_ns: int | None = None) -> trace.Span:
+        # Its parent is handed on, not looked up: a request's work is spread over tasks and threads.
+        context = self._api.set_span_in_context(parent)
+        return self._tracer.start_span(name, context=context, start_time=start_ns, attributes={"process": process})
+
+    def note(self, **attributes: str | int | float) -> None:
+        self._span.set_attributes(attributes)
+
+    def answered(self, route: str, status: int) -> None:
+        self._span.update_name(f"{self._method} {route}")
+        self._span.set_attributes({"http.route": route, "http.response.status_code": status})
+        if status >= 500:
+            self._fail(str(status))
+
+    def _fail(self, kind: str) -> None:
+        self._span.set_attribute("error.type", kind)
+        self._span.set_status(self._api.StatusCode.ERROR)

@@ -1,0 +1,51 @@
+"""Metrics as a busy server with two engines has them: at least one sample of every family."""
+
+from __future__ import annotations
+
+from asr_serve.errors import AtCapacity
+from asr_serve.metrics import EngineMetrics, ServerMetrics, exposition
+
+MODELS = ("moonshine-tiny-en", "moonshine-base-en")
+ROUTE = "/v1/audio/transcriptions"
+
+
+def busy_engine(model: str) -> EngineMetrics:
+    metrics = EngineMetrics(model)
+    metrics.queue["interactive"].observe(0.02)
+    for stage in metrics.step:
+        metrics.step[stage].observe(0.004)
+        metrics.batch_rows[stage].observe(12)
+        metrics.batch_fill[stage].observe(12 / 64)
+    metrics.failed_steps["decode"].inc()
+    metrics.pages.set(900)
+    metrics.pages_used.set_function(lambda: 45)
+    metrics.sessions.set(3)
+    metrics.requests["waiting"].set(5)
+    metrics.requests["decoding"].set(12)
+    metrics.audio_seconds.inc(7.5)
+    metrics.tokens.inc(30)
+    metrics.fallbacks.inc()
+    return metrics
+
+
+def busy_server() -> ServerMetrics:
+    metrics = ServerMetrics("1.2.3")
+    metrics.requests.labels(ROUTE, "POST", "200").inc()
+    metrics.requests_in_flight.labels(ROUTE).inc()
+    metrics.request_seconds.labels(ROUTE).observe(0.4)
+    metrics.first_text_seconds.labels(ROUTE).observe(0.2)
+    metrics.real_time_factor.labels(ROUTE).observe(0.05)
+    metrics.rejections.labels(AtCapacity("", "", 1).code).inc()
+    metrics.upload_bytes.labels(ROUTE).inc(240_000)
+    metrics.upload_audio_seconds.labels(ROUTE).inc(7.5)
+    for model in MODELS:
+        metrics.engine_up.labels(model).set_function(lambda: 1)
+        metrics.engine_restarts.labels(model).inc()
+        metrics.ring_slots.labels(model).set(1_024)
+        metrics.ring_depth.labels(model).set_function(lambda: 2)
+        metrics.ring_full_waits.labels(model).inc()
+    return metrics
+
+
+def busy_exposition() -> bytes:
+    return exposition(busy_server(), [busy_engine(model).text() for model in MODELS])

@@ -1,0 +1,304 @@
+"""The engine in a process of its own: the same answers, through its death and another's birth."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import save_file
+from tiny_moonshine import WAIT_S, clip, outcome, weights
+
+from asr_serve.config import EngineConfig
+from asr_serve.decoding.attention import SearchOptions
+from asr_serve.engine.child import RingSize
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.local import local
+from asr_serve.engine.parts import Checkpoint
+from asr_serve.engine.remote import RemoteLink, remote
+from asr_serve.engine.wire import EngineSpec
+from asr_serve.errors import Cancelled, EngineClosed, UnknownModel, WeightsCorrupt
+from asr_serve.models.asr import moonshine
+from asr_serve.vad.endpoint import WINDOW_SAMPLES
+
+MODEL = "moonshine-tiny-en"
+CONFIG = EngineConfig(max_decode_rows=8, kv_bytes=1 << 20, max_sessions=6)
+RING = RingSize(slots=64, payload_bytes=16_384)
+"""Small, so that a load of clips goes round it several times; yet it holds what one that is stopped is sent."""
+ONCE = SearchOptions(temperatures=(0.0,))
+CLIPS = [clip(seed, 16_000 + 7_919 * seed) for seed in range(12)]
+Begin = Callable[..., EngineClient]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Moonshine on disk, as another process can load it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    config = moonshine.tiny()
+    (folder / "config.json").write_text(json.dumps(msgspec.to_builtins(config)))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights(config).items()}, folder / "model.safetensors"
+    )
+    (folder / "tokenizer.bin").write_bytes(b"".join(b"\x03w%02d" % token for token in range(config.vocab_size)))
+    return folder
+
+
+@pytest.fixture
+def begin(checkpoint: Path) -> Iterator[Begin]:
+    """Starts engine processes and closes them."""
+    started: list[EngineClient] = []
+
+    def starting(folder: Path = checkpoint, **settings: object) -> EngineClient:
+        spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(folder))
+        started.append(EngineClient(msgspec.structs.replace(CONFIG, **settings), remote(spec, RING)))
+        return started[-1]
+
+    yield starting
+    for client in started:
+        pid = process(client) if client.state != "closed" else None
+        client.close()
+        assert client.state == "closed"
+        assert pid is None or not psutil.pid_exists(pid)
+    assert not psutil.Process().children(recursive=True)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> EngineClient:
+    """The same model on a thread of ours: what every answer is compared with."""
+    found = Checkpoint.find(MODEL, checkpoint)
+    client = EngineClient(CONFIG, local(found.card, lambda: found.build("cpu", "fp32")))
+    yield client
+    client.close()
+
+
+def link(client: EngineClient) -> RemoteLink:
+    assert isinstance(client.link, RemoteLink)
+    return client.link
+
+
+def process(client: EngineClient) -> int:
+    current = link(client)._current
+    assert current is not None
+    return current.process.pid
+
+
+def kill(client: EngineClient) -> None:
+    os.kill(process(client), signal.SIGKILL)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.01)
+
+
+def expect_idle(client: EngineClient) -> None:
+    told = client.describe()
+    assert (told["requests"], told["sessions"], told["pages_used"], told["sessions_used"]) == (0, 0, 0, 0)
+    assert link(client).ring_depth == 0
+
+
+def expect_answers(client: EngineClient, alone: EngineClient, while_waiting: Callable[[], None]) -> None:
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:2]]
+    while_waiting()
+    tickets += [client.submit(pcm, ONCE) for pcm in CLIPS[2:]]
+    came = [ticket.future.result(WAIT_S) for ticket in tickets]
+    expected = [alone.submit(pcm, ONCE).future.result(WAIT_S) for pcm in CLIPS]
+    assert [answer.tokens for answer in came] == [answer.tokens for answer in expected]
+    assert len({answer.tokens for answer in came}) > len(CLIPS) // 2, "answers must tell the clips apart"
+    for answer in came:
+        assert answer.phases is not None
+        assert (
+            answer.phases.submitted_ns
+            <= answer.phases.encode_start_ns
+            <= answer.phases.encode_end_ns
+            <= answer.phases.decode_end_ns
+        )
+
+
+def test_the_same_answers_as_on_a_thread(begin, alone):
+    client = begin()
+    expect_answers(client, alone, while_waiting=lambda: None)
+    expect_idle(client)
+
+
+def test_the_same_probabilities_as_on_a_thread(begin, alone):
+    client = begin()
+    speech = clip(3, 40 * WINDOW_SAMPLES)
+    pieces = [speech[at : at + 8 * WINDOW_SAMPLES] for at in range(0, len(speech), 8 * WINDOW_SAMPLES)]
+    mine, theirs = client.session(), alone.session()
+    for piece in pieces:
+        np.testing.assert_array_equal(mine.put(piece).result(WAIT_S), theirs.put(piece).result(WAIT_S))
+    mine.close()
+    theirs.close()
+    expect_idle(client)
+
+
+def test_killed_under_load_every_request_is_still_answered(begin, alone):
+    client = begin()
+    expect_answers(client, alone, while_waiting=lambda: kill(client))
+    assert link(client).restarts == 1
+    expect_idle(client)
+
+
+def test_killed_in_mid_sentence_a_session_goes_on_where_it_stood(begin, alone):
+    client = begin()
+    speech = clip(5, 64 * WINDOW_SAMPLES)
+    pieces = [speech[at : at + 8 * WINDOW_SAMPLES] for at in range(0, len(speech), 8 * WINDOW_SAMPLES)]
+    mine, theirs = client.session(), alone.session()
+    answers = [mine.put(piece) for piece in pieces[:3]]
+    for answer in answers:
+        answer.result(WAIT_S)
+    kill(client)
+    answers += [mine.put(piece) for piece in pieces[3:]]
+    for answer, piece in zip(answers, pieces, strict=True):
+        np.testing.assert_array_equal(answer.result(WAIT_S), theirs.put(piece).result(WAIT_S))
+    assert link(client).restarts == 1
+    mine.close()
+    theirs.close()
+    expect_idle(client)
+
+
+def test_what_was_in_two_processes_that_died_is_given_up_and_the_rest_goes_on(begin, alone):
+    client = begin()
+    stop_engine(client)
+    doomed = client.submit(CLIPS[0], ONCE)
+    kill(client)
+    until(lambda: link(client).restarts == 1 and client.state == "ready")
+    stop_engine(client)
+    if not doomed.future.done():  # the new process may have been quick
+        kill(client)
+        with pytest.raises(EngineClosed, match="died 2 times"):
+            doomed.future.result(WAIT_S)
+    until(lambda: client.state == "ready" or link(client).restarts == 2)
+    expect_answers(client, alone, while_waiting=lambda: None)
+    expect_idle(client)
+
+
+def stop_engine(client: EngineClient) -> None:
+    """SIGSTOP: it answers nothing until it is killed."""
+    os.kill(process(client), signal.SIGSTOP)
+
+
+def test_requests_that_come_while_there_is_no_engine_wait_for_the_next(begin, alone):
+    client = begin()
+    kill(client)
+    until(lambda: client.state == "restarting")
+    expect_answers(client, alone, while_waiting=lambda: None)
+
+
+def test_an_engine_that_hangs_is_killed_and_its_work_done_by_another(begin, alone, monkeypatch):
+    monkeypatch.setattr("asr_serve.engine.remote.HUNG_S", 1.0)
+    client = begin()
+    expect_answers(client, alone, while_waiting=lambda: stop_engine(client))  # more than the ring holds
+    assert link(client).restarts == 1
+    expect_idle(client)
+
+
+def test_cancelled_while_the_engine_stands_still(begin, alone):
+    client = begin()
+    stop_engine(client)
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:2]]  # as much as the ring and the pipe hold
+    for ticket in tickets:
+        client.cancel(ticket)
+        assert outcome(ticket) is Cancelled
+    assert client.describe()["requests"] == 0
+    os.kill(process(client), signal.SIGCONT)
+    expect_answers(client, alone, while_waiting=lambda: None)
+    expect_idle(client)
+
+
+def test_a_closed_session_rejects_what_is_under_way(begin):
+    client = begin()
+    session = client.session()
+    stop_engine(client)
+    answer = session.put(clip(1, WINDOW_SAMPLES * 2))
+    session.close()
+    with pytest.raises(Cancelled):
+        answer.result(WAIT_S)
+    os.kill(process(client), signal.SIGCONT)
+    expect_idle(client)
+
+
+def test_closing_rejects_what_is_under_way_and_leaves_no_process(begin):
+    client = begin()
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
+    client.close()
+    assert {outcome(ticket) for ticket in tickets} <= {EngineClosed} | {type(None)} or all(
+        ticket.future.done() for ticket in tickets
+    )
+    with pytest.raises(EngineClosed):
+        client.submit(CLIPS[0], ONCE)
+    with pytest.raises(EngineClosed):
+        client.session()
+
+
+def test_what_loading_raises_is_raised_here(begin, tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(WeightsCorrupt, match="is no JSON"):
+        begin(tmp_path)
+    with pytest.raises(UnknownModel, match="did you mean 'moonshine-tiny-en'"):
+        EngineClient(CONFIG, remote(EngineSpec(model="moonshine-tiny-e"), RING))
+
+
+def test_an_engine_that_cannot_be_started_again_refuses_and_comes_back(begin, checkpoint, alone, tmp_path):
+    folder = tmp_path / "moving"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    client = begin(folder)
+    (folder / "config.json").rename(folder / "away.json")
+    kill(client)
+    waiting = client.submit(CLIPS[0], ONCE)
+    with pytest.raises(EngineClosed, match="cannot be started"):
+        waiting.future.result(WAIT_S)
+    assert client.state == "failed"
+    with pytest.raises(EngineClosed, match="cannot be started"):
+        client.submit(CLIPS[0], ONCE)
+    (folder / "away.json").rename(folder / "config.json")
+    until(lambda: client.state == "ready")
+    expect_answers(client, alone, while_waiting=lambda: None)
+
+
+def test_a_server_that_is_killed_takes_its_engine_along(checkpoint):
+    script = f"""
+import sys, time
+from asr_serve.config import EngineConfig
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.child import RingSize
+from asr_serve.engine.remote import remote
+from asr_serve.engine.wire import EngineSpec
+spec = EngineSpec(model={MODEL!r}, device="cpu", dtype="fp32", weights={str(checkpoint)!r})
+client = EngineClient(EngineConfig(kv_bytes=1 << 20), remote(spec, RingSize()))
+assert "torch" not in sys.modules, "the server must not load torch"
+print(client.link._current.process.pid, flush=True)
+time.sleep(600)
+"""
+    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    engine = psutil.Process(int(server.stdout.readline()))
+    server.kill()
+    server.wait()
+    server.stdout.close()
+    engine.wait(WAIT_S)
+
+
+def test_no_descriptor_is_left_behind(begin):
+    client = begin()
+    before = psutil.Process().num_fds()
+    for _ in range(2):
+        kill(client)
+        until(lambda: client.state != "ready")
+        until(lambda: client.state == "ready")
+    assert psutil.Process().num_fds() == before

@@ -1,0 +1,404 @@
+"""Settings from every source, the errors they make, and what is printed of them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import asr_serve
+from asr_serve.config import OTHER_VARIABLES, PREFIX, EngineConfig, ServeConfig
+from asr_serve.errors import OptionError
+from asr_serve.settings import Given, as_toml, build, gather, known, serve_config, toml
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+MARKED = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- /settings -->)", re.DOTALL)
+
+
+def table() -> str:
+    """Every setting as the page shows it."""
+    rows = ["| setting | default | takes | |", "|---|---|---|---|"]
+    for setting in known().values():
+        default = "" if setting.default is None else f"`{toml(setting.default)}`"
+        rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
+    return "\n".join(rows) + "\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "asr-serve.toml"
+
+
+# --- what wins --------------------------------------------------------------------------------------------
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    assert serve_config(None, {}) == ServeConfig()
+    assert ServeConfig().model == asr_serve.DEFAULT_MODEL
+
+
+def test_a_later_source_replaces_an_earlier_one(file: Path) -> None:
+    file.write_text(
+        'host = "h.file"\nport = 1\nlog_level = "debug"\nmore_models = ["a", "b"]\nmax_models = 9\n'
+        'aliases = { x = "file", y = "file" }\n[engine]\nmax_requests = 1\nvad_windows = 100\n'
+    )
+    environ = {
+        "ASR_SERVE_CONFIG": str(file),
+        "ASR_SERVE_HOST": "h.env",
+        "ASR_SERVE_PORT": "2",
+        "ASR_SERVE_MORE_MODELS": "c",
+        "ASR_SERVE_ALIASES": "x=env",
+        "ASR_SERVE_ENGINE__MAX_REQUESTS": "2",
+    }
+    made = serve_config(None, environ, {"host": "h.flag", "engine.encode_frames": "3"})
+    assert (made.host, made.port, made.log_level) == ("h.flag", 2, "debug")
+    assert (made.more_models, made.aliases) == (("c",), {"x": "env"})
+    assert made.engine == EngineConfig(max_requests=2, vad_windows=100, encode_frames=3)
+
+
+def test_a_named_file_comes_before_the_one_in_the_environment(file: Path) -> None:
+    file.write_text("port = 5")
+    assert serve_config(str(file), {"ASR_SERVE_CONFIG": "no-such-file.toml"}).port == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("port", "0", 0),
+        ("max_body_bytes", "1_000_000", 1_000_000),
+        ("drain_s", "1.5", 1.5),
+        ("docs", "FALSE", False),
+        ("metrics", "1", True),
+        ("weights", "none", None),
+        ("weights", "a folder, with=signs", "a folder, with=signs"),
+        ("concurrent_per_key", "None", None),
+        ("concurrent_per_key", "7", 7),
+        ("more_models", "", ()),
+        ("more_models", " a , b,", ("a", "b")),
+        ("aliases", "", {}),
+        ("aliases", "whisper-1 = a, org/whisper=b", {"whisper-1": "a", "org/whisper": "b"}),
+        ("cors_origins", "https://a.org,http://b:80,*", ("https://a.org", "http://b:80", "*")),
+        ("host", "::1", "::1"),
+        ("ring_slots", "64", 64),
+    ],
+)
+def test_text_becomes_a_value(name: str, text: str, value: object) -> None:
+    more = {"ASR_SERVE_MAX_MODELS": "9"}
+    for made in (
+        serve_config(None, more, {name: text}),
+        serve_config(None, more | {known()[name].variable: text}),
+    ):
+        assert getattr(made, name) == value
+        assert type(getattr(made, name)) is type(value)
+
+
+def test_variables_that_are_no_settings_pass() -> None:
+    kubernetes = {
+        "ASR_SERVE_SERVICE_HOST": "10.0.0.1",
+        "ASR_SERVE_SERVICE_PORT": "8000",
+        "ASR_SERVE_SERVICE_PORT_HTTP": "8000",
+        "ASR_SERVE_PORT": "tcp://10.0.0.1:8000",
+        "ASR_SERVE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "ASR_SERVE_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "ASR_SERVE_METRICS_PORT": "tcp://10.0.0.2:9090",
+        "ASR_SERVE_METRICS_SERVICE_HOST": "10.0.0.2",
+    }
+    ours = {f"ASR_SERVE_{name}": "x" for name in OTHER_VARIABLES if name != "CONFIG"}
+    assert serve_config(None, kubernetes | ours | {"PATH": "/bin", "ASR": "x"}) == ServeConfig()
+
+
+def test_every_variable_that_the_project_reads_is_known() -> None:
+    """A server must not refuse to start for a variable that some other part of us takes."""
+    read = re.compile(r"""(?:environ(?:\.get)?[\[(]|getenv\(|setenv\()\s*["']ASR_SERVE_(\w+)["']""")
+    paths = [path for folder in ("src", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
+    named = {name for path in paths for name in read.findall(path.read_text())}
+    settings = {setting.variable.removeprefix(PREFIX) for setting in known().values()}
+    assert {"CACHE", "NATIVE", "THREADS"} <= named
+    assert named <= settings | set(OTHER_VARIABLES)
+
+
+# --- what fails -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot = 1", ["'prot'", "asr-serve.toml:1)", "'port'"]),
+        (
+            "port = 1\n\n[engine]\nmax_decode_row = 3",
+            ["'engine.max_decode_row'", ":4)", "'engine.max_decode_rows'"],
+        ),
+        ("max_decode_rows = 3", ["'max_decode_rows'", ":1)", "'engine.max_decode_rows'"]),
+        ("[engine]\nport = 1", ["'engine.port'", ":2)", "'port'"]),
+        ("[server]\nport = 1", ["'server'", ":1)"]),
+        ("engine = 3", ["engine=3", ":1)", "a table"]),
+        ("engine.kv_bytes = 0", ["engine.kv_bytes=0 (", ":1)", "1 or more"]),
+        ("engine = { kv_bytes = 0 }", ["engine.kv_bytes=0 (", "asr-serve.toml)"]),
+        ('port = "8000"', ["port='8000' (", ":1)", "a whole number, 0 to 65535"]),
+        ("port = 8000.0", ["port=8000.0"]),
+        ("port = true", ["port=True"]),
+        ("port = 65536", ["port=65536", "0 to 65535"]),
+        ("# port = 1\nhost = 1", ["host=1 (", ":2)"]),
+        ("docs = 1", ["docs=1", "true or false"]),
+        ('more_models = "a"', ["more_models='a'", "a list"]),
+        ('more_models = ["a", 1]', ["more_models=['a', 1]", "a list"]),
+        ("aliases = { a = 1 }", ["aliases={'a': 1}", "name=model"]),
+        ('[aliases]\n"a b" = "c"', ["aliases={'a b': 'c'} (", ":1)"]),
+        ('aliases = { a = "b", b = "c" }', ["a is for b", "a=c"]),
+        ('log_format = "jsno"', ["log_format='jsno'", "json, text", "did you mean 'json'"]),
+        ("drain_s = -1", ["drain_s=-1", "0 to 86400"]),
+        ("max_duration_s = nan", ["max_duration_s=nan", "more than 0"]),
+        ("upload_idle_s = inf", ["upload_idle_s=inf", "more than 0, up to 86400"]),
+        ("ring_slots = 1000", ["ring_slots=1000 (", "a power of two"]),
+        ("ring_payload_bytes = 100", ["ring_payload_bytes=100", "of whole 64s"]),
+        ('host = "0.0.0.0:80"', ["without port"]),
+        ('host = "http://here"', ["without port or scheme"]),
+        ('cors_origins = ["example.org"]', ["an origin like"]),
+        ('otel_endpoint = "collector:4317"', ["otel_endpoint='collector:4317'", "http://"]),
+        ('weights = ""', ["weights=''"]),
+        ('more_models = ["b", "c"]', ["max_models=2 and 3 models", "moonshine-tiny-en", "max_models=3"]),
+        ("concurrent_per_key = 0", ["concurrent_per_key=0", "1 or more; or none"]),
+        ("[engine]\nencode_padding = 1.0", ["engine.encode_padding=1.0", ":2)", "more than 0, less than 1"]),
+        ("[engine]\nvad_windows = 63", ["64 or more"]),
+        ("port = \n", ["asr-serve.toml: ", "line 1"]),
+    ],
+)
+def test_a_wrong_file_says_what_where_and_what_is_allowed(file: Path, text: str, said: list[str]) -> None:
+    file.write_text(text)
+    with pytest.raises(OptionError) as error:
+        serve_config(str(file), {})
+    assert [part for part in said if part not in str(error.value)] == [], str(error.value)
+
+
+def test_files_that_cannot_be_read(file: Path) -> None:
+    with pytest.raises(OptionError, match=r"asr-serve\.toml: No such file"):
+        serve_config(str(file), {})
+    file.write_bytes(b'host = "\xff"')
+    with pytest.raises(OptionError, match=r"asr-serve\.toml: .*utf-8"):
+        serve_config(str(file), {})
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"ASR_SERVE_PROT": "1"}, ["ASR_SERVE_PROT (environment)", "'ASR_SERVE_PORT'"]),
+        ({"ASR_SERVE_ENGINE_KV_BYTES": "1"}, ["'ASR_SERVE_ENGINE__KV_BYTES'"]),
+        ({"ASR_SERVE_NATIV": "1"}, ["'ASR_SERVE_NATIVE'"]),
+        ({"ASR_SERVE_port": "1"}, ["ASR_SERVE_port"]),
+        ({"ASR_SERVE_PORT": "eighty"}, ["port='eighty' (env ASR_SERVE_PORT)", "a whole number"]),
+        ({"ASR_SERVE_PORT": ""}, ["port='' (env ASR_SERVE_PORT)"]),
+        ({"ASR_SERVE_PORT": "none"}, ["port='none'"]),
+        ({"ASR_SERVE_DOCS": "yes"}, ["docs='yes' (env ASR_SERVE_DOCS)", "true or false"]),
+        ({"ASR_SERVE_ALIASES": "a=b,c"}, ["aliases='a=b,c' (env ASR_SERVE_ALIASES)", "name=model"]),
+        ({"ASR_SERVE_ENGINE__KV_BYTES": "-1"}, ["engine.kv_bytes=-1 (env ASR_SERVE_ENGINE__KV_BYTES)"]),
+        ({"ASR_SERVE_WEIGHTS": "\udcff"}, ["weights is not UTF-8 (env ASR_SERVE_WEIGHTS)"]),
+    ],
+)
+def test_a_wrong_environment(environ: Mapping[str, str], said: list[str]) -> None:
+    with pytest.raises(OptionError) as error:
+        serve_config(None, environ)
+    assert [part for part in said if part not in str(error.value)] == [], str(error.value)
+
+
+def test_the_error_names_the_source_that_won(file: Path) -> None:
+    file.write_text("port = -1")
+    assert serve_config(str(file), {"ASR_SERVE_PORT": "1"}).port == 1
+    with pytest.raises(OptionError, match=r"port=-2 \(flag\)"):
+        serve_config(str(file), {"ASR_SERVE_PORT": "1"}, {"port": -2})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"port": 70_000}, "port"),
+        ({"port": "80"}, "port"),
+        ({"host": ""}, "host"),
+        ({"engine": {"x": 1}}, "engine"),
+    ],
+)
+def test_an_object_made_by_hand_meets_the_same_rules(wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(OptionError) as error:
+        ServeConfig(**wrong)
+    assert error.value.param == param
+
+
+def test_fields_settle_to_their_types() -> None:
+    made = ServeConfig(more_models=["a"], drain_s=3)  # type: ignore[arg-type]
+    assert made == ServeConfig(more_models=("a",), drain_s=3.0)
+    assert isinstance(made.drain_s, float)
+    assert hash(EngineConfig(max_audio_s=60)) == hash(EngineConfig(max_audio_s=60.0))
+    with pytest.raises(AttributeError):
+        made.port = 1  # type: ignore[misc]
+
+
+def test_engine_settings_from_a_mapping() -> None:
+    assert EngineConfig.of({"max_requests": 3}) == EngineConfig(max_requests=3)
+    with pytest.raises(OptionError, match="did you mean 'max_requests'"):
+        EngineConfig.of({"max_request": 3})
+    sent = msgspec.msgpack.encode(EngineConfig(kv_bytes=1 << 20))
+    assert msgspec.msgpack.decode(sent, type=EngineConfig) == EngineConfig(kv_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True)]
+    + [(host, False) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org")],
+)
+def test_loopback(host: str, loopback: bool) -> None:
+    assert ServeConfig(host=host).loopback is loopback
+
+
+# --- keys -------------------------------------------------------------------------------------------------
+
+
+def test_keys_come_from_every_source_and_from_files(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    keys.write_text("# clients\nsecret-1\n\n  secret-2  # anna\nsecret#3\nsecret-0\n")
+    environ = {"ASR_SERVE_API_KEYS": "secret-0, secret-9", "ASR_SERVE_ADMIN_KEYS_FILE": str(keys)}
+    made = serve_config(None, environ, {"api_keys_file": str(keys)})
+    assert made.api_keys == ("secret-0", "secret-9", "secret-1", "secret-2", "secret#3")
+    assert made.admin_keys == ("secret-1", "secret-2", "secret#3", "secret-0")
+
+
+def test_keys_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "keys.txt"
+    file.write_text("secret-1\n")
+    given = gather(None, {"ASR_SERVE_API_KEYS": "secret-2,secret-3"}, {"api_keys_file": Given(str(file), "flag")})
+    made = build(given)
+    page = as_toml(made, given)
+    assert '# api_keys = "***"  # 3 in all: env ASR_SERVE_API_KEYS, api_keys_file\n' in page
+    assert "secret" not in page + repr(made) + str(made) + f"{made}"
+    assert "<3 keys>" in repr(made)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"api_keys": "secret 1"}, "api_keys=*** (flag)"),
+        ({"admin_keys": ["secret", 1]}, "admin_keys=*** (flag)"),
+        ({"api_keys": "schlüssel-secret"}, "visible ASCII"),
+        ({"api_key": "secret"}, "did you mean 'api_keys'"),
+    ],
+)
+def test_not_even_wrong_ones(flags: dict[str, object], said: str) -> None:
+    with pytest.raises(OptionError) as error:
+        serve_config(None, {}, flags)
+    assert said in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", " , "])
+def test_an_empty_key_does_not_open_the_server(text: str) -> None:
+    with pytest.raises(OptionError, match=r"api_keys is empty \(env ASR_SERVE_API_KEYS\)"):
+        serve_config(None, {"ASR_SERVE_API_KEYS": text})
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        (b"", "holds no key"),
+        (b"# secret\n\n", "holds no key"),
+        (b"ok\nsecret key\n", "line 2 is no key"),
+        (b"secret,key\n", "line 1 is no key"),
+        (b"secret\xff", "not UTF-8"),
+    ],
+    ids=["missing", "empty", "comments", "space", "comma", "bytes"],  # they name the folder, which errors name
+)
+def test_wrong_key_files(tmp_path: Path, content: bytes | None, said: str) -> None:
+    file = tmp_path / "keys.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(OptionError) as error:
+        serve_config(None, {"ASR_SERVE_ADMIN_KEYS_FILE": str(file)})
+    assert said in str(error.value)
+    assert "(env ASR_SERVE_ADMIN_KEYS_FILE)" in str(error.value)
+    assert "secret" not in str(error.value)
+
+
+# --- printed ----------------------------------------------------------------------------------------------
+
+NAMES = st.text(st.characters(exclude_categories=["Cs", "Z", "Cc"], exclude_characters=",="), min_size=1)
+ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+CHOICES = {
+    "host": st.sampled_from(["localhost", "0.0.0.0", "::1"]),
+    "port": st.integers(0, 65_535),
+    "model": NAMES,
+    "more_models": st.lists(NAMES, max_size=2),
+    "aliases": st.dictionaries(NAMES.map("a".__add__), NAMES.map("m".__add__), max_size=3),
+    "weights": st.none() | ANY_TEXT,
+    "max_duration_s": st.floats(0, exclude_min=True, allow_nan=False),
+    "drain_s": st.floats(0, 86_400),
+    "cors_origins": st.lists(st.sampled_from(["*", "https://a.org", "http://b:1"])),
+    "docs": st.booleans(),
+    "log_format": st.sampled_from(["text", "json"]),
+    "ring_slots": st.integers(1, 20).map(lambda power: 2**power),
+    "engine_threads": st.none() | st.integers(1, 64),
+    "engine.kv_bytes": st.integers(1, 10**12),
+    "engine.encode_padding": st.floats(0, 1, exclude_min=True, exclude_max=True),
+    "engine.encode_frames": st.none() | st.integers(1, 10**6),
+}
+
+
+@given(st.fixed_dictionaries({"max_models": st.integers(3, 10**30)}, optional=CHOICES))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_printed_makes_the_same_server(file: Path, values: dict[str, Any]) -> None:
+    given = {name: Given(value, "flag --set") for name, value in values.items()}
+    made = build(given)
+    page = as_toml(made, given)
+    file.write_text(page, "utf-8", newline="")
+    assert serve_config(str(file), {}) == made
+    assert page.count("# flag --set\n") == len(values)
+
+
+def test_printed_values_say_where_they_come_from(file: Path) -> None:
+    file.write_text('\nlog_level = "debug"\n')
+    given = gather(str(file), {"ASR_SERVE_ENGINE__MAX_REQUESTS": "7"}, {"port": Given("9", "flag --port")})
+    lines = as_toml(build(given), given).splitlines()
+    assert "port = 9  # flag --port" in lines
+    assert f'log_level = "debug"  # file {file}:2' in lines
+    assert "max_requests = 7  # env ASR_SERVE_ENGINE__MAX_REQUESTS" in lines
+    assert 'host = "127.0.0.1"  # default' in lines
+    assert "# weights is not set  # default" in lines
+    assert lines.index("[engine]") < lines.index("max_requests = 7  # env ASR_SERVE_ENGINE__MAX_REQUESTS")
+    assert f"# {known()['port'].help}" in lines
+
+
+def test_a_source_with_a_strange_name_stays_in_its_comment(tmp_path: Path) -> None:
+    strange = tmp_path / "a\nport = 1.toml"
+    strange.write_text("docs = false")
+    given = gather(str(strange), {}, {})
+    assert tomllib.loads(as_toml(build(given), given))["port"] == 8_000
+
+
+def test_every_setting_is_explained_and_can_be_unset() -> None:
+    for name, setting in known().items():
+        assert setting.help.endswith("."), name
+        assert setting.allowed
+        # TOML cannot say none, so what is not printed has to be none by default.
+        assert ("or none" in setting.allowed) == (setting.default is None), name
+
+
+def test_the_page_shows_every_setting() -> None:
+    shown = MARKED.search(PAGE.read_text())
+    assert shown, "docs/configuration.md has lost its marks"
+    assert shown[0] == table(), "write it again: python tests/test_config.py"
+
+
+def test_the_example_is_a_valid_file() -> None:
+    made = serve_config(str(ROOT / "examples" / "asr-serve.toml"), {})
+    assert made.aliases == {"whisper-1": "moonshine-tiny-en"}
+    commented = (ROOT / "examples" / "asr-serve.toml").read_text().replace("# api_keys_file", "api_keys_file")
+    assert "api_keys_file" in tomllib.loads(commented)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(MARKED.sub(lambda _: table(), PAGE.read_text()))

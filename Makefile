@@ -6,7 +6,7 @@ PYTHON   ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3
               $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
               && echo $$p && break; done)
 PIP_ARGS ?=#   for example: PIP_ARGS='--extra-index-url URL' for a CPU build of torch
-ARGS     ?=#   more arguments for pytest or bench/offline.py
+ARGS     ?=#   more arguments for pytest, the benches or the server
 PEERS    ?= moonshine-voice,onnx,faster-whisper
 JSON     ?= bench/results/offline.json
 
@@ -17,8 +17,10 @@ PINS     := pyproject.toml constraints.txt
 PIP      := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
               $(BIN)/python -m pip install --quiet $(PIP_ARGS)
 
-# A stamp of its own with and without a compiler: install one, and `make setup` builds the native core.
-STAMP    := $(VENV)/.setup-$(if $(shell command -v c++ || command -v g++ || command -v clang++),native,plain)
+COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
+# A stamp of its own with and without a compiler: install one, and `make setup` builds the native modules.
+STAMP    := $(VENV)/.setup-$(if $(COMPILER),native,plain)
+STRESS   := src/asr_serve/native/src/ring_stress.cpp
 
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
@@ -47,18 +49,22 @@ $(VENV)/.bench: $(STAMP)
 	@$(PIP) -e '.[bench]'
 	@touch $@
 
-serve: setup  ## transcribe the demo clip (the HTTP service is not written yet)
-	@echo "There is no HTTP service yet: this transcribes the 44 s demo clip of moonshine-voice instead."
-	$(BIN)/asr-serve transcribe "$$($(BIN)/python examples/demo_clip.py)"
-	@echo "Now your own audio:  $(BIN)/asr-serve transcribe talk.mp3 --format srt --output talk.srt"
+serve: setup  ## start the server on 127.0.0.1:8000; ARGS='--port 9000' for more
+	@echo "Starting. A clip to try it with:  $$($(BIN)/python examples/demo_clip.py)"
+	@exec $(BIN)/asr-serve serve $(ARGS)
 
 test: setup  ## run the tests; ARGS='-k name' for some
 	$(BIN)/python -m pytest $(ARGS)
 
-check: setup  ## ruff, ruff format, mypy
+check: setup  ## ruff, ruff format, mypy, and the ring under ThreadSanitizer
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@mkdir -p build
+	@if echo 'int main() {}' | $(or $(COMPILER),false) -fsanitize=thread -x c++ - -o build/ring_stress 2>/dev/null && build/ring_stress; then \
+	  echo $(COMPILER) -fsanitize=thread $(STRESS); \
+	  $(COMPILER) -std=c++20 -O1 -g -Wall -Wextra -fsanitize=thread $(STRESS) -o build/ring_stress -pthread && build/ring_stress; \
+	else echo "skipped: the ring under ThreadSanitizer, which wants a C++ compiler that has it"; fi
 
 bench:  ## measure against the peers; DATA=folder with transcripts.tsv
 	@test -f "$(DATA)/transcripts.tsv" || { echo "say where the speech is: make bench DATA=folder, which holds transcripts.tsv (bench/README.md)" >&2; exit 1; }

@@ -38,7 +38,10 @@ from worker import job
 
 HERE = Path(__file__).resolve().parent
 OURS = serve_report.OURS
-OFFLINE = {serve_report.OFFLINE: {"dtype": "auto", "vad": True}, serve_report.WHOLE: {"dtype": "auto"}}
+OFFLINE: dict[str, dict[str, Any]] = {
+    serve_report.OFFLINE: {"dtype": "auto", "vad": True},
+    serve_report.WHOLE: {"dtype": "auto"},
+}
 """The same clips through the engine without a server. The service looks for voice activity; so does the first."""
 PACKAGES = ("granian", "fastapi", "starlette", "uvloop", "python-multipart")
 SEED = 20_26
@@ -85,8 +88,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         files = [write_wav(folder / f"{place:04d}.wav", clip) for place, clip in enumerate(speech)]
     run = Run(args, speech, files, offline.environment(args.threads), folder)
     say(f"{len(speech)} clips, {sum(run.lengths_s):.1f} s, {args.threads} threads, clients {args.clients}")
-    about = machine.describe(args.threads)
-    about["packages"] |= {name: found for name in PACKAGES if (found := machine.installed(name))}
+    about: dict[str, Any] = machine.describe(args.threads)
+    about["packages"] |= {name: version for name in PACKAGES if (version := machine.installed(name))}
 
     servers: list[tuple[str, Make]] = [] if args.only_peers else [(OURS, asr_serve)]
     servers += [entry for peer in args.peers for entry in PEERS[peer]]

@@ -77,7 +77,8 @@ class Line:
 
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port, self.connects = host, port, 0
-        self.reader, self.writer = asyncio.StreamReader(), None
+        self.reader = asyncio.StreamReader()
+        self.writer: asyncio.StreamWriter | None = None
 
     async def ask(self, sent: bytes) -> tuple[int | str, Headers, bytes]:
         """Status, headers and body of the answer; a failure's name as the status when there is none."""
@@ -205,20 +206,22 @@ async def client(number: int, requests: Sequence[bytes], level: Level, job: Job)
     took from its first try to its answer.
     """
     line = Line(job["host"], job["port"])
-    for clip in order(number, len(requests), job["seed"]):
-        begun_s = level.begin(number)
-        while True:
-            status, headers, body = await line.ask(requests[clip])
-            if status != 429 or level.over:
+    try:
+        for clip in order(number, len(requests), job["seed"]):
+            begun_s = level.begin(number)
+            while True:
+                status, headers, body = await line.ask(requests[clip])
+                if status != 429 or level.over:
+                    break
+                level.refuse()
+                await asyncio.sleep(retry_s(headers))
+            level.end(Answer(number, clip, begun_s, time.perf_counter(), status, body))
+            if level.over:
                 break
-            level.refuse()
-            await asyncio.sleep(retry_s(headers))
-        level.end(Answer(number, clip, begun_s, time.perf_counter(), status, body))
-        if level.over:
-            break
-        if isinstance(status, str):
-            await asyncio.sleep(RECONNECT_S)
-    line.drop()
+            if isinstance(status, str):
+                await asyncio.sleep(RECONNECT_S)
+    finally:
+        line.drop()
     return line.connects
 
 

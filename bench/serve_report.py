@@ -211,9 +211,8 @@ def brief(found: Row, lengths_s: Sequence[float]) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """For people: one line a row."""
-    heads = ("system", "clients", "req/s", "x real time", "p50 ms", "p95 ms", "p99 ms", "max ms", "errors")
-    heads += ("WER %", "server cpu s", "client cpu s", "RSS MiB")
-    cells = [heads]
+    speeds = ("system", "clients", "req/s", "x real time", "p50 ms", "p95 ms", "p99 ms", "max ms", "errors")
+    cells: list[tuple[str, ...]] = [(*speeds, "WER %", "server cpu s", "client cpu s", "RSS MiB")]
     for made in rows:
         errors = " ".join(f"{status}:{count}" for status, count in (made["errors"] or {}).items())
         cells.append(

@@ -259,6 +259,12 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
 
 
+def engine_environment(threads: int | None) -> dict[str, str]:
+    """What an engine process is started with: ours, and its own number of threads."""
+    own = {} if threads is None else {"ASR_SERVE_THREADS": str(threads)}
+    return {**os.environ, **own}
+
+
 def cache_dir() -> Path:
     """Where converted and fetched weights are kept: ASR_SERVE_CACHE, else XDG_CACHE_HOME/asr-serve."""
     chosen = os.environ.get("ASR_SERVE_CACHE")

@@ -86,7 +86,7 @@ class EngineClient:
     """Lets work in, up to the bounds of its configuration. Every method may be called from any thread."""
 
     def __init__(self, config: EngineConfig, connect: Connect) -> None:
-        """`connect`: `engine.local.local(...)` for a thread, `engine.remote.remote(...)` for a process. What it
+        """`connect`: `engine.local.local(...)` for a thread, `engine.process.link.remote(...)` for a process. What it
         raises is raised here."""
         self.config = config
         self._ids = itertools.count()

@@ -42,7 +42,7 @@ def ask(sent: Mapping[str, Sequence[str]], *, complete: bool) -> Ask:
     )
 
 
-class Piece(msgspec.Struct, frozen=True):
+class AsrSegment(msgspec.Struct, frozen=True):
     """A segment; times in seconds."""
 
     text: str
@@ -50,9 +50,9 @@ class Piece(msgspec.Struct, frozen=True):
     end: float
 
 
-class Answer(msgspec.Struct, frozen=True):
+class AsrAnswer(msgspec.Struct, frozen=True):
     text: str
-    segments: list[Piece]
+    segments: list[AsrSegment]
     duration: float
     """Seconds of audio."""
     processing_time: float
@@ -64,9 +64,9 @@ class Answer(msgspec.Struct, frozen=True):
 def render(transcript: Transcript, processing_s: float) -> bytes:
     duration_s = transcript.duration_s
     return msgspec.json.encode(
-        Answer(
+        AsrAnswer(
             transcript.text,
-            [Piece(s.text, s.start_s, s.end_s) for s in transcript.segments],
+            [AsrSegment(s.text, s.start_s, s.end_s) for s in transcript.segments],
             duration_s,
             round(processing_s, 3),
             round(processing_s / duration_s, 4) if duration_s else 0.0,

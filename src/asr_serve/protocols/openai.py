@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 import msgspec
 
@@ -235,7 +235,7 @@ class Usage(msgspec.Struct, frozen=True, tag_field="type", tag="duration"):
     """Of audio, rounded up."""
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class Transcription(msgspec.Struct, frozen=True, omit_defaults=True):
     """response_format=json"""
 
     text: str
@@ -252,7 +252,7 @@ def render(transcript: Transcript, asked: Ask, spell: Spell) -> bytes:
     usage = Usage(math.ceil(transcript.duration_s))
     if asked.response_format == "json":
         heard = logprobs(transcript.segments, spell) if asked.logprobs else None
-        return msgspec.json.encode(Answer(transcript.text, usage, heard))
+        return msgspec.json.encode(Transcription(transcript.text, usage, heard))
     if asked.response_format == "verbose_json":
         return msgspec.json.encode({**subtitles.verbose(transcript), "usage": usage})
     if asked.response_format == "text":
@@ -260,12 +260,12 @@ def render(transcript: Transcript, asked: Ask, spell: Spell) -> bytes:
     return subtitles.render(transcript, asked.response_format).encode()
 
 
-class Delta(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="transcript.text.delta"):
+class TextDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="transcript.text.delta"):
     delta: str
     logprobs: list[Logprob] | None = None
 
 
-class Done(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="transcript.text.done"):
+class TextDone(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="transcript.text.done"):
     text: str
     logprobs: list[Logprob] | None = None
 
@@ -280,11 +280,11 @@ class Deltas:
     def segment(self, segment: Segment) -> bytes:
         first, self._first = self._first, False
         heard = logprobs([segment], self._spell, first=first) if self._logprobs else None
-        return event(Delta(segment.text if first else f" {segment.text}", heard))
+        return event(TextDelta(segment.text if first else f" {segment.text}", heard))
 
     def done(self, transcript: Transcript) -> bytes:
         heard = logprobs(transcript.segments, self._spell) if self._logprobs else None
-        return event(Done(transcript.text, heard))
+        return event(TextDone(transcript.text, heard))
 
 
 def event(data: object) -> bytes:
@@ -329,30 +329,22 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: Problem
 
 
-def verbose_schema() -> dict[str, Any]:
-    """JSON schema of response_format=verbose_json."""
-    number, text = {"type": "number"}, {"type": "string"}
-    whole = {"type": "integer"}
-    segment = {
-        "id": whole,
-        "seek": whole,
-        "start": number,
-        "end": number,
-        "text": text,
-        "tokens": {"type": "array", "items": whole},
-        "temperature": number,
-        "avg_logprob": number,
-        "compression_ratio": number,
-    }
-    members = {
-        "task": {"const": "transcribe"},
-        "language": {"type": "string", "description": "ISO 639-1"},
-        "duration": {"type": "number", "description": "Seconds of audio."},
-        "text": text,
-        "segments": {
-            "type": "array",
-            "items": {"type": "object", "properties": segment, "required": list(segment)},
-        },
-        "usage": {"$ref": "#/components/schemas/Usage"},
-    }
-    return {"type": "object", "title": "VerboseAnswer", "properties": members, "required": list(members)}
+class ModelEntry(msgspec.Struct, frozen=True):
+    """A model as OpenAI lists it, and what else is known of it."""
+
+    id: str
+    created: int
+    """Unix seconds: when this server learnt of it."""
+    owned_by: str
+    state: str
+    """ready, restarting, failed, loading, unloading or not_loaded."""
+    languages: tuple[str, ...]
+    parameters: int
+    licence: str
+    aliases: list[str]
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelEntry]
+    object: Literal["list"] = "list"

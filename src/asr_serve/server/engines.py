@@ -6,26 +6,60 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter
 
 from asr_serve.config import ServeConfig, nearest
 from asr_serve.engine.client import EngineClient
+from asr_serve.engine.process.child import RingSize
+from asr_serve.engine.process.link import RemoteLink, remote
+from asr_serve.engine.process.wire import EngineSpec
 from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel
+from asr_serve.metrics import ServerMetrics
 from asr_serve.models.card import Card
+from asr_serve.text import tokens
 
 log = logging.getLogger(__name__)
 
 
+class Parts(NamedTuple):
+    """What an Engine is made of."""
+
+    card: Card
+    client: EngineClient
+    text: Callable[[list[int]], str]
+    cards: Mapping[str, Card]
+    """Every model there is, by name."""
+
+
+def open_engine(name: str, config: ServeConfig) -> Parts:
+    """Start an engine process. Blocks until its model is loaded. Raises what loading raises, EngineClosed."""
+    spec = EngineSpec(
+        model=name,
+        device=config.device,
+        dtype=config.dtype,
+        weights=config.weights if name == config.model else None,
+        threads=config.engine_threads,
+    )
+    connect = remote(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
+    client = EngineClient(config.engine, connect)
+    assert isinstance(client.link, RemoteLink)
+    ready = client.link.ready
+    cards = {card.name: card for card in ready.cards}
+    return Parts(ready.card, client, tokens.load(Path(ready.folder)).text, cards)
+
+
 class Engine:
-    """A loaded model: `client` to its engine, `text` from token ids. `cards`: every model that it could have been.
+    """A loaded model: `client` to its engine, `text` from token ids.
 
     Belongs to the event loop's thread; `client` and `text` may be used from any.
     """
 
-    def __init__(
-        self, card: Card, client: EngineClient, text: Callable[[list[int]], str], cards: Mapping[str, Card]
-    ) -> None:
-        self.card, self.client, self.text, self.cards = card, client, text, cards
+    def __init__(self, parts: Parts) -> None:
+        self.card, self.client, self.text, self.cards = parts
+        self._counted: dict[Counter, int] = {}
         self._leaving = False
         self._users = 0
         self._unused = asyncio.Event()
@@ -39,6 +73,24 @@ class Engine:
     def state(self) -> str:
         """ready, restarting, failed, closed; unloading while its last requests are answered."""
         return "unloading" if self._leaving else self.client.state
+
+    def observe(self, metrics: ServerMetrics) -> bytes:
+        """Bring the server's metrics of this engine up to date; returns the engine's own, as text. Blocks."""
+        link = self.client.link
+        metrics.engine_up.labels(self.name).set(self.client.state == "ready")
+        if not isinstance(link, RemoteLink):
+            return b""
+        metrics.ring_slots.labels(self.name).set(link.ring.slots)
+        metrics.ring_depth.labels(self.name).set(link.ring_depth)
+        for counter, now in (
+            (metrics.engine_restarts, link.restarts),
+            (metrics.ring_full_waits, link.ring_full_waits),
+        ):
+            before, self._counted[counter] = self._counted.get(counter, 0), now
+            # A new process begins its ring at 0.
+            counter.labels(self.name).inc(now - before if now >= before else now)
+        report = link.report()
+        return report.metrics if report else b""
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -58,36 +110,23 @@ class Engine:
         await self._unused.wait()
 
 
-Open = Callable[[str, ServeConfig], tuple[Card, EngineClient, Callable[[list[int]], str], Mapping[str, Card]]]
-"""Loads a model: what an Engine is made of. Blocks; called on a thread."""
-
-
-def open_engine(
-    name: str, config: ServeConfig
-) -> tuple[Card, EngineClient, Callable[[list[int]], str], Mapping[str, Card]]:
-    """Raises UnknownModel, WeightsMissing, WeightsCorrupt."""
-    from asr_serve.library import Model
-    from asr_serve.models.card import cards
-
-    weights = config.weights if name == config.model else None
-    model = Model.load(name, device=config.device, dtype=config.dtype, weights=weights, engine=config.engine)
-    model._finalizer.detach()  # type: ignore[attr-defined]
-    return model.card, model._client, model._text, cards()
-
-
 class Engines:
     """Loads, finds and unloads. Belongs to the event loop's thread."""
 
-    def __init__(self, config: ServeConfig, open_engine: Open = open_engine) -> None:
+    def __init__(
+        self, config: ServeConfig, open_engine: Callable[[str, ServeConfig], Parts] = open_engine
+    ) -> None:
         self._config, self._open = config, open_engine
+        self._expected = [config.model, *config.more_models]
         self._engines: dict[str, Engine] = {}
         self._loading: dict[str, asyncio.Task[Engine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Load what the configuration names, one after another. Raises what loading raises."""
-        for name in (self._config.model, *self._config.more_models):
-            await self.load(name)
+        while self._expected:
+            await self.load(self._expected[0])
+            self._expected.pop(0)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
@@ -100,7 +139,7 @@ class Engines:
         """Of a known model: an engine's, or loading, or not_loaded."""
         if name in self._engines:
             return self._engines[name].state
-        return "loading" if name in self._loading else "not_loaded"
+        return "loading" if name in self._loading or name in self._expected else "not_loaded"
 
     def aliases(self, name: str) -> list[str]:
         return [alias for alias, model in self._config.aliases.items() if model == name]
@@ -110,11 +149,15 @@ class Engines:
         if name is None:
             return self._config.model
         own = self._config.aliases.get(name, name)
-        known = {*self.known(), *self._engines, *self._loading}
-        if own not in known:
-            names = [*self._config.aliases, *sorted(known)]
-            raise UnknownModel(f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", nearest(name, names))
-        return own
+        known = self.known()
+        if own in known or own in self._expected:
+            return own
+        if not known:
+            raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
+        names = [*self._config.aliases, *sorted(known)]
+        raise UnknownModel(
+            f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", nearest(name, names)
+        )
 
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model that takes work. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
@@ -133,7 +176,7 @@ class Engines:
 
     async def load(self, name: str) -> Engine:
         """Wait until the model is loaded. Raises UnknownModel, NotAllowed (no place), and what loading raises."""
-        own = name if not self._engines else self.resolve(name)
+        own = self.resolve(name)
         if unloading := self._unloading.get(own):
             await asyncio.shield(unloading)
         if own in self._engines:
@@ -151,7 +194,7 @@ class Engines:
 
     async def _load(self, own: str) -> Engine:
         try:
-            engine = Engine(*await asyncio.to_thread(self._open, own, self._config))
+            engine = Engine(await asyncio.to_thread(self._open, own, self._config))
             self._engines[own] = engine
             return engine
         finally:

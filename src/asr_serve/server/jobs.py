@@ -59,6 +59,10 @@ class Job:
         while (event := await self._segments.get()) is not None:
             yield event
 
+    @property
+    def failed(self) -> bool:
+        return self.transcript.done() and self.transcript.exception() is not None
+
     def cancel(self) -> None:
         """Stop the work in the engine; the transcript raises Cancelled."""
         self._stop.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,12 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asr_serve import errors
 from asr_serve.errors import AsrServeError, ClientGone, NoSuchRoute, OptionError
-from asr_serve.protocols.openai import ErrorAnswer, Problem
-from asr_serve.server.visits import visit_of
+from asr_serve.protocols.openai import ErrorAnswer, Problem, event
+from asr_serve.server.visits import CLIENT_GONE, visit_of
 
 JSON = "application/json"
-CLIENT_GONE = 499
-"""Nginx's number for a client that did not wait. It is logged and counted, and never sent."""
 RESTART_MS = 2_000
 """When to try again while an engine starts or starts anew."""
 
@@ -134,6 +132,17 @@ class Replies:
             if begun:
                 raise
             await reply(error, visit_of(scope).request_id)(scope, receive, send)
+
+
+async def told_in_stream(events: AsyncIterator[bytes], scope: Scope) -> AsyncIterator[bytes]:
+    """The same server-sent events, and one more for what they raise: the answer has begun as a good one."""
+    try:
+        async for piece in events:
+            yield piece
+    except ClientGone:
+        raise
+    except Exception as error:
+        yield b"event: error\n" + event({"type": "error", "error": note(error, scope)})
 
 
 async def not_found(request: Request, error: HTTPException) -> Response:

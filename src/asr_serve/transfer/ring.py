@@ -20,7 +20,6 @@ import select
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -71,13 +70,10 @@ class _Bell:
         except OSError:
             self.gone = True
 
-    def wait(self) -> None:
-        """Until it is rung, or the other end is gone."""
-        self._poll.poll()
-        self.hear()
-
-    def hear(self) -> None:
-        """Take the rings there are."""
+    def wait(self, timeout_ms: int | None = None) -> None:
+        """Until it is rung, or the other end is gone. With 0: see whether it is."""
+        if self.gone or not self._poll.poll(timeout_ms):
+            return
         try:
             if not self._end.recv(4_096):
                 self.gone = True
@@ -96,6 +92,21 @@ class _Bell:
         self._end.close()
 
 
+class _Message:
+    """One message at a time. Half of one is of no use, and nothing can follow it: one that is broken off hangs up."""
+
+    def __init__(self, bell: _Bell) -> None:
+        self._bell, self._lock = bell, threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is not None:
+            self._bell.hang_up()
+        self._lock.release()
+
+
 class _Side:
     """What writer and reader share. `fd` stays the caller's, and may be closed; `bell` becomes ours."""
 
@@ -103,7 +114,7 @@ class _Side:
         """Raises ValueError when there is no ring behind `fd`."""
         self._ring = native.ring().Ring(mmap.mmap(fd, 0))
         self._bell = _Bell(bell)
-        self._lock = threading.Lock()
+        self._message = _Message(self._bell)
 
     @property
     def slots(self) -> int:
@@ -117,16 +128,8 @@ class _Side:
     def close(self) -> None:
         """Hang up. Who waits in `put` or `take`, here or over there, gets PeerGone. May be called again."""
         self._bell.hang_up()
-        with self._lock:
+        with self._message:
             self._bell.close()
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Half a message is of no use to anybody, and nothing can follow it: one that is broken off hangs up."""
-        with self._lock, contextlib.ExitStack() as undo:
-            undo.callback(self._bell.hang_up)
-            yield
-            undo.pop_all()
 
     @staticmethod
     def _peer_gone(done: int, of: int) -> PeerGone:
@@ -151,8 +154,8 @@ class PcmWriter(_Side):
         if not pcm.nbytes:
             return
         data, at = pcm.data.cast("B"), 0
-        with self._whole():
-            self._bell.hear()
+        with self._message:
+            self._bell.wait(0)
             while at < len(data):
                 if self._bell.gone:
                     raise self._peer_gone(at, len(data))
@@ -179,7 +182,7 @@ class PcmReader(_Side):
         if not pcm.nbytes:
             return pcm
         data, at = pcm.data.cast("B"), 0
-        with self._whole():
+        with self._message:
             while at < len(data):
                 chunk = -(-at // self._ring.payload_bytes)
                 read, rings = self._ring.read_into(session, chunk, data[at:])

@@ -102,7 +102,7 @@ void produce(Both& both, uint64_t slots_to_send) {
     uint64_t slots = random() % 2 ? 1 : LONGEST_SLOTS;
     uint64_t bytes = 1 + random() % (slots * ring.payload_bytes());
     send(both, ring, session, bytes, random() % 2);
-    sent += bytes / ring.payload_bytes();
+    sent += (bytes + ring.payload_bytes() - 1) / ring.payload_bytes();
     if (random() % 64 == 0) std::this_thread::yield();
   }
   send(both, ring, LAST, 1, true);
@@ -145,7 +145,7 @@ void consume(Both& both) {
 }  // namespace
 
 int main(int arguments, char** argument) {
-  uint64_t slots_to_send = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 40'000;
+  uint64_t slots_to_send = arguments > 1 ? std::strtoull(argument[1], nullptr, 10) : 100'000;
   alarm(TIMEOUT_S);
   const uint64_t shapes[][2] = {{2, 64}, {4, 64}, {8, 192}, {64, 1024}, {1024, 256}};
   for (auto [slots, payload_bytes] : shapes) {

@@ -1,6 +1,6 @@
 """The engine process: the loop on its main thread, the server's messages on another.
 
-    python -m asr_serve.engine.host PIPE BELL RING      file descriptors, inherited
+    python -m asr_serve.engine.process.host PIPE BELL RING      file descriptors, inherited
 
 It ends when told to, and when the server is gone: the pipe's end says so at once.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from asr_serve.decoding.attention import Recognition
 from asr_serve.devices.cpu import keep_memory
-from asr_serve.engine import wire
+from asr_serve.engine.process import wire
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.parts import Checkpoint, assemble
 from asr_serve.engine.session import Utterance, Windows

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from asr_serve.config import EngineConfig
-from asr_serve.engine import wire
-from asr_serve.engine.child import END_TIMEOUT_S, Child, RingSize
+from asr_serve.engine.process import wire
+from asr_serve.engine.process.child import END_TIMEOUT_S, Child, RingSize
 from asr_serve.engine.client import Connect
 from asr_serve.engine.session import Utterance, Windows
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineError, PeerGone

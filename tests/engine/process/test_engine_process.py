@@ -20,12 +20,12 @@ from tiny_moonshine import WAIT_S, clip, outcome, weights
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import SearchOptions
-from asr_serve.engine.child import RingSize
+from asr_serve.engine.process.child import RingSize
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import local
 from asr_serve.engine.parts import Checkpoint
-from asr_serve.engine.remote import RemoteLink, remote
-from asr_serve.engine.wire import EngineSpec
+from asr_serve.engine.process.link import RemoteLink, remote
+from asr_serve.engine.process.wire import EngineSpec
 from asr_serve.errors import Cancelled, EngineClosed, UnknownModel, WeightsCorrupt
 from asr_serve.models.asr import moonshine
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
@@ -198,7 +198,7 @@ def test_requests_that_come_while_there_is_no_engine_wait_for_the_next(begin, al
 
 
 def test_an_engine_that_hangs_is_killed_and_its_work_done_by_another(begin, alone, monkeypatch):
-    monkeypatch.setattr("asr_serve.engine.remote.HUNG_S", 1.0)
+    monkeypatch.setattr("asr_serve.engine.process.link.HUNG_S", 1.0)
     client = begin()
     expect_answers(client, alone, while_waiting=lambda: stop_engine(client))  # more than the ring holds
     assert link(client).restarts == 1
@@ -276,9 +276,9 @@ def test_a_server_that_is_killed_takes_its_engine_along(checkpoint):
 import sys, time
 from asr_serve.config import EngineConfig
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.child import RingSize
-from asr_serve.engine.remote import remote
-from asr_serve.engine.wire import EngineSpec
+from asr_serve.engine.process.child import RingSize
+from asr_serve.engine.process.link import remote
+from asr_serve.engine.process.wire import EngineSpec
 spec = EngineSpec(model={MODEL!r}, device="cpu", dtype="fp32", weights={str(checkpoint)!r})
 client = EngineClient(EngineConfig(kv_bytes=1 << 20), remote(spec, RingSize()))
 assert "torch" not in sys.modules, "the server must not load torch"

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asr_serve.engine import wire
+from asr_serve.config import engine_environment
+from asr_serve.engine.process import wire
 from asr_serve.errors import EngineClosed
 from asr_serve.transfer import ring
 from asr_serve.transfer.ring import PcmWriter
@@ -47,9 +48,10 @@ class Child:
         theirs = (there.fileno(), their_bell.fileno(), memory)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "asr_serve.engine.host", *map(str, theirs)],
+                [sys.executable, "-P", "-m", "asr_serve.engine.process.host", *map(str, theirs)],
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
+                env=engine_environment(spec.threads),
                 stdout=sys.stderr.fileno(),
             )
             writer = PcmWriter(memory, bell)
@@ -88,9 +90,11 @@ class Child:
     def receive(self) -> wire.ToServer | None:
         """The next message; None when the process is gone."""
         try:
-            return wire.decode_to_server(self._pipe.recv_bytes())
+            data = self._pipe.recv_bytes()
         except (EOFError, OSError):
             return None
+        message: wire.ToServer = wire.decode_to_server(data)
+        return message
 
     def kill(self) -> None:
         self.process.kill()

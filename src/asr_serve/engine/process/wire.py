@@ -25,6 +25,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     dtype: str = "auto"
     weights: str | None = None
+    threads: int | None = None
+    """CPU threads that compute; None: a thread for every core."""
     config: EngineConfig = EngineConfig()
 
 

@@ -1,0 +1,83 @@
+"""The application: every route and layer, wired by hand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Route
+from starlette.types import Scope
+
+from asr_serve import __version__
+from asr_serve.config import ServeConfig
+from asr_serve.metrics import ServerMetrics
+from asr_serve.server import documents, health, models, replies, transcribe
+from asr_serve.server.engines import Engines
+from asr_serve.server.gate import OPEN, Gate, Guard
+from asr_serve.server.jobs import Jobs
+from asr_serve.server.tracing import Tracer
+from asr_serve.server.visits import Visits
+
+UNMATCHED = "unmatched"
+"""The route of requests that match none."""
+
+
+def create_app(
+    config: ServeConfig, engines: Engines, metrics: ServerMetrics, gate: Gate, tracer: Tracer | None = None
+) -> FastAPI:
+    """`gate` is the caller's to drain. Whoever gave `engines` and `tracer` closes them, after the last request."""
+    jobs = Jobs(config.max_concurrent)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        jobs.close()
+
+    app = FastAPI(
+        title="asr-serve",
+        version=__version__,
+        docs_url="/docs" if config.docs else None,
+        openapi_url="/openapi.json" if config.docs else None,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+        exception_handlers={HTTPException: replies.not_found, RequestValidationError: replies.invalid},
+    )
+    routers = (
+        transcribe.routes(transcribe.Desk.of(config, engines, jobs)),
+        models.routes(engines, admins=bool(config.admin_keys)),
+        health.routes(engines, gate, metrics, with_metrics=config.metrics),
+    )
+    own = [*app.routes, *(route for router in routers for route in router.routes)]
+    for router in routers:
+        app.include_router(router)
+    app.openapi = documents.openapi(app, OPEN, keys=gate.keys.needed)  # type: ignore[method-assign]
+
+    # From the inside out.
+    app.add_middleware(Guard, gate=gate)
+    app.add_middleware(replies.Replies)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        )
+    app.add_middleware(Visits, metrics=metrics, tracer=tracer or Tracer(), template=_template(own))
+    return app
+
+
+def _template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
+    """Scope -> the path of the route it matches, as it was declared."""
+    known = [(route.path_regex, route.path) for route in routes if isinstance(route, Route)]
+
+    def template(scope: Scope) -> str:
+        return next((path for pattern, path in known if pattern.match(scope["path"])), UNMATCHED)
+
+    return template

@@ -1,0 +1,175 @@
+"""The OpenAPI document: what FastAPI cannot see, because the routes read their bodies themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.responses import Response
+
+from asr_serve.protocols import schemas
+from asr_serve.protocols.openai import FORMATS
+from asr_serve.protocols.schemas import Schema, ref
+
+Document = dict[Any, Any]
+
+DESCRIPTION = """\
+Speech in, text out. Clients of OpenAI's transcription API and of FunASR's `POST /asr` work as they are.
+
+Errors have OpenAI's shape on every route; every answer carries `x-request-id`.
+"""
+TAGS = [
+    {"name": "Transcription", "description": "Audio to text."},
+    {"name": "Models", "description": "What this server can hear with."},
+    {"name": "Server", "description": "How it is."},
+]
+
+_JSON = "application/json"
+_SEGMENT = {
+    "id": 0,
+    "seek": 0,
+    "start": 0.0,
+    "end": 5.31,
+    "text": "It was the best of times.",
+    "tokens": [739, 471, 278, 1900, 310, 3064, 29889],
+    "temperature": 0.0,
+    "avg_logprob": -0.08,
+    "compression_ratio": 0.84,
+}
+_USAGE = {"type": "duration", "seconds": 6}
+
+
+def refusal(status: int, description: str, **headers: str) -> Document:
+    """The entry of one error status. `headers`: name -> what it says."""
+    found: Document = {"description": description, "content": {_JSON: {"schema": ref("ErrorAnswer")}}}
+    if headers:
+        found["headers"] = {
+            name.replace("_", "-"): {"description": told, "schema": {"type": "string"}}
+            for name, told in headers.items()
+        }
+    return {status: found}
+
+
+KEY_REFUSALS: Document = refusal(401, "No key, or a wrong one.", WWW_Authenticate="`Bearer`") | refusal(
+    503, "The server is going down, or an engine is restarting.", Retry_After="Seconds."
+)
+WORK_REFUSALS: Document = {
+    **KEY_REFUSALS,
+    **refusal(400, "A field or the audio is no good; `param` and `code` say which and why."),
+    **refusal(404, "No such model, or it is not loaded."),
+    **refusal(408, "The upload stood still."),
+    **refusal(413, "More bytes than allowed."),
+    **refusal(429, "Full, or too many requests with this key.", Retry_After="Seconds."),
+    **refusal(500, "Our failure; the message has the request's id."),
+}
+
+
+def _route(form: Schema, example: Document, answers: Document) -> Document:
+    """Arguments of a route that takes `form` and gives `answers`: content type -> schema and example."""
+    body = {"schema": form, "example": {"file": "@audio.wav", **example}}
+    return {
+        "response_class": Response,
+        "responses": {200: {"description": "The text.", "content": answers}, **WORK_REFUSALS},
+        "openapi_extra": {"requestBody": {"required": True, "content": {"multipart/form-data": body}}},
+    }
+
+
+def _texts() -> Document:
+    examples = {
+        "text": "It was the best of times.\n",
+        "srt": "1\n00:00:00,000 --> 00:00:05,310\nIt was the best of times.\n",
+        "vtt": "WEBVTT\n\n00:00:00.000 --> 00:00:05.310\nIt was the best of times.\n",
+    }
+    return {
+        FORMATS[form].partition(";")[0]: {"schema": {"type": "string"}, "example": text}
+        for form, text in examples.items()
+    }
+
+
+TRANSCRIPTIONS = _route(
+    schemas.openai_form(),
+    {"model": "moonshine-tiny-en", "response_format": "verbose_json"},
+    {
+        _JSON: {
+            "schema": {"oneOf": [ref("Transcription"), ref("VerboseTranscription")]},
+            "examples": {
+                "json": {"value": {"text": _SEGMENT["text"], "usage": _USAGE}},
+                "verbose_json": {
+                    "value": {
+                        "task": "transcribe",
+                        "language": "en",
+                        "duration": 5.61,
+                        "text": _SEGMENT["text"],
+                        "segments": [_SEGMENT],
+                        "usage": _USAGE,
+                    }
+                },
+            },
+        },
+        **_texts(),
+        "text/event-stream": {
+            "schema": {"type": "string", "description": "TextDelta for each segment, then TextDone."},
+            "example": 'data: {"type":"transcript.text.delta","delta":"It was the best of times."}\n\n'
+            'data: {"type":"transcript.text.done","text":"It was the best of times."}\n\n',
+        },
+    },
+)
+ASR = _route(
+    schemas.funasr_form(),
+    {"language": "English"},
+    {
+        _JSON: {
+            "schema": ref("AsrAnswer"),
+            "example": {
+                "text": _SEGMENT["text"],
+                "segments": [{"text": _SEGMENT["text"], "start": 0.0, "end": 5.31}],
+                "duration": 5.61,
+                "processing_time": 0.094,
+                "rtf": 0.0168,
+            },
+        }
+    },
+)
+
+
+def answer(
+    schema: Schema, description: str, refusals: Document, example: object = None, media_type: str = _JSON
+) -> Document:
+    """Arguments of a route with one kind of answer."""
+    content: Document = {"schema": schema}
+    if example is not None:
+        content["example"] = example
+    return {
+        "response_class": Response,
+        "responses": {200: {"description": description, "content": {media_type: content}}, **refusals},
+    }
+
+
+def openapi(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> Callable[[], Document]:
+    """For `app.openapi`. `keys`: whether this server asks for one, except on `open_paths`."""
+
+    def document() -> Document:
+        if app.openapi_schema is None:
+            made = get_openapi(
+                title=app.title, version=app.version, description=DESCRIPTION, tags=TAGS, routes=app.routes
+            )
+            parts = made.setdefault("components", {})
+            parts["schemas"] = schemas.components()
+            parts["securitySchemes"] = {
+                "key": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "A key of this server; admin keys are good for everything. "
+                    + ("Needed." if keys else "This server asks for none, except to load and unload models."),
+                }
+            }
+            for path, methods in made["paths"].items():
+                for operation in methods.values():
+                    if path not in open_paths:
+                        operation["security"] = [{"key": []}] if keys else [{"key": []}, {}]
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    return document

@@ -1,0 +1,91 @@
+"""How the server is: for load balancers, and for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from asr_serve import __version__
+from asr_serve.errors import AsrServeError
+from asr_serve.metrics import CONTENT_TYPE, ServerMetrics, exposition
+from asr_serve.server import documents
+from asr_serve.server.documents import KEY_REFUSALS
+from asr_serve.server.engines import Engines
+from asr_serve.server.gate import DRAIN_RETRY_MS, Gate
+from asr_serve.server.replies import JSON, RESTART_MS
+
+_TEXT = {"type": "string"}
+
+
+def routes(engines: Engines, gate: Gate, metrics: ServerMetrics, *, with_metrics: bool) -> APIRouter:
+    router = APIRouter(tags=["Server"])
+    started_s = time.monotonic()
+
+    @router.get("/health", summary="Is the process alive?", **documents.answer(_status("uptime_s"), "It is.", {}))
+    async def health() -> Response:
+        """Always 200 while anything answers at all: restart the process when it does not."""
+        uptime_s = round(time.monotonic() - started_s, 1)
+        return _told(200, {"status": "ok", "version": __version__, "uptime_s": uptime_s})
+
+    @router.get(
+        "/ready",
+        summary="Can it take work?",
+        **documents.answer(
+            _status("models"),
+            "It can.",
+            {503: {"description": "Not now.", "content": {JSON: {"schema": _status("models", "reason")}}}},
+        ),
+    )
+    async def ready() -> Response:
+        """200 when the default model is ready and the server is not going down: send no work when it is not."""
+        found: dict[str, Any] = {"models": engines.describe()}
+        if gate.draining:
+            found |= {"status": "draining", "reason": "the server is going down"}
+            return _told(503, found, DRAIN_RETRY_MS)
+        try:
+            engine = engines.get()
+        except AsrServeError as error:
+            return _told(503, found | {"status": "not ready", "reason": str(error)}, RESTART_MS)
+        if engine.state != "ready":
+            reason = f"the engine of {engine.name} is {engine.state}"
+            return _told(503, found | {"status": "not ready", "reason": reason}, RESTART_MS)
+        return _told(200, found | {"status": "ready"})
+
+    if with_metrics:
+
+        @router.get(
+            "/metrics",
+            summary="Metrics for Prometheus",
+            **documents.answer(_TEXT, "Prometheus text.", KEY_REFUSALS, media_type="text/plain"),
+        )
+        async def metrics_text() -> Response:
+            """Of the server and its engines; docs/metrics.md says what each is. Where API keys are configured,
+            Prometheus needs one of them (`authorization: credentials`)."""
+            found = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in engines))
+            return Response(exposition(metrics, found), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def _told(status: int, found: dict[str, Any], retry_ms: int = 0) -> Response:
+    headers = {"Cache-Control": "no-store"}
+    if retry_ms:
+        headers["Retry-After"] = str(-(-retry_ms // 1_000))
+    return Response(msgspec.json.encode(found), status, headers, JSON)
+
+
+def _status(*more: str) -> dict[str, Any]:
+    kinds: dict[str, Any] = {
+        "status": _TEXT,
+        "version": _TEXT,
+        "uptime_s": {"type": "number"},
+        "models": {"type": "object", "additionalProperties": _TEXT, "description": "Name -> state, where loaded."},
+        "reason": _TEXT,
+    }
+    names = ["status", *(["version"] if "uptime_s" in more else []), *more]
+    return {"type": "object", "properties": {name: kinds[name] for name in names}, "required": names}

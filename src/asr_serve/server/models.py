@@ -1,0 +1,109 @@
+"""The models: which there are, and loading and unloading them."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from asr_serve.errors import NotAllowed
+from asr_serve.protocols.openai import ModelEntry, ModelList
+from asr_serve.protocols.schemas import ref
+from asr_serve.server import documents
+from asr_serve.server.documents import KEY_REFUSALS, refusal
+from asr_serve.server.engines import Engines
+from asr_serve.server.replies import JSON
+from asr_serve.server.visits import visit_of
+
+_EXAMPLE = {
+    "id": "moonshine-tiny-en",
+    "created": 1_760_000_000,
+    "owned_by": "UsefulSensors",
+    "state": "ready",
+    "languages": ["en"],
+    "parameters": 27_100_000,
+    "licence": "MIT",
+    "aliases": ["whisper-1"],
+    "object": "model",
+}
+_NOT_FOUND = refusal(404, "No such model.")
+_ADMIN = {**KEY_REFUSALS, **refusal(403, "Not with this key, or not now."), **_NOT_FOUND}
+
+
+def routes(engines: Engines, *, admins: bool) -> APIRouter:
+    """`admins`: whether there are admin keys at all."""
+    router = APIRouter(prefix="/v1/models", tags=["Models"])
+    since = int(time.time())
+
+    def entry(name: str) -> ModelEntry:
+        card = engines.known()[name]
+        return ModelEntry(
+            id=name,
+            created=since,
+            owned_by=card.hub.partition("/")[0],
+            state=engines.state(name),
+            languages=card.languages,
+            parameters=card.parameters,
+            licence=card.licence,
+            aliases=engines.aliases(name),
+        )
+
+    def one(name: str) -> Response:
+        return Response(msgspec.json.encode(entry(name)), media_type=JSON)
+
+    def expect_admin(request: Request) -> None:
+        caller = visit_of(request.scope).caller
+        if caller is None or not caller.admin:
+            todo = "send one" if admins else "set admin_keys or admin_keys_file on the server first"
+            raise NotAllowed("models are loaded and unloaded by administrators", "an admin key", todo)
+
+    @router.get(
+        "",
+        summary="List models",
+        **documents.answer(
+            ref("ModelList"), "Every model there is.", KEY_REFUSALS, {"object": "list", "data": [_EXAMPLE]}
+        ),
+    )
+    async def models() -> Response:
+        """Those that are loaded have the state `ready`; only they take work."""
+        found = ModelList([entry(name) for name in engines.known()])
+        return Response(msgspec.json.encode(found), media_type=JSON)
+
+    @router.get(
+        "/{model}",
+        summary="Look at a model",
+        **documents.answer(ref("ModelEntry"), "The model.", {**KEY_REFUSALS, **_NOT_FOUND}, _EXAMPLE),
+    )
+    async def model_of(model: str) -> Response:
+        """By its name or an alias."""
+        return one(engines.resolve(model))
+
+    @router.post(
+        "/{model}/load",
+        summary="Load a model",
+        **documents.answer(ref("ModelEntry"), "It is loaded.", _ADMIN, _EXAMPLE),
+    )
+    async def load(request: Request, model: str) -> Response:
+        """Answers when it is ready; the loading goes on if the client leaves. For administrators."""
+        expect_admin(request)
+        return one((await engines.load(model)).name)
+
+    @router.post(
+        "/{model}/unload",
+        summary="Unload a model",
+        **documents.answer(
+            ref("ModelEntry"), "It is not loaded any more.", _ADMIN, {**_EXAMPLE, "state": "not_loaded"}
+        ),
+    )
+    async def unload(request: Request, model: str) -> Response:
+        """Takes no more requests for it, waits for those there are, and lets it go. For administrators."""
+        expect_admin(request)
+        name = engines.resolve(model)
+        found = entry(name)
+        await engines.unload(name)
+        gone = msgspec.structs.replace(found, state=engines.state(name))
+        return Response(msgspec.json.encode(gone), media_type=JSON)
+
+    return router

@@ -1,0 +1,152 @@
+"""The server's life: open the port, load the models, say so, drain on SIGTERM, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+from granian.constants import Interfaces
+from granian.server.embed import Server
+
+from asr_serve import __version__
+from asr_serve.config import ServeConfig
+from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.metrics import ServerMetrics
+from asr_serve.server import logs
+from asr_serve.server.app import create_app
+from asr_serve.server.engines import Engines
+from asr_serve.server.gate import Gate
+from asr_serve.server.tracing import Tracer
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1_024
+"""Connections that may wait to be accepted."""
+SPARE_CONNECTIONS = 1_024
+"""Over `max_concurrent`: those that wait between two requests, and those that will be told to come again."""
+LAST_ANSWERS_S = 0.5
+"""After the last request: for its bytes to leave."""
+
+
+def serve(config: ServeConfig) -> int:
+    """Run until told to stop. The exit code: 0, or 1 when it could not start or ended by itself.
+
+    Raises OptionError when the address cannot be had.
+    """
+    logs.setup(config.log_format, config.log_level)
+    return asyncio.run(_serve(config, _free_port(config.host, config.port)))
+
+
+def _free_port(host: str, port: int) -> int:
+    """The port, or one the system chooses for 0. Raises OptionError when it is taken: the server would share it."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as failure:
+        raise OptionError(
+            f"{host}:{port} cannot be listened on: {failure.strerror or failure}",
+            "an address of this machine and a free port",
+            "choose another with --port, or 0 for any",
+        ) from failure
+
+
+async def _serve(config: ServeConfig, port: int) -> int:
+    told = asyncio.Event()
+    metrics, gate, engines = ServerMetrics(__version__), Gate(config), Engines(config)
+    tracer = Tracer.create(config.otel_endpoint, "asr-serve")
+    app = create_app(config, engines, metrics, gate, tracer)
+    server = Server(
+        app,
+        address=config.host,
+        port=port,
+        interface=Interfaces.ASGI,
+        backlog=BACKLOG,
+        backpressure=config.max_concurrent + SPARE_CONNECTIONS,
+        log_dictconfig=logs.GRANIAN,
+    )
+    with _signals(told):
+        listening = asyncio.create_task(server.serve())
+        stop = asyncio.create_task(told.wait())
+        loading = asyncio.create_task(engines.start())
+        try:
+            started = time.perf_counter()
+            await asyncio.wait({listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done() and not stop.done() and not listening.done():
+                loading.result()
+                _announce(config, port, time.perf_counter() - started)
+                await asyncio.wait({listening, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                await _drain(config, gate)
+        except AsrServeError as failure:
+            log.error("the server could not start: %s", failure)
+            return 1
+        finally:
+            stop.cancel()
+            loading.cancel()
+            if not listening.done():
+                server.stop()
+            for failure in await asyncio.gather(loading, listening, return_exceptions=True):
+                if isinstance(failure, Exception) and not isinstance(failure, AsrServeError):
+                    log.error("the server ended badly", exc_info=failure)
+            await engines.close()
+            tracer.close()
+    return 0 if told.is_set() else 1
+
+
+async def _drain(config: ServeConfig, gate: Gate) -> None:
+    """Take nothing new, and finish what was accepted."""
+    gate.drain()
+    log.info("stopping: %d requests are still answered, for up to %g s", gate.inside, config.drain_s)
+    try:
+        async with asyncio.timeout(config.drain_s):
+            await gate.idle()
+    except TimeoutError:
+        log.warning("%d requests were not answered in %g s and are broken off", gate.inside, config.drain_s)
+    else:
+        await asyncio.sleep(LAST_ANSWERS_S)
+
+
+@contextlib.contextmanager
+def _signals(told: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT ask to stop; the second one does not ask."""
+
+    def ask() -> None:
+        if told.is_set():
+            raise SystemExit(1)
+        told.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, ask)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _announce(config: ServeConfig, port: int, took_s: float) -> None:
+    """What somebody who has just started it wants to know."""
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    key = ' -H "Authorization: Bearer KEY"' if config.api_keys else ""
+    lines = [
+        f"asr-serve {__version__} serves {config.model} on {url} (ready in {took_s:.1f} s; stop with ctrl-C)",
+        "",
+        "  try it    " + f"curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav",
+        *([f"  docs      {url}/docs"] if config.docs else []),
+        f"  health    {url}/ready" + (f"   metrics   {url}/metrics" if config.metrics else ""),
+    ]
+    if config.log_format == "json":
+        log.info("ready", extra={"url": url, "model": config.model, "load_s": round(took_s, 2)})
+    else:
+        print("\n".join(lines), file=sys.stderr, flush=True)

@@ -130,7 +130,7 @@ def test_any_calls_give_the_same_answers_and_the_same_bytes(slots: int, ops: lis
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3 * PAYLOAD), st.integers(0, 9)), max_size=80))
 def test_what_comes_out_is_what_went_in(calls: list[tuple[bool, int, int]]) -> None:
-    for ring in {built(), ring_twin}:
+    for ring in {native.ring(), ring_twin}:
         side, inside = ring.Ring(memory_of(ring)), deque[tuple[int, int, bytes]]()
         for step, (writes, size, session) in enumerate(calls):
             if writes:
@@ -377,7 +377,7 @@ BUFFERS: dict[str, tuple[type[Exception], str, Callable[[ModuleType], Any]]] = {
     "payload that cannot be": (ValueError, "payload_bytes", changed(PAYLOAD_AT, 2**63)),
     "not at a cache line": (ValueError, "64", lambda ring: memoryview(mmap.mmap(-1, 4_096))[8:]),
     "read-only": (BufferError, "writable", lambda ring: bytes(memory_of(ring))),
-    "with gaps": ((BufferError, ValueError, TypeError), "contiguous", lambda ring: memoryview(memory_of(ring))[::2]),
+    "with gaps": ((BufferError, TypeError), "contiguous", lambda ring: memoryview(memory_of(ring))[::2]),
     "no buffer": (TypeError, "bytes-like", lambda ring: 7),
 }  # fmt: skip
 
@@ -451,7 +451,7 @@ def test_nothing_is_kept_of_what_was_lent_and_taken(ring: ModuleType) -> None:
     side, target = ring.Ring(memory), bytearray(100)
     held = sys.getrefcount(memory), sys.getrefcount(target)
 
-    def turn(times: int) -> None:
+    def turn(side: Any, times: int) -> None:
         for _ in range(times):
             side.lend()[:1] = b"x"
             side.commit(1, 0, 1)
@@ -460,10 +460,10 @@ def test_nothing_is_kept_of_what_was_lent_and_taken(ring: ModuleType) -> None:
             side.write(1, 0, b"y" * 100)
             side.read_into(1, 0, target)
 
-    turn(100)
+    turn(side, 100)
     gc.collect()
     objects = len(gc.get_objects()), sys.getallocatedblocks()
-    turn(2_000)
+    turn(side, 2_000)
     gc.collect()
     assert len(gc.get_objects()) - objects[0] < 20
     assert sys.getallocatedblocks() - objects[1] < 200

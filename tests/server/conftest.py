@@ -43,6 +43,7 @@ class Running:
         self.loop = asyncio.new_event_loop()
         self.metrics = ServerMetrics(__version__)
         self._open = open_engine
+        self._clients: list[OpenAI] = []
         self._up: Future[None] = Future()
         self._thread = threading.Thread(target=lambda: self.loop.run_until_complete(self._serve()), daemon=True)
         self._thread.start()
@@ -78,7 +79,10 @@ class Running:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
 
     def openai(self, key: str = "none", **options: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S, **options)
+        """The unmodified client. One that asks again when told to does so: give it max_retries."""
+        options = {"max_retries": 0} | options
+        self._clients.append(OpenAI(base_url=f"{self.url}/v1", api_key=key, timeout=WAIT_S, **options))
+        return self._clients[-1]
 
     def held(self) -> dict[str, int]:
         """What is held for requests, in the engine and here."""
@@ -99,7 +103,8 @@ class Running:
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
 
     def stop(self) -> None:
-        self.http.close()
+        for client in (self.http, *self._clients):
+            client.close()
         self.loop.call_soon_threadsafe(self.server.stop)
         self._thread.join(WAIT_S)
         self.loop.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
+import struct
 import threading
 import time
 import wave
@@ -15,9 +17,9 @@ from typing import Any
 import openai
 import pytest
 from conftest import MODEL, Running, eventually
-from raw_http import BOUNDARY, FILE_END, FORM_END, Raw, field, file_head, form
+from raw_http import FILE_END, FORM_END, Raw, field, file_head, form
 
-from asr_serve.protocols.openai import Ask, ask, texts
+from asr_serve.protocols.openai import Ask, Problem, TextDelta, ask, event, texts
 
 ROUTE = "/v1/audio/transcriptions"
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
@@ -156,6 +158,20 @@ def test_chunking_strategy_cuts(server, cities):
     assert cuts(extra_body=as_json) > whole
 
 
+def test_padding_before_speech(server, beckett):
+    def start_s(**strategy: Any) -> float:
+        found = server.openai().audio.transcriptions.create(
+            model=MODEL,
+            file=beckett,
+            response_format="verbose_json",
+            chunking_strategy={"type": "server_vad", **strategy},
+        )
+        return found.segments[0].start
+
+    assert start_s(prefix_padding_ms=0) == pytest.approx(start_s() + 0.25)
+    assert start_s(prefix_padding_ms=0, threshold=0.95) >= start_s(prefix_padding_ms=0, threshold=0.05)
+
+
 def test_temperature_is_used(server, beckett):
     found = server.openai().audio.transcriptions.create(
         model=MODEL, file=beckett, temperature=0.7, response_format="verbose_json"
@@ -212,7 +228,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"silence_schedule": "5000:1500"}, "silence_schedule", "option_error"),
     ({"chunking_strategy": "manual"}, "chunking_strategy", "option_error"),
     ({"chunking_strategy": '{"threshold": 0.5}'}, "chunking_strategy[type]", "option_error"),
-    ({"chunking_strategy": '{"type": "server_vad", "treshold": 1}'}, "chunking_strategy[treshold]", "option_error"),
+    (
+        {"chunking_strategy": '{"type": "server_vad", "treshold": 1}'},
+        "chunking_strategy[treshold]",
+        "option_error",
+    ),
     ({"chunking_strategy[type]": "semantic_vad"}, "chunking_strategy[type]", "option_error"),
     ({"chunking_strategy[threshold]": "0.5"}, "chunking_strategy[type]", "option_error"),
     (
@@ -377,6 +397,19 @@ def test_fields_after_the_file_count(server, beckett, long_wav, cities):
         assert all(segment["end"] - segment["start"] <= 6 for segment in found["segments"])
 
 
+def test_the_model_after_a_streamed_file_is_no_change(server, long_wav, long_text):
+    with Raw(server.port) as raw:
+        raw.head(ROUTE)
+        raw.chunk(field("stream", "true") + file_head() + long_wav)
+        raw.until(b"\r\n\r\n")
+        assert raw.event()["type"] == "transcript.text.delta"
+        raw.chunk(FILE_END + field("model", "whisper-1") + FORM_END)
+        raw.end()
+        while (event := raw.event())["type"] == "transcript.text.delta":
+            pass
+    assert event["text"] == long_text
+
+
 def test_stream_asked_for_after_the_file(server, beckett):
     with Raw(server.port) as raw:
         raw.head(ROUTE)
@@ -389,7 +422,9 @@ def test_stream_asked_for_after_the_file(server, beckett):
         assert raw.event() == {"type": "transcript.text.done", "text": BECKETT}
 
 
-@pytest.mark.parametrize("late", [("temprature", "0"), ("max_segment_ms", "5000"), ("model", "nobody")])
+@pytest.mark.parametrize(
+    "late", [("temprature", "0"), ("max_segment_ms", "5000"), ("model", "nobody"), ("include[]", "logprobs")]
+)
 def test_a_late_field_that_comes_too_late_is_an_event(server, long_wav, late):
     """Text is out: an error can only be told in the stream."""
     with Raw(server.port) as raw:
@@ -407,24 +442,47 @@ def test_a_late_field_that_comes_too_late_is_an_event(server, long_wav, late):
     assert event["error"]["message"]
 
 
-def test_the_client_library_raises_an_error_event(server, long_wav):
-    """A body whose end is missing, after text is out."""
+def test_the_client_library_raises_an_error_event():
+    """It sends its whole request before it reads, so the answer is played to it from a record."""
+    error = {
+        "type": "error",
+        "error": Problem("the decoder gave up", "invalid_request_error", None, "corrupt_audio"),
+    }
+    record = event(TextDelta("Ever tried,")) + b"event: error\n" + event(error)
+    answer = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n" + record
 
-    class Broken(io.BytesIO):
-        name = "audio.wav"
+    def play() -> None:
+        connection, _ = door.accept()
+        with connection:
+            while b"--\r\n" not in connection.recv(65_536)[-10:]:
+                pass
+            connection.sendall(answer)
 
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        threading.Thread(target=play).start()
+        url = f"http://127.0.0.1:{door.getsockname()[1]}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            events = client.audio.transcriptions.create(model=MODEL, file=("a.wav", b"audio"), stream=True)
+            assert next(events).delta == "Ever tried,"
+            with pytest.raises(openai.APIError, match="the decoder gave up"):
+                next(events)
+
+
+def test_a_file_that_is_cut_off(server, long_wav):
     half = long_wav[: len(long_wav) // 2]
-    with pytest.raises(openai.APIError, match="ends before|announce|truncat|shorter"):
-        list(server.openai().audio.transcriptions.create(model=MODEL, file=Broken(half), stream=True))
+    found = server.http.post(ROUTE, files={"file": half})
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "truncated_audio")
 
 
 def test_bad_audio_is_told_at_once(server):
-    """Without waiting for the rest of it; and the client reads that, though it still sends."""
+    """Without waiting for the rest of it: a WAV of no channels."""
+    header = (b"RIFF", 1 << 30, b"WAVE", b"fmt ", 16, 1, 0, RATE_HZ, 0, 0, 16, b"data", 1 << 30)
+    no_channels = struct.pack("<4sI4s4sIHHIIHH4sI", *header)
     with Raw(server.port) as raw:
-        raw.head(ROUTE)
-        raw.chunk(file_head() + bytes(200_000))
+        raw.head(ROUTE, 1 << 30)
+        raw.socket.sendall(file_head() + no_channels + bytes(200_000))
         status, _, body = raw.answer()
-    assert (status, json.loads(body)["error"]["code"]) == (400, "not_audio")
+    assert (status, json.loads(body)["error"]["code"]) == (400, "unsupported_audio")
 
 
 def test_a_bad_field_is_told_at_once(server):
@@ -526,7 +584,3 @@ def test_tokens_that_share_a_character():
     found = texts(range(len(pieces)), spell)
     assert "".join(found) == spell(list(range(len(pieces))))
     assert found[:3] == ["caf", "", "é"]
-
-
-def test_the_boundary_is_the_forms(server):
-    assert BOUNDARY in form([], b"").decode()

@@ -50,7 +50,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     language: str | None = None
     """None: the model's own, or detected where it can."""
     priority: Priority = "bulk"
-    """`interactive` holds for PROMPT_SAMPLES of a recording; the rest is bulk, so that others need not wait for it."""
+    """`interactive` holds for PROMPT_SAMPLES of a recording; the rest is bulk, so that nobody waits for it."""
     vad: bool = True
     """False: every sample is speech, cut only where the model's limit demands, at the quietest point."""
     silence_schedule: SilenceSchedule | None = None

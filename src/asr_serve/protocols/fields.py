@@ -11,6 +11,7 @@ from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.text import languages
 
 TRUE, FALSE = ("true", "1", "yes", "on", "t", "y"), ("false", "0", "no", "off", "f", "n")
+LONGEST_CHARACTERS = 1_000
 SHOWN_CHARACTERS = 60
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 _WHOLE = re.compile(r"[+-]?\d{1,15}", re.ASCII)
@@ -42,10 +43,12 @@ class Fields:
 
     def __contains__(self, name: str) -> bool:
         """Sent, and not empty."""
-        return any(self._values.get(name, ()))
+        return any(value.strip() for value in self._values.get(name, ()))
 
     def text(self, name: str) -> str | None:
         value = self._values.get(name, [""])[0].strip()
+        if len(value) > LONGEST_CHARACTERS:
+            raise OptionError(f"{name} holds {len(value)} characters", f"up to {LONGEST_CHARACTERS}", param=name)
         return value or None
 
     def many(self, name: str) -> list[str]:

@@ -93,7 +93,7 @@ TRANSCRIPTIONS = _route(
     {"model": "moonshine-tiny-en", "response_format": "verbose_json"},
     {
         _JSON: {
-            "schema": {"oneOf": [ref("Transcription"), ref("VerboseTranscription")]},
+            "schema": {"anyOf": [ref("Transcription"), ref("VerboseTranscription")]},
             "examples": {
                 "json": {"value": {"text": _SEGMENT["text"], "usage": _USAGE}},
                 "verbose_json": {
@@ -167,8 +167,10 @@ def openapi(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> Callable
             }
             for path, methods in made["paths"].items():
                 for operation in methods.values():
+                    operation["responses"].pop("422", None)  # FastAPI's own shape, which nobody gets
                     if path not in open_paths:
-                        operation["security"] = [{"key": []}] if keys else [{"key": []}, {}]
+                        needed = keys or "403" in operation["responses"]
+                        operation["security"] = [{"key": []}] if needed else [{"key": []}, {}]
             app.openapi_schema = made
         return app.openapi_schema
 

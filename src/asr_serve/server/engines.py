@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prometheus_client import Counter
-
 from asr_serve.config import ServeConfig, nearest
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.child import RingSize
@@ -59,7 +57,7 @@ class Engine:
 
     def __init__(self, parts: Parts) -> None:
         self.card, self.client, self.text, self.cards = parts
-        self._counted: dict[Counter, int] = {}
+        self._counted: dict[str, int] = {}
         self._leaving = False
         self._users = 0
         self._unused = asyncio.Event()
@@ -82,11 +80,11 @@ class Engine:
             return b""
         metrics.ring_slots.labels(self.name).set(link.ring.slots)
         metrics.ring_depth.labels(self.name).set(link.ring_depth)
-        for counter, now in (
-            (metrics.engine_restarts, link.restarts),
-            (metrics.ring_full_waits, link.ring_full_waits),
+        for what, counter, now in (
+            ("restarts", metrics.engine_restarts, link.restarts),
+            ("waits", metrics.ring_full_waits, link.ring_full_waits),
         ):
-            before, self._counted[counter] = self._counted.get(counter, 0), now
+            before, self._counted[what] = self._counted.get(what, 0), now
             # A new process begins its ring at 0.
             counter.labels(self.name).inc(now - before if now >= before else now)
         report = link.report()

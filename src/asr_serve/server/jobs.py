@@ -12,7 +12,15 @@ from typing import BinaryIO
 from asr_serve.audio.manifest import Item
 from asr_serve.errors import AsrServeError
 from asr_serve.pipelines import transcribe
-from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, SegmentDone, Stop, TranscribeOptions
+from asr_serve.pipelines.transcribe import (
+    Event,
+    FileDone,
+    FileFailed,
+    Progress,
+    SegmentDone,
+    Stop,
+    TranscribeOptions,
+)
 from asr_serve.server.engines import Engine
 from asr_serve.types import Transcript
 
@@ -28,8 +36,8 @@ class Jobs:
         return Job(self._threads, engine, audio, options)
 
     def close(self) -> None:
-        """After the last job."""
-        self._threads.shutdown()
+        """Begin no more. A job under way ends with its engine, if not before."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Job:
@@ -50,9 +58,9 @@ class Job:
         """Raises what the pipeline does."""
         self.transcript.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: no warning
         context = contextvars.copy_context()  # the request's id, for what is logged there
+        self._thread = self._loop.run_in_executor(threads, context.run, self._run, stream)
         self._users = contextlib.ExitStack()
         self._users.enter_context(engine.used())
-        self._thread = self._loop.run_in_executor(threads, context.run, self._run, stream)
         self._thread.add_done_callback(self._ended)
 
     async def __aiter__(self) -> AsyncIterator[SegmentDone]:
@@ -74,7 +82,8 @@ class Job:
     def _run(self, stream: Generator[Event, None, None]) -> None:
         with contextlib.closing(stream):
             for event in stream:
-                self._loop.call_soon_threadsafe(self._take, event)
+                if not isinstance(event, Progress):
+                    self._loop.call_soon_threadsafe(self._take, event)
 
     def _take(self, event: Event) -> None:
         match event:

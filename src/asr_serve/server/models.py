@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from asr_serve.errors import NotAllowed
+from asr_serve.errors import InvalidKey, NotAllowed
 from asr_serve.protocols.openai import ModelEntry, ModelList
 from asr_serve.protocols.schemas import ref
 from asr_serve.server import documents
@@ -57,7 +57,8 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
         caller = visit_of(request.scope).caller
         if caller is None or not caller.admin:
             todo = "send one" if admins else "set admin_keys or admin_keys_file on the server first"
-            raise NotAllowed("models are loaded and unloaded by administrators", "an admin key", todo)
+            kind = NotAllowed if "authorization" in request.headers else InvalidKey
+            raise kind("only administrators load and unload models", "an admin key, as `Bearer KEY`", todo)
 
     @router.get(
         "",

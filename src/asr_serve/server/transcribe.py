@@ -19,7 +19,7 @@ from asr_serve.errors import AsrServeError, ClientGone, OptionError
 from asr_serve.pipelines.transcribe import SegmentDone, TranscribeOptions
 from asr_serve.protocols import funasr, openai
 from asr_serve.server import documents
-from asr_serve.server.engines import Engine, Engines
+from asr_serve.server.engines import Engines
 from asr_serve.server.jobs import Job, Jobs
 from asr_serve.server.replies import JSON, told_in_stream
 from asr_serve.server.uploads import Upload, UploadLimits
@@ -70,7 +70,8 @@ class Work(Generic[A]):
     """One upload and the job that hears it: begun while bytes arrive, with the fields that came before the file,
     and begun again when a later field changes what was asked.
 
-    An async context: leaving it stops everything and waits until nothing is left.
+    `engine` is the one that listens. As an async context (`of`) it stops everything at its end, and waits until
+    nothing is left.
     """
 
     transcript: Transcript
@@ -84,6 +85,7 @@ class Work(Generic[A]):
         self._uploading = uploading
         self.asked = self._asked()
         self._said = False
+        self.engine = desk.engines.get(self.asked.model)
         self._job = self._begin()
         self._settling: asyncio.Task[None] | None = None
         if upload.complete:
@@ -112,11 +114,6 @@ class Work(Generic[A]):
             work = cls(desk, visit, upload, read, uploading)
             held.push_async_callback(work._close)
             yield work
-
-    @property
-    def engine(self) -> Engine:
-        """The one that listens."""
-        return self._engine
 
     async def settled(self) -> None:
         """Wait until the whole form is read, and `asked` is what it asks. Raises what is wrong with it."""
@@ -161,10 +158,9 @@ class Work(Generic[A]):
         return self._read(upload.fields, complete=upload.complete)
 
     def _begin(self) -> Job:
-        self._engine = self._desk.engines.get(self.asked.model)
-        self._visit.model = self._engine.name
+        self._visit.model = self.engine.name
         options = msgspec.structs.replace(self.asked.options, limits=self._desk.audio)
-        return self._desk.jobs.begin(self._engine, self._upload.audio(), options)
+        return self._desk.jobs.begin(self.engine, self._upload.audio(), options)
 
     async def _settle(self) -> None:
         """Read the form to its end; begin again if that changes what is to be heard."""
@@ -179,16 +175,21 @@ class Work(Generic[A]):
             finishing.cancel()
             self._uploading.close()
         before, self.asked = self.asked, self._asked()
-        if self._desk.engines.get(self.asked.model) is self._engine and self.asked.options == before.options:
-            return
-        if self._said:
+        engines = self._desk.engines
+        # Not got again: it may be on its way out by now, and this request was there before.
+        same = engines.resolve(self.asked.model) == self.engine.name
+        if self._said and not (same and _but_model(self.asked) == _but_model(before)):
             raise OptionError(
-                "a field after the file changes how it is heard, and text of it was sent already",
-                "a stream is heard as the fields before the file say",
+                "a field after the file changes what was asked, and text was sent already",
+                "a stream is as the fields before the file say",
                 "send the file last",
             )
+        if same and self.asked.options == before.options:
+            return
+        engine = self.engine if same else engines.get(self.asked.model)
         self._job.cancel()
         await self._job.over()
+        self.engine = engine
         self._job = self._begin()
 
     def _settled(self, settling: asyncio.Task[None]) -> None:
@@ -202,6 +203,10 @@ class Work(Generic[A]):
             self._settling.cancel()
             await asyncio.wait({self._settling})
         await self._job.over()
+
+
+def _but_model(asked: Any) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(asked), "model": None}
 
 
 async def _end(upload: Upload) -> None:

@@ -6,9 +6,8 @@
     PcmReader(fd, ends[1]).take(7, 512)  waits until it has come
 
 One `put` is one `take`, in the same order: a message on another road says which. Audio is copied once on each side
-and passes no system call; the bell is rung only for a side that sleeps. When a process dies, the kernel closes its
-end of the bell, and the other one wakes up with PeerGone: so a process must not keep a copy of the end that is the
-other's.
+and never by the kernel; the bell is rung only for a side that sleeps. When a process dies, its end of the bell is
+closed, and the other one wakes up with PeerGone: so a process must not keep a copy of the other's end.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class _Bell:
     """One end of the socket pair. `gone` once the other end is closed, or this one hung up."""
 
     def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
+        end.setblocking(True)
         self._end = end
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
@@ -64,23 +63,24 @@ class _Bell:
 
     def ring(self) -> None:
         try:
-            self._end.send(b"!")
+            self._end.send(b"!", socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass  # a bell that is full of rings has been rung
         except OSError:
             self.gone = True
 
-    def wait(self, timeout_ms: int | None = None) -> None:
-        """Until it is rung, or the other end is gone. With 0: see whether it is."""
-        if self.gone or not self._poll.poll(timeout_ms):
-            return
+    def wait(self) -> None:
+        """Until it is rung, or the other end is gone."""
         try:
             if not self._end.recv(4_096):
                 self.gone = True
-        except BlockingIOError:
-            pass
         except OSError:
             self.gone = True
+
+    def look(self) -> None:
+        """Whether the other end is gone, without waiting."""
+        if not self.gone and self._poll.poll(0):
+            self.wait()
 
     def hang_up(self) -> None:
         """Tell the other side that nothing more will come, and wake whoever waits on this one."""
@@ -93,7 +93,7 @@ class _Bell:
 
 
 class _Message:
-    """One message at a time. Half of one is of no use, and nothing can follow it: one that is broken off hangs up."""
+    """One message at a time. Half of one is of no use, and nothing can follow it: what breaks off hangs up."""
 
     def __init__(self, bell: _Bell) -> None:
         self._bell, self._lock = bell, threading.Lock()
@@ -112,7 +112,9 @@ class _Side:
 
     def __init__(self, fd: int, bell: socket.socket) -> None:
         """Raises ValueError when there is no ring behind `fd`."""
-        self._ring = native.ring().Ring(mmap.mmap(fd, 0))
+        # All pages now: a fault in the first lap costs more than the copy.
+        memory = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self._ring = native.ring().Ring(memory)
         self._bell = _Bell(bell)
         self._message = _Message(self._bell)
 
@@ -146,7 +148,7 @@ class PcmWriter(_Side):
         self.full_waits = 0
         """How often `put` had to wait for room."""
 
-    def put(self, session: int, pcm: npt.NDArray[np.generic]) -> None:
+    def put(self, session: int, pcm: np.ndarray) -> None:
         """Send an array, of any dtype and as long as you like; it must be C-contiguous.
 
         Waits while the ring is full. Raises PeerGone, at once when the reader dies while this waits.
@@ -155,7 +157,7 @@ class PcmWriter(_Side):
             return
         data, at = pcm.data.cast("B"), 0
         with self._message:
-            self._bell.wait(0)
+            self._bell.look()
             while at < len(data):
                 if self._bell.gone:
                     raise self._peer_gone(at, len(data))
@@ -172,7 +174,7 @@ class PcmWriter(_Side):
 class PcmReader(_Side):
     """The consuming side. One thread takes, in the order in which the other side put."""
 
-    def take(self, session: int, samples: int, dtype: npt.DTypeLike = np.float32) -> npt.NDArray[np.generic]:
+    def take(self, session: int, samples: int, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """The next message, which must be that of `session` and of just `samples`: an array of the caller's own.
 
         Waits until it is there. Raises PeerGone when the writer is gone before that; OutOfStep, and hangs up,

@@ -1,0 +1,114 @@
+"""Form fields: kinds, bounds, names; and languages by their names."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.protocols import funasr, openai
+from asr_serve.protocols.fields import LONGEST_CHARACTERS, Fields
+from asr_serve.text import languages
+
+KNOWN = ("model", "stream", "temperature", "max_segment_ms", "include[]", "prompt")
+
+
+def read(**sent: str) -> Fields:
+    return Fields({name: [value] for name, value in sent.items()}, KNOWN)
+
+
+def test_brackets_may_be_left_out_of_lists_and_not_put_elsewhere():
+    fields = Fields({"include": ["a"], "include[]": ["b", " c ", ""]}, KNOWN)
+    assert fields.many("include[]") == ["a", "b", "c"]
+    with pytest.raises(OptionError, match="did you mean 'model'") as refused:
+        Fields({"model[]": ["a"]}, KNOWN)
+    assert refused.value.param == "model[]"
+
+
+def test_empty_is_as_good_as_none():
+    fields = read(model=" ", stream="", temperature="", prompt="")
+    assert (fields.text("model"), fields.flag("stream"), fields.number("temperature", 0, 1)) == (None, None, None)
+    fields.refuse("prompt", "none is taken")
+    assert "model" in read(model="x")
+    assert "model" not in read(stream="1")
+
+
+@pytest.mark.parametrize("value", ["true", "True", "1", "yes", "on", "t", "Y", " true "])
+def test_true(value):
+    assert read(stream=value).flag("stream") is True
+
+
+@pytest.mark.parametrize("value", ["0", "1", ".5", "0.5", "1.", "5e-1", "+1"])
+def test_numbers(value):
+    assert read(temperature=value).number("temperature", 0, 1) == float(value)
+
+
+@pytest.mark.parametrize(
+    "value", ["-0.1", "1.5", "nan", "inf", "1_0", "0x1", "٠", "1e", "one", "1 0", "0" * 1_001]
+)
+def test_no_numbers(value):
+    with pytest.raises(OptionError) as refused:
+        read(temperature=value).number("temperature", 0, 1)
+    assert refused.value.param == "temperature"
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize("value", ["", "12", "+12", "012"])
+def test_whole_numbers(value):
+    assert read(max_segment_ms=value).whole("max_segment_ms", 1, 100) in (None, 12)
+
+
+@pytest.mark.parametrize("value", ["0", "101", "1.0", "1e1", "٣", "9" * 100])
+def test_no_whole_numbers(value):
+    with pytest.raises(OptionError):
+        read(max_segment_ms=value).whole("max_segment_ms", 1, 100)
+
+
+def test_refusals_say_what_there_is_instead():
+    with pytest.raises(UnsupportedOption, match=r"prompt is not supported\. none is taken"):
+        read(prompt="x").refuse("prompt", "none is taken")
+    read(stream="false").refuse_true("stream", "it cannot")
+    with pytest.raises(UnsupportedOption, match="leave stream out"):
+        read(stream="true").refuse_true("stream", "it cannot")
+
+
+@pytest.mark.parametrize("read_form", [openai.ask, funasr.ask], ids=["openai", "funasr"])
+@given(
+    st.dictionaries(
+        st.one_of(st.sampled_from(openai.FIELDS + funasr.FIELDS), st.text(max_size=40)),
+        st.lists(
+            st.one_of(st.text(max_size=50), st.just("true"), st.just("x" * (LONGEST_CHARACTERS + 1))),
+            min_size=1,
+            max_size=3,
+        ),
+        max_size=5,
+    ),
+    st.booleans(),
+)
+def test_any_form_is_read_or_refused(read_form, sent, complete):
+    """Whatever is sent, nothing but OptionError comes out, and it is no essay."""
+    refused: OptionError | None = None
+    try:
+        read_form(sent, complete=complete)
+    except OptionError as error:
+        refused = error
+    assert refused is None or refused.param is not None
+    assert len(str(refused)) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("English", "en"),
+        ("中文", "zh"),
+        ("ESPAÑOL", "es"),
+        ("pt_BR", "pt"),
+        ("zh-Hans-CN", "zh"),
+        ("yue", "yue"),
+        ("klingon", "klingon"),
+        (" en ", "en"),
+    ],
+)
+def test_languages(name, code):
+    assert languages.code(name) == code

@@ -1,0 +1,239 @@
+"""Keys, rates, room and draining: alone with a clock of their own, and over the real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from contextlib import ExitStack
+
+import openai
+import pytest
+from conftest import MODEL, eventually
+from raw_http import FILE_END, FORM_END, Raw, field, file_head
+
+from asr_serve.config import ServeConfig
+from asr_serve.errors import AtCapacity, Draining, InvalidKey, RateLimited
+from asr_serve.server.gate import ANONYMOUS, Bucket, Gate, Keys
+from asr_serve.server.visits import Caller
+
+ROUTE = "/v1/audio/transcriptions"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+# --- alone ----------------------------------------------------------------------------------------------
+
+
+def test_each_key_has_a_caller_of_its_own():
+    keys = Keys(["first", "second"], ["boss"])
+    assert keys.caller("Bearer first") == Caller("key-1")
+    assert keys.caller("bearer  second ") == Caller("key-2")
+    assert keys.caller("Bearer boss") == Caller("admin-1", admin=True)
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Bearer", "Bearer ", "Bearer firs", "Bearer firstt", "Basic first", "first", "Bearer f\udcffi"]
+)
+def test_no_key_and_wrong_keys(header):
+    keys = Keys(["first"], [])
+    with pytest.raises(InvalidKey) as refused:
+        keys.caller(header.encode("utf-8", "replace").decode())
+    assert "first" not in str(refused.value)
+
+
+def test_without_api_keys_nobody_is_asked():
+    assert Keys([], []).caller("") == ANONYMOUS
+    assert Keys([], []).caller("Bearer whatever") == ANONYMOUS
+    assert Keys([], ["boss"]).caller("Bearer whatever") == ANONYMOUS
+    assert Keys([], ["boss"]).caller("Bearer boss").admin
+
+
+def test_a_key_that_is_both_is_an_admins():
+    assert Keys(["same"], ["same"]).caller("Bearer same").admin
+
+
+def test_a_bucket_fills_again():
+    clock = Clock()
+    bucket = Bucket(60, clock)
+    assert [bucket.take() for _ in range(60)] == [0.0] * 60
+    assert bucket.take() == pytest.approx(1.0)
+    clock.now_s += 0.5
+    assert bucket.take() == pytest.approx(0.5)
+    clock.now_s += 0.5
+    assert bucket.take() == 0.0
+    assert bucket.take() > 0
+    clock.now_s += 3_600
+    assert [bucket.take() for _ in range(60)] == [0.0] * 60
+    assert bucket.take() > 0
+
+
+def test_rates_are_each_keys_own():
+    gate = Gate(ServeConfig(requests_per_minute_per_key=2), Clock())
+    one, two = Caller("key-1"), Caller("key-2")
+    for caller in (one, one, two):
+        with gate.visit(caller, work=True):
+            pass
+    with pytest.raises(RateLimited) as refused, gate.visit(one, work=True):
+        pass
+    assert refused.value.retry_after_ms == 30_000
+    with gate.visit(two, work=True), gate.visit(one, work=False):
+        assert (gate.working, gate.inside) == (1, 2)
+
+
+def test_room_for_all_and_for_one():
+    clock = Clock()
+    gate = Gate(ServeConfig(max_concurrent=3, concurrent_per_key=2), clock)
+    one, two, three = Caller("key-1"), Caller("key-2"), Caller("key-3")
+    with ExitStack() as inside:
+        inside.enter_context(gate.visit(one, work=True))
+        inside.enter_context(gate.visit(one, work=True))
+        with pytest.raises(AtCapacity, match="with this key"), gate.visit(one, work=True):
+            pass
+        inside.enter_context(gate.visit(two, work=True))
+        with pytest.raises(AtCapacity, match="3 requests") as refused, gate.visit(three, work=True):
+            pass
+        assert refused.value.retry_after_ms > 0
+        clock.now_s += 600
+    assert (gate.working, gate.inside) == (0, 0)
+    with gate.visit(one, work=True):
+        pass
+
+
+def test_a_refusal_costs_no_token():
+    gate = Gate(ServeConfig(max_concurrent=1, requests_per_minute_per_key=2), Clock())
+    caller = Caller("key-1")
+    with gate.visit(caller, work=True):
+        for _ in range(5):
+            with pytest.raises(AtCapacity), gate.visit(caller, work=True):
+                pass
+    with gate.visit(caller, work=True):
+        pass
+    with pytest.raises(RateLimited), gate.visit(caller, work=True):
+        pass
+
+
+async def test_draining_lets_those_inside_finish():
+    gate = Gate(ServeConfig())
+    await asyncio.wait_for(gate.idle(), 1)
+    with gate.visit(ANONYMOUS, work=True):
+        gate.drain()
+        with pytest.raises(Draining), gate.visit(ANONYMOUS, work=False):
+            pass
+        waiting = asyncio.create_task(gate.idle())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 1)
+
+
+# --- over the real server -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def locked(serve):
+    return serve(api_keys=("secret-one", "secret-two"), admin_keys=("secret-boss",))
+
+
+@pytest.mark.parametrize("key", ["secret-one", "secret-two", "secret-boss"])
+def test_a_good_key(locked, beckett, key):
+    assert locked.openai(key).audio.transcriptions.create(model=MODEL, file=beckett).text
+
+
+def test_a_wrong_key(locked, beckett):
+    with pytest.raises(openai.AuthenticationError) as refused:
+        locked.openai("secret-three").audio.transcriptions.create(model=MODEL, file=beckett)
+    assert refused.value.code == "invalid_api_key"
+    assert refused.value.response.headers["www-authenticate"] == "Bearer"
+    assert "secret" not in refused.value.message
+    for path in ("/v1/models", "/metrics", "/nowhere"):
+        assert locked.http.get(path).status_code == 401
+    assert locked.http.get("/metrics", headers={"Authorization": "Bearer secret-one"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/docs", "/openapi.json"])
+def test_open_to_everybody(locked, path):
+    assert locked.http.get(path).status_code == 200
+
+
+def test_a_wrong_key_is_refused_before_the_body(locked):
+    with Raw(locked.port) as raw:
+        raw.head(ROUTE, 500_000_000)
+        status, headers, _ = raw.answer()
+    assert (status, headers["x-request-id"][:4]) == (401, "req_")
+
+
+def test_full_is_429_before_the_body_and_free_again(serve, beckett):
+    server = serve(max_concurrent=1)
+    with Raw(server.port) as busy, Raw(server.port) as second:
+        busy.head(ROUTE)
+        busy.chunk(field("model", MODEL) + file_head() + beckett.read_bytes())
+        eventually(lambda: server.gate.working == 1)
+        second.head(ROUTE, 500_000_000)
+        status, headers, body = second.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (429, "at_capacity")
+        assert int(headers["retry-after"]) >= 1
+        assert int(headers["retry-after"]) == math.ceil(int(headers["retry-after-ms"]) / 1_000)
+        assert server.http.get("/v1/models").status_code == 200  # no work
+        with pytest.raises(openai.RateLimitError):
+            server.openai().audio.transcriptions.create(model=MODEL, file=beckett)
+    server.expect_empty()
+    assert server.openai().audio.transcriptions.create(model=MODEL, file=beckett).text
+
+
+def test_the_clients_own_retries_get_through(serve, beckett):
+    """The openai package waits as long as it is told and asks again."""
+    server = serve(requests_per_minute_per_key=60)
+    for _ in range(60):
+        server.http.post(ROUTE)
+    client = server.openai(max_retries=5)
+    assert client.audio.transcriptions.create(model=MODEL, file=beckett).text
+    assert server.counted("asr_serve_rejections_total", reason="rate_limit_exceeded") >= 1
+
+
+def test_draining(serve, beckett):
+    server = serve()
+    with Raw(server.port) as raw:
+        raw.head(ROUTE)
+        raw.chunk(field("model", MODEL) + file_head() + beckett.read_bytes())
+        eventually(lambda: server.gate.working == 1)
+        server.loop.call_soon_threadsafe(server.gate.drain)
+        eventually(lambda: server.gate.draining)
+        with pytest.raises(openai.InternalServerError) as refused:
+            server.openai().audio.transcriptions.create(model=MODEL, file=beckett)
+        assert refused.value.status_code == 503
+        assert refused.value.code == "draining"
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        ready = server.http.get("/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+        assert "retry-after" in ready.headers
+        assert server.http.get("/health").status_code == 200
+        raw.chunk(FILE_END + FORM_END)
+        raw.end()
+        status, _, body = raw.answer()  # who was inside is answered
+    assert (status, json.loads(body).keys()) == (200, {"text", "usage"})
+    server.call(asyncio.wait_for(server.gate.idle(), 10))
+
+
+def test_no_other_site_may_call_unless_told(server, serve):
+    asked = {"Origin": "https://app.example.org", "Access-Control-Request-Method": "POST"}
+    refused = server.http.options(ROUTE, headers=asked)
+    assert refused.status_code == 405
+    assert "access-control-allow-origin" not in server.http.get("/health", headers=asked).headers
+
+    told = serve(cors_origins=("https://app.example.org",), api_keys=("secret",))
+    asked["Access-Control-Request-Headers"] = "authorization"
+    allowed = told.http.options(ROUTE, headers=asked)  # browsers send no key with this
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example.org"
+    answer = told.http.get("/v1/models", headers={"Origin": "https://app.example.org"})
+    assert answer.status_code == 401
+    assert answer.headers["access-control-allow-origin"] == "https://app.example.org"  # or nobody could read it
+    other = told.http.options(ROUTE, headers=asked | {"Origin": "https://other.example.org"})
+    assert other.status_code == 400
+    assert "access-control-allow-origin" not in other.headers

@@ -1,0 +1,268 @@
+"""Models, health, readiness, metrics and the OpenAPI document."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+from conftest import MODEL, WAIT_S, Running, eventually
+from raw_http import FILE_END, FORM_END, Raw, file_head
+
+from asr_serve import __version__
+from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel, WeightsMissing
+from asr_serve.models.card import Card
+from asr_serve.server.engines import Engines, Parts
+
+ROUTE = "/v1/audio/transcriptions"
+OTHER = "moonshine-base-en"
+
+
+# --- engines, without HTTP ----------------------------------------------------------------------------
+
+
+class Shelf:
+    """Loads the one real engine under any name that its process knows; closing it is noted and not done."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+
+    def open(self, name: str, config: ServeConfig) -> Parts:
+        assert self.go.wait(WAIT_S)
+        if name == "missing":
+            raise WeightsMissing("no weights")
+        self.opened.append(name)
+        return self.parts._replace(card=self.parts.cards[name], client=Lent(self, name, self.parts.client))
+
+
+class Lent:
+    """The engine's client, but for `close`."""
+
+    def __init__(self, shelf: Shelf, name: str, client: object) -> None:
+        self._shelf, self._name, self._client = shelf, name, client
+        self.state = "ready"
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+    def close(self) -> None:
+        self._shelf.closed.append(self._name)
+
+
+@pytest.fixture
+def shelf(parts: Parts) -> Shelf:
+    return Shelf(parts)
+
+
+async def test_names_and_aliases(shelf):
+    engines = Engines(ServeConfig(aliases={"whisper-1": MODEL}), shelf.open)
+    await engines.start()
+    assert engines.get().name == engines.get(MODEL).name == engines.get("whisper-1").name == MODEL
+    assert {MODEL, OTHER} <= set(engines.known())
+    assert engines.state(OTHER) == "not_loaded"
+    assert engines.aliases(MODEL) == ["whisper-1"]
+    with pytest.raises(UnknownModel, match=f"did you mean '{MODEL}'"):
+        engines.get("moonshine-tiny")
+    with pytest.raises(ModelNotLoaded, match=f"/v1/models/{OTHER}/load"):
+        engines.get(OTHER)
+    await engines.close()
+    assert shelf.closed == [MODEL]
+
+
+async def test_while_it_loads_it_is_not_ready(shelf):
+    engines = Engines(ServeConfig(more_models=(OTHER,)), shelf.open)
+    shelf.go.clear()
+    starting = asyncio.create_task(engines.start())
+    await asyncio.sleep(0.05)
+    for name in (None, MODEL, OTHER, "anything"):
+        with pytest.raises(EngineClosed, match="loading"):
+            engines.get(name)
+    shelf.go.set()
+    await starting
+    assert shelf.opened == [MODEL, OTHER]
+    assert engines.get(OTHER).name == OTHER
+    await engines.close()
+
+
+async def test_places_are_bounded_and_loading_is_shared(shelf):
+    engines = Engines(ServeConfig(max_models=2), shelf.open)
+    await engines.start()
+    shelf.go.clear()
+    both = asyncio.gather(engines.load(OTHER), engines.load(OTHER))
+    await asyncio.sleep(0.05)
+    assert engines.state(OTHER) == "loading"
+    shelf.go.set()
+    assert len(set(await both)) == 1
+    assert shelf.opened == [MODEL, OTHER]
+    await engines.close()
+
+    engines = Engines(ServeConfig(max_models=1), shelf.open)
+    await engines.start()
+    with pytest.raises(NotAllowed, match="max_models=1"):
+        await engines.load(OTHER)
+    await engines.unload(MODEL)
+    assert engines.state(MODEL) == "not_loaded"
+
+
+async def test_unloading_waits_for_requests(shelf):
+    engines = Engines(ServeConfig(), shelf.open)
+    await engines.start()
+    with engines.get().used():
+        leaving = asyncio.create_task(engines.unload(MODEL))
+        again = asyncio.create_task(engines.unload(MODEL))
+        await asyncio.sleep(0.05)
+        assert engines.state(MODEL) == "unloading"
+        with pytest.raises(ModelNotLoaded):
+            engines.get()
+        assert shelf.closed == []
+    await asyncio.wait_for(asyncio.gather(leaving, again), 5)
+    assert shelf.closed == [MODEL]
+
+
+async def test_a_load_that_fails_leaves_its_place(shelf):
+    engines = Engines(ServeConfig(model="missing"), shelf.open)
+    with pytest.raises(WeightsMissing):
+        await engines.start()
+    assert engines.describe() == {}
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------
+
+
+def test_models(server):
+    found = server.openai().models.list()
+    by_name = {model.id: model for model in found.data}
+    assert {MODEL, OTHER} <= set(by_name)
+    tiny = by_name[MODEL]
+    assert (tiny.object, tiny.owned_by, tiny.state) == ("model", "UsefulSensors", "ready")
+    assert tiny.created > 1_700_000_000
+    assert (tiny.languages, tiny.aliases, tiny.licence) == (["en"], ["whisper-1"], "MIT")
+    assert tiny.parameters > 20_000_000
+    assert by_name[OTHER].state == "not_loaded"
+
+
+def test_one_model(server):
+    client = server.openai()
+    assert client.models.retrieve("whisper-1") == client.models.retrieve(MODEL)
+    answer = server.http.get("/v1/models/nobody")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_not_without_an_admin_key(server, serve, verb):
+    for headers, status in (({}, 401), ({"Authorization": "Bearer boss"}, 403)):
+        answer = server.http.post(f"/v1/models/{MODEL}/{verb}", headers=headers)
+        assert answer.status_code == status
+        assert "admin_keys" in answer.json()["error"]["message"]
+    locked = serve(api_keys=("user",), admin_keys=("boss",))
+    answer = locked.http.post(f"/v1/models/{MODEL}/{verb}", headers={"Authorization": "Bearer user"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (403, "not_allowed")
+    assert locked.http.post(f"/v1/models/{MODEL}/{verb}").status_code == 401
+
+
+def test_unload_and_load(serve_with: Callable[..., Running], wav):
+    server = serve_with(admin_keys=("boss",))
+    admin = {"Authorization": "Bearer boss"}
+    loaded = server.http.post(f"/v1/models/{OTHER}/load", headers=admin)
+    assert (loaded.status_code, loaded.json()["id"], loaded.json()["state"]) == (200, OTHER, "ready")
+    assert server.http.get("/ready").json()["models"] == {MODEL: "ready", OTHER: "ready"}
+    assert server.http.post("/v1/models/nobody/load", headers=admin).status_code == 404
+
+    with Raw(server.port) as raw:  # a request that is under way is answered
+        raw.head(ROUTE)
+        raw.chunk(file_head() + wav(4))
+        eventually(lambda: server.engines.get()._users == 1)
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(server.http.post(f"/v1/models/{MODEL}/unload", headers=admin))
+        )
+        thread.start()
+        eventually(lambda: server.engines.state(MODEL) == "unloading")
+        refused = server.http.post(ROUTE, files={"file": wav(1)})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_loaded")
+        raw.chunk(FILE_END + FORM_END)
+        raw.end()
+        status, _, body = raw.answer()
+        assert (status, "best of times" in json.loads(body)["text"]) == (200, True)
+        thread.join(WAIT_S)
+    assert answers[0].json()["state"] == "not_loaded"
+    ready = server.http.get("/ready")
+    assert (ready.status_code, ready.json()["models"]) == (503, {OTHER: "ready"})
+    assert "not loaded" in ready.json()["reason"]
+
+
+@pytest.fixture
+def serve_with(shelf: Shelf):
+    """Servers whose engines come from the shelf, so that they can be unloaded."""
+    running: list[Running] = []
+
+    def start(**settings: object) -> Running:
+        running.append(Running(ServeConfig(engine=EngineConfig(), **settings), shelf.open))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.stop()
+
+
+def test_health_and_readiness(server):
+    health = server.http.get("/health").json()
+    assert (health["status"], health["version"]) == ("ok", __version__)
+    assert health["uptime_s"] > 0
+    ready = server.http.get("/ready")
+    assert (ready.status_code, ready.json()) == (200, {"status": "ready", "models": {MODEL: "ready"}})
+
+
+def test_metrics(server, beckett):
+    server.http.post(ROUTE, files={"file": beckett.read_bytes()})
+    text = server.http.get("/metrics").text
+    for line in (
+        'asr_serve_engine_up{model="moonshine-tiny-en"} 1.0',
+        'asr_serve_ring_slots{model="moonshine-tiny-en"} 1024.0',
+        'asr_serve_requests_total{method="POST",route="/v1/audio/transcriptions",status="200"}',
+        'asr_serve_step_seconds_count{model="moonshine-tiny-en",stage="decode"}',
+        f'asr_serve_build_info{{version="{__version__}"}} 1.0',
+    ):
+        assert line in text
+    assert server.counted("asr_serve_upload_audio_seconds_total", route=ROUTE) >= 9.9
+    assert server.counted("asr_serve_first_text_seconds_count", route=ROUTE) >= 1
+    assert server.counted("asr_serve_real_time_factor_count", route=ROUTE) >= 1
+    assert server.counted("asr_serve_upload_bytes_total", route=ROUTE) > 300_000
+
+
+def test_switched_off(serve):
+    server = serve(docs=False, metrics=False)
+    for path in ("/docs", "/openapi.json", "/metrics"):
+        assert server.http.get(path).status_code == 404
+
+
+def test_the_document_is_whole(server):
+    document = server.http.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        ROUTE, "/asr", "/v1/models", "/v1/models/{model}", "/v1/models/{model}/load", "/v1/models/{model}/unload",
+        "/health", "/ready", "/metrics",
+    }  # fmt: skip
+    text = json.dumps(document)
+    names = set(document["components"]["schemas"])
+    used = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert used <= names
+    form = document["paths"][ROUTE]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert form["required"] == ["file"]
+    assert {"file", "model", "stream", "include[]", "chunking_strategy[type]"} <= set(form["properties"])
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            assert operation["summary"]
+            assert operation["tags"]
+            assert ("security" in operation) == (path not in ("/health", "/ready"))
+    assert "/openapi.json" in server.http.get("/docs").text
+
+
+def test_a_card_says_what_the_list_needs(parts):
+    assert all(isinstance(card, Card) and card.hub for card in parts.cards.values())

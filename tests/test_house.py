@@ -32,9 +32,9 @@ LEAVES = {
     "whisper_normalizer": {"evaluate/wer.py"},
     "rich": {"cli/progress.py"},
     "granian": {"server/run.py"},
-    "opentelemetry": {"server/tracing.py"},
+    "opentelemetry": {"server/telemetry/tracing.py"},
     "prometheus_client": {"metrics.py"},
-    "python_multipart": {"server/form.py"},
+    "python_multipart": {"server/bodies/form.py"},
 }
 """A heavy or optional package is loaded by one file."""
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+
 from asr_serve.audio.io import Source
 from asr_serve.audio.manifest import Item, expand
 from asr_serve.config import EngineConfig

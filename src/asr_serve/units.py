@@ -20,6 +20,8 @@ def samples_to_ms(samples: int, rate_hz: int = RATE_HZ) -> int:
 
 def ms_to_samples(ms: float, rate_hz: int = RATE_HZ) -> int:
     """Samples for a time in milliseconds, halves rounded up."""
+    if isinstance(ms, int):
+        return (ms * rate_hz * 2 + 1_000) // 2_000
     exact = Fraction(ms).limit_denominator(1_000_000) * rate_hz / 1_000
     return int(exact + Fraction(1, 2))
 

@@ -21,10 +21,10 @@ from openai import OpenAI
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import logs
 from asr_serve.server.app import create_app
 from asr_serve.server.engines import Engines, Parts, open_engine
 from asr_serve.server.gate import Gate
+from asr_serve.server.telemetry import logs
 
 WAIT_S = 60.0
 """Longer than anything here takes; only a hang reaches it."""

@@ -14,9 +14,9 @@ from asr_serve.audio.io import AudioLimits
 from asr_serve.errors import AudioTooLong, Cancelled, NotAudio, OptionError
 from asr_serve.pipelines import transcribe
 from asr_serve.pipelines.transcribe import TranscribeOptions
+from asr_serve.server.bodies.spool import Spool, SpoolReader
 from asr_serve.server.engines import Engine, Parts
 from asr_serve.server.jobs import Jobs
-from asr_serve.server.spool import Spool, SpoolReader
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 

@@ -16,7 +16,7 @@ from granian.log import LogLevels, configure_logging
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asr_serve.server import logs
+from asr_serve.server.telemetry import logs
 
 log = logging.getLogger("asr_serve.here")
 Read = Callable[[], list[str]]

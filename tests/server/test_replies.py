@@ -11,7 +11,7 @@ from starlette.requests import Request
 from asr_serve import errors
 from asr_serve.errors import AsrServeError
 from asr_serve.server.replies import Replies, problem, reply, told_in_stream
-from asr_serve.server.tracing import RequestTrace
+from asr_serve.server.telemetry.tracing import RequestTrace
 from asr_serve.server.visits import Visit, visit_of
 
 ROUTE = "/v1/audio/transcriptions"

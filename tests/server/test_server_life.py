@@ -127,7 +127,7 @@ def expected(server: Served, clips: list[bytes]) -> list[str]:
 async def many(
     server: Served, clips: list[bytes], clients: int, rounds: int, leave: float, seed: int = 1
 ) -> list[tuple[int, str]]:
-    """`clients` at once, each `rounds` times; a share of the requests is broken off at some moment. The answers."""
+    """`clients` at once, each `rounds` times; a share of the requests is broken off. The answers."""
     answers: list[tuple[int, str]] = []
 
     async def client(number: int) -> None:
@@ -185,14 +185,15 @@ def test_many_clients_of_whom_some_leave(served, clips):
     server.until_ready()
     texts = expected(server, clips)
     sizes = []
-    for seed in range(3):
+    for seed in range(4):
         for which, text in asyncio.run(many(server, clips, clients=64, rounds=3, leave=0.3, seed=seed)):
             assert text == texts[which]
         expect_nothing_held(server)
         sizes.append(server.rss_mib())
-    assert sizes[2] < sizes[0] + 64, f"memory grows: {sizes} MiB"
+    # The first round still fills the ring, the threads and the heaps that are kept.
+    assert sizes[3] < 1.1 * sizes[1], f"memory grows: {sizes} MiB"
     metrics = server.metrics()
-    assert metrics["asr_serve_requests_total"] > 64 * 3 * 3
+    assert metrics["asr_serve_requests_total"] > 64 * 3 * 4 * 0.6
     assert metrics["asr_serve_failed_steps_total"] == 0
     assert "Traceback" not in server.log.read_text()
     assert server.stop() == 0

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from asr_serve.errors import OptionError
-from asr_serve.server import tracing
-from asr_serve.server.tracing import OtelTracer, Tracer
+from asr_serve.server.telemetry import tracing
+from asr_serve.server.telemetry.tracing import OtelTracer, Tracer
 from asr_serve.types import Phases
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -159,7 +159,7 @@ def test_only_our_own_failures_are_errors(
 def test_without_an_endpoint_nothing_is_loaded() -> None:
     script = """if True:
         import sys
-        from asr_serve.server.tracing import Tracer
+        from asr_serve.server.telemetry.tracing import Tracer
         from asr_serve.types import Phases
         tracer = Tracer.create(None, "asr-serve")
         with tracer.request("POST", {"traceparent": "x"}) as request:

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from asr_serve import errors
 from asr_serve.audio.io import open_audio, read_audio
-from asr_serve.server.uploads import Upload, UploadLimits
+from asr_serve.server.bodies.uploads import Upload, UploadLimits
 
 BOUNDARY = "aB0'x"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"

@@ -17,7 +17,7 @@ from raw_http import FILE_END, FORM_END, Raw, field, file_head
 from asr_serve.errors import ClientGone
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server import transcribe, visits
-from asr_serve.server.tracing import RequestTrace, Tracer
+from asr_serve.server.telemetry.tracing import RequestTrace, Tracer
 from asr_serve.server.visits import Visits, visit_of
 
 ROUTE = "/v1/audio/transcriptions"

@@ -86,8 +86,8 @@ class EngineClient:
     """Lets work in, up to the bounds of its configuration. Every method may be called from any thread."""
 
     def __init__(self, config: EngineConfig, connect: Connect) -> None:
-        """`connect`: `engine.local.local(...)` for a thread, `engine.process.link.remote(...)` for a process. What it
-        raises is raised here."""
+        """`connect`: `local(...)` of engine/local for a thread, `remote(...)` of engine/process/link for a
+        process. What it raises is raised here."""
         self.config = config
         self._ids = itertools.count()
         self._room = threading.Condition()
@@ -111,10 +111,12 @@ class EngineClient:
         priority: Priority = "interactive",
         *,
         wait: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> Ticket:
         """Recognise one utterance: `pcm` (samples,) float32, 16 kHz, not longer than the model's limit.
 
-        Full: raises AtCapacity, or waits for room when `wait`. Raises AudioTooLong, UnsupportedAudio,
+        Full: raises AtCapacity, or waits for room when `wait`; `check` is called whenever somebody nudges, and may
+        raise to wait no longer. Raises AudioTooLong, UnsupportedAudio,
         EngineClosed.
         """
         if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
@@ -143,6 +145,7 @@ class EngineClient:
                         self.retry_after_ms(),
                     )
                 self._room.wait()
+                check()
             if not self._requests:
                 self._busy_since = time.monotonic()
             self._requests += 1
@@ -159,13 +162,14 @@ class EngineClient:
         with contextlib.suppress(EngineClosed):
             self.link.cancel(ticket.id)
 
-    def session(self, *, wait: bool = False) -> VadSession:
-        """A caller's voice-activity state. Full: raises AtCapacity, or waits for one when `wait`. Raises
-        EngineClosed."""
+    def session(self, *, wait: bool = False, check: Callable[[], None] = lambda: None) -> VadSession:
+        """A caller's voice-activity state. Full: raises AtCapacity, or waits for one when `wait`, as in `submit`.
+        Raises EngineClosed."""
         session_id = next(self._ids)
         with self._room:
             while wait and not self._closed and self._sessions >= self.config.max_sessions:
                 self._room.wait()
+                check()
             if self._sessions >= self.config.max_sessions:
                 raise AtCapacity(
                     f"{self._sessions} sessions are open",
@@ -179,6 +183,11 @@ class EngineClient:
             self._session_ended()
             raise
         return VadSession(self, session_id)
+
+    def nudge(self) -> None:
+        """Have whoever waits for room look again whether to wait."""
+        with self._room:
+            self._room.notify_all()
 
     def retry_after_ms(self) -> int:
         """When about a tenth of what is waiting will be done."""

@@ -119,11 +119,14 @@ class Stop:
 
     def __init__(self) -> None:
         self.awake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.client: EngineClient | None = None
         self._wanted = False
 
     def set(self) -> None:
         self._wanted = True
         self.awake.put(None)
+        if self.client is not None:
+            self.client.nudge()
 
     def check(self) -> None:
         if self._wanted:
@@ -149,7 +152,7 @@ class _Transcription:
         self, client: EngineClient, text: Callable[[list[int]], str], options: TranscribeOptions, stop: Stop
     ) -> None:
         self.client, self.text, self.options = client, text, options
-        self.stop, self.awake = stop, stop.awake
+        self.stop, self.awake, stop.client = stop, stop.awake, client
         self.language = _language(client, options.language)
         self.endpoint = _endpoint(client, options)
         self.search = SearchOptions(temperatures=options.temperatures)
@@ -171,7 +174,11 @@ class _Transcription:
                         more = False
                         break
                     try:  # for a session of somebody else we wait; one of ours comes back when its file is read
-                        session = self.client.session(wait=not files) if self.options.vad else None
+                        session = (
+                            self.client.session(wait=not files, check=self.stop.check)
+                            if self.options.vad
+                            else None
+                        )
                     except AtCapacity:
                         refused = item
                         break
@@ -194,6 +201,9 @@ class _Transcription:
         finally:
             for file in files:
                 file.abandon()
+
+    def _session(self, *, wait: bool) -> VadSession | None:
+        return self.client.session(wait=wait, check=self.stop.check) if self.options.vad else None
 
     def wake(self, _: Future[Any] | None = None) -> None:
         self.awake.put(None)
@@ -300,11 +310,12 @@ class _File:
         return future
 
     def _submit(self, spans: list[Span]) -> None:
+        check = self.call.stop.check
         for span in spans:
-            self.call.stop.check()
+            check()
             pcm = self._with_context(span)
             priority = "bulk" if span.start_samples >= PROMPT_SAMPLES else self.call.options.priority
-            ticket = self.call.client.submit(pcm, self.call.search, priority, wait=True)
+            ticket = self.call.client.submit(pcm, self.call.search, priority, wait=True, check=check)
             self.call.ahead_samples += span.samples
             self.waiting.append((span, ticket))
             ticket.future.add_done_callback(self.call.wake)

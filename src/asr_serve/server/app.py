@@ -19,7 +19,7 @@ from asr_serve.server import documents, health, models, replies, transcribe
 from asr_serve.server.engines import Engines
 from asr_serve.server.gate import OPEN, Gate, Guard
 from asr_serve.server.jobs import Jobs
-from asr_serve.server.tracing import Tracer
+from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.visits import Visits
 
 UNMATCHED = "unmatched"

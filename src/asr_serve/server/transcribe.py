@@ -19,10 +19,10 @@ from asr_serve.errors import AsrServeError, ClientGone, OptionError
 from asr_serve.pipelines.transcribe import SegmentDone, TranscribeOptions
 from asr_serve.protocols import funasr, openai
 from asr_serve.server import documents
+from asr_serve.server.bodies.uploads import Upload, UploadLimits
 from asr_serve.server.engines import Engines
 from asr_serve.server.jobs import Job, Jobs
 from asr_serve.server.replies import JSON, told_in_stream
-from asr_serve.server.uploads import Upload, UploadLimits
 from asr_serve.server.visits import Visit, visit_of
 from asr_serve.types import Transcript
 

@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asr_serve.errors import ClientGone
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import logs
-from asr_serve.server.tracing import RequestTrace, Tracer
+from asr_serve.server.telemetry import logs
+from asr_serve.server.telemetry.tracing import RequestTrace, Tracer
 
 CLIENT_GONE = 499
 """Nginx's number for a client that did not wait. It is logged and counted, and never sent."""

@@ -123,6 +123,11 @@ class _Side:
         return int(self._ring.slots)
 
     @property
+    def capacity_bytes(self) -> int:
+        """What the ring holds when it is full."""
+        return int(self._ring.slots * self._ring.payload_bytes)
+
+    @property
     def depth(self) -> int:
         """Slots filled and not yet read, of `slots`."""
         return int(self._ring.depth)
@@ -158,17 +163,22 @@ class PcmWriter(_Side):
         data, at = pcm.data.cast("B"), 0
         with self._message:
             self._bell.look()
+            wanted = False
             while at < len(data):
                 if self._bell.gone:
                     raise self._peer_gone(at, len(data))
                 # Every chunk but the last is full, so the position tells its number.
                 written, rings = self._ring.write(session, at // self._ring.payload_bytes, data[at:])
                 at += written
-                if rings:
-                    self._bell.ring()
-                elif at < len(data) and self._ring.producer_sleeps():
+                wanted = wanted or rings
+                if at < len(data) and not rings and self._ring.producer_sleeps():
+                    if wanted:  # it is full; else once, for the whole message and not for every slot
+                        self._bell.ring()
+                        wanted = False
                     self.full_waits += 1
                     self._bell.wait()
+            if wanted:
+                self._bell.ring()
 
 
 class PcmReader(_Side):

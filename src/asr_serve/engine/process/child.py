@@ -82,9 +82,14 @@ class Child:
         raise EngineClosed(f"the engine process ended while it was loading ({self.end()})", todo="see its log")
 
     def send(self, message: wire.ToEngine, pcm: np.ndarray | None = None, session: int = 0) -> None:
-        """The message, and after it the samples it announces. Raises OSError or PeerGone."""
+        """The message and the samples it announces. Raises OSError or PeerGone."""
+        # The samples first: then whoever reads the message finds them there and wakes up once. What is larger
+        # than the ring would wait for a reader that nobody has told.
+        first = pcm is not None and pcm.nbytes <= self.writer.capacity_bytes
+        if pcm is not None and first:
+            self.writer.put(session, pcm)
         self._pipe.send_bytes(wire.encode(message))
-        if pcm is not None:
+        if pcm is not None and not first:
             self.writer.put(session, pcm)
 
     def receive(self) -> wire.ToServer | None:

@@ -22,12 +22,12 @@ import numpy as np
 
 from asr_serve.decoding.attention import Recognition
 from asr_serve.devices.cpu import keep_memory
-from asr_serve.engine.process import wire
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.parts import Checkpoint, assemble
+from asr_serve.engine.process import wire
 from asr_serve.engine.session import Utterance, Windows
 from asr_serve.engine.stats import Stats
-from asr_serve.errors import AsrServeError, PeerGone
+from asr_serve.errors import AsrServeError, OutOfStep, PeerGone
 from asr_serve.metrics import EngineMetrics
 from asr_serve.models.card import cards
 from asr_serve.transfer.ring import PcmReader
@@ -81,7 +81,7 @@ class Host:
         try:
             while True:
                 self._take(loop, wire.decode_to_engine(self._pipe.recv_bytes()))
-        except (EOFError, OSError, PeerGone):
+        except (EOFError, OSError, PeerGone, OutOfStep):
             loop.inbox.put(Loop.stop)
 
     def _take(self, loop: Loop, message: wire.ToEngine) -> None:

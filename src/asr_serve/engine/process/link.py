@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -20,9 +19,10 @@ import msgspec
 import numpy as np
 
 from asr_serve.config import EngineConfig
+from asr_serve.engine.client import Connect
 from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import END_TIMEOUT_S, Child, RingSize
-from asr_serve.engine.client import Connect
+from asr_serve.engine.process.pending import Session, Work
 from asr_serve.engine.session import Utterance, Windows
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineError, PeerGone
 
@@ -40,23 +40,6 @@ HUNG_S = 60.0
 """A process that has work and says nothing for so long is killed. No step takes a tenth of it."""
 
 
-class _Work(msgspec.Struct):
-    """An utterance until it is answered."""
-
-    utterance: Utterance
-    deaths: int = 0
-
-
-class _Session:
-    """A caller's voice activity: where it stands, and what is under way."""
-
-    def __init__(self) -> None:
-        self.state: bytes | None = None
-        self.next_piece = 0
-        self.pieces: deque[tuple[int, Windows]] = deque()
-        self.deaths = 0
-
-
 class RemoteLink:
     """Speaks with the engine's process and starts another when it dies. Raises what loading raises."""
 
@@ -71,8 +54,8 @@ class RemoteLink:
         self._on_done, self._on_stop = on_done, on_stop
         self._lock = threading.Lock()  # of what follows, and of the order of messages
         self._child: Child | None = None
-        self._work: dict[int, _Work] = {}
-        self._sessions: dict[int, _Session] = {}
+        self._work: dict[int, Work] = {}
+        self._sessions: dict[int, Session] = {}
         self._questions: dict[int, Future[wire.Report]] = {}
         self._asked = 0
         self._state = "loading"
@@ -108,7 +91,7 @@ class RemoteLink:
     def submit(self, utterance: Utterance) -> None:
         with self._lock:
             self._expect_open()
-            work = self._work[utterance.id] = _Work(utterance)
+            work = self._work[utterance.id] = Work(utterance)
             self._send_work(work)
 
     def cancel(self, request_id: int) -> None:
@@ -122,7 +105,7 @@ class RemoteLink:
     def open(self, session: int) -> None:
         with self._lock:
             self._expect_open()
-            self._sessions[session] = _Session()
+            self._sessions[session] = Session()
             self._send(wire.OpenSession(session, None))
 
     def put(self, windows: Windows) -> None:
@@ -130,9 +113,7 @@ class RemoteLink:
             self._expect_open()
             session = self._sessions.get(windows.session)
             if session is not None:
-                session.pieces.append((session.next_piece, windows))
-                self._send_piece(session.next_piece, windows)
-                session.next_piece += 1
+                self._send_piece(session.put(windows), windows)
         if session is None:
             _fail(windows.future, Cancelled("the session was closed"))
 
@@ -141,7 +122,7 @@ class RemoteLink:
             ended = self._sessions.pop(session, None)
             if ended is not None:
                 self._send(wire.CloseSession(session))
-        for _, windows in ended.pieces if ended else ():
+        for windows in ended.drop() if ended else ():
             _fail(windows.future, Cancelled("the session was closed"))
 
     def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> wire.Report | None:
@@ -197,7 +178,7 @@ class RemoteLink:
             self._child.kill()
             self._child = None
 
-    def _send_work(self, work: _Work) -> None:
+    def _send_work(self, work: Work) -> None:
         utterance = work.utterance
         assert utterance.pcm is not None
         self._send(
@@ -331,11 +312,7 @@ class RemoteLink:
         """The piece that is answered, unless its session was closed meanwhile."""
         with self._lock:
             session = self._sessions.get(number)
-            if session is None or not session.pieces or session.pieces[0][0] != piece:
-                return None
-            session.state = state if state is not None else session.state
-            session.deaths = 0
-            return session.pieces.popleft()[1]
+            return session.answered(piece, state) if session is not None else None
 
     def _forward(self, message: wire.ToServer) -> None:
         if isinstance(message, wire.Log):
@@ -358,7 +335,7 @@ class RemoteLink:
             lost = [work for work in self._work.values() if work.deaths >= MAX_ATTEMPTS]
             for work in lost:
                 del self._work[work.utterance.id]
-            pieces = [w for s in self._sessions.values() if s.deaths >= MAX_ATTEMPTS for w in _drop(s)]
+            pieces = [w for s in self._sessions.values() if s.deaths >= MAX_ATTEMPTS for w in s.drop()]
         for work in lost:
             self._reject(work, error)
         for windows in pieces:
@@ -381,21 +358,15 @@ class RemoteLink:
         with self._lock:
             self._child = None
             work, self._work = list(self._work.values()), {}
-            pieces = [windows for session in self._sessions.values() for windows in _drop(session)]
+            pieces = [windows for session in self._sessions.values() for windows in session.drop()]
         for each in work:
             self._reject(each, error)
         for windows in pieces:
             _fail(windows.future, error)
 
-    def _reject(self, work: _Work, error: Exception) -> None:
+    def _reject(self, work: Work, error: Exception) -> None:
         self._on_done(work.utterance.samples)
         _fail(work.utterance.future, error)
-
-
-def _drop(session: _Session) -> list[Windows]:
-    pieces = [windows for _, windows in session.pieces]
-    session.pieces.clear()
-    return pieces
 
 
 def _fail(future: Future[Any], error: Exception) -> None:

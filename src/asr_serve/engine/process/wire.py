@@ -1,7 +1,7 @@
 """What the server and its engine process say to each other: msgspec structs over a pipe, PCM over the ring.
 
-Order is all the agreement there is: a message that announces samples is followed by exactly those in the ring, and
-nobody else writes in between.
+Order is all the agreement there is: the samples that messages announce lie in the ring in the order of the
+messages, and nothing else does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """An utterance; `length` samples of float32 follow in the ring, the first `samples` of them spoken."""
+    """An utterance; `length` samples of float32 are in the ring, the first `samples` of them spoken."""
 
     id: int
     length: int
@@ -56,7 +56,7 @@ class OpenSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class Put(msgspec.Struct, frozen=True, tag=True):
-    """Windows of a session; `length` samples follow in the ring. `piece` counts within the session."""
+    """Windows of a session; `length` samples are in the ring. `piece` counts within the session."""
 
     session: int
     piece: int

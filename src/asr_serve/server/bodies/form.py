@@ -9,7 +9,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
 from asr_serve.errors import MalformedRequest
-from asr_serve.server.spool import Spool
+from asr_serve.server.bodies.spool import Spool
 
 FILE_FIELD = "file"
 """The one field whose part may be a file."""

@@ -10,8 +10,8 @@ from typing import BinaryIO, cast
 import msgspec
 
 from asr_serve.errors import AudioTooLarge, Cancelled, ClientGone, MalformedRequest, RequestTimeout
-from asr_serve.server.form import Form
-from asr_serve.server.spool import Spool, SpoolReader
+from asr_serve.server.bodies.form import Form
+from asr_serve.server.bodies.spool import Spool, SpoolReader
 
 
 class UploadLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,10 +20,10 @@ from tiny_moonshine import WAIT_S, clip, outcome, weights
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import SearchOptions
-from asr_serve.engine.process.child import RingSize
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import local
 from asr_serve.engine.parts import Checkpoint
+from asr_serve.engine.process.child import RingSize
 from asr_serve.engine.process.link import RemoteLink, remote
 from asr_serve.engine.process.wire import EngineSpec
 from asr_serve.errors import Cancelled, EngineClosed, UnknownModel, WeightsCorrupt

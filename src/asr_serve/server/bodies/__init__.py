@@ -1,0 +1,1 @@
+"""Request bodies, read as they arrive."""

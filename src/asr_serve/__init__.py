@@ -36,6 +36,9 @@ def load(
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
     """
+    from asr_serve.config import limit_spinning
+
+    limit_spinning()
     from asr_serve.library import Model  # torch is loaded here, not by `import asr_serve`
 
     return Model.load(model, device=device, dtype=dtype, weights=weights, engine=engine)

@@ -259,8 +259,21 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
 
 
+SPINS = {"GOMP_SPINCOUNT": "3000"}
+"""How long OpenMP's threads spin before they sleep: some 30 us, decision 0009. By default it is milliseconds, and
+two programs that spin for the same cores get a twentieth of the work done."""
+
+
+def limit_spinning() -> None:
+    """Before torch is loaded, which brings OpenMP along. What the user has set stays."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        for name, value in SPINS.items():
+            os.environ.setdefault(name, value)
+
+
 def engine_environment(threads: int | None) -> dict[str, str]:
     """What an engine process is started with: ours, and its own number of threads."""
+    limit_spinning()
     own = {} if threads is None else {"ASR_SERVE_THREADS": str(threads)}
     return {**os.environ, **own}
 

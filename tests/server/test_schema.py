@@ -1,0 +1,158 @@
+"""Requests that schemathesis makes out of /openapi.json, to the running server: does it do what that says?
+
+Its engine runs here as its command does, with a fixed seed: examples, every corner of the schemas (values that are
+good and values that are not, wrong methods, missing keys), then random ones. Its fixtures know no pytest 9.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from conftest import Running
+from hypothesis import strategies
+from schemathesis.config import SchemathesisConfig
+from schemathesis.core.failures import AcceptedNegativeData, Failure
+from schemathesis.engine import events, from_schema
+from schemathesis.specs.openapi.formats import unregister_string_format
+
+ROUTE = "/v1/audio/transcriptions"
+PATHS = (
+    ROUTE,
+    "/asr",
+    "/v1/models",
+    "/v1/models/{model}",
+    "/v1/models/{model}/load",
+    "/v1/models/{model}/unload",
+    "/health",
+    "/ready",
+    "/metrics",
+)
+KEY = "secret-boss"
+"""An administrator's, so that load and unload get to their names. Those are random: nothing is unloaded."""
+
+Document = dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=["locked", "open"])
+def asked(request: pytest.FixtureRequest, serve: Callable[..., Running]) -> Running:
+    keys = {"api_keys": ("secret-user",), "admin_keys": (KEY,)} if request.param == "locked" else {}
+    return serve(max_duration_s=5, **keys)
+
+
+@pytest.fixture
+def clips_sent(wav: Callable[..., bytes]) -> Iterator[None]:
+    """In place of random bytes. In bad requests, too: otherwise they would be refused for their file."""
+    schemathesis.openapi.format("binary", strategies.just(wav(2.5)))
+    yield
+    unregister_string_format("binary")
+
+
+def ask(server: Running, path: str, accepted: list[str], examples: int, document: Document) -> list[int]:
+    """Send what the document's schema of `path` suggests, and fail on what is wrong with the answers; `accepted`:
+    statuses for what keeps to the schema. All statuses that came."""
+    settings = {
+        "seed": 20_26,
+        "headers": {"Authorization": f"Bearer {KEY}"} if server.config.api_keys else {},
+        "generation": {"max-examples": examples, "deterministic": True, "database": "none"},
+        "checks": {"max_response_time": 10.0, "positive_data_acceptance": {"expected-statuses": accepted}},
+    }  # and all other checks. `ignored_auth` asks again with a wrong key and with none
+    schema = schemathesis.openapi.from_dict(document, config=SchemathesisConfig.from_dict(settings))
+    schema.config.update(base_url=server.url)
+
+    @schema.hook
+    def filter_failure(context: object, failure: Failure, case: Any, response: object) -> bool:
+        # An empty field is as good as none, as the document says in words.
+        return not (isinstance(failure, AcceptedNegativeData) and _holds_empty(case.body))
+
+    wrong, statuses = [], []
+    for event in from_schema(schema.include(path=path)).execute():
+        match event:
+            case events.NonFatalError() | events.FatalError():
+                wrong.append(str(event))
+            case events.ScenarioFinished(recorder=found):
+                for sent, checks in found.checks.items():
+                    for failure in (check.failure_info for check in checks if check.failure_info is not None):
+                        body = found.cases[sent].value.body
+                        form = {k: v for k, v in body.items() if k != "file"} if isinstance(body, dict) else body
+                        wrong.append(f"{failure.failure}\n{form}\n{failure.code_sample[:1_000]}")
+                statuses += [each.response.status_code for each in found.interactions.values() if each.response]
+    assert not wrong, "\n\n".join(wrong)
+    server.expect_empty()
+    assert not server.counted("asr_serve_rejections_total", reason="internal_error")  # in a stream it is no 500
+    return statuses
+
+
+def _holds_empty(form: object) -> bool:
+    return isinstance(form, dict) and any(value in ("", None) or "" in [value][0] for value in form.values())
+
+
+def read(server: Running) -> Document:
+    return dict(server.http.get("/openapi.json").json())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_document_is_kept_to(asked, path):
+    # Random bytes are no audio, and random fields do not go together: 400. A random name is no model: 404.
+    accepted = ["2xx", "400", "404"]
+    if not asked.config.api_keys:
+        accepted += ["401", "403"]  # nobody is an administrator there
+    assert ask(asked, path, accepted, 30, read(asked))
+
+
+def test_these_are_all_paths(asked):
+    assert set(read(asked)["paths"]) == set(PATHS)
+
+
+TOGETHER: dict[str, tuple[str, Document]] = {
+    "plain": (
+        ROUTE,
+        {
+            "language": {"enum": ["en", "English", "en-GB", "英文"]},
+            "response_format": {},
+            "temperature": {},
+            "stream": {"enum": [False]},
+            "vad": {},
+            "prompt": {},
+            "hotwords": {},
+            "spk": {},
+            "keywords[]": {},
+            "known_speaker_names[]": {},
+            "known_speaker_references[]": {},
+        },
+    ),
+    "streamed": (ROUTE, {"stream": {}, "response_format": {"enum": ["json", "text"]}, "vad": {}}),
+    "schedule": (ROUTE, {"silence_schedule": {"enum": ["inf:300", "5000:1500,20000:800,inf:300"]}}),
+    "logprobs": (ROUTE, {"include[]": {}, "chunking_strategy": {"enum": ["auto"]}, "stream": {}}),
+    "times": (ROUTE, {"timestamp_granularities[]": {}, "response_format": {"enum": ["verbose_json"]}}),
+    "strategy": (
+        ROUTE,
+        {
+            "chunking_strategy[type]": {},
+            "chunking_strategy[threshold]": {},
+            "chunking_strategy[prefix_padding_ms]": {},
+            "chunking_strategy[silence_duration_ms]": {},
+        },
+    ),
+    "asr": ("/asr", {"language": {"enum": ["English"]}, "hotwords": {}, "spk": {}, "timestamp": {}}),
+}
+"""Fields that go together in any way, and which of their values do where the document has only words for that."""
+NEEDED = ("file", "chunking_strategy[type]", "response_format")
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.usefixtures("clips_sent")
+def test_good_forms_are_heard_and_bad_ones_refused(asked, name):
+    path, narrowed = TOGETHER[name]
+    document = read(asked)
+    (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
+    del content["example"]  # its file is a name
+    form = content["schema"]
+    fields = form["properties"]
+    form["properties"] = {"file": fields["file"]} | {name: fields[name] | more for name, more in narrowed.items()}
+    form["required"] = [name for name in form["properties"] if name in NEEDED]
+    statuses = ask(asked, path, ["200"], 30, document)
+    assert statuses.count(200) > 10
+    assert statuses.count(400) > 10

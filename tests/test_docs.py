@@ -1,6 +1,7 @@
-"""What the documents say is true: links lead somewhere, commands exist, every Python example runs.
+"""What the documents say is true: links lead somewhere, commands exist, every Python example and every curl runs,
+and JSON shown below a command has the keys of what the command answers.
 
-A Python block that is not to be run is preceded by `<!-- not run: why -->`.
+A block that is not to be run is preceded by `<!-- not run: why -->`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import json
 import re
-import runpy
 import shutil
+import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,11 @@ import typer.main
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "asr_serve"
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "bench" / "README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *(ROOT / d / "README.md" for d in ("bench", "deploy"))]
+)
+ADDRESS = "http://127.0.0.1:8000"
+"""Where the documents have their server. The tests put that of one they have started in its place."""
 BLOCK = re.compile(r"(<!-- not run:[^\n]*-->\n+)?^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -90,28 +97,102 @@ def check_command(command: object, words: list[str], line: str) -> None:
 @pytest.fixture
 def beside_audio(packaged_speech: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to run examples in, with the files that they name."""
-    for name in ("talk.wav", "call.wav"):
+    for name in ("talk.wav", "call.wav", "two_cities.wav"):
         shutil.copy(packaged_speech / "two_cities.wav", tmp_path / name)
+    shutil.copy(packaged_speech / "beckett.wav", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def address(packaged_speech: Path) -> Iterator[str]:
+    """Of a server."""
+    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", "0"]
+    command += ["--alias", "whisper-1=moonshine-tiny-en", "--set", "engine_threads=1", "--set", "log_level=error"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        said = ""
+        while not (ready := re.search(r" on (http://\S+) \(ready", said)):
+            line = process.stderr.readline()
+            assert line, f"the server ended: {said}"
+            said += line
+        yield ready[1]
+        process.terminate()
+        process.communicate()
+
+
+@pytest.fixture
+def here(request: pytest.FixtureRequest) -> Callable[[str], str]:
+    """An example, made to ask our server where it asks one."""
+
+    def rewritten(example: str) -> str:
+        return example.replace(ADDRESS, request.getfixturevalue("address")) if ADDRESS in example else example
+
+    return rewritten
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
-def test_python_in_the_pages_runs(page: Path, beside_audio: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_in_the_pages_runs(
+    page: Path, beside_audio: Path, here: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
     names: dict[str, object] = {"__name__": "example"}
     for block in blocks(page, "python"):
-        exec(compile(textwrap.dedent(block), str(page), "exec"), names)
+        exec(compile(here(textwrap.dedent(block)), str(page), "exec"), names)
     assert "best of times" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=name_of)
 def test_examples_run(
-    path: Path, beside_audio: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: Path,
+    beside_audio: Path,
+    here: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(path), "talk.wav", "call.wav"])
-    runpy.run_path(str(path), run_name="__main__")
+    exec(compile(here(path.read_text()), str(path), "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
     assert "two_cities.wav" in said or said.count("best of times") == 2
+
+
+def with_curl() -> list[object]:
+    """The commands that ask a server, and the JSON that is shown below them or None."""
+    found = []
+    for page in PAGES:
+        matches = list(BLOCK.finditer(page.read_text()))
+        for block, below in zip(matches, [*matches[1:], None], strict=False):
+            if block[1] or block[2] != "sh" or not block[3].startswith("curl ") or ADDRESS not in block[3]:
+                continue
+            answer = below and below[2] == "json" and below.start() == block.end() + 1
+            line = page.read_text()[: block.start()].count("\n") + 2
+            found.append(pytest.param(block[3], below[3] if answer else None, id=f"{name_of(page)}:{line}"))
+    return found
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl")
+@pytest.mark.parametrize(("command", "shown"), with_curl())
+def test_curl_in_the_pages_runs(
+    command: str, shown: str | None, beside_audio: Path, here: Callable[[str], str]
+) -> None:
+    done = subprocess.run(["sh", "-ec", here(command)], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout
+    if shown is not None:
+        assert shape(json.loads(done.stdout)) == shape(json.loads(shown))
+
+
+def shape(data: object) -> object:
+    """What is left of JSON without its values; a list is as its first item."""
+    match data:
+        case dict():
+            return {key: shape(value) for key, value in data.items()}
+        case list():
+            return [shape(value) for value in data[:1]]
+        case bool() | None:
+            return data
+        case int() | float():
+            return "number"
+        case _:
+            return type(data).__name__
 
 
 WITH_DOCTESTS = [path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^\s*>>> ", path.read_text(), re.M)]

@@ -32,6 +32,7 @@ AsrServeError
     ├── StepFailed            our own failure in one step; only the requests in it are lost
     ├── PeerGone              the process at the other end of the ring is gone, or hung up
     ├── OutOfStep             the ring holds other audio than the one that was announced
+    ├── EngineCrashed         the engine process died over this request, and so did the next
     └── EngineClosed          the engine is shutting down or has stopped
 
 Each says what came, what is allowed and what to do, in that order, in one sentence each.
@@ -45,7 +46,8 @@ class AsrServeError(Exception):
 
     def __init__(self, came: str, allowed: str = "", todo: str = "") -> None:
         self.came, self.allowed, self.todo = came, allowed, todo
-        super().__init__(" ".join(f"{part.rstrip('.')}." for part in (came, allowed, todo) if part))
+        sentences = (part if part.endswith((".", "?")) else f"{part}." for part in (came, allowed, todo) if part)
+        super().__init__(" ".join(sentences))
 
     @property
     def code(self) -> str:
@@ -194,6 +196,10 @@ class PeerGone(EngineError):
 
 class OutOfStep(EngineError):
     """The ring holds other audio than the one that was announced."""
+
+
+class EngineCrashed(EngineError):
+    """The engine process died over this request, and so did the next: a third is not tried."""
 
 
 class EngineClosed(EngineError):

@@ -26,7 +26,7 @@ from asr_serve.engine.parts import Checkpoint
 from asr_serve.engine.process.child import RingSize
 from asr_serve.engine.process.link import RemoteLink, remote
 from asr_serve.engine.process.wire import EngineSpec
-from asr_serve.errors import Cancelled, EngineClosed, UnknownModel, WeightsCorrupt
+from asr_serve.errors import Cancelled, EngineClosed, EngineCrashed, UnknownModel, WeightsCorrupt
 from asr_serve.models.asr import moonshine
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
@@ -178,7 +178,7 @@ def test_what_was_in_two_processes_that_died_is_given_up_and_the_rest_goes_on(be
     stop_engine(client)
     if not doomed.future.done():  # the new process may have been quick
         kill(client)
-        with pytest.raises(EngineClosed, match="died 2 times"):
+        with pytest.raises(EngineCrashed, match="died 2 times"):
             doomed.future.result(WAIT_S)
     until(lambda: client.state == "ready" or link(client).restarts == 2)
     expect_answers(client, alone, while_waiting=lambda: None)

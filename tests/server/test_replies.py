@@ -123,13 +123,22 @@ async def test_an_answer_that_has_begun_is_cut_off():
     assert len(sent) == 1
 
 
-async def test_a_client_that_has_gone_gets_no_answer():
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_has_gone_may_still_listen(begun):
     async def leaves_alone(scope, receive, send):
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
         raise errors.ClientGone("gone")
 
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("status"))
+
     asked = scope()
-    await Replies(leaves_alone)(asked, None, None)
+    await Replies(leaves_alone)(asked, None, send)
     assert (visit_of(asked).status, visit_of(asked).reason) == (499, "client_gone")
+    assert sent == ([200] if begun else [400, None])
 
 
 async def test_a_stream_ends_in_an_event():

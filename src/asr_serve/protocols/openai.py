@@ -33,7 +33,7 @@ STREAMED = ("json", "text")
 
 STRATEGY = "chunking_strategy"
 STRATEGY_MEMBERS = ("type", "threshold", "prefix_padding_ms", "silence_duration_ms")
-LONGEST_MS = 60_000
+LONGEST_MS, LONGEST_PADDING_MS = 60_000, 10_000
 
 FIELDS = (
     "model",
@@ -150,12 +150,19 @@ def _options(fields: Fields, complete: bool) -> TranscribeOptions:
         schedule = _schedule(fields.text("silence_schedule") or "")
     if vad is False and (threshold, pad_ms, schedule) != (None, None, None):
         raise OptionError("vad=false came beside options of voice activity", "one or the other", param="vad")
+    longest_ms = fields.whole("max_segment_ms", 1_000, 86_400_000)
+    if pad_ms is not None and longest_ms is not None and 4 * pad_ms > longest_ms:
+        raise OptionError(
+            f"{STRATEGY}'s prefix_padding_ms={pad_ms} with max_segment_ms={longest_ms}",
+            "padding may be a quarter of a segment",
+            param=f"{STRATEGY}[prefix_padding_ms]",
+        )
     return TranscribeOptions(
         language=_language(fields),
         priority="interactive",
         vad=vad is not False,
         silence_schedule=schedule,
-        max_segment_ms=fields.whole("max_segment_ms", 1_000, 86_400_000),
+        max_segment_ms=longest_ms,
         temperatures=(temperature,) if temperature else SearchOptions().temperatures,
         threshold=threshold,
         pad_before_ms=pad_ms,
@@ -202,7 +209,7 @@ def _strategy(fields: Fields, complete: bool) -> tuple[float | None, int | None,
     silence_ms = fields.whole(silence, 0, LONGEST_MS)
     return (
         fields.number(threshold, 0.001, 1),
-        fields.whole(pad, 0, LONGEST_MS),
+        fields.whole(pad, 0, LONGEST_PADDING_MS),
         None if silence_ms is None else SilenceSchedule(((math.inf, silence_ms),)),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from asr_serve.protocols import funasr, openai
-from asr_serve.protocols.openai import FORMATS, LONGEST_MS, SPEAKERS, STRATEGY
+from asr_serve.protocols.openai import FORMATS, LONGEST_MS, LONGEST_PADDING_MS, SPEAKERS, STRATEGY
 
 Schema = dict[str, Any]
 
@@ -42,6 +42,17 @@ def components() -> dict[str, Schema]:
 
 def ref(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
+
+
+def server_sent() -> Schema:
+    """One event of a stream."""
+    failed = {"type": "object", "properties": {"type": {"enum": ["error"]}, "error": ref("Problem")}}
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [ref("TextDelta"), ref("TextDone"), {**failed, "required": ["type", "error"]}]},
+    }
+    return {"type": "object", "properties": {"data": data, "event": _TEXT}, "required": ["data"]}
 
 
 def openai_form() -> Schema:
@@ -93,7 +104,9 @@ def openai_form() -> Schema:
             "maximum": 1,
             "description": "Probability at which sound counts as speech.",
         },
-        f"{STRATEGY}[prefix_padding_ms]": _ms("Audio before speech that belongs to a segment."),
+        f"{STRATEGY}[prefix_padding_ms]": _ms(
+            "Audio before speech that belongs to a segment; up to a quarter of max_segment_ms.", LONGEST_PADDING_MS
+        ),
         f"{STRATEGY}[silence_duration_ms]": _ms("Silence that ends a segment."),
         "vad": {
             "type": "boolean",
@@ -145,7 +158,13 @@ def funasr_form() -> Schema:
 
 
 def _form(fields: dict[str, Schema]) -> Schema:
-    return {"type": "object", "properties": fields, "required": ["file"], "additionalProperties": False}
+    return {
+        "type": "object",
+        "description": "An empty field is as good as none.",
+        "properties": fields,
+        "required": ["file"],
+        "additionalProperties": False,
+    }
 
 
 def _language() -> Schema:
@@ -156,8 +175,8 @@ def _language() -> Schema:
     }
 
 
-def _ms(description: str) -> Schema:
-    return {**_WHOLE, "minimum": 0, "maximum": LONGEST_MS, "description": description}
+def _ms(description: str, longest_ms: int = LONGEST_MS) -> Schema:
+    return {**_WHOLE, "minimum": 0, "maximum": longest_ms, "description": description}
 
 
 def _none() -> Schema:

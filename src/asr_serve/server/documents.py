@@ -110,7 +110,7 @@ TRANSCRIPTIONS = _route(
         },
         **_texts(),
         "text/event-stream": {
-            "schema": {"type": "string", "description": "TextDelta for each segment, then TextDone."},
+            "itemSchema": schemas.server_sent(),
             "example": 'data: {"type":"transcript.text.delta","delta":"It was the best of times."}\n\n'
             'data: {"type":"transcript.text.done","text":"It was the best of times."}\n\n',
         },

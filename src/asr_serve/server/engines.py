@@ -116,6 +116,7 @@ class Engines:
     ) -> None:
         self._config, self._open = config, open_engine
         self._expected = [config.model, *config.more_models]
+        self._cards: dict[str, Card] = {}
         self._engines: dict[str, Engine] = {}
         self._loading: dict[str, asyncio.Task[Engine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
@@ -131,7 +132,7 @@ class Engines:
 
     def known(self) -> dict[str, Card]:
         """Every model that could be loaded. Only an engine can tell: none, until the first one is there."""
-        return {name: card for engine in self._engines.values() for name, card in engine.cards.items()}
+        return dict(self._cards)
 
     def state(self, name: str) -> str:
         """Of a known model: an engine's, or loading, or not_loaded."""
@@ -194,6 +195,7 @@ class Engines:
         try:
             engine = Engine(await asyncio.to_thread(self._open, own, self._config))
             self._engines[own] = engine
+            self._cards.update(engine.cards)
             return engine
         finally:
             del self._loading[own]

@@ -52,6 +52,7 @@ KINDS = (
     Kind(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     Kind(errors.AtCapacity, 429, "rate_limit_error"),
     Kind(errors.EngineClosed, 503, "server_error"),
+    Kind(errors.EngineCrashed, 500, "server_error"),
     Kind(errors.AsrServeError, 500, "server_error"),
 )
 """The first that fits. Where OpenAI's clients look for a code of OpenAI's, they find it."""
@@ -68,7 +69,7 @@ def code_of(error: AsrServeError) -> str:
 
 def problem(error: Exception, request_id: str) -> Problem:
     """What a client is told. Of failures that are ours it learns the request's id, and nothing from inside."""
-    if isinstance(error, AsrServeError) and (kind := kind_of(error)).status != 500:
+    if isinstance(error, AsrServeError) and ((kind := kind_of(error)).status != 500 or _final(error)):
         param = error.param if isinstance(error, OptionError) else None
         return Problem(str(error), kind.type, param, code_of(error))
     code = code_of(error) if isinstance(error, AsrServeError) else "internal_error"
@@ -89,7 +90,14 @@ def reply(error: Exception, request_id: str) -> Response:
         retry_ms = getattr(error, "retry_after_ms", RESTART_MS)
         headers["Retry-After"] = str(max(1, math.ceil(retry_ms / 1_000)))
         headers["retry-after-ms"] = str(retry_ms)
+    if _final(error):
+        headers["x-should-retry"] = "false"  # OpenAI's clients try a 500 again unless told not to
     return told(status, problem(error, request_id), headers)
+
+
+def _final(error: Exception) -> bool:
+    """Sent again, it would do the same harm again."""
+    return isinstance(error, errors.EngineCrashed)
 
 
 def told(status: int, what: Problem, headers: Mapping[str, str] | None = None) -> Response:
@@ -125,7 +133,11 @@ class Replies:
         try:
             await self.app(scope, receive, watched)
         except ClientGone as error:
-            note(error, scope)
+            what = note(error, scope)
+            if not begun:
+                # It may still listen: a chunk that is none, and a sending half that is closed, look the same. To a
+                # request without an answer granian says 500.
+                await told(400, what)(scope, receive, watched)
             visit_of(scope).status = CLIENT_GONE
         except Exception as error:
             note(error, scope)

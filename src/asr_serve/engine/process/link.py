@@ -24,7 +24,7 @@ from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import END_TIMEOUT_S, Child, RingSize
 from asr_serve.engine.process.pending import Session, Work
 from asr_serve.engine.session import Utterance, Windows
-from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineError, PeerGone
+from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineCrashed, EngineError, PeerGone
 
 log = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class RemoteLink:
 
     def _strike(self, code: str) -> None:
         """Give up what has now been in too many processes that died."""
-        error = EngineClosed(
+        error = EngineCrashed(
             f"the engine process died {MAX_ATTEMPTS} times over this request ({code})", todo="do not send it again"
         )
         with self._lock:

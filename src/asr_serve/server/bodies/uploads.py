@@ -166,7 +166,9 @@ class Upload:
                 "send it again",
             ) from None
         except self._gone as error:
-            raise ClientGone(f"the client left after {self.received_bytes} bytes of its upload") from error
+            raise ClientGone(
+                f"the client left after {self.received_bytes} bytes of its upload, or went on in what is no HTTP"
+            ) from error
 
     def _read_out(self, reading: asyncio.Task[None]) -> None:
         if not self.complete:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,6 +30,18 @@ def form(fields: Iterable[tuple[str, str]], audio: bytes | None, after: Iterable
     if audio is not None:
         parts += [file_head(), audio, FILE_END]
     return b"".join([*parts, *(field(*each) for each in after), FORM_END])
+
+
+def told(status: int, headers: Mapping[str, str], body: bytes) -> tuple[int, str, str | None, str]:
+    """Status, code, param and message of a refusal, whose shape is seen to."""
+    assert headers["content-type"] == "application/json"
+    assert headers["x-request-id"]
+    answer = json.loads(body)
+    assert list(answer) == ["error"]
+    error = answer["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return status, error["code"], error["param"], error["message"]
 
 
 class Raw:

@@ -1,24 +1,22 @@
-"""What goes wrong on the client's side, over the real server: each has an answer in OpenAI's shape that says what came.
+"""Bodies, fields and audio that are no good, over the real server: each is answered in OpenAI's shape and by name.
 
-Fields that are refused for their values are in test_openai_routes, keys and room in test_gate.
+More fields are in test_openai_routes.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import re
 import resource
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import av
 import numpy as np
 import pytest
 from conftest import Running
-from raw_http import BOUNDARY, FILE_END, FORM_END, Raw, field, file_head, form
+from raw_http import BOUNDARY, FORM_END, field, form, told
 
 ROUTE = "/v1/audio/transcriptions"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
@@ -32,18 +30,6 @@ def small(serve: Callable[..., Running]) -> Iterator[Running]:
     server = serve(max_body_bytes=MOST_BYTES, max_duration_s=60)
     yield server
     server.expect_empty()
-
-
-def told(status: int, headers: dict[str, str], body: bytes) -> tuple[int, str, str | None, str]:
-    """Status, code, param and message of an answer, whose shape is seen to."""
-    assert headers["content-type"] == "application/json"
-    assert headers["x-request-id"]
-    answer = json.loads(body)
-    assert list(answer) == ["error"]
-    error = answer["error"]
-    assert list(error) == ["message", "type", "param", "code"]
-    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
-    return status, error["code"], error["param"], error["message"]
 
 
 def post(
@@ -64,26 +50,12 @@ def part(head: bytes, body: bytes = b"x") -> bytes:
 def wav(seconds: float = 1.0, announced_s: float | None = None, channels: int = 1, rate_hz: int = 16_000) -> bytes:
     data = bytes(2 * int(seconds * 16_000))
     length = len(data) if announced_s is None else int(2 * announced_s * 16_000)
-    header = (
-        b"RIFF",
-        36 + length,
-        b"WAVE",
-        b"fmt ",
-        16,
-        1,
-        channels,
-        rate_hz,
-        2 * rate_hz,
-        2,
-        16,
-        b"data",
-        length,
-    )
-    return struct.pack("<4sI4s4sIHHIIHH4sI", *header) + data
+    riff, fmt = (b"RIFF", 36 + length, b"WAVE"), (b"fmt ", 16, 1, channels, rate_hz, 2 * rate_hz, 2, 16)
+    return struct.pack("<4sI4s4sIHHIIHH4sI", *riff, *fmt, b"data", length) + data
 
 
 def encoded(codec: str, kind: str, seconds: float, rate_hz: int = 16_000, **options: str) -> bytes:
-    """A tone that fades, so that no packet is empty; with seconds > 60 silence."""
+    """A tone; longer than a minute, silence."""
     made = io.BytesIO()
     with av.open(made, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=rate_hz, layout="mono", options=options)
@@ -112,8 +84,9 @@ BODIES: dict[str, tuple[bytes, str | None, str]] = {
     "cut in a field": (field("model", "whisper-1")[:40], FORM, "ends after 40 bytes"),
     "cut in the file": (parts(audio=bytes(1_000))[:-100], FORM, "before its closing boundary"),
     "no boundary at all": (bytes(10_000), FORM, "hold no boundary"),
-    "bytes in a field": (parts().replace(b'"file"', b'"prompt"').replace(b'; filename="audio.wav"', b"").replace(
-        b"\r\n\r\nx", b"\r\n\r\ncaf\xe9"), FORM, "'prompt' is not UTF-8"),
+    "bytes in a field": (
+        part(b'Content-Disposition: form-data; name="prompt"', b"caf\xe9"), FORM, "'prompt' is not UTF-8"
+    ),
     "bytes in a name": (part(b'Content-Disposition: form-data; name="caf\xe9"'), FORM, "not UTF-8"),
     "no name": (part(b"Content-Disposition: form-data"), FORM, "has no name"),
     "no header": (part(b""), FORM, "has no name|well-formed"),
@@ -122,9 +95,11 @@ BODIES: dict[str, tuple[bytes, str | None, str]] = {
     "a list of files": (parts().replace(b'"file"', b'"file[]"'), FORM, "a file came as the field 'file\\[\\]'"),
     "base64": (part(b'Content-Disposition: form-data; name="file"; filename="a"\r\n'
                     b"Content-Transfer-Encoding: base64"), FORM, "encoded as 'base64'"),
-    "many fields": (parts(*(("language", "en"),) * 5_000), FORM, "more than 64 fields"),
-    "many names": (parts(*((f"field-{n}", "") for n in range(5_000))), FORM, "more than 64 fields"),
-    "many empty parts": (f"--{BOUNDARY}\r\n\r\n\r\n".encode() * 10_000 + FORM_END, FORM, "has no name|well-formed"),
+    "many fields": (parts(*(("language", "en"),) * 2_000), FORM, "more than 64 fields"),
+    "many names": (parts(*((f"field-{n}", "") for n in range(2_000))), FORM, "more than 64 fields"),
+    "many empty parts": (
+        f"--{BOUNDARY}\r\n\r\n\r\n".encode() * 9_000 + FORM_END, FORM, "has no name|well-formed"
+    ),
     "a long field": (parts(("language", "x" * 70_000)), FORM, "'language' holds more than 65536 bytes"),
     "a long header": (part(b"X: " + b"y" * 100_000), FORM, "well-formed"),
     "many headers": (part(b"\r\n".join([b"X: y"] * 10_000)), FORM, "well-formed"),
@@ -167,13 +142,13 @@ FIELDS: list[tuple[str, str, str, str]] = [
     ("chunking_strategy[type]", "none", "chunking_strategy[type]", "'none'. one of: server_vad"),
     ("silence_schedule", "inf:" + "9" * 400, "silence_schedule", "silence"),
     ("silence_schedule", "inf:-1", "silence_schedule", "-1"),
-    ("response_format", "JSON", "response_format", "did you mean 'json'"),
+    ("response_format", "JSON", "response_format", "'JSON'. one of: json"),
     ("response_format", "../../etc/passwd", "response_format", "etc/passwd"),
     ("language", "xx", "language", "'xx'"),
     ("language", "x" * 2_000, "language", "holds 2000 characters"),
     ("file_url", "http://127.0.0.1/a.wav", "file_url", "unknown field 'file_url'"),
     ("url", "file:///etc/passwd", "url", "unknown field 'url'"),
-    ("f" * 5_000, "x", "f" * 60, "unknown field"),
+    ("f" * 500, "x", "f" * 60, "unknown field"),
     ("", "x", "", "unknown field ''"),
     ("file", "data:audio/wav;base64,UklGRg==", "file", "came as text"),
 ]
@@ -228,7 +203,7 @@ AUDIO: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "wav of 25 h, its header alone": (lambda: wav(0, 25 * HOUR_S), "audio_too_long", "90000.0 s"),
     "wav of 50 s, its header alone": (lambda: wav(0, 50), "truncated_audio", "announces 50.000 s and 0.000"),
     "wav of 0 channels": (lambda: wav(channels=0), "unsupported_audio", "0 channels"),
-    "wav of 65535 channels": (lambda: wav(channels=65_535), "audio", ""),
+    "wav of 65535 channels": (lambda: wav(channels=65_535), "XX", ""),
     "wav at 1 Hz": (lambda: wav(rate_hz=1), "unsupported_audio", "1 Hz"),
     "wav at 4 GHz": (lambda: wav(rate_hz=(1 << 31) - 1), "unsupported_audio", "2147483647 Hz"),
 }  # fmt: skip

@@ -197,6 +197,11 @@ def test_unload_and_load(serve_with: Callable[..., Running], wav):
     assert (ready.status_code, ready.json()["models"]) == (503, {OTHER: "ready"})
     assert "not loaded" in ready.json()["reason"]
 
+    assert server.http.post(f"/v1/models/{OTHER}/unload", headers=admin).status_code == 200
+    again = server.http.post(f"/v1/models/{MODEL}/load", headers=admin)  # also when it was the last one
+    assert (again.status_code, again.json()["state"]) == (200, "ready")
+    assert server.http.get("/ready").status_code == 200
+
 
 @pytest.fixture
 def serve_with(shelf: Shelf):

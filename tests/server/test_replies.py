@@ -40,6 +40,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.RateLimited: 429,
     errors.Draining: 503,
     errors.EngineClosed: 503,
+    errors.EngineCrashed: 500,
     errors.StepFailed: 500,
     errors.PeerGone: 500,
     errors.OutOfStep: 500,
@@ -72,7 +73,9 @@ def test_status_and_headers(kind):
     assert ("retry-after" in answer.headers) == (answer.status_code in (429, 503))
     assert ("www-authenticate" in answer.headers) == (answer.status_code == 401)
     told = problem(make(kind), "req_1")
-    if answer.status_code == 500:
+    final = kind is errors.EngineCrashed  # the one failure of ours that a client must not try again
+    assert (answer.headers.get("x-should-retry") == "false") == final
+    if answer.status_code == 500 and not final:
         assert "it came" not in told.message
         assert "req_1" in told.message
     else:

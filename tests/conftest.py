@@ -9,6 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from asr_serve.config import limit_spinning
+
+limit_spinning()  # before any test loads torch: the servers some of them start want the same cores
+
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("ASR_SERVE_DATA", ROOT.parent / "shared" / "data"))
 

@@ -185,6 +185,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests in work at once, of all callers; one more is told when to try again."""
     upload_idle_s: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
     """Seconds that an upload may stand still before it is given up."""
+    upload_min_bytes_per_s: Annotated[int, Meta(ge=0)] = 500
+    """Mean rate below which an upload is given up, after its first `upload_idle_s`; 0 allows any."""
     drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
     """Seconds that accepted requests get to finish after SIGTERM."""
     cors_origins: tuple[Origin, ...] = ()

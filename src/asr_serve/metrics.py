@@ -96,8 +96,7 @@ class EngineMetrics:
 
 class ServerMetrics:
     """What the server counts. `route` is the template a request matched, never the path it sent: labels must
-    not grow with what clients write. What has the label `model` is to be made when the model is loaded, by
-    `labels(model)`: a series that begins with its first event hides that event from `rate`."""
+    not grow with what clients write. What has the label `model` is there while the model is loaded."""
 
     def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
@@ -146,6 +145,17 @@ class ServerMetrics:
             "asr_serve_ring_full_waits_total", "Times the server waited for a free slot.", ("model",)
         )
         gauge("asr_serve_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
+
+    def forget(self, model: str) -> None:
+        """Of a model that is not loaded any more."""
+        for metric in (
+            self.engine_up,
+            self.engine_restarts,
+            self.ring_slots,
+            self.ring_depth,
+            self.ring_full_waits,
+        ):
+            metric.remove(model)
 
 
 def exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:

@@ -104,8 +104,11 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def expect_idle(client: EngineClient) -> None:
-    told = client.describe()
-    assert (told["requests"], told["sessions"], told["pages_used"], told["sessions_used"]) == (0, 0, 0, 0)
+    def idle() -> bool:
+        told = client.describe()
+        return (told["requests"], told["sessions"], told["pages_used"], told["sessions_used"]) == (0, 0, 0, 0)
+
+    until(idle)  # what was cancelled or closed is a message on its way
     assert link(client).ring_depth == 0
 
 
@@ -170,20 +173,34 @@ def test_killed_in_mid_sentence_a_session_goes_on_where_it_stood(begin, alone):
     expect_idle(client)
 
 
-def test_what_was_in_two_processes_that_died_is_given_up_and_the_rest_goes_on(begin, alone):
+def test_what_three_processes_died_over_is_given_up_and_the_rest_goes_on(begin, alone):
     client = begin()
     stop_engine(client)
-    doomed = client.submit(CLIPS[0], ONCE)
+    doomed, bystander = client.submit(CLIPS[0], ONCE), client.submit(CLIPS[1], ONCE)
+    for _ in range(3):
+        link(client)._work[doomed.id].started = True  # as the engine says when it encodes it
+        link(client)._strike("signal SIGKILL")  # as the link does for each death
     kill(client)
-    until(lambda: link(client).restarts == 1 and client.state == "ready")
-    stop_engine(client)
-    if not doomed.future.done():  # the new process may have been quick
-        kill(client)
-        with pytest.raises(EngineCrashed, match="died 2 times"):
-            doomed.future.result(WAIT_S)
-    until(lambda: client.state == "ready" or link(client).restarts == 2)
+    with pytest.raises(EngineCrashed, match="died 3 times while it worked on this request"):
+        doomed.future.result(WAIT_S)
+    assert bystander.future.result(WAIT_S).tokens == alone.submit(CLIPS[1], ONCE).future.result(WAIT_S).tokens
     expect_answers(client, alone, while_waiting=lambda: None)
     expect_idle(client)
+
+
+def test_a_process_that_cannot_be_made_is_tried_again(begin, alone, monkeypatch):
+    client = begin()
+    tried = []
+
+    def none(*_):
+        tried.append(1)
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asr_serve.engine.process.child.socket.socketpair", none)
+        kill(client)
+        until(lambda: len(tried) >= 2)
+    expect_answers(client, alone, while_waiting=lambda: None)
 
 
 def stop_engine(client: EngineClient) -> None:
@@ -204,6 +221,32 @@ def test_an_engine_that_hangs_is_killed_and_its_work_done_by_another(begin, alon
     expect_answers(client, alone, while_waiting=lambda: stop_engine(client))  # more than the ring holds
     assert link(client).restarts == 1
     expect_idle(client)
+
+
+def test_an_idle_engine_that_hangs_is_noticed(begin, alone, monkeypatch):
+    monkeypatch.setattr("asr_serve.engine.process.link.HUNG_S", 1.0)
+    client = begin()
+    stop_engine(client)
+    until(lambda: link(client).restarts == 1)
+    expect_answers(client, alone, while_waiting=lambda: None)
+
+
+def test_a_process_that_hangs_while_it_loads_is_killed(begin, alone, monkeypatch):
+    monkeypatch.setattr("asr_serve.engine.process.link.HUNG_S", 1.0)
+    client = begin()
+    monkeypatch.setattr("asr_serve.engine.process.link.LOAD_S", 8.0)
+    old = process(client)
+    kill(client)
+    until(lambda: process(client) != old)
+    stop_engine(client)
+    expect_answers(client, alone, while_waiting=lambda: None)
+
+
+def test_closing_an_engine_that_hangs(begin, monkeypatch):
+    monkeypatch.setattr("asr_serve.engine.process.link.END_TIMEOUT_S", 0.5)
+    client = begin()
+    stop_engine(client)
+    client.close()
 
 
 def test_cancelled_while_the_engine_stands_still(begin, alone):
@@ -262,8 +305,9 @@ def test_an_engine_that_cannot_be_started_again_refuses_and_comes_back(begin, ch
     (folder / "config.json").rename(folder / "away.json")
     kill(client)
     waiting = client.submit(CLIPS[0], ONCE)
-    with pytest.raises(EngineClosed, match="cannot be started"):
+    with pytest.raises(EngineClosed, match="cannot be started at the moment") as told:
         waiting.future.result(WAIT_S)
+    assert str(folder) not in str(told.value), "clients learn no paths"
     assert client.state == "failed"
     with pytest.raises(EngineClosed, match="cannot be started"):
         client.submit(CLIPS[0], ONCE)

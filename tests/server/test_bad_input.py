@@ -203,7 +203,7 @@ AUDIO: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "wav of 25 h, its header alone": (lambda: wav(0, 25 * HOUR_S), "audio_too_long", "90000.0 s"),
     "wav of 50 s, its header alone": (lambda: wav(0, 50), "truncated_audio", "announces 50.000 s and 0.000"),
     "wav of 0 channels": (lambda: wav(channels=0), "unsupported_audio", "0 channels"),
-    "wav of 65535 channels": (lambda: wav(channels=65_535), "XX", ""),
+    "wav of 65535 channels": (lambda: wav(channels=65_535), "truncated_audio", "cut off"),
     "wav at 1 Hz": (lambda: wav(rate_hz=1), "unsupported_audio", "1 Hz"),
     "wav at 4 GHz": (lambda: wav(rate_hz=(1 << 31) - 1), "unsupported_audio", "2147483647 Hz"),
 }  # fmt: skip
@@ -214,8 +214,7 @@ AUDIO: dict[str, tuple[Callable[[], bytes], str, str]] = {
 def test_audio(small, name, stream):
     make, expected, says = AUDIO[name]
     status, code, param, message = post(small, form([("stream", stream)], make()))
-    assert (status, param) == (400, None)
-    assert expected in code
+    assert (status, code, param) == (400, expected, None)
     assert re.search(says, message), message
 
 

@@ -227,10 +227,11 @@ def test_no_other_site_may_call_unless_told(server, serve):
     assert "access-control-allow-origin" not in server.http.get("/health", headers=asked).headers
 
     told = serve(cors_origins=("https://app.example.org",), api_keys=("secret",))
-    asked["Access-Control-Request-Headers"] = "authorization"
+    asked["Access-Control-Request-Headers"] = "authorization,x-stainless-lang,x-stainless-retry-count"
     allowed = told.http.options(ROUTE, headers=asked)  # browsers send no key with this
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "https://app.example.org"
+    assert "x-stainless-lang" in allowed.headers["access-control-allow-headers"]
     answer = told.http.get("/v1/models", headers={"Origin": "https://app.example.org"})
     assert answer.status_code == 401
     assert answer.headers["access-control-allow-origin"] == "https://app.example.org"  # or nobody could read it

@@ -89,7 +89,9 @@ def test_the_line_of_a_request_as_text(read: Read) -> None:
     )
 
 
-@pytest.mark.parametrize(("status", "level"), [(200, "info"), (429, "info"), (499, "info"), (500, "error")])
+@pytest.mark.parametrize(
+    ("status", "level"), [(200, "info"), (429, "info"), (499, "info"), (500, "error"), (503, "info")]
+)
 def test_only_our_own_failures_are_errors(read: Read, status: int, level: str) -> None:
     logs.setup("json")
     logs.access(method="GET", route="/", status=status, duration_ms=1)

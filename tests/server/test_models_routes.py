@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 from conftest import MODEL, WAIT_S, Running, eventually
-from raw_http import FILE_END, FORM_END, Raw, file_head
+from raw_http import FILE_END, FORM_END, Raw, field, file_head
 
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel, WeightsMissing
+from asr_serve.metrics import ServerMetrics, exposition
 from asr_serve.models.card import Card
-from asr_serve.server.engines import Engines, Parts
+from asr_serve.server.engines import Engine, Engines, Parts
 
 ROUTE = "/v1/audio/transcriptions"
 OTHER = "moonshine-base-en"
@@ -126,6 +129,46 @@ async def test_unloading_waits_for_requests(shelf):
     assert shelf.closed == [MODEL]
 
 
+async def test_unloading_does_not_wait_for_ever(shelf):
+    engines = Engines(ServeConfig(drain_s=0), shelf.open)
+    await engines.start()
+    with engines.get().used():
+        await asyncio.wait_for(engines.unload(MODEL), WAIT_S)
+    assert shelf.closed == [MODEL]
+
+
+async def test_a_restart_is_counted_once(parts, monkeypatch):
+    """Two who ask for metrics at once meet between reading the count and writing it down."""
+    metrics, engine = ServerMetrics("0"), Engine(parts)
+    meeting = threading.Barrier(2)
+
+    class Slow(dict[str, int]):
+        def get(self, what: str, missing: int = 0) -> int:
+            found = super().get(what, missing)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meeting.wait(0.2)
+            return found
+
+    monkeypatch.setattr(parts.client.link, "restarts", 1)
+    engine._counted = Slow()
+    await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for _ in range(2)))
+    assert metrics.registry.get_sample_value("asr_serve_engine_restarts_total", {"model": MODEL}) == 1
+
+
+async def test_nothing_is_said_of_a_model_that_is_gone(shelf):
+    engines, metrics = Engines(ServeConfig(), shelf.open), ServerMetrics("0")
+
+    def said() -> bool:
+        return f'model="{MODEL}"' in exposition(metrics, []).decode()
+
+    await engines.start()
+    await engines.observe(metrics)
+    assert said()
+    await engines.unload(MODEL)
+    await engines.observe(metrics)
+    assert not said()
+
+
 async def test_a_load_that_fails_leaves_its_place(shelf):
     engines = Engines(ServeConfig(model="missing"), shelf.open)
     with pytest.raises(WeightsMissing):
@@ -201,6 +244,21 @@ def test_unload_and_load(serve_with: Callable[..., Running], wav):
     again = server.http.post(f"/v1/models/{MODEL}/load", headers=admin)  # also when it was the last one
     assert (again.status_code, again.json()["state"]) == (200, "ready")
     assert server.http.get("/ready").status_code == 200
+
+
+def test_the_model_behind_the_file(serve_with: Callable[..., Running], wav):
+    """The server's own cannot take it: which one is meant is known at the end."""
+    server = serve_with(more_models=(OTHER,), admin_keys=("boss",))
+    unloaded = server.http.post(f"/v1/models/{MODEL}/unload", headers={"Authorization": "Bearer boss"})
+    assert unloaded.status_code == 200
+    for behind, expected in (([("model", OTHER)], 200), ([], 404)):
+        with Raw(server.port) as raw:
+            raw.head(ROUTE)
+            raw.chunk(file_head() + wav(4))
+            time.sleep(0.2)  # longer than a short upload is waited for
+            raw.chunk(FILE_END + b"".join(field(*each) for each in behind) + FORM_END)
+            raw.end()
+            assert raw.answer()[0] == expected
 
 
 @pytest.fixture

@@ -17,9 +17,12 @@ from typing import Any
 import openai
 import pytest
 from conftest import MODEL, Running, eventually
+from hypothesis import given
+from hypothesis import strategies as st
 from raw_http import FILE_END, FORM_END, Raw, field, file_head, form
 
 from asr_serve.protocols.openai import Ask, Problem, TextDelta, ask, event, texts
+from asr_serve.server.jobs import Job, Jobs
 
 ROUTE = "/v1/audio/transcriptions"
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
@@ -68,6 +71,7 @@ def test_verbose_json(server, beckett):
     assert segment.text == BECKETT
     assert segment.tokens
     assert -1 < segment.avg_logprob < 0
+    assert segment.no_speech_prob == 0
 
 
 @pytest.mark.parametrize(
@@ -397,17 +401,45 @@ def test_fields_after_the_file_count(server, beckett, long_wav, cities):
         assert all(segment["end"] - segment["start"] <= 6 for segment in found["segments"])
 
 
-def test_the_model_after_a_streamed_file_is_no_change(server, long_wav, long_text):
+SAYS_NOTHING_NEW = [("model", "whisper-1"), ("language", "English"), ("max_segment_ms", "28000")]
+
+
+@pytest.mark.parametrize("late", SAYS_NOTHING_NEW)
+def test_what_a_streamed_file_was_heard_by_is_no_change(server, long_wav, long_text, late):
     with Raw(server.port) as raw:
         raw.head(ROUTE)
         raw.chunk(field("stream", "true") + file_head() + long_wav)
         raw.until(b"\r\n\r\n")
         assert raw.event()["type"] == "transcript.text.delta"
-        raw.chunk(FILE_END + field("model", "whisper-1") + FORM_END)
+        raw.chunk(FILE_END + field(*late) + FORM_END)
         raw.end()
         while (event := raw.event())["type"] == "transcript.text.delta":
             pass
     assert event["text"] == long_text
+
+
+@pytest.mark.parametrize("late", [*SAYS_NOTHING_NEW, ("max_segment_ms", "6000")])
+def test_what_is_heard_again_and_what_is_not(server, long_wav, monkeypatch, late):
+    begun, users = [], []
+    begin, over = Jobs.begin, Job.over
+
+    async def noted(job: Job) -> None:
+        await over(job)
+        users.append(server.engines.get()._users)
+
+    monkeypatch.setattr(Jobs, "begin", lambda *given: begun.append(given) or begin(*given))
+    monkeypatch.setattr(Job, "over", noted)
+    with Raw(server.port) as raw:
+        raw.head(ROUTE)
+        raw.chunk(file_head() + long_wav)
+        eventually(lambda: begun)
+        raw.chunk(FILE_END + field(*late) + FORM_END)
+        raw.end()
+        assert raw.answer()[0] == 200
+    server.expect_empty()
+    again = late[1] == "6000"
+    assert len(begun) == 1 + again
+    assert users == [1] * (1 + again)  # between two jobs, too, nobody may close the engine
 
 
 def test_stream_asked_for_after_the_file(server, beckett):
@@ -584,3 +616,28 @@ def test_tokens_that_share_a_character():
     found = texts(range(len(pieces)), spell)
     assert "".join(found) == spell(list(range(len(pieces))))
     assert found[:3] == ["caf", "", "é"]
+
+
+PIECES = [b" ", b"a", b" the", b"\xc3", b"\xa9", b" \xf0\x9f", b"\x98\x80", b"\xff", "\u3042".encode(), b"", b". "]
+
+
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=40))
+def test_any_tokens_add_up_to_their_text(tokens):
+    def spell(some: list[int]) -> str:
+        return b"".join(PIECES[token] for token in some).decode(errors="replace").strip()
+
+    found = texts(tokens, spell)
+    assert len(found) == len(tokens)
+    assert "".join(found) == spell(tokens)
+
+
+def test_a_long_text_is_spelt_in_linear_time():
+    spelt = 0
+
+    def spell(some: list[int]) -> str:
+        nonlocal spelt
+        spelt += len(some)
+        return "".join(" word" for _ in some).strip()
+
+    assert len(texts(range(10_000), spell)) == 10_000
+    assert spelt < 50_000

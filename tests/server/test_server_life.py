@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import random
 import re
@@ -19,6 +20,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from raw_http import Raw, field, file_head
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0
@@ -34,10 +36,18 @@ class Served:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-            port = str(probe.getsockname()[1])
+            self.port = probe.getsockname()[1]
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", port, *flags],
+                [
+                    sys.executable,
+                    "-c",
+                    "from asr_serve.cli import main; main()",
+                    "serve",
+                    "--port",
+                    str(self.port),
+                    *flags,
+                ],
                 stdout=out,
                 stderr=out,
                 env={k: v for k, v in os.environ.items() if not k.startswith("ASR_SERVE_P")},
@@ -158,8 +168,6 @@ async def many(
 
 def text_of(answer: httpx.Response) -> str:
     if answer.headers["content-type"].startswith("text/event-stream"):
-        import json
-
         events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
         assert events[-1]["type"] == "transcript.text.done", answer.text
         assert "".join(e["delta"] for e in events[:-1]) == events[-1]["text"]
@@ -251,6 +259,61 @@ def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips):
     assert len(answered) >= 24
     assert all(text == texts[which] for which, text in answered)
     assert "broken off" not in server.log.read_text()
+
+
+def test_a_drain_has_an_end(served, monkeypatch):
+    """Whatever holds a connection: uploads that go on for ever, a head of which half has come."""
+    monkeypatch.setenv("ASR_SERVE_DRAIN_S", "0.2")
+    monkeypatch.setenv("ASR_SERVE_UPLOAD_IDLE_S", "80000")
+    server = served()
+    server.until_ready()
+    with Raw(server.port) as buffered, Raw(server.port) as streamed, Raw(server.port) as half:
+        for raw, stream in ((buffered, "false"), (streamed, "true")):
+            raw.head(PATH)
+            raw.chunk(field("model", MODEL) + field("stream", stream) + file_head() + bytes(10))
+        half.socket.sendall(f"POST {PATH} HTTP/1.1\r\nHost: test\r\n".encode())
+        deadline = time.monotonic() + WAIT_S
+        while server.metrics()["asr_serve_requests_in_flight"] < 3:  # the two, and the one that asks
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        engine = server.engine
+        server.process.send_signal(signal.SIGTERM)
+        for raw in (buffered, streamed):
+            status, headers, body = raw.answer()
+            assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+            assert int(headers["retry-after"]) >= 1
+        assert server.process.wait(25) == 0  # granian gives half a head 30 s
+    engine.wait(WAIT_S)
+    log = server.log.read_text()
+    assert "2 requests were not answered in 0.2 s and are broken off" in log
+    assert "Traceback" not in log
+
+
+@pytest.fixture
+def never_loads(tmp_path):
+    """A checkpoint whose first file is never read to its end."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        os.mkfifo(tmp_path / name)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stop_while_a_model_loads(served, never_loads, signals):
+    server = served("--weights", never_loads)
+    deadline = time.monotonic() + WAIT_S
+    while not psutil.Process(server.process.pid).children():
+        assert server.process.poll() is None, server.log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    engine = server.engine
+    for _ in range(signals):
+        server.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + WAIT_S
+        while "stopping:" not in server.log.read_text():  # it has come: two that wait are one
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert server.process.wait(WAIT_S) == signals - 1
+    engine.wait(WAIT_S)
 
 
 def test_the_engine_ends_with_a_server_that_is_killed(served):

@@ -72,7 +72,6 @@ def test_a_request_with_two_utterances(tracer: OtelTracer, exporter: InMemorySpa
         "audio_ms": 3_000,
     }
     assert root.status.status_code is StatusCode.UNSET
-    assert request.trace_id == f"{root.context.trace_id:032x}"
 
     by_id = {span.context.span_id: span for span in spans}
     tree = sorted((by_id[span.parent.span_id].name, span.name) for span in spans if span.parent)
@@ -104,10 +103,10 @@ def test_the_engines_times_are_its_own(tracer: OtelTracer, exporter: InMemorySpa
 
 
 def test_the_callers_trace_is_continued(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
-    with tracer.request("POST", {"traceparent": CALLER}) as request:
+    with tracer.request("POST", {"traceparent": CALLER}):
         pass
     (root,) = traced(tracer, exporter)
-    assert request.trace_id == "0af7651916cd43dd8448eb211c80319c"
+    assert root.context.trace_id == 0x0AF7651916CD43DD8448EB211C80319C
     assert root.parent.span_id == 0xB7AD6B7169203331
     assert root.parent.is_remote
 
@@ -167,7 +166,6 @@ def test_without_an_endpoint_nothing_is_loaded() -> None:
                 request.engine_phases(Phases(1, 2, 3, 4))
             request.note(model="m")
             request.answered("/asr", 200)
-        assert request.trace_id == ""
         tracer.close()
         sys.exit(any(name.split(".")[0] in ("opentelemetry", "torch") for name in sys.modules))
     """

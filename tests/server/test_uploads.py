@@ -283,6 +283,34 @@ async def test_an_upload_that_stops_coming():
     upload.close()
 
 
+@pytest.mark.parametrize("rate", [0, 1, 3])
+async def test_an_upload_that_drips(monkeypatch, rate):
+    """It is never idle. Time passes where the test says so: 100 s, in which 200 bytes come."""
+    loop, ahead_s = asyncio.get_running_loop(), 0.0
+    real = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real() + ahead_s)
+    sent = form(file_part(bytes(300)))
+    tap = Tap()
+    tap.give(sent[:100])
+    limits = UploadLimits(max_bytes=1_000, idle_timeout_s=70, min_bytes_per_s=rate)
+    upload = await begin(tap.body(), limits, patience_s=0)
+    for before, count in ((100, 101), (101, 200)):
+        ahead_s += 50
+        tap.give(sent[before:count])
+        while upload.received_bytes < count and upload.failure is None:
+            await asyncio.sleep(0)
+    tap.give(sent[200:])
+    tap.give(None)
+    if rate < 3:
+        await upload.finish()
+        assert upload.audio().read() == bytes(300)
+    else:
+        told = r"\d+ bytes came in \S+ s, [\d.]+ a second.*at least 3 a second"
+        with pytest.raises(errors.RequestTimeout, match=told):
+            await upload.finish()
+    upload.close()
+
+
 async def test_errors_after_the_beginning_reach_readers_and_finish():
     tap = Tap()
     tap.give(file_part(b"abc") + HEAD)

@@ -102,7 +102,7 @@ def test_verbose_json_has_the_fields_of_openai() -> None:
     assert 0 < ratio < 1  # a short text grows under zlib
     assert first == {
         "id": 0, "seek": 50, "start": 0.5, "end": 1.5, "text": "Hello there.",
-        "tokens": [5, 6], "temperature": 0.0, "avg_logprob": -0.25,
+        "tokens": [5, 6], "temperature": 0.0, "avg_logprob": -0.25, "no_speech_prob": 0.0,
     }  # fmt: skip
     assert subtitles.compression_ratio("") == 0
     assert subtitles.compression_ratio("round and " * 50) > 10

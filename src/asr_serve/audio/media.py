@@ -38,6 +38,21 @@ BACK_S = 1.0
 MAX_GAP_S = 60.0
 """A hole beyond this is a jump of the clock (a joined file), not lost audio."""
 
+PAUSE_S = 1.0
+"""A hole up to this may be an encoder that sends next to nothing in pauses (opus: 20 ms of every 400)."""
+
+MAX_PAUSES_SHARE = 25.0
+"""Silence for such holes, as a share of the decoded audio."""
+
+MAX_HOLES_SHARE = 0.1
+"""Silence for longer holes, as a share of the decoded audio."""
+
+FREE_HOLES_S = 60.0
+"""This much of either is always forgiven. Without a bound, a few packets with wild timestamps last for hours."""
+
+MAX_CHANNELS = 64
+"""Microphone arrays have as many."""
+
 RIFF_SLACK_BYTES = 64
 """Some writers count their headers as data."""
 
@@ -64,6 +79,7 @@ class Holes:
 
     def __init__(self) -> None:
         self.expected = False
+        self._heard_s = self._pauses_s = self._holes_s = 0.0
         self._end_s: float | None = None  # of the last frame, by its timestamp
         self._clock_s = 0.0  # of all audio so far, holes included, on the container's clock
 
@@ -82,7 +98,19 @@ class Holes:
         self.expected = False
         self._clock_s += hole_s + length_s
         self._end_s = start_s + length_s
+        self._heard_s += length_s
+        if hole_s <= PAUSE_S:
+            self._pauses_s += hole_s
+        else:
+            self._holes_s += hole_s
         return hole_s
+
+    def too_many(self) -> bool:
+        """Whether more was missing so far than the bounds above allow."""
+        return (
+            self._pauses_s > FREE_HOLES_S + MAX_PAUSES_SHARE * self._heard_s
+            or self._holes_s > FREE_HOLES_S + MAX_HOLES_SHARE * self._heard_s
+        )
 
 
 class Media:
@@ -91,7 +119,7 @@ class Media:
     hint_samples        at 16 kHz; the best guess, None where there is none
     announced_samples   at 16 kHz; what the header promises, None where it promises nothing
     Raises              NotAudio, UnsupportedAudio, TruncatedAudio, CorruptAudio, EmptyAudio, and what
-                        `ByteSource.read` raises
+                        `ByteSource` raises
     """
 
     def __init__(self, source: ByteSource) -> None:
@@ -113,9 +141,11 @@ class Media:
                 metadata_errors="replace",  # titles in latin-1 are common, and none of our business
             )
         except av.error.FFmpegError as error:
+            source.expect_unbroken()
             raise self._unopened(error) from error
         with ExitStack() as undo:
             undo.callback(self.close)
+            source.expect_unbroken()
             self._stream = self._pick()
             self.announced_samples = self._announced()
             self.hint_samples = self.announced_samples or self._guess()
@@ -166,7 +196,13 @@ class Media:
                     continue
                 refused_in_a_row = 0
                 rate_hz = frame.sample_rate
-                yield from _silence(holes.before(frame.time, frame.samples / rate_hz), rate_hz)
+                hole_s = holes.before(frame.time, frame.samples / rate_hz)
+                if holes.too_many():
+                    raise self._corrupt(
+                        f"by its timestamps more is missing than may be (frame {frames} shows it)",
+                        f"{FREE_HOLES_S:g} s and {MAX_HOLES_SHARE:.0%} may be, besides pauses up to {PAUSE_S:g} s",
+                    )
+                yield from _silence(hole_s, rate_hz)
                 frames += 1
                 yield rate_hz, to_mono(_planes(frame), CorruptAudio)
         if refused and (not frames or refused > max(2, MAX_REFUSED_SHARE * packets)):
@@ -185,9 +221,11 @@ class Media:
             try:
                 packet = next(packets, None)
             except av.error.FFmpegError as error:
+                self._source.expect_unbroken()
                 if self._source.ended:
                     raise self._truncated("it ends in the middle of its audio") from error
                 raise self._corrupt(f"its container cannot be read on: {error.strerror}") from error
+            self._source.expect_unbroken()
             if packet is None:
                 return
             if sized and packet.is_corrupt and self._source.ended:
@@ -272,12 +310,10 @@ class Media:
             f"{self._source.label} is cut off: {why}", "a whole file is needed", "copy or record it again"
         )
 
-    def _corrupt(self, why: str) -> CorruptAudio:
-        return CorruptAudio(
-            f"{self._source.label} is damaged: {why}",
-            f"up to {MAX_REFUSED_SHARE:.0%} of its packets may be",
-            "copy or convert it again",
-        )
+    def _corrupt(
+        self, why: str, allowed: str = f"up to {MAX_REFUSED_SHARE:.0%} of its packets may be"
+    ) -> CorruptAudio:
+        return CorruptAudio(f"{self._source.label} is damaged: {why}", allowed, "copy or convert it again")
 
 
 _MONO_TYPES = {"s16": "i2", "s16p": "i2", "s32": "i4", "s32p": "i4", "flt": "f4", "fltp": "f4"}
@@ -285,8 +321,15 @@ _MONO_TYPES = {"s16": "i2", "s16p": "i2", "s32": "i4", "s32p": "i4", "flt": "f4"
 
 def _planes(frame: av.AudioFrame) -> np.ndarray:
     """(channels, n) or (n,), in the decoder's own sample type."""
+    channels = frame.layout.nb_channels
+    if channels > MAX_CHANNELS:
+        raise UnsupportedAudio(
+            f"audio of {channels} channels came",
+            f"at most {MAX_CHANNELS} are allowed",
+            "mix it down, or send the channels that matter",
+        )
     kind = _MONO_TYPES.get(frame.format.name)
-    if kind is not None and frame.layout.nb_channels == 1:  # a view costs half of what `to_ndarray` does
+    if kind is not None and channels == 1:  # a view costs half of what `to_ndarray` does
         view: np.ndarray = np.frombuffer(memoryview(frame.planes[0]), kind, frame.samples)
         return view
     try:
@@ -299,7 +342,7 @@ def _planes(frame: av.AudioFrame) -> np.ndarray:
         ) from error
     if frame.format.is_planar:
         return samples
-    return samples.reshape(-1, max(1, frame.layout.nb_channels)).T
+    return samples.reshape(-1, max(1, channels)).T
 
 
 def _silence(length_s: float, rate_hz: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -9,7 +9,8 @@ from asr_serve.errors import UnsupportedAudio
 from asr_serve.units import RATE_HZ, resampled_samples
 
 MIN_RATE_HZ = 1_000
-MAX_RATE_HZ = 768_000
+MAX_RATE_HZ = 384_000
+"""Twice what recorders offer. More would only be work: an input of a few bytes could ask for hours of it."""
 
 
 def expect_rate(rate_hz: int) -> None:

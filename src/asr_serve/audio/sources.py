@@ -8,7 +8,7 @@ import tempfile
 from contextlib import ExitStack
 from typing import BinaryIO, cast
 
-from asr_serve.errors import AudioTooLarge, EmptyAudio, SourceNotFound, UnsupportedAudio
+from asr_serve.errors import AudioError, AudioTooLarge, EmptyAudio, SourceNotFound, UnsupportedAudio
 
 HEAD_BYTES = 65_536
 """How much of the beginning is kept for `headers`."""
@@ -48,9 +48,10 @@ class ByteSource:
     """One input's bytes, with just the methods PyAV looks for.
 
     A stream is read from where it stands, and stays open when we are done; a path's file is ours to close.
+    One that sets `seekable_when_read` promises that it can seek once it was read to its end.
 
-    Raises  SourceNotFound, EmptyAudio, AudioTooLarge, UnsupportedAudio (not a binary stream); at open, or
-            from `read` for what shows only then
+    Raises  SourceNotFound, EmptyAudio, AudioTooLarge, UnsupportedAudio (not a binary stream); at open, from
+            `spool`, or from `expect_unbroken` for what shows only while PyAV reads
     """
 
     def __init__(self, source: object, max_bytes: int | None) -> None:
@@ -87,6 +88,7 @@ class ByteSource:
             self._raw.seek(self._base)
             self._expect_allowed(self.size_bytes)
         self._at = 0
+        self._broken: AudioError | None = None
         self.read_bytes = 0
         self.ended = False
         self.head = b""
@@ -96,14 +98,25 @@ class ByteSource:
             raise EmptyAudio(f"{self.label} holds 0 bytes", "audio needs some", "check how it was written")
 
     def spool(self) -> None:
-        """Put a stream that cannot seek on disk, so that it can. Does nothing for one that can.
+        """Make a stream seekable that is not: by waiting for its end where that is enough, else by a copy on disk.
 
-        Raises  AudioTooLarge past the byte limit, or past SPOOL_MAX_BYTES where there is none
+        Raises  AudioTooLarge past the byte limit, or past SPOOL_MAX_BYTES where there is none; SourceNotFound
         """
         if self._can_seek:
             return
         if self.max_bytes is None:
             self.max_bytes = SPOOL_MAX_BYTES
+        if getattr(self._raw, "seekable_when_read", False):
+            while not _seekable(self._raw):
+                piece = self._read_raw(HEAD_BYTES)
+                assert piece or _seekable(self._raw), "it promised to be seekable once read"
+        if _seekable(self._raw):  # also one that has become so since it was opened
+            self._base = self._raw.tell() - self.read_bytes
+            self.size_bytes = self._raw.seek(0, os.SEEK_END) - self._base
+            self._expect_allowed(self.size_bytes)
+            self._can_seek = True
+            self.seek(0)
+            return
         with ExitStack() as undo:
             disk = undo.enter_context(tempfile.TemporaryFile(buffering=0))
             disk.write(self.head)
@@ -119,20 +132,43 @@ class ByteSource:
         return self._can_seek
 
     def read(self, size: int) -> bytes:
+        """For PyAV: what cannot be read looks like the end, and `expect_unbroken` raises it.
+
+        PyAV holds what is raised in here until a later call of its own. It prints all but the last to stderr
+        when a demuxer (matroska) reads on, and the last may come up in another input on the same thread.
+        """
+        if self._broken is None:
+            try:
+                return self._read(size)
+            except AudioError as error:
+                self._broken = error
+        return b""
+
+    def expect_unbroken(self) -> None:
+        """Raises what `read` or `seek` kept to itself, if anything."""
+        if self._broken is not None:
+            raise self._broken
+
+    def _read(self, size: int) -> bytes:
         if self._at < len(self.head):
             piece = self.head[self._at : self._at + size]
             self._at += len(piece)
             if self._can_seek:
-                self._raw.seek(self._base + self._at)
+                self._seek_raw()
             return piece
         piece = self._read_raw(size)
         self._at += len(piece)
         return piece
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """For PyAV: -1, its word for a failure, where the stream is broken."""
         assert self.size_bytes is not None, "only offered to PyAV where seekable() says so"
         self._at = max(0, offset + (0, self._at, self.size_bytes)[whence])
-        self._raw.seek(self._base + self._at)
+        try:
+            self._seek_raw()
+        except AudioError as error:
+            self._broken = self._broken or error
+            return -1
         return self._at
 
     def tell(self) -> int:
@@ -141,6 +177,12 @@ class ByteSource:
     def close(self) -> None:
         if self._owned:
             self._raw.close()
+
+    def _seek_raw(self) -> None:
+        try:
+            self._raw.seek(self._base + self._at)
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            raise SourceNotFound(f"{self.label} stopped being readable: {error}") from error
 
     def _read_raw(self, size: int) -> bytes:
         try:

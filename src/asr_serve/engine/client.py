@@ -144,8 +144,9 @@ class EngineClient:
                         f"up to {self.config.max_requests} requests and {self.config.max_audio_s:.0f} s",
                         self.retry_after_ms(),
                     )
+                check()  # here, where no nudge can come between it and the wait
                 self._room.wait()
-                check()
+            utterance.submitted_ns = time.time_ns()
             if not self._requests:
                 self._busy_since = time.monotonic()
             self._requests += 1
@@ -168,8 +169,8 @@ class EngineClient:
         session_id = next(self._ids)
         with self._room:
             while wait and not self._closed and self._sessions >= self.config.max_sessions:
-                self._room.wait()
                 check()
+                self._room.wait()
             if self._sessions >= self.config.max_sessions:
                 raise AtCapacity(
                     f"{self._sessions} sessions are open",

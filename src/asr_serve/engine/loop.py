@@ -48,12 +48,13 @@ class Loop:
         on_done: Callable[[int], None],
         on_stop: Callable[[], None],
         *,
+        on_start: Callable[[list[int]], None] = lambda _: None,
         stats: Stats,
         keep_states: bool = False,
     ) -> None:
         self.model, self.config, self.text, self.tokens_per_s = model, config, text, tokens_per_s
         self.encode_runner, self.decode_runner, self.vad_runner = encode, decode, vad
-        self.on_done, self.on_stop = on_done, on_stop
+        self.on_done, self.on_start, self.on_stop = on_done, on_start, on_stop
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.utterances: dict[int, Utterance] = {}
@@ -99,11 +100,15 @@ class Loop:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
         heard = self._hear()
         encoded = False
-        for _ in range(1 if self._interactive else BULK_ENCODES):
+        for _ in range(BULK_ENCODES):
             free_rows = self.decode_runner.max_rows - len(self.decode_runner.rows)
             if not self._encode(self.planner.plan(free_rows, self.decode_runner.pages.free)):
                 break
             encoded = True
+            self._drain()  # whoever comes meanwhile must not wait for all of them
+            heard |= self._hear()
+            if self._interactive or not self._running:
+                break
         return self._decode() or encoded or heard
 
     def _drain(self) -> None:
@@ -204,6 +209,7 @@ class Loop:
         for utterance in batch:
             utterance.encode_start_ns = start_ns
             self.stats.queued(utterance.priority, max(0, start_ns - utterance.submitted_ns) / 1e9)
+        self.on_start(ids)
         try:
             results = self.encode_runner.run([u.pcm for u in batch if u.pcm is not None])
             for utterance, result in zip(batch, results, strict=True):

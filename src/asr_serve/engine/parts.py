@@ -73,6 +73,7 @@ def assemble(
     on_done: Callable[[int], None],
     on_stop: Callable[[], None],
     *,
+    on_start: Callable[[list[int]], None] = lambda _: None,
     stats: Stats | None = None,
     keep_states: bool = False,
 ) -> Loop:
@@ -89,6 +90,7 @@ def assemble(
         chosen.tokens_per_s,
         on_done=on_done,
         on_stop=on_stop,
+        on_start=on_start,
         stats=stats or Stats(),
         keep_states=keep_states,
     )

@@ -174,11 +174,7 @@ class _Transcription:
                         more = False
                         break
                     try:  # for a session of somebody else we wait; one of ours comes back when its file is read
-                        session = (
-                            self.client.session(wait=not files, check=self.stop.check)
-                            if self.options.vad
-                            else None
-                        )
+                        session = self._session(wait=not files)
                     except AtCapacity:
                         refused = item
                         break

@@ -314,12 +314,19 @@ def logprobs(segments: Iterable[Segment], spell: Spell, *, first: bool = True) -
 def texts(tokens: Sequence[int], spell: Spell) -> list[str]:
     """The part of the text that each token adds. Bytes of a character that is not whole count to the token that
     completes it; at the very end they count as they are."""
-    found, said = [], ""
+    found: list[str] = []
+    start = heard = said = 0
     for count in range(1, len(tokens) + 1):
-        text = spell(list(tokens[:count]))
+        # Not from the very first: a text of n tokens would be spelt n times. One group before is enough, so that
+        # the space between two is no end of a text.
+        text = spell(list(tokens[start:count]))
         whole = text if count == len(tokens) else text.rstrip("\ufffd")
-        found.append(whole[len(said) :])
-        said = whole if len(whole) > len(said) else said
+        found.append(whole[said:])
+        if len(whole) > said:
+            said = len(whole)
+            if whole == text:
+                start, heard = heard, count
+                said = len(spell(list(tokens[start:count])))
     return found
 
 

@@ -194,6 +194,7 @@ def _verbose() -> Schema:
         "temperature": _NUMBER,
         "avg_logprob": _NUMBER,
         "compression_ratio": _NUMBER,
+        "no_speech_prob": {**_NUMBER, "description": "Always 0: voice activity has decided before."},
     }
     fields: dict[str, Schema] = {
         "task": {"type": "string", "enum": ["transcribe"]},

@@ -66,7 +66,7 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["*"],  # OpenAI's client for JavaScript sends many of its own
             expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
         )
     app.add_middleware(Visits, metrics=metrics, tracer=tracer or Tracer(), template=_template(own))

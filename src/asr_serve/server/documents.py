@@ -37,6 +37,7 @@ _SEGMENT = {
     "temperature": 0.0,
     "avg_logprob": -0.08,
     "compression_ratio": 0.84,
+    "no_speech_prob": 0.0,
 }
 _USAGE = {"type": "duration", "seconds": 6}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.card, self.client, self.text, self.cards = parts
         self._counted: dict[str, int] = {}
+        self._counting = threading.Lock()
         self._leaving = False
         self._users = 0
         self._unused = asyncio.Event()
@@ -80,13 +82,14 @@ class Engine:
             return b""
         metrics.ring_slots.labels(self.name).set(link.ring.slots)
         metrics.ring_depth.labels(self.name).set(link.ring_depth)
-        for what, counter, now in (
-            ("restarts", metrics.engine_restarts, link.restarts),
-            ("waits", metrics.ring_full_waits, link.ring_full_waits),
-        ):
-            before, self._counted[what] = self._counted.get(what, 0), now
-            # A new process begins its ring at 0.
-            counter.labels(self.name).inc(now - before if now >= before else now)
+        with self._counting:  # two who ask at once would count the same twice
+            for what, counter, now in (
+                ("restarts", metrics.engine_restarts, link.restarts),
+                ("waits", metrics.ring_full_waits, link.ring_full_waits),
+            ):
+                before, self._counted[what] = self._counted.get(what, 0), now
+                # A new process begins its ring at 0.
+                counter.labels(self.name).inc(now - before if now >= before else now)
         report = link.report()
         return report.metrics if report else b""
 
@@ -102,10 +105,14 @@ class Engine:
             if not self._users:
                 self._unused.set()
 
-    async def leave(self) -> None:
-        """Take no more requests, and wait for those there are."""
+    async def leave(self, wait_s: float) -> None:
+        """Take no more requests, and wait for those there are, but no longer than that."""
         self._leaving = True
-        await self._unused.wait()
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._unused.wait()
+        except TimeoutError:
+            log.warning("%s is unloaded under %d requests: they took over %g s", self.name, self._users, wait_s)
 
 
 class Engines:
@@ -201,7 +208,8 @@ class Engines:
             del self._loading[own]
 
     async def unload(self, name: str) -> None:
-        """Wait for the model's requests, then let it go. Raises UnknownModel, ModelNotLoaded."""
+        """Wait for the model's requests, for up to `drain_s`, then let it go: those still in it fail with
+        EngineClosed. Raises UnknownModel, ModelNotLoaded."""
         own = self.resolve(name)
         if own not in self._unloading:
             if own not in self._engines:
@@ -210,9 +218,16 @@ class Engines:
         await asyncio.shield(self._unloading[own])
 
     async def _unload(self, engine: Engine) -> None:
-        await engine.leave()
+        await engine.leave(self._config.drain_s)
         await asyncio.to_thread(engine.client.close)
         del self._engines[engine.name], self._unloading[engine.name]
+
+    async def observe(self, metrics: ServerMetrics) -> list[bytes]:
+        """What `Engine.observe` does, for each; of models that are not loaded, nothing is left to see."""
+        found = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in self))
+        for name in self._cards.keys() - self._engines.keys():
+            metrics.forget(name)
+        return found
 
     def describe(self) -> dict[str, Any]:
         """State of each loaded model, for /ready."""

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -90,6 +91,8 @@ class Gate:
         self._empty = asyncio.Event()
         self._empty.set()
         self._mean_s = 1.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._broken_off = False
 
     @property
     def inside(self) -> int:
@@ -108,6 +111,28 @@ class Gate:
     async def idle(self) -> None:
         """Wait until nobody is inside."""
         await self._empty.wait()
+
+    def break_off(self) -> None:
+        """End the work of those inside: it raises Draining. Nobody is let in any more."""
+        self.draining = self._broken_off = True
+        for task in self._tasks:
+            task.cancel()
+
+    @contextmanager
+    def breakable(self) -> Iterator[None]:
+        """Around the work of the current task, for `break_off`. Raises Draining then."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._broken_off:
+                raise
+            task.uncancel()
+            raise Draining("the server is going down", "it waits no longer for requests", DRAIN_RETRY_MS) from None
+        finally:
+            self._tasks.discard(task)
 
     @contextmanager
     def visit(self, caller: Caller, *, work: bool) -> Iterator[None]:
@@ -171,5 +196,5 @@ class Guard:
         visit = visit_of(scope)
         visit.caller = self.gate.keys.caller(Headers(scope=scope).get("authorization", ""))
         work = scope["method"] == "POST" and scope["path"] in WORK
-        with self.gate.visit(visit.caller, work=work):
+        with self.gate.visit(visit.caller, work=work), self.gate.breakable():
             await self.app(scope, receive, send)

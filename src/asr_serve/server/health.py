@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Any
 
@@ -66,8 +65,7 @@ def routes(engines: Engines, gate: Gate, metrics: ServerMetrics, *, with_metrics
         async def metrics_text() -> Response:
             """Of the server and its engines; docs/metrics.md says what each is. Where API keys are configured,
             Prometheus needs one of them (`authorization: credentials`)."""
-            found = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in engines))
-            return Response(exposition(metrics, found), media_type=CONTENT_TYPE)
+            return Response(exposition(metrics, await engines.observe(metrics)), media_type=CONTENT_TYPE)
 
     return router
 

@@ -32,7 +32,8 @@ class Jobs:
         self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
 
     def begin(self, engine: Engine, audio: BinaryIO, options: TranscribeOptions) -> Job:
-        """Hear `audio`, from its first byte. Raises OptionError for what this model cannot do."""
+        """Hear `audio`, from its first byte; the caller holds the engine's `used`. Raises OptionError for what this
+        model cannot do."""
         return Job(self._threads, engine, audio, options)
 
     def close(self) -> None:
@@ -59,8 +60,6 @@ class Job:
         self.transcript.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: no warning
         context = contextvars.copy_context()  # the request's id, for what is logged there
         self._thread = self._loop.run_in_executor(threads, context.run, self._run, stream)
-        self._users = contextlib.ExitStack()
-        self._users.enter_context(engine.used())
         self._thread.add_done_callback(self._ended)
 
     async def __aiter__(self) -> AsyncIterator[SegmentDone]:
@@ -104,6 +103,5 @@ class Job:
         self._segments.put_nowait(None)
 
     def _ended(self, thread: asyncio.Future[None]) -> None:
-        self._users.close()
         failure = None if thread.cancelled() else thread.exception()
         self._end(failure or AsrServeError("the transcription ended without a result"))

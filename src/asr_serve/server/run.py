@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any, NoReturn
 
 from granian.constants import Interfaces
 from granian.server.embed import Server
@@ -33,6 +35,10 @@ SPARE_CONNECTIONS = 1_024
 """Over `max_concurrent`: those that wait between two requests, and those that will be told to come again."""
 LAST_ANSWERS_S = 0.5
 """After the last request: for its bytes to leave."""
+STOP_S = 3.0
+"""For requests that are broken off to be told so; and for granian, which waits for every open connection."""
+CLOSE_S = 5.0
+"""For the engines to close. One that loads cannot be stopped; it ends by itself when we have."""
 
 
 def serve(config: ServeConfig) -> int:
@@ -90,6 +96,7 @@ async def _serve(config: ServeConfig, port: int) -> int:
         listening = asyncio.create_task(server.serve())
         stop = asyncio.create_task(told.wait())
         loading = asyncio.create_task(engines.start())
+        code, late = 1, set[asyncio.Task[Any]]()
         try:
             started = time.perf_counter()
             await asyncio.wait({listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,20 +106,36 @@ async def _serve(config: ServeConfig, port: int) -> int:
                 await asyncio.wait({listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 await _drain(config, gate)
+                code = 0
         except AsrServeError as failure:
             log.error("the server could not start: %s", failure)
-            return 1
         finally:
             stop.cancel()
             loading.cancel()
             if not listening.done():
                 server.stop()  # type: ignore[no-untyped-call]
-            for outcome in await asyncio.gather(loading, listening, return_exceptions=True):
-                if isinstance(outcome, Exception) and not isinstance(outcome, AsrServeError):
-                    log.error("the server ended badly", exc_info=outcome)
-            await engines.close()
+            late |= await _ended({loading, listening}, STOP_S)
+            late |= await _ended({asyncio.create_task(engines.close())}, CLOSE_S)
             tracer.close()
-    return 0 if told.is_set() else 1
+            if late:
+                _leave(code)
+    return code
+
+
+async def _ended(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[asyncio.Task[Any]]:
+    """Wait for them; returns those that go on. What a task fails with is logged, unless somebody was told."""
+    done, late = await asyncio.wait(tasks, timeout=wait_s)
+    for task in done:
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None and not isinstance(failure, AsrServeError):
+            log.error("the server ended badly", exc_info=failure)
+    return late
+
+
+def _leave(code: int) -> NoReturn:
+    """End now, and wait for nothing: an orderly exit joins threads, whatever they wait for."""
+    logging.shutdown()
+    os._exit(code)
 
 
 async def _drain(config: ServeConfig, gate: Gate) -> None:
@@ -124,8 +147,11 @@ async def _drain(config: ServeConfig, gate: Gate) -> None:
             await gate.idle()
     except TimeoutError:
         log.warning("%d requests were not answered in %g s and are broken off", gate.inside, config.drain_s)
-    else:
-        await asyncio.sleep(LAST_ANSWERS_S)
+        gate.break_off()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await gate.idle()
+    await asyncio.sleep(LAST_ANSWERS_S)
 
 
 @contextlib.contextmanager
@@ -134,7 +160,7 @@ def _signals(told: asyncio.Event) -> Iterator[None]:
 
     def ask() -> None:
         if told.is_set():
-            raise SystemExit(1)
+            os._exit(1)  # an exception would pass through whatever runs, and be logged there; the engines notice
         told.set()
 
     loop = asyncio.get_running_loop()

@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.io import AudioLimits
 from asr_serve.config import ServeConfig
-from asr_serve.errors import AsrServeError, ClientGone, OptionError
+from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
 from asr_serve.pipelines.transcribe import SegmentDone, TranscribeOptions
 from asr_serve.protocols import funasr, openai
 from asr_serve.server import documents
 from asr_serve.server.bodies.uploads import Upload, UploadLimits
-from asr_serve.server.engines import Engines
+from asr_serve.server.engines import Engine, Engines
 from asr_serve.server.jobs import Job, Jobs
 from asr_serve.server.replies import JSON, told_in_stream
 from asr_serve.server.visits import Visit, visit_of
@@ -62,7 +62,11 @@ class Desk(NamedTuple):
 
     @classmethod
     def of(cls, config: ServeConfig, engines: Engines, jobs: Jobs) -> Desk:
-        uploads = UploadLimits(max_bytes=config.max_body_bytes, idle_timeout_s=config.upload_idle_s)
+        uploads = UploadLimits(
+            max_bytes=config.max_body_bytes,
+            idle_timeout_s=config.upload_idle_s,
+            min_bytes_per_s=config.upload_min_bytes_per_s,
+        )
         return cls(engines, jobs, uploads, AudioLimits(max_duration_s=config.max_duration_s))
 
 
@@ -77,15 +81,21 @@ class Work(Generic[A]):
     transcript: Transcript
 
     def __init__(
-        self, desk: Desk, visit: Visit, upload: Upload, read: Read[A], uploading: contextlib.ExitStack
+        self,
+        desk: Desk,
+        visit: Visit,
+        upload: Upload,
+        read: Read[A],
+        uploading: contextlib.ExitStack,
+        using: contextlib.ExitStack,
     ) -> None:
-        """`uploading`: to be closed when the upload is complete. Raises OptionError, UnknownModel,
-        ModelNotLoaded, EngineClosed."""
+        """`uploading`: to be closed when the upload is complete; `using`: the engine's, for as long as this lives.
+        Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed."""
         self._desk, self._visit, self._upload, self._read = desk, visit, upload, read
-        self._uploading = uploading
-        self.asked = self._asked()
+        self._uploading, self._using = uploading, using
+        self.asked = _asked(upload, read)
         self._said = False
-        self.engine = desk.engines.get(self.asked.model)
+        self._use(desk.engines.get(self.asked.model))
         self._job = self._begin()
         self._settling: asyncio.Task[None] | None = None
         if upload.complete:
@@ -103,6 +113,7 @@ class Work(Generic[A]):
         async with contextlib.AsyncExitStack() as held:
             uploading = held.enter_context(contextlib.ExitStack())
             uploading.enter_context(visit.trace.upload())
+            using = held.enter_context(contextlib.ExitStack())
             upload = await Upload.begin(
                 _body(request.receive),
                 headers.get("content-type", ""),
@@ -111,7 +122,15 @@ class Work(Generic[A]):
                 gone=ClientGone,
             )
             held.push_async_callback(_end, upload)
-            work = cls(desk, visit, upload, read, uploading)
+            named = _asked(upload, read).model is not None
+            try:
+                work = cls(desk, visit, upload, read, uploading, using)
+            except (OptionError, ModelNotLoaded, EngineClosed):
+                if named or upload.complete:
+                    raise
+                using.close()
+                await upload.finish()  # the model that suits may be named behind the file
+                work = cls(desk, visit, upload, read, uploading, using)
             held.push_async_callback(work._close)
             yield work
 
@@ -143,19 +162,12 @@ class Work(Generic[A]):
             pass
         return self.transcript
 
-    def _asked(self) -> A:
-        """What the fields ask for, as far as they are here."""
-        upload = self._upload
-        if upload.complete and not upload.has_file:
-            raise OptionError("no file came", "audio, in the field file", "curl -F file=@audio.wav", param="file")
-        if upload.has_file and upload.filename is None:
-            raise OptionError(
-                "the field file came as text, without a filename",
-                "the audio itself: nothing is fetched from paths or addresses",
-                "curl -F file=@audio.wav, with the @",
-                param="file",
-            )
-        return self._read(upload.fields, complete=upload.complete)
+    def _use(self, engine: Engine) -> None:
+        """Keep this one, and no other, from being closed."""
+        before = self._using.pop_all()
+        self._using.enter_context(engine.used())
+        before.close()
+        self.engine = engine
 
     def _begin(self) -> Job:
         self._visit.model = self.engine.name
@@ -174,23 +186,36 @@ class Work(Generic[A]):
         finally:
             finishing.cancel()
             self._uploading.close()
-        before, self.asked = self.asked, self._asked()
+        before, self.asked = self.asked, _asked(self._upload, self._read)
         engines = self._desk.engines
         # Not got again: it may be on its way out by now, and this request was there before.
         same = engines.resolve(self.asked.model) == self.engine.name
-        if self._said and not (same and _but_model(self.asked) == _but_model(before)):
+        if self._said and not (same and self._as_heard(self.asked) == self._as_heard(before)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",
                 "a stream is as the fields before the file say",
                 "send the file last",
             )
-        if same and self.asked.options == before.options:
+        if same and self._options(self.asked) == self._options(before):
             return
         engine = self.engine if same else engines.get(self.asked.model)
         self._job.cancel()
         await self._job.over()
-        self.engine = engine
+        self._use(engine)
         self._job = self._begin()
+
+    def _options(self, asked: A) -> TranscribeOptions:
+        """Language and longest segment as this engine takes them where nothing is said."""
+        card, options = self.engine.card, asked.options
+        return msgspec.structs.replace(
+            options,
+            language=options.language or card.languages[0],
+            max_segment_ms=options.max_segment_ms or card.max_segment_ms,
+        )
+
+    def _as_heard(self, asked: Any) -> dict[str, Any]:
+        """All that shapes what is sent; the model may be called by any of its names."""
+        return {**msgspec.structs.asdict(asked), "model": None, "options": self._options(asked)}
 
     def _settled(self, settling: asyncio.Task[None]) -> None:
         if settling.cancelled() or settling.exception():
@@ -205,8 +230,18 @@ class Work(Generic[A]):
         await self._job.over()
 
 
-def _but_model(asked: Any) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(asked), "model": None}
+def _asked(upload: Upload, read: Read[A]) -> A:
+    """What the fields ask for, as far as they are here. Raises OptionError."""
+    if upload.complete and not upload.has_file:
+        raise OptionError("no file came", "audio, in the field file", "curl -F file=@audio.wav", param="file")
+    if upload.has_file and upload.filename is None:
+        raise OptionError(
+            "the field file came as text, without a filename",
+            "the audio itself: nothing is fetched from paths or addresses",
+            "curl -F file=@audio.wav, with the @",
+            param="file",
+        )
+    return read(upload.fields, complete=upload.complete)
 
 
 async def _end(upload: Upload) -> None:

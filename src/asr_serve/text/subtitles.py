@@ -56,12 +56,13 @@ def jsonl(transcript: Transcript) -> str:
 
 
 def verbose_json(transcript: Transcript) -> str:
-    """OpenAI's `verbose_json`, and our `key`. What we do not know (`no_speech_prob`) is left out."""
+    """OpenAI's `verbose_json`, and our `key`."""
     return _indented({"key": transcript.key, **verbose(transcript)})
 
 
 def verbose(transcript: Transcript) -> dict[str, Any]:
-    """OpenAI's `verbose_json` as data. `seek` counts 10 ms frames to the start of the window decoded."""
+    """OpenAI's `verbose_json` as data. `seek` counts 10 ms frames to the start of the window decoded.
+    `no_speech_prob` is 0: voice activity has decided before, and clients need the number."""
     return {
         "task": "transcribe",
         "language": transcript.language,
@@ -78,6 +79,7 @@ def verbose(transcript: Transcript) -> dict[str, Any]:
                 "temperature": segment.temperature,
                 "avg_logprob": segment.avg_logprob,
                 "compression_ratio": compression_ratio(segment.text),
+                "no_speech_prob": 0.0,
             }
             for index, segment in enumerate(transcript.segments)
         ],

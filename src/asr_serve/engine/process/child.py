@@ -42,27 +42,29 @@ class Child:
     @classmethod
     def start(cls, spec: wire.EngineSpec, size: RingSize) -> Child:
         """Raises EngineClosed where no process can be had."""
-        here, there = Pipe()
-        bell, their_bell = socket.socketpair()
-        memory, _ = ring.create(size.slots, size.payload_bytes)
-        theirs = (there.fileno(), their_bell.fileno(), memory)
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "asr_serve.engine.process.host", *map(str, theirs)],
-                pass_fds=theirs,
-                stdin=subprocess.DEVNULL,
-                env=engine_environment(spec.threads),
-                stdout=sys.stderr.fileno(),
-            )
-            writer = PcmWriter(memory, bell)
-        except OSError as failure:
-            here.close()
-            bell.close()
-            raise EngineClosed(f"no engine process could be started: {failure}") from failure
-        finally:
-            there.close()
-            their_bell.close()
-            os.close(memory)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                here, there = Pipe()
+                ours.callback(here.close)
+                theirs.callback(there.close)
+                bell, their_bell = socket.socketpair()
+                ours.callback(bell.close)
+                theirs.callback(their_bell.close)
+                memory, _ = ring.create(size.slots, size.payload_bytes)
+                theirs.callback(os.close, memory)
+                writer = PcmWriter(memory, bell)
+                descriptors = (there.fileno(), their_bell.fileno(), memory)
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "asr_serve.engine.process.host", *map(str, descriptors)],
+                    pass_fds=descriptors,
+                    stdin=subprocess.DEVNULL,
+                    env=engine_environment(spec.threads),
+                    stdout=sys.stderr.fileno(),
+                    process_group=0,  # a terminal's ctrl-C is for the server, which may still have use for the engine
+                )
+            except (OSError, ValueError) as failure:
+                raise EngineClosed(f"no engine process could be started: {failure}") from failure
+            ours.pop_all()
         child = cls(process, here, writer)
         with contextlib.suppress(OSError):  # it may be dead already: `wait_ready` tells
             child._pipe.send_bytes(wire.encode(spec))

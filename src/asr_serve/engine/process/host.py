@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -32,6 +33,9 @@ from asr_serve.metrics import EngineMetrics
 from asr_serve.models.card import cards
 from asr_serve.transfer.ring import PcmReader
 
+REPORT_EVERY_S = 0.5
+"""However often somebody scrapes."""
+
 
 class Host:
     """Turns messages into jobs for the loop, and what the loop answers into messages."""
@@ -42,6 +46,7 @@ class Host:
         self._stopped = False
         self._loop: Loop | None = None
         self._metrics: EngineMetrics | None = None
+        self._text, self._text_at = b"", -math.inf
 
     def run(self, spec: wire.EngineSpec) -> int:
         started = time.perf_counter()
@@ -56,6 +61,7 @@ class Host:
                 spec.config,
                 on_done=lambda _: None,
                 on_stop=self._stop_sending,
+                on_start=lambda ids: self._send(wire.Started(tuple(ids))),
                 stats=Stats(self._metrics),
                 keep_states=True,
             )
@@ -110,7 +116,9 @@ class Host:
             case wire.CloseSession(session=session):
                 put(lambda loop: loop.close(session))
             case wire.Ask(number=number):
-                put(partial(self._report, number))
+                self._report(number, loop)
+            case wire.Ping():
+                put(lambda _: self._send(wire.Pong()))
             case wire.Stop():
                 put(Loop.stop)
 
@@ -134,15 +142,19 @@ class Host:
             self._send(wire.Failed(windows.session, wire.Failure.of(error), piece))
 
     def _report(self, number: int, loop: Loop) -> None:
+        """On the reading thread: what is read of the loop are single numbers. The text is not made anew for
+        everybody who asks."""
         metrics = self._metrics
         assert metrics is not None
-        pages, rows = loop.decode_runner.pages, len(loop.decode_runner.rows)
-        metrics.pages.set(pages.pages)
-        metrics.pages_used.set(pages.used)
-        metrics.sessions.set(loop.vad_runner.states.used)
-        metrics.requests["waiting"].set(len(loop.planner))
-        metrics.requests["decoding"].set(rows)
-        self._send(wire.Report(number, loop.describe(), metrics.text()))
+        now = time.monotonic()
+        if now - self._text_at > REPORT_EVERY_S:
+            metrics.pages.set(loop.decode_runner.pages.pages)
+            metrics.pages_used.set(loop.decode_runner.pages.used)
+            metrics.sessions.set(loop.vad_runner.states.used)
+            metrics.requests["waiting"].set(len(loop.planner))
+            metrics.requests["decoding"].set(len(loop.decode_runner.rows))
+            self._text, self._text_at = metrics.text(), now
+        self._send(wire.Report(number, loop.describe(), self._text))
 
     def _send(self, message: wire.ToServer) -> None:
         with self._sending:

@@ -2,8 +2,8 @@
 
 A process that dies, killed or crashed, is started again. What was in it is kept here until it is answered,
 audio and all, and goes to the next process: utterances from their start, sessions from the state that came with
-their last probabilities. So callers notice a pause and nothing else. What was in two processes that died is given
-up: it may be what kills them.
+their last probabilities. So callers notice a pause and nothing else. What three processes died over is given up:
+it may be what kills them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineCrash
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 2
-"""Processes one request may be in when they die."""
+MAX_DEATHS = 3
+"""Processes that may die while they work on one request."""
 GIVE_UP_AFTER = 3
 """Starts in a row that fail; then waiting requests are rejected, new ones refused, and it is tried on."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
@@ -37,7 +37,9 @@ HEALTHY_S = 30.0
 """A process that lived this long died of something new: the next one starts without a pause."""
 REPORT_TIMEOUT_S = 5.0
 HUNG_S = 60.0
-"""A process that has work and says nothing for so long is killed. No step takes a tenth of it."""
+"""A process that gives no sign of life for so long is killed. No step takes a tenth of it."""
+LOAD_S = 1_800.0
+"""The same while it loads: weights may come over a slow line."""
 
 
 class RemoteLink:
@@ -61,15 +63,15 @@ class RemoteLink:
         self._state = "loading"
         self._closing = threading.Event()
         self._current: Child | None = None
-        self._heard_at = 0.0
+        self._sign_at, self._sign_within_s = time.monotonic(), LOAD_S
         self.restarts = 0
         first: Future[wire.Ready] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(first,), name=f"asr-serve {spec.model} link", daemon=True
         )
         self._thread.start()
-        self.ready = first.result()
         threading.Thread(target=self._watch, name=f"asr-serve {spec.model} watch", daemon=True).start()
+        self.ready = first.result()
         self.card = self.ready.card
 
     @property
@@ -149,13 +151,18 @@ class RemoteLink:
 
     def close(self) -> None:
         self._closing.set()
-        if self._lock.acquire(timeout=END_TIMEOUT_S):  # a hung process may hold up somebody who sends
-            try:
-                self._send(wire.Stop())
-            finally:
-                self._lock.release()
-        if (current := self._current) is not None:
+        current = self._current
+        # A process that hangs may hold up us, and somebody who has the lock; killed, it does not.
+        last = threading.Timer(END_TIMEOUT_S, current.kill) if current is not None else None
+        if last is not None:
+            last.daemon = True
+            last.start()
+        with self._lock:
+            self._send(wire.Stop())
+        if current is not None:
             current.end()
+        if last is not None:
+            last.cancel()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -165,7 +172,7 @@ class RemoteLink:
         if self._closing.is_set():
             raise EngineClosed("the engine is closed", todo="load the model again")
         if self._state == "failed":
-            raise EngineClosed("the engine cannot be started at the moment", todo="try again later; see the log")
+            raise EngineClosed("the engine cannot be started at the moment", todo="try again later")
 
     def _send(self, message: wire.ToEngine, pcm: np.ndarray | None = None, session: int = 0) -> None:
         """Nothing is lost while there is no process: whatever is pending goes to the next."""
@@ -201,34 +208,31 @@ class RemoteLink:
 
     def _live(self, first: Future[wire.Ready]) -> None:
         error: AsrServeError = EngineClosed("the engine was closed")
-        failures = 0
-        while not self._closing.is_set():
-            if failures:
-                pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1))
-                if self._closing.wait(pause_s if self.restarts or failures > 1 else 0):
-                    break
+        try:
+            self._keep_one_alive(first)
+        except AsrServeError as failure:
+            error = failure
+        finally:  # whatever happens, nobody waits for ever
+            if not first.done():
+                first.set_exception(error)
+            self._finish(error)
+
+    def _keep_one_alive(self, first: Future[wire.Ready]) -> None:
+        """Until closed. Raises what the first start raises; later ones are tried again."""
+        troubles = failed_starts = 0
+        while not self._closing.wait(_pause_s(troubles)):
             started = time.monotonic()
-            child = None
             try:
-                child = Child.start(self.spec, self.ring)
-                with self._lock:
-                    self._current = child
-                if self._closing.is_set():  # `close` may have looked before there was one
-                    child.kill()
-                ready = child.wait_ready(self._forward)
+                child, ready = self._start()
             except AsrServeError as failure:
-                if child is not None:
-                    child.end()
-                    child.close()
-                failures += 1
                 if not first.done():
-                    error = failure
-                    first.set_exception(failure)
-                    break
+                    raise
+                troubles, failed_starts = troubles + 1, failed_starts + 1
                 log.error("the engine could not be started again: %s", failure)
-                if failures == GIVE_UP_AFTER:
-                    self._give_up(failure)
+                if failed_starts >= GIVE_UP_AFTER:
+                    self._give_up()
                 continue
+            failed_starts = 0
             self._revive(child)
             if not first.done():
                 first.set_result(ready)
@@ -245,11 +249,24 @@ class RemoteLink:
             if not self._closing.is_set():
                 log.error("the engine process died (%s); starting another", code)
                 self._strike(code)
-                failures = 1 if time.monotonic() - started > HEALTHY_S else failures + 1
-        self._finish(error)
+                troubles = 0 if time.monotonic() - started > HEALTHY_S else troubles + 1
+
+    def _start(self) -> tuple[Child, wire.Ready]:
+        """A process whose model is loaded. Raises what loading raises, EngineClosed."""
+        self._sign_at, self._sign_within_s = time.monotonic(), LOAD_S
+        child = self._current = Child.start(self.spec, self.ring)
+        if self._closing.is_set():  # `close` may have looked before there was one
+            child.kill()
+        try:
+            return child, child.wait_ready(self._forward)
+        except AsrServeError:
+            child.end()
+            child.close()
+            raise
 
     def _revive(self, child: Child) -> None:
         """Everything that waits goes to the new process, in the order in which it came."""
+        self._sign_at, self._sign_within_s = time.monotonic(), HUNG_S
         with self._lock:
             self._child = child
             for number, session in self._sessions.items():
@@ -259,23 +276,27 @@ class RemoteLink:
             for work in self._work.values():
                 self._send_work(work)
             self._state = "ready"
-        self._heard_at = time.monotonic()
 
     def _listen(self, child: Child) -> None:
         """Until the process is gone."""
         while (message := child.receive()) is not None:
-            self._heard_at = time.monotonic()
+            self._sign_at = time.monotonic()
             self._take(message)
 
     def _watch(self) -> None:
-        """Kill a process that hangs. Takes no lock: whoever waits for it may hold that."""
+        """Kill a process that gives no sign of life: it is asked for one again and again.
+
+        Waits for no lock: whoever holds it may wait for that process.
+        """
         while not self._closing.wait(HUNG_S / 10):
-            busy = bool(self._work) or any(session.pieces for session in list(self._sessions.values()))
-            if not busy or self._state != "ready":
-                self._heard_at = time.monotonic()
-            elif time.monotonic() - self._heard_at > HUNG_S and (current := self._current) is not None:
-                log.error("the engine has work and gave no sign for %.0f s: it is killed", HUNG_S)
-                self._heard_at = time.monotonic()
+            if self._lock.acquire(timeout=1):
+                try:
+                    self._send(wire.Ping())
+                finally:
+                    self._lock.release()
+            if time.monotonic() - self._sign_at > self._sign_within_s and (current := self._current) is not None:
+                log.error("the engine gave no sign of life for %.0f s: it is killed", self._sign_within_s)
+                self._sign_at = time.monotonic()
                 current.kill()
 
     def _take(self, message: wire.ToServer) -> None:
@@ -300,6 +321,11 @@ class RemoteLink:
             case wire.Failed(id=number, failure=failure, piece=int(piece)):
                 if (windows := self._heard(number, piece, None)) is not None:
                     _fail(windows.future, failure.error())
+            case wire.Started(ids=ids):
+                with self._lock:
+                    for request_id in ids:
+                        if (work := self._work.get(request_id)) is not None:
+                            work.started = True
             case wire.Report(number=number):
                 with self._lock:
                     answer = self._questions.get(number)
@@ -321,31 +347,33 @@ class RemoteLink:
     # --- endings ------------------------------------------------------------------------------------
 
     def _strike(self, code: str) -> None:
-        """Give up what has now been in too many processes that died."""
+        """Give up what too many processes were working on when they died."""
         error = EngineCrashed(
-            f"the engine process died {MAX_ATTEMPTS} times over this request ({code})", todo="do not send it again"
+            f"the engine process died {MAX_DEATHS} times while it worked on this request ({code})",
+            todo="do not send it again",
         )
         with self._lock:
             for question in self._questions.values():
                 _fail(question, error)
             for work in self._work.values():
-                work.deaths += 1
+                work.deaths += work.started
+                work.started = False
             for session in self._sessions.values():
                 session.deaths += bool(session.pieces)
-            lost = [work for work in self._work.values() if work.deaths >= MAX_ATTEMPTS]
+            lost = [work for work in self._work.values() if work.deaths >= MAX_DEATHS]
             for work in lost:
                 del self._work[work.utterance.id]
-            pieces = [w for s in self._sessions.values() if s.deaths >= MAX_ATTEMPTS for w in s.drop()]
+            pieces = [w for s in self._sessions.values() if s.deaths >= MAX_DEATHS for w in s.drop()]
         for work in lost:
             self._reject(work, error)
         for windows in pieces:
             _fail(windows.future, error)
 
-    def _give_up(self, reason: AsrServeError) -> None:
-        """Nobody may wait for an engine that will not start."""
+    def _give_up(self) -> None:
+        """Nobody may wait for an engine that will not start. Why is in the log: it is not for clients."""
         with self._lock:
             self._state = "failed"
-        self._reject_all(EngineClosed(f"the engine cannot be started: {reason}", todo="try again later"))
+        self._reject_all(EngineClosed("the engine cannot be started at the moment", todo="try again later"))
 
     def _finish(self, error: AsrServeError) -> None:
         self._closing.set()
@@ -367,6 +395,11 @@ class RemoteLink:
     def _reject(self, work: Work, error: Exception) -> None:
         self._on_done(work.utterance.samples)
         _fail(work.utterance.future, error)
+
+
+def _pause_s(troubles: int) -> float:
+    """Before the next start."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(troubles - 1, 10)) if troubles > 1 else 0.0
 
 
 def _fail(future: Future[Any], error: Exception) -> None:

@@ -13,8 +13,10 @@ class Work(msgspec.Struct):
     """An utterance until it is answered."""
 
     utterance: Utterance
+    started: bool = False
+    """The process works on it."""
     deaths: int = 0
-    """Processes that died while they had it."""
+    """Processes that died while they worked on it."""
 
 
 class Session:

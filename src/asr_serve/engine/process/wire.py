@@ -68,9 +68,13 @@ class CloseSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """How are you? Answered by a Report of that number."""
+    """Answered by a Report of that number, without troubling the loop."""
 
     number: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answered by a Pong, by the loop itself, between two steps."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -89,6 +93,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Where the weights lie, and the tokeniser beside them."""
     device: dict[str, Any]
     load_s: float
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """These utterances are worked on."""
+
+    ids: tuple[int, ...]
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    pass
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -156,8 +170,8 @@ class Log(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToEngine = Submit | Cancel | OpenSession | Put | CloseSession | Ask | Stop
-ToServer = Ready | Broken | Done | Heard | Failed | Report | Log
+ToEngine = Submit | Cancel | OpenSession | Put | CloseSession | Ask | Ping | Stop
+ToServer = Ready | Broken | Started | Pong | Done | Heard | Failed | Report | Log
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import BinaryIO, cast
 
@@ -23,6 +24,8 @@ class UploadLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_fields: int = 64
     idle_timeout_s: float = 30.0
     """How long no byte may come."""
+    min_bytes_per_s: int = 0
+    """The least mean rate since the beginning, looked at from `idle_timeout_s` on; 0: any will do."""
     memory_bytes: int = 1 << 20
     """What one upload keeps in memory; the rest of its file goes to disk."""
 
@@ -134,8 +137,8 @@ class Upload:
 
     async def _read(self, body: AsyncIterator[bytes]) -> None:
         loop, limits = asyncio.get_running_loop(), self._limits
-        heard_s = loop.time()
-        while (chunk := await self._next(body, heard_s)) is not None:
+        began_s = heard_s = loop.time()
+        while (chunk := await self._next(body, began_s, heard_s)) is not None:
             if not chunk:
                 continue
             heard_s = loop.time()
@@ -155,15 +158,27 @@ class Upload:
         self._spool.end()  # for a form without a file
         self.complete = True
 
-    async def _next(self, body: AsyncIterator[bytes], heard_s: float) -> bytes | None:
+    async def _next(self, body: AsyncIterator[bytes], began_s: float, heard_s: float) -> bytes | None:
+        received_bytes, limits = self.received_bytes, self._limits
+        idle_s = heard_s + limits.idle_timeout_s
+        # Until when what has come is enough: a chunk moves it on, as it does the end of the idle time.
+        enough_s = received_bytes / limits.min_bytes_per_s if limits.min_bytes_per_s else math.inf
+        slow_s = began_s + max(limits.idle_timeout_s, enough_s)
         try:
-            async with asyncio.timeout_at(heard_s + self._limits.idle_timeout_s):
+            async with asyncio.timeout_at(min(idle_s, slow_s)):
                 return await anext(body, None)
         except TimeoutError:
+            if idle_s <= slow_s:
+                raise RequestTimeout(
+                    f"no byte came for {limits.idle_timeout_s:g} s after the first {received_bytes}",
+                    "an upload must go on",
+                    "send it again",
+                ) from None
+            took_s = asyncio.get_running_loop().time() - began_s
             raise RequestTimeout(
-                f"no byte came for {self._limits.idle_timeout_s:g} s after the first {self.received_bytes}",
-                "an upload must go on",
-                "send it again",
+                f"{received_bytes} bytes came in {took_s:.3g} s, {received_bytes / took_s:.3g} a second",
+                f"at least {limits.min_bytes_per_s} a second are needed",
+                "send it faster",
             ) from None
         except self._gone as error:
             raise ClientGone(

@@ -63,7 +63,10 @@ def access(
     model: str | None = None,
     client: str | None = None,
 ) -> None:
-    """The one line of an answered request. `route` as in the metrics: the template, not what was sent."""
+    """The one line of an answered request. `route` as in the metrics: the template, not what was sent.
+
+    An error from 500 on, but for 503: that is what a server says that is not ready, or going down.
+    """
     fields = {
         "method": method,
         "route": route,
@@ -74,7 +77,7 @@ def access(
         "client": client,
     }
     _access.log(
-        logging.ERROR if status >= 500 else logging.INFO,
+        logging.ERROR if status >= 500 and status != 503 else logging.INFO,
         "request",
         extra={name: value for name, value in fields.items() if value is not None},
     )

@@ -35,9 +35,6 @@ CLOSE_S = 5.0
 class RequestTrace:
     """A request nobody traces: every call is free."""
 
-    trace_id = ""
-    """32 hexadecimal digits when there is a trace, for the log."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -133,7 +130,6 @@ class _OtelRequest(RequestTrace):
         from opentelemetry import trace
 
         self._api, self._tracer, self._span, self._method = trace, tracer, span, method
-        self.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None

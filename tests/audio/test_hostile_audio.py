@@ -9,6 +9,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import av
 import numpy as np
@@ -18,6 +19,9 @@ import pytest
 from asr_serve import errors
 from asr_serve.audio import AudioLimits, open_audio, read_audio
 from asr_serve.server.bodies.spool import Spool, SpoolReader
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 
 def encode(
@@ -148,9 +152,18 @@ def test_more_channels_and_higher_rates_than_anybody_records_are_refused():
 
 
 class Upload(SpoolReader):
-    """A server's spool, read while it fills."""
+    """A server's spool, read while it fills. `drained` is set when a read finds it past its first 64 KiB."""
 
     seekable_when_read = True
+
+    def __init__(self, spool: Spool) -> None:
+        super().__init__(spool)
+        self.drained = threading.Event()
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        if self.tell() > 65_536 - 5_000:
+            self.drained.set()
+        return super().readinto(buffer)
 
 
 class Pipe(io.RawIOBase):
@@ -193,11 +206,14 @@ def copies(monkeypatch) -> Iterator[list[object]]:
         file.close()
 
 
-def arriving(data: bytes, spool: Spool, *, breaks: bool = False) -> threading.Thread:
-    """Send `data` from another thread."""
+def arriving(data: bytes, reader: Upload, *, breaks: bool = False) -> threading.Thread:
+    """Send `data` from another thread, what is behind 70 000 bytes only when the reader waits for it."""
+    spool = reader._spool
 
     def send() -> None:
         for at in range(0, len(data), 10_000):
+            if at == 70_000:
+                assert reader.drained.wait(30)
             spool.append(memoryview(data)[at : at + 10_000])
         if breaks:
             spool.fail("the upload broke off")
@@ -211,10 +227,9 @@ def arriving(data: bytes, spool: Spool, *, breaks: bool = False) -> threading.Th
 
 def test_an_upload_under_way_is_not_copied_when_it_must_be_seeked_in(m4a, copies):
     want = read_audio(m4a)
-    spool = Spool(len(m4a))
-    reader = Upload(spool)
+    reader = Upload(Spool(len(m4a)))
     assert not reader.seekable()
-    sender = arriving(m4a, spool)
+    sender = arriving(m4a, reader)
     np.testing.assert_array_equal(read_audio(reader), want)
     sender.join()
     assert not copies
@@ -227,7 +242,7 @@ def test_an_upload_is_read_from_where_it_stands(m4a, copies):
     reader = Upload(spool)
     spool.append(memoryview(b"a preface"))
     assert reader.read(9) == b"a preface"
-    sender = arriving(m4a, spool)
+    sender = arriving(m4a, reader)
     np.testing.assert_array_equal(read_audio(reader), read_audio(m4a))
     sender.join()
     assert not copies
@@ -235,22 +250,22 @@ def test_an_upload_is_read_from_where_it_stands(m4a, copies):
 
 def test_waiting_for_the_end_keeps_the_byte_limit(m4a, copies):
     for source in (Upload(Spool(len(m4a))), Pipe(m4a)):
-        sender = arriving(m4a, source._spool) if isinstance(source, Upload) else None
+        sender = arriving(m4a, source) if isinstance(source, Upload) else None
         with pytest.raises(errors.AudioTooLarge):
             read_audio(source, limits=AudioLimits(max_bytes=len(m4a) - 1))
         if sender:
             sender.join()
-    spool = Spool(len(m4a))
-    sender = arriving(m4a, spool)
-    assert len(read_audio(Upload(spool), limits=AudioLimits(max_bytes=len(m4a))))
+    reader = Upload(Spool(len(m4a)))
+    sender = arriving(m4a, reader)
+    assert len(read_audio(reader, limits=AudioLimits(max_bytes=len(m4a))))
     sender.join()
 
 
 def test_an_upload_that_breaks_off_before_its_index_says_why(m4a):
-    spool = Spool(len(m4a))
-    sender = arriving(m4a[:100_000], spool, breaks=True)
+    reader = Upload(Spool(len(m4a)))
+    sender = arriving(m4a[:100_000], reader, breaks=True)
     with pytest.raises(errors.SourceNotFound, match="the upload broke off"):
-        read_audio(Upload(spool))
+        read_audio(reader)
     sender.join()
 
 

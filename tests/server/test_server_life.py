@@ -261,19 +261,27 @@ def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips):
     assert "broken off" not in server.log.read_text()
 
 
-def test_a_drain_has_an_end(served, monkeypatch):
+def test_a_drain_has_an_end(served, monkeypatch, packaged_speech):
     """Whatever holds a connection: uploads that go on for ever, a head of which half has come."""
     monkeypatch.setenv("ASR_SERVE_DRAIN_S", "0.2")
     monkeypatch.setenv("ASR_SERVE_UPLOAD_IDLE_S", "80000")
     server = served()
     server.until_ready()
-    with Raw(server.port) as buffered, Raw(server.port) as streamed, Raw(server.port) as half:
+    with (
+        Raw(server.port) as buffered,
+        Raw(server.port) as streamed,
+        Raw(server.port) as begun,
+        Raw(server.port) as half,
+    ):
         for raw, stream in ((buffered, "false"), (streamed, "true")):
             raw.head(PATH)
             raw.chunk(field("model", MODEL) + field("stream", stream) + file_head() + bytes(10))
+        begun.head(PATH)
+        begun.chunk(field("stream", "true") + file_head() + (packaged_speech / "two_cities.wav").read_bytes())
+        assert begun.event()["type"] == "transcript.text.delta"
         half.socket.sendall(f"POST {PATH} HTTP/1.1\r\nHost: test\r\n".encode())
         deadline = time.monotonic() + WAIT_S
-        while server.metrics()["asr_serve_requests_in_flight"] < 3:  # the two, and the one that asks
+        while server.metrics()["asr_serve_requests_in_flight"] < 4:  # these three, and the one that asks
             assert time.monotonic() < deadline
             time.sleep(0.05)
         engine = server.engine
@@ -282,10 +290,12 @@ def test_a_drain_has_an_end(served, monkeypatch):
             status, headers, body = raw.answer()
             assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
             assert int(headers["retry-after"]) >= 1
+        with pytest.raises(AssertionError, match="the connection ended"):
+            begun.until(b"transcript.text.done")
         assert server.process.wait(25) == 0  # granian gives half a head 30 s
     engine.wait(WAIT_S)
     log = server.log.read_text()
-    assert "2 requests were not answered in 0.2 s and are broken off" in log
+    assert "3 requests were not answered in 0.2 s and are broken off" in log
     assert "Traceback" not in log
 
 

@@ -32,8 +32,8 @@ class Jobs:
         self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
 
     def begin(self, engine: Engine, audio: BinaryIO, options: TranscribeOptions) -> Job:
-        """Hear `audio`, from its first byte; the caller holds the engine's `used`. Raises OptionError for what this
-        model cannot do."""
+        """Hear `audio`, from its first byte, while the caller holds the engine's `used`. Raises OptionError for
+        what this model cannot do."""
         return Job(self._threads, engine, audio, options)
 
     def close(self) -> None:

@@ -25,6 +25,14 @@ END_TIMEOUT_S = 10.0
 """A process that was told to stop and has not by then is killed."""
 
 
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+
+
+def pause_s(troubles: int) -> float:
+    """Before the next start, after so many processes in a row that did not live long."""
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(troubles - 1, 10)) if troubles > 1 else 0.0
+
+
 class RingSize(NamedTuple):
     """The shared memory PCM goes through: 16 MiB as it is, four minutes of audio."""
 
@@ -60,7 +68,7 @@ class Child:
                     stdin=subprocess.DEVNULL,
                     env=engine_environment(spec.threads),
                     stdout=sys.stderr.fileno(),
-                    process_group=0,  # a terminal's ctrl-C is for the server, which may still have use for the engine
+                    process_group=0,  # a terminal's ctrl-C is for the server, which may still need the engine
                 )
             except (OSError, ValueError) as failure:
                 raise EngineClosed(f"no engine process could be started: {failure}") from failure

@@ -18,11 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asr_serve.config import EngineConfig
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import wire
-from asr_serve.engine.process.child import END_TIMEOUT_S, Child, RingSize
-from asr_serve.engine.process.pending import Session, Work
+from asr_serve.engine.process.child import END_TIMEOUT_S, Child, RingSize, pause_s
+from asr_serve.engine.process.pending import Session, Work, fail
 from asr_serve.engine.session import Utterance, Windows
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineCrashed, EngineError, PeerGone
 
@@ -32,7 +31,6 @@ MAX_DEATHS = 3
 """Processes that may die while they work on one request."""
 GIVE_UP_AFTER = 3
 """Starts in a row that fail; then waiting requests are rejected, new ones refused, and it is tried on."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
 HEALTHY_S = 30.0
 """A process that lived this long died of something new: the next one starts without a pause."""
 REPORT_TIMEOUT_S = 5.0
@@ -80,13 +78,11 @@ class RemoteLink:
 
     @property
     def ring_depth(self) -> int:
-        child = self._child
-        return child.writer.depth if child else 0
+        return child.writer.depth if (child := self._child) else 0
 
     @property
     def ring_full_waits(self) -> int:
-        child = self._child
-        return child.writer.full_waits if child else 0
+        return child.writer.full_waits if (child := self._child) else 0
 
     # --- what callers want ----------------------------------------------------------------------------
 
@@ -117,7 +113,7 @@ class RemoteLink:
             if session is not None:
                 self._send_piece(session.put(windows), windows)
         if session is None:
-            _fail(windows.future, Cancelled("the session was closed"))
+            fail(windows.future, Cancelled("the session was closed"))
 
     def close_session(self, session: int) -> None:
         with self._lock:
@@ -125,7 +121,7 @@ class RemoteLink:
             if ended is not None:
                 self._send(wire.CloseSession(session))
         for windows in ended.drop() if ended else ():
-            _fail(windows.future, Cancelled("the session was closed"))
+            fail(windows.future, Cancelled("the session was closed"))
 
     def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> wire.Report | None:
         """What the engine says of itself; None while there is none, or when it does not answer in time."""
@@ -220,7 +216,7 @@ class RemoteLink:
     def _keep_one_alive(self, first: Future[wire.Ready]) -> None:
         """Until closed. Raises what the first start raises; later ones are tried again."""
         troubles = failed_starts = 0
-        while not self._closing.wait(_pause_s(troubles)):
+        while not self._closing.wait(pause_s(troubles)):
             started = time.monotonic()
             try:
                 child, ready = self._start()
@@ -320,7 +316,7 @@ class RemoteLink:
                     self._reject(work, failure.error())
             case wire.Failed(id=number, failure=failure, piece=int(piece)):
                 if (windows := self._heard(number, piece, None)) is not None:
-                    _fail(windows.future, failure.error())
+                    fail(windows.future, failure.error())
             case wire.Started(ids=ids):
                 with self._lock:
                     for request_id in ids:
@@ -354,7 +350,7 @@ class RemoteLink:
         )
         with self._lock:
             for question in self._questions.values():
-                _fail(question, error)
+                fail(question, error)
             for work in self._work.values():
                 work.deaths += work.started
                 work.started = False
@@ -367,7 +363,7 @@ class RemoteLink:
         for work in lost:
             self._reject(work, error)
         for windows in pieces:
-            _fail(windows.future, error)
+            fail(windows.future, error)
 
     def _give_up(self) -> None:
         """Nobody may wait for an engine that will not start. Why is in the log: it is not for clients."""
@@ -390,27 +386,16 @@ class RemoteLink:
         for each in work:
             self._reject(each, error)
         for windows in pieces:
-            _fail(windows.future, error)
+            fail(windows.future, error)
 
     def _reject(self, work: Work, error: Exception) -> None:
         self._on_done(work.utterance.samples)
-        _fail(work.utterance.future, error)
-
-
-def _pause_s(troubles: int) -> float:
-    """Before the next start."""
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(troubles - 1, 10)) if troubles > 1 else 0.0
-
-
-def _fail(future: Future[Any], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)
+        fail(work.utterance.future, error)
 
 
 def remote(spec: wire.EngineSpec, ring: RingSize) -> Connect:
     """For EngineClient: an engine in a process of its own."""
 
-    def connect(config: EngineConfig, on_done: Callable[[int], None], on_stop: Callable[[], None]) -> RemoteLink:
-        return RemoteLink(msgspec.structs.replace(spec, config=config), ring, on_done, on_stop)
-
-    return connect
+    return lambda config, on_done, on_stop: RemoteLink(
+        msgspec.structs.replace(spec, config=config), ring, on_done, on_stop
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
@@ -48,3 +50,8 @@ class Session:
         dropped = [windows for _, windows in self.pieces]
         self.pieces.clear()
         return dropped
+
+
+def fail(future: Future[Any], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -139,15 +139,3 @@ async def test_many_cancelled_at_any_moment(engine, jobs, cities):
             job.cancel()
         await asyncio.wait_for(asyncio.gather(*(job.over() for job in under_way)), 20)
     await empty(engine)
-
-
-async def test_a_job_keeps_its_engine(engine, jobs, cities):
-    with cities.open("rb") as audio:
-        job = jobs.begin(engine, audio, TranscribeOptions())
-        leaving = asyncio.create_task(engine.leave())
-        await asyncio.sleep(0.05)
-        assert engine.state == "unloading"
-        assert not leaving.done()
-        await job.over()
-        await asyncio.wait_for(leaving, 5)
-        assert "best of times" in (await job.transcript).text

@@ -142,6 +142,8 @@ class Replies:
         except Exception as error:
             note(error, scope)
             if begun:
+                if isinstance(error, errors.Draining):
+                    return  # cut off as meant: what is raised here, granian logs as a failure
                 raise
             await reply(error, visit_of(scope).request_id)(scope, receive, send)
 

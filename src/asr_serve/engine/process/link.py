@@ -148,16 +148,14 @@ class RemoteLink:
     def close(self) -> None:
         self._closing.set()
         current = self._current
-        # A process that hangs may hold up us, and somebody who has the lock; killed, it does not.
-        last = threading.Timer(END_TIMEOUT_S, current.kill) if current is not None else None
-        if last is not None:
+        if current is not None:
+            # A process that hangs may hold up us, and somebody who has the lock; killed, it does not.
+            last = threading.Timer(END_TIMEOUT_S, current.kill)
             last.daemon = True
             last.start()
-        with self._lock:
-            self._send(wire.Stop())
-        if current is not None:
+            with self._lock:
+                self._send(wire.Stop())
             current.end()
-        if last is not None:
             last.cancel()
         if threading.current_thread() is not self._thread:
             self._thread.join()

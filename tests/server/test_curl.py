@@ -51,8 +51,10 @@ def said(answer: Answer) -> str:
     return str(events[-1]["text"])
 
 
-@pytest.mark.parametrize("version", ["--http1.1", "--http1.0", "--http2-prior-knowledge", "--http2"])
-@pytest.mark.parametrize("file_first", [True, False], ids=["file-first", "file-last"])
+@pytest.mark.parametrize(
+    ("version", "file_first"),
+    [("--http1.1", True), ("--http1.0", False), ("--http2-prior-knowledge", True), ("--http2", False)],
+)
 def test_every_format(server, beckett, version, file_first):
     if version.startswith("--http2") and "HTTP2" not in FEATURES:
         pytest.skip("this curl speaks no HTTP/2")

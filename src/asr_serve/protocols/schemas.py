@@ -160,7 +160,7 @@ def funasr_form() -> Schema:
 def _form(fields: dict[str, Schema]) -> Schema:
     return {
         "type": "object",
-        "description": "An empty field is as good as none.",
+        "description": "An empty field is as good as none, `1` and `yes` as good as true, `0` and `no` as false.",
         "properties": fields,
         "required": ["file"],
         "additionalProperties": False,

@@ -24,7 +24,7 @@ CLIENT_GONE = 499
 """Nginx's number for a client that did not wait. It is logged and counted, and never sent."""
 SEND_S = 60.0
 """How long a client may take nothing of its answer."""
-LEFT_BYTES, LEFT_S = 1 << 20, 1.0
+LEFT_BYTES, LEFT_S = 64 << 20, 2.0
 """What is still read of a body whose answer is out: closing on a client that sends would cost it the answer."""
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 _SANE_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)

@@ -32,7 +32,7 @@ AsrServeError
     ├── StepFailed            our own failure in one step; only the requests in it are lost
     ├── PeerGone              the process at the other end of the ring is gone, or hung up
     ├── OutOfStep             the ring holds other audio than the one that was announced
-    ├── EngineCrashed         the engine process died over this request, and so did the next
+    ├── EngineCrashed         one engine process after another died while it worked on this request
     └── EngineClosed          the engine is shutting down or has stopped
 
 Each says what came, what is allowed and what to do, in that order, in one sentence each.
@@ -199,7 +199,7 @@ class OutOfStep(EngineError):
 
 
 class EngineCrashed(EngineError):
-    """The engine process died over this request, and so did the next: a third is not tried."""
+    """One engine process after another died while it worked on this request."""
 
 
 class EngineClosed(EngineError):

@@ -124,8 +124,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Windows one caller may hand in at once; 64 are two seconds."""
     max_sessions: Count = 1_024
     """Callers with voice-activity state."""
+    live_share: Share = 0.9
+    """Share of the machine that live callers get while other work waits too."""
     interactive_share: Share = 0.8
-    """Share of the machine that interactive work gets while bulk work waits too."""
+    """Share of the rest that interactive work gets while bulk work waits too."""
 
     def __post_init__(self) -> None:
         settle(self)

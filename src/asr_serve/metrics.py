@@ -20,8 +20,8 @@ from prometheus_client import (
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of what `exposition` returns."""
 
-STAGES = ("vad", "encode", "decode")
-PRIORITIES = ("interactive", "bulk")
+STAGES = ("vad", "encode", "verify", "decode")
+PRIORITIES = ("live", "interactive", "bulk")
 STATES = ("waiting", "decoding")
 
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -63,7 +63,7 @@ class EngineMetrics:
         fill = histogram(
             "asr_serve_batch_fill_ratio",
             "Share of a step in use: windows of those computed (vad), frames of those planned for (encode), "
-            "rows of those there are (decode).",
+            "positions of those in one pass (verify), rows of those there are (decode).",
             ("model", "stage"),
             buckets=SHARE,
         )
@@ -85,6 +85,10 @@ class EngineMetrics:
             model
         )
         self.tokens = counter("asr_serve_tokens_total", "Tokens decoded.", ("model",)).labels(model)
+        drafts = counter(
+            "asr_serve_draft_tokens_total", "Tokens of drafts: held, or dropped.", ("model", "verdict")
+        )
+        self.draft_tokens = {verdict: drafts.labels(model, verdict) for verdict in ("held", "dropped")}
         self.fallbacks = counter(
             "asr_serve_fallbacks_total", "Utterances decoded again at a higher temperature.", ("model",)
         ).labels(model)

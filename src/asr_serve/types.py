@@ -8,8 +8,9 @@ import msgspec
 
 from asr_serve import units
 
-Priority = Literal["interactive", "bulk"]
-"""`interactive`: somebody waits for the answer. `bulk`: a batch job that takes what is left."""
+Priority = Literal["live", "interactive", "bulk"]
+"""`live`: somebody is speaking. `interactive`: somebody waits for the answer. `bulk`: a batch job that takes what
+is left. Most urgent first."""
 
 
 class Span(msgspec.Struct, frozen=True, order=True):

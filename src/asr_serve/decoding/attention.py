@@ -17,6 +17,22 @@ from asr_serve.types import Phases
 Finish = Literal["stop", "length", "repetition"]
 
 
+class Draft(msgspec.Struct, frozen=True):
+    """What an utterance was heard as before, when less of it was known. One pass verifies it as far as it holds;
+    the answer is what decoding without it would have been, but for the first `fixed` tokens: they are taken as
+    they are.
+
+    Source: speculative decoding, arXiv:2211.17192, with greedy choice.
+    """
+
+    tokens: tuple[int, ...] = ()
+    fixed: int = 0
+
+    def up_to(self, limit: int) -> Draft:
+        """No longer than `limit` tokens."""
+        return self if len(self.tokens) <= limit else Draft(self.tokens[:limit], min(self.fixed, limit))
+
+
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How hard to try. Raises OptionError for values out of range."""
 
@@ -32,6 +48,9 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise OptionError(f"temperatures={self.temperatures}", "one or more numbers from 0 to 2")
         if not 0 <= self.seed < 2**63:
             raise OptionError(f"seed={self.seed}", "a whole number from 0 to 2**63 - 1")
+
+
+NO_DRAFT = Draft()
 
 
 class Recognition(msgspec.Struct, frozen=True):
@@ -52,14 +71,19 @@ class Hypothesis:
     """The growing answer of one decoding row."""
 
     def __init__(
-        self, options: SearchOptions, eos: int, max_tokens: int, text: Callable[[list[int]], str]
+        self,
+        options: SearchOptions,
+        eos: int,
+        max_tokens: int,
+        text: Callable[[list[int]], str],
+        draft: Draft = NO_DRAFT,
     ) -> None:
         self.options, self.eos, self.max_tokens, self.text = options, eos, max_tokens, text
+        # A row that samples from the start has nothing to compare a draft with.
+        self.draft = draft.up_to(max_tokens - 1 if options.temperatures[0] == 0 else draft.fixed)
+        self.fixed = self.draft.fixed
         self.attempt = 0
         self.rejected: list[Recognition] = []
-        self._restart()
-
-    def _restart(self) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
 
@@ -68,12 +92,12 @@ class Hypothesis:
         return self.options.temperatures[self.attempt]
 
     def add(self, token: int, logprob: float) -> Finish | None:
-        """Take the next token; tells when the row is finished, and why."""
+        """Take the next token; tells when the row is finished, and why. The first `fixed` must be the draft's."""
         self.logprobs.append(logprob)
         if token == self.eos:
             return "stop"
         self.tokens.append(token)
-        if loop := looping(self.tokens):
+        if loop := min(looping(self.tokens), len(self.tokens) - self.fixed):
             # What is kept says the phrase once; the rest was never spoken.
             del self.tokens[-loop:], self.logprobs[-loop:]
             return "repetition"
@@ -94,7 +118,7 @@ class Hypothesis:
         self.rejected.append(answer)
         if self.attempt + 1 < len(self.options.temperatures):
             self.attempt += 1
-            self._restart()
+            del self.tokens[self.fixed :], self.logprobs[self.fixed :]
             return None
         whole = [r for r in self.rejected if r.finish == "stop"]
         return max(whole or self.rejected, key=lambda r: r.avg_logprob)

@@ -8,13 +8,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from asr_serve import units
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, SearchOptions
+from asr_serve.engine.cadence import Cadence
 from asr_serve.engine.session import Utterance, Windows
 from asr_serve.errors import AtCapacity, AudioTooLong, EngineClosed, OptionError, UnsupportedAudio
 from asr_serve.models.card import Card
@@ -36,7 +38,7 @@ class Link(Protocol):
     def state(self) -> str: ...
     def submit(self, utterance: Utterance) -> None: ...
     def cancel(self, request_id: int) -> None: ...
-    def open(self, session: int) -> None: ...
+    def open(self, session: int, live: bool) -> None: ...
     def put(self, windows: Windows) -> None: ...
     def close_session(self, session: int) -> None: ...
     def describe(self) -> dict[str, Any]: ...
@@ -94,6 +96,7 @@ class EngineClient:
         self._requests = self._samples = self._sessions = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
+        self.cadence = Cadence()
         self.link = connect(config, self._done, self._stopped)
         self.card = self.link.card
         self.max_samples = units.ms_to_samples(self.card.max_segment_ms)
@@ -110,14 +113,17 @@ class EngineClient:
         options: SearchOptions | None = None,
         priority: Priority = "interactive",
         *,
+        draft: Draft = NO_DRAFT,
+        within_ms: int | None = None,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
-        """Recognise one utterance: `pcm` (samples,) float32, 16 kHz, not longer than the model's limit.
+        """Recognise one utterance: `pcm` (samples,) float32, 16 kHz, not longer than the model's limit. `draft`:
+        what it probably says. `within_ms`: how soon it should be encoded, if not as its priority asks.
 
         Full: raises AtCapacity, or waits for room when `wait`; `check` is called whenever somebody nudges, and may
-        raise to wait no longer. Raises AudioTooLong, UnsupportedAudio,
-        EngineClosed.
+        raise to wait no longer. Live requests always find room: they are bounded by the sessions they come from.
+        Raises AudioTooLong, UnsupportedAudio, EngineClosed.
         """
         if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
             raise UnsupportedAudio(
@@ -135,9 +141,13 @@ class EngineClient:
         if samples < self.min_samples:
             pcm = np.pad(pcm, (0, self.min_samples - samples))
         future: Future[Recognition] = Future()
-        utterance = Utterance(next(self._ids), pcm, samples, options or SearchOptions(), priority, future)
+        utterance = Utterance(
+            next(self._ids), pcm, samples, options or SearchOptions(), priority, future, draft, within_ms
+        )
+        if priority == "live":
+            future.add_done_callback(partial(self._answered, time.monotonic()))
         with self._room:
-            while not self._closed and self._full(samples):
+            while priority != "live" and not self._closed and self._full(samples):
                 if not wait:
                     raise AtCapacity(
                         f"{self._requests} requests with {units.samples_to_s(self._samples):.0f} s of audio wait",
@@ -163,9 +173,13 @@ class EngineClient:
         with contextlib.suppress(EngineClosed):
             self.link.cancel(ticket.id)
 
-    def session(self, *, wait: bool = False, check: Callable[[], None] = lambda: None) -> VadSession:
-        """A caller's voice-activity state. Full: raises AtCapacity, or waits for one when `wait`, as in `submit`.
-        Raises EngineClosed."""
+    def session(
+        self, *, live: bool = False, wait: bool = False, check: Callable[[], None] = lambda: None
+    ) -> VadSession:
+        """A caller's voice-activity state. Full, or `live` and overloaded: raises AtCapacity; or waits for one
+        when `wait`, as in `submit`. Raises EngineClosed."""
+        if live:
+            self.cadence.expect_room(1_000 * time.monotonic())
         session_id = next(self._ids)
         with self._room:
             while wait and not self._closed and self._sessions >= self.config.max_sessions:
@@ -179,7 +193,7 @@ class EngineClient:
                 )
             self._sessions += 1
         try:
-            self.link.open(session_id)
+            self.link.open(session_id, live)
         except EngineClosed:
             self._session_ended()
             raise
@@ -218,6 +232,11 @@ class EngineClient:
         with self._room:
             self._sessions -= 1
             self._room.notify_all()
+
+    def _answered(self, asked_s: float, future: Future[Recognition]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            now_s = time.monotonic()
+            self.cadence.answered(1_000 * (now_s - asked_s), 1_000 * now_s)
 
     def _full(self, samples: int) -> bool:
         over = self._samples + samples > units.s_to_samples(self.config.max_audio_s)

@@ -55,8 +55,8 @@ class LocalLink:
     def cancel(self, request_id: int) -> None:
         self.call(lambda loop: loop.cancel(request_id))
 
-    def open(self, session: int) -> None:
-        self.call(lambda loop: loop.open(session))
+    def open(self, session: int, live: bool) -> None:
+        self.call(lambda loop: loop.open(session, live))
 
     def put(self, windows: Windows) -> None:
         self.call(lambda loop: loop.put(windows))

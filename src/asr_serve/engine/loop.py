@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -18,16 +19,19 @@ import msgspec
 from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Hypothesis
-from asr_serve.engine.planner import Planner, Waiting
-from asr_serve.engine.runner import DecodeRunner, EncodeRunner, Row, VadRunner
-from asr_serve.engine.session import Listener, Utterance, Windows
+from asr_serve.engine.planner import LIVE_RESERVE, Planner, Waiting
+from asr_serve.engine.runner import VERIFY_ROWS, DecodeRunner, EncodeRunner, Row, VadRunner
+from asr_serve.engine.session import Listener, Utterance, Windows, reject, resolve
 from asr_serve.engine.stats import Stats
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
-from asr_serve.types import Phases
+from asr_serve.types import Phases, Priority
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 BULK_ENCODES = 8
 """Encode batches in a row while only bulk work is there: decoding is cheapest with all rows taken."""
+LIVE_STEPS = 6
+"""Decoding steps between two encode batches while callers' rows decode: a verified draft needs a few more
+tokens, and encoding takes much longer than a step."""
 
 Job = Callable[["Loop"], None]
 """A message to the loop: it is called on the loop's thread, between two steps."""
@@ -60,7 +64,8 @@ class Loop:
         self.utterances: dict[int, Utterance] = {}
         self.listeners: dict[int, Listener] = {}
         self.stats, self.keep_states = stats, keep_states
-        self._interactive = 0
+        self._count: Counter[Priority] = Counter()
+        self._callers = 0
         self._running = True
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -92,7 +97,7 @@ class Loop:
             self._fail(list(self.utterances), error)
         finally:
             for utterance in self.utterances.values():
-                _reject(utterance.future, error)
+                reject(utterance.future, error)
             for listener_id in list(self.listeners):
                 self.close(listener_id, error)
 
@@ -101,15 +106,27 @@ class Loop:
         heard = self._hear()
         encoded = False
         for _ in range(BULK_ENCODES):
-            free_rows = self.decode_runner.max_rows - len(self.decode_runner.rows)
-            if not self._encode(self.planner.plan(free_rows, self.decode_runner.pages.free)):
+            if not self._encode(self._plan()):
                 break
             encoded = True
             self._drain()  # whoever comes meanwhile must not wait for all of them
             heard |= self._hear()
-            if self._interactive or not self._running:
+            if self._count["live"] or self._count["interactive"] or not self._running:
                 break
-        return self._decode() or encoded or heard
+        decoded = self._decode()
+        for _ in range(LIVE_STEPS - 1):
+            if not any(self.utterances[row.request_id].priority == "live" for row in self.decode_runner.rows):
+                break
+            self._drain()
+            self._decode()
+        return decoded or encoded or heard
+
+    def _plan(self) -> list[int]:
+        runner = self.decode_runner
+        kept = (0, 0)
+        if self._callers and runner.rows:  # an engine that does nothing gives a file whatever it needs
+            kept = runner.max_rows // LIVE_RESERVE, runner.pages.pages // LIVE_RESERVE
+        return self.planner.plan(runner.max_rows - len(runner.rows), runner.pages.free, kept=kept)
 
     def _drain(self) -> None:
         while True:
@@ -134,25 +151,27 @@ class Loop:
         frames = self.model.frames(len(utterance.pcm))
         pages = self.decode_runner.pages_needed(frames, self.max_tokens(utterance.samples))
         self.utterances[utterance.id] = utterance
-        self._interactive += utterance.priority == "interactive"
-        self.planner.add(Waiting(utterance.id, frames, pages, utterance.priority, time.monotonic() * 1_000))
+        self._count[utterance.priority] += 1
+        now_ms = time.monotonic() * 1_000
+        self.planner.add(Waiting(utterance.id, frames, pages, utterance.priority, now_ms, utterance.within_ms))
 
     def cancel(self, request_id: int) -> None:
         """At any moment; what the request held is free before the next step."""
         if request_id in self.utterances:
             self._fail([request_id], Cancelled("the request was cancelled"))
 
-    def open(self, listener_id: int, state: bytes | None = None) -> None:
-        """`state`: where the caller stood in an engine before this one."""
+    def open(self, listener_id: int, live: bool = False, state: bytes | None = None) -> None:
+        """`live`: somebody speaks, in real time. `state`: where the caller stood in an engine before this one."""
         slot = self.vad_runner.states.take()
         if state is not None:
             self.vad_runner.states.unpack(slot, state)
-        self.listeners[listener_id] = Listener(listener_id, slot)
+        self.listeners[listener_id] = Listener(listener_id, slot, live)
+        self._callers += live
 
     def put(self, windows: Windows) -> None:
         listener = self.listeners.get(windows.session)
         if listener is None:
-            _reject(windows.future, Cancelled("the session was closed"))
+            reject(windows.future, Cancelled("the session was closed"))
         else:
             listener.waiting.append(windows)
 
@@ -161,8 +180,9 @@ class Loop:
         if listener is None:
             return
         for windows in listener.waiting:
-            _reject(windows.future, error or Cancelled("the session was closed"))
+            reject(windows.future, error or Cancelled("the session was closed"))
         self.vad_runner.states.give(listener.slot)
+        self._callers -= listener.live
 
     def stop(self) -> None:
         self._running = False
@@ -191,12 +211,12 @@ class Loop:
         except Exception as failure:
             self.stats.failed("vad")
             for _, windows in batch:
-                _reject(windows.future, _step_failed("voice activity", failure))
+                reject(windows.future, _step_failed("voice activity", failure))
         else:
             for (listener, windows), probabilities in zip(batch, results, strict=True):
                 if self.keep_states:
                     windows.state = self.vad_runner.states.pack(listener.slot)
-                _resolve(windows.future, probabilities)
+                resolve(windows.future, probabilities)
         used = sum(len(windows.pcm) for _, windows in batch) / (len(batch) * longest * WINDOW_SAMPLES)
         self.stats.step("vad", time.perf_counter() - started, len(batch), used)
         return True
@@ -212,10 +232,13 @@ class Loop:
         self.on_start(ids)
         try:
             results = self.encode_runner.run([u.pcm for u in batch if u.pcm is not None])
+            drafted = []
             for utterance, result in zip(batch, results, strict=True):
                 limit = self.max_tokens(utterance.samples)
-                hypothesis = Hypothesis(utterance.options, self.model.eos, limit, self.text)
-                self.decode_runner.join(utterance.id, result, hypothesis)
+                hypothesis = Hypothesis(utterance.options, self.model.eos, limit, self.text, utterance.draft)
+                row = self.decode_runner.join(utterance.id, result, hypothesis)
+                if hypothesis.draft.tokens:
+                    drafted.append(row)
                 utterance.pcm = None
                 utterance.encode_end_ns = time.time_ns()
         except Exception as failure:
@@ -226,7 +249,26 @@ class Loop:
         self.stats.step(
             "encode", time.perf_counter() - started, len(ids), min(1.0, frames / self.planner.encode_frames)
         )
+        if drafted:
+            self._verify(drafted)
         return True
+
+    def _verify(self, rows: list[Row]) -> None:
+        """What drafts hold, in one pass over all their positions."""
+        started, runner = time.perf_counter(), self.decode_runner
+        offered, held = runner.positions_verified, runner.positions_held
+        try:
+            ended = runner.verify(rows)
+        except Exception as failure:
+            self.stats.failed("verify")
+            self._fail([row.request_id for row in rows], _step_failed("verifying a draft", failure))
+            return
+        for row in ended:
+            self._settle(row)
+        offered, held = runner.positions_verified - offered, runner.positions_held - held
+        positions = offered + len(rows)
+        self.stats.step("verify", time.perf_counter() - started, positions, min(1.0, positions / VERIFY_ROWS))
+        self.stats.verified(offered, held)
 
     def _decode(self) -> bool:
         runner = self.decode_runner
@@ -265,7 +307,7 @@ class Loop:
             encode_end_ns=utterance.encode_end_ns,
             decode_end_ns=time.time_ns(),
         )
-        _resolve(utterance.future, msgspec.structs.replace(answer, phases=phases))
+        resolve(utterance.future, msgspec.structs.replace(answer, phases=phases))
 
     def max_tokens(self, samples: int) -> int:
         """Nobody says more than this in that time; never past the model's positions, the first being BOS."""
@@ -279,11 +321,11 @@ class Loop:
             self.decode_runner.leave(row)
         for request_id in ids:
             self.planner.remove(request_id)
-            _reject(self._forget(request_id).future, error)
+            reject(self._forget(request_id).future, error)
 
     def _forget(self, request_id: int) -> Utterance:
         utterance = self.utterances.pop(request_id)
-        self._interactive -= utterance.priority == "interactive"
+        self._count[utterance.priority] -= 1
         self.on_done(utterance.samples)
         return utterance
 
@@ -315,13 +357,3 @@ def _step_failed(what: str, failure: Exception) -> StepFailed:
     )
     error.__cause__ = failure
     return error
-
-
-def _resolve(future: Future[Any], value: Any) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_result(value)
-
-
-def _reject(future: Future[Any], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

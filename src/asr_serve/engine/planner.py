@@ -14,8 +14,12 @@ import msgspec
 from asr_serve.config import EngineConfig
 from asr_serve.types import Priority
 
-DEADLINE_MS: dict[Priority, int] = {"interactive": 500, "bulk": 60_000}
-"""How long after arrival a request should be encoded. Only the order of deadlines matters."""
+DEADLINE_MS: dict[Priority, int] = {"live": 100, "interactive": 500, "bulk": 60_000}
+"""How long after arrival a request should be encoded, unless it says so itself. Only the order of deadlines
+matters, within a class; the most urgent class comes first."""
+LIVE_RESERVE = 4
+"""While callers are on line, one in so many decoding rows and pages is kept for them: what a file holds it holds
+for seconds."""
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -26,10 +30,12 @@ class Waiting(msgspec.Struct, frozen=True):
     pages: int
     priority: Priority
     arrived_ms: float
+    within_ms: int | None = None
 
     @property
     def deadline_ms(self) -> float:
-        return self.arrived_ms + DEADLINE_MS[self.priority]
+        within_ms = DEADLINE_MS[self.priority] if self.within_ms is None else self.within_ms
+        return self.arrived_ms + within_ms
 
 
 class Planner:
@@ -45,6 +51,12 @@ class Planner:
         # last stood at. Source: start-time fair queueing, Goyal et al., SIGCOMM 1996.
         self._served: dict[Priority, float] = dict.fromkeys(DEADLINE_MS, 0.0)
         self._due = 0.0
+        rest = 1 - config.live_share
+        self._share: dict[Priority, float] = {
+            "live": config.live_share,
+            "interactive": rest * config.interactive_share,
+            "bulk": rest * (1 - config.interactive_share),
+        }
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -69,42 +81,44 @@ class Planner:
             del order[bisect.bisect_left(order, key)]
         return True
 
-    def plan(self, free_rows: int, free_pages: int) -> list[int]:
+    def plan(self, free_rows: int, free_pages: int, *, kept: tuple[int, int] = (0, 0)) -> list[int]:
         """Ids to encode now, in order of length; they are no longer waiting.
 
-        free_rows: decoding rows without a tenant; free_pages: pages without a holder. Empty when decoding
-        should go on alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
+        free_rows: decoding rows without a tenant; free_pages: pages without a holder; kept: how many of both are
+        for live requests alone. Empty when decoding should go on alone: nothing waits, nothing fits, or too few
+        bulk requests would join to be worth it.
         """
-        if not self._waiting or free_rows < 1 or not self._worth_it(free_rows):
+        room = {
+            p: (free_rows, free_pages) if p == "live" else _less(free_rows, free_pages, kept) for p in DEADLINE_MS
+        }
+        waiting = [p for p, order in self._by_deadline.items() if order and room[p][0] > 0]
+        if not waiting or not self._worth_it(free_rows):
             return []
-        head = self._waiting[self._head()]
-        if head.pages > free_pages:
+        # The nearest deadline of the class that has had less than its share.
+        chosen = min(waiting, key=lambda p: self._served[p])
+        head = self._waiting[self._by_deadline[chosen][0][1]]
+        if head.pages > room[chosen][1]:
             return []  # wait for it rather than let shorter ones pass it for ever
-        self._due = self._served[head.priority]
-        batch = self._fill(head, free_rows, free_pages)
+        self._due = self._served[chosen]
+        batch = self._fill(head, room)
         for request in batch:
-            self._served[request.priority] += request.frames / self._share(request.priority)
+            self._served[request.priority] += request.frames / self._share[request.priority]
             self.remove(request.id)
         return [request.id for request in sorted(batch, key=lambda r: (r.frames, r.id))]
 
     def _worth_it(self, free_rows: int) -> bool:
         rows = self.config.max_decode_rows
         enough = free_rows >= min(len(self._waiting), max(1, rows // 4))
-        return enough or bool(self._by_deadline["interactive"])
+        return enough or bool(self._by_deadline["live"] or self._by_deadline["interactive"])
 
-    def _head(self) -> int:
-        """Nearest deadline of the class that has had less than its share."""
-        waiting = [p for p, order in self._by_deadline.items() if order]
-        chosen = min(waiting, key=lambda p: (self._served[p], p != "interactive"))
-        return self._by_deadline[chosen][0][1]
-
-    def _fill(self, head: Waiting, free_rows: int, free_pages: int) -> list[Waiting]:
+    def _fill(self, head: Waiting, room: dict[Priority, tuple[int, int]]) -> list[Waiting]:
         """`head` and its neighbours in length, while the batch stays dense and within every bound.
 
-        The other class takes what room is left: riding along with either would undo the shares.
+        The other classes take what room is left: riding along with any would undo the shares.
         """
         batch, pages, frames, longest = [head], head.pages, head.frames, head.frames
         for priority in sorted(self._by_length, key=lambda p: p != head.priority):
+            free_rows, free_pages = room[priority]
             order = self._by_length[priority]
             above = bisect.bisect_left(order, (head.frames, head.id))
             below = above - 1
@@ -130,6 +144,6 @@ class Planner:
                 longest = max(longest, candidate.frames)
         return batch
 
-    def _share(self, priority: Priority) -> float:
-        share = self.config.interactive_share
-        return share if priority == "interactive" else 1 - share
+
+def _less(free_rows: int, free_pages: int, kept: tuple[int, int]) -> tuple[int, int]:
+    return max(0, free_rows - kept[0]), max(0, free_pages - kept[1])

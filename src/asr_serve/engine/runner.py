@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from asr_serve.decoding.attention import Finish, Hypothesis
 from asr_serve.devices.base import Device
@@ -73,6 +74,10 @@ def _tensor(pcm: np.ndarray) -> Tensor:
     return torch.from_numpy(pcm if pcm.flags.writeable else pcm.copy())
 
 
+VERIFY_ROWS = 256
+"""Positions of drafts in one pass: enough to fill its products, few enough for the logits to stay in cache."""
+
+
 class Row:
     """One decoding sequence: its pages and its hypothesis."""
 
@@ -106,6 +111,7 @@ class DecodeRunner:
         self.audio_tables = torch.zeros(rows, audio_width, dtype=torch.int32)
         self.own_lengths = torch.ones(rows, dtype=torch.int64)
         self.audio_lengths = torch.ones(rows, dtype=torch.int64)
+        self.positions_verified = self.positions_held = 0
         self._advance = device.step(self._forward)
 
     @staticmethod
@@ -126,7 +132,7 @@ class DecodeRunner:
         self.audio_lengths[index] = result.frames
         table = self.audio_tables[index, : len(audio)].to(self.device.torch_device)
         self.device.kernels.store(self.pool, result.cross, table)
-        self._restart(index)
+        self._place(index)
         return row
 
     def leave(self, row: Row) -> None:
@@ -144,15 +150,11 @@ class DecodeRunner:
         """One token for every row; returns the rows whose hypothesis has ended, still joined."""
         live = len(self.rows)
         rows = self.device.rows(live)
-        own_width = self.device.width(self.own_pages(int(self.own_lengths[:live].max())), self.own_tables.shape[1])
-        audio_width = self.device.width(
-            -(-int(self.audio_lengths[:live].max()) // PAGE), self.audio_tables.shape[1]
-        )
-        tokens, logprobs, logits = self._advance(
+        tokens, logprobs, logits = self._pass(
             self.tokens[:rows],
-            self.own_tables[:rows, :own_width].contiguous(),
+            self.own_tables[:rows],
             self.own_lengths[:rows],
-            self.audio_tables[:rows, :audio_width].contiguous(),
+            self.audio_tables[:rows],
             self.audio_lengths[:rows],
         )
         chosen, scores = tokens.tolist(), logprobs.tolist()
@@ -169,13 +171,87 @@ class DecodeRunner:
         self.own_lengths[:live] += 1
         return ended
 
-    def again(self, row: Row) -> None:
-        """Decode the row from its start; its audio stays where it is."""
-        self._restart(self.rows.index(row))
+    @torch.inference_mode()
+    def verify(self, rows: Sequence[Row]) -> list[Row]:
+        """Take of each row's draft what decoding would have chosen, and the token after it; returns the rows whose
+        hypothesis has ended, still joined.
 
-    def _restart(self, index: int) -> None:
-        self.tokens[index] = self.model.bos
-        self.own_lengths[index] = 1
+        Every position of a draft is a row of its own over the same pages. All of a layer's keys and values are
+        written before any is read, so each position sees what decoding one by one would show it.
+        """
+        ended = []
+        ahead: list[Row] = []
+        positions = 0
+        for row in rows:
+            wanted = len(row.hypothesis.draft.tokens) + 1
+            if ahead and positions + wanted > VERIFY_ROWS:
+                ended += self._verify(ahead)
+                ahead, positions = [], 0
+            ahead.append(row)
+            positions += wanted
+        return ended + (self._verify(ahead) if ahead else [])
+
+    def _verify(self, rows: Sequence[Row]) -> list[Row]:
+        drafts = [row.hypothesis.draft.tokens for row in rows]
+        counts = torch.tensor([len(draft) + 1 for draft in drafts])
+        index = torch.tensor([self.rows.index(row) for row in rows])
+        total = int(counts.sum())
+        padding = self.device.rows(total) - total
+        spread = F.pad(index.repeat_interleave(counts), (0, padding))
+        lengths = F.pad(torch.cat([torch.arange(1, len(draft) + 2) for draft in drafts]), (0, padding), value=1)
+        own, audio = self.own_tables[spread], self.audio_tables[spread]
+        own[total:] = audio[total:] = 0
+        given = F.pad(
+            torch.tensor([token for draft in drafts for token in (self.model.bos, *draft)]), (0, padding)
+        )
+        tokens, logprobs, logits = self._pass(given, own, lengths, audio, self.audio_lengths[spread])
+        chosen, scores = tokens.tolist(), logprobs.tolist()
+        ended, first = [], 0
+        for row, draft, at in zip(rows, drafts, index.tolist(), strict=True):
+            if self._hold(row, draft, chosen[first:], scores[first:], logits[first:]):
+                ended.append(row)
+            else:
+                self._place(at)
+            self.positions_verified += len(draft)
+            first += len(draft) + 1
+        return ended
+
+    def _hold(
+        self, row: Row, draft: Sequence[int], chosen: list[int], scores: list[float], logits: Tensor
+    ) -> Finish | None:
+        """Give the hypothesis what holds of its draft, and the first token that differs."""
+        hypothesis = row.hypothesis
+        for position in range(len(draft) + 1):
+            token, score = chosen[position], scores[position]
+            if position < hypothesis.fixed and token != draft[position]:
+                token = draft[position]
+                score = float(torch.log_softmax(logits[position].float(), dim=-1)[token])
+            elif position >= hypothesis.fixed and hypothesis.temperature > 0:
+                token, score = self._sample(logits[position], row)
+            row.finish = hypothesis.add(token, score)
+            if row.finish or position == len(draft) or token != draft[position]:
+                break
+            self.positions_held += 1
+        return row.finish
+
+    def again(self, row: Row) -> None:
+        """Decode the row anew, from what is fixed of it; its audio stays where it is."""
+        self._place(self.rows.index(row))
+
+    def _place(self, index: int) -> None:
+        """Go on after the hypothesis's tokens. Keys and values of all but the last are in the row's pages."""
+        said = self.rows[index].hypothesis.tokens
+        self.tokens[index] = said[-1] if said else self.model.bos
+        self.own_lengths[index] = len(said) + 1
+
+    def _pass(
+        self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor
+    ) -> tuple[Tensor, ...]:
+        """One position of each row, with tables as wide as the longest row needs."""
+        own_width = self.device.width(self.own_pages(int(own_lengths.max())), own.shape[1])
+        audio_width = self.device.width(-(-int(audio_lengths.max()) // PAGE), audio.shape[1])
+        own, audio = own[:, :own_width].contiguous(), audio[:, :audio_width].contiguous()
+        return self._advance(tokens, own, own_lengths, audio, audio_lengths)
 
     def _forward(
         self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, SearchOptions
 from asr_serve.types import Priority
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ class Utterance(msgspec.Struct):
     options: SearchOptions
     priority: Priority
     future: Future[Recognition]
+    draft: Draft = NO_DRAFT
+    within_ms: int | None = None
+    """How soon it should be encoded; None: as its priority asks."""
     submitted_ns: int = msgspec.field(default_factory=time.time_ns)
     encode_start_ns: int = 0
     encode_end_ns: int = 0
@@ -46,6 +49,17 @@ class Windows(msgspec.Struct):
 class Listener:
     """A caller's voice-activity row, and what it has put that is not yet computed."""
 
-    def __init__(self, listener_id: int, slot: Slot) -> None:
-        self.id, self.slot = listener_id, slot
+    def __init__(self, listener_id: int, slot: Slot, live: bool) -> None:
+        self.id, self.slot, self.live = listener_id, slot, live
         self.waiting: deque[Windows] = deque()
+
+
+def resolve(future: Future[Any], value: Any) -> None:
+    """Answer, unless nobody waits any more."""
+    if future.set_running_or_notify_cancel():
+        future.set_result(value)
+
+
+def reject(future: Future[Any], error: Exception) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

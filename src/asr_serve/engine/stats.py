@@ -16,7 +16,8 @@ class Stats:
     def __init__(self, metrics: EngineMetrics | None = None) -> None:
         self.metrics = metrics
         self.steps = self.step_rows = self.fallbacks = self.samples = 0
-        self.spent_s = {"vad": 0.0, "encode": 0.0, "decode": 0.0}
+        self.drafted = self.held = 0
+        self.spent_s = {"vad": 0.0, "encode": 0.0, "verify": 0.0, "decode": 0.0}
 
     def step(self, stage: str, seconds: float, rows: int, fill: float) -> None:
         """One step of a stage: its rows, and the share of the room it had that was used."""
@@ -43,6 +44,14 @@ class Stats:
             self.metrics.audio_seconds.inc(units.samples_to_s(samples))
             self.metrics.tokens.inc(tokens)
 
+    def verified(self, drafted: int, held: int) -> None:
+        """Tokens of drafts, and how many of them the model says too."""
+        self.drafted += drafted
+        self.held += held
+        if self.metrics is not None:
+            self.metrics.draft_tokens["held"].inc(held)
+            self.metrics.draft_tokens["dropped"].inc(drafted - held)
+
     def fell_back(self) -> None:
         self.fallbacks += 1
         if self.metrics is not None:
@@ -53,6 +62,8 @@ class Stats:
             "steps": self.steps,
             "rows_per_step": round(self.step_rows / max(1, self.steps), 2),
             "fallbacks": self.fallbacks,
+            "draft_tokens": self.drafted,
+            "draft_tokens_held": self.held,
             "audio_s": round(units.samples_to_s(self.samples), 2),
             **{f"{stage}_s": round(seconds, 4) for stage, seconds in self.spent_s.items()},
         }

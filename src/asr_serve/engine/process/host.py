@@ -101,6 +101,8 @@ class Host:
                     message.options,
                     message.priority,
                     Future(),
+                    message.draft,
+                    message.within_ms,
                     message.submitted_ns,
                 )
                 utterance.future.add_done_callback(partial(self._done, message.id))
@@ -111,8 +113,8 @@ class Host:
                 put(lambda loop: loop.put(windows))
             case wire.Cancel(id=request_id):
                 put(lambda loop: loop.cancel(request_id))
-            case wire.OpenSession(session=session, state=state):
-                put(lambda loop: loop.open(session, state))
+            case wire.OpenSession(session=session, live=live, state=state):
+                put(lambda loop: loop.open(session, live, state))
             case wire.CloseSession(session=session):
                 put(lambda loop: loop.close(session))
             case wire.Ask(number=number):

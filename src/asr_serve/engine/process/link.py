@@ -21,8 +21,8 @@ import numpy as np
 from asr_serve.engine.client import Connect
 from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import END_TIMEOUT_S, Child, RingSize, pause_s
-from asr_serve.engine.process.pending import Session, Work, fail
-from asr_serve.engine.session import Utterance, Windows
+from asr_serve.engine.process.pending import Session, Work
+from asr_serve.engine.session import Utterance, Windows, reject, resolve
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, EngineCrashed, EngineError, PeerGone
 
 log = logging.getLogger(__name__)
@@ -100,11 +100,11 @@ class RemoteLink:
             self._send(wire.Cancel(request_id))
         self._reject(work, Cancelled("the request was cancelled"))
 
-    def open(self, session: int) -> None:
+    def open(self, session: int, live: bool) -> None:
         with self._lock:
             self._expect_open()
-            self._sessions[session] = Session()
-            self._send(wire.OpenSession(session, None))
+            self._sessions[session] = Session(live)
+            self._send(wire.OpenSession(session, live, None))
 
     def put(self, windows: Windows) -> None:
         with self._lock:
@@ -113,7 +113,7 @@ class RemoteLink:
             if session is not None:
                 self._send_piece(session.put(windows), windows)
         if session is None:
-            fail(windows.future, Cancelled("the session was closed"))
+            reject(windows.future, Cancelled("the session was closed"))
 
     def close_session(self, session: int) -> None:
         with self._lock:
@@ -121,7 +121,7 @@ class RemoteLink:
             if ended is not None:
                 self._send(wire.CloseSession(session))
         for windows in ended.drop() if ended else ():
-            fail(windows.future, Cancelled("the session was closed"))
+            reject(windows.future, Cancelled("the session was closed"))
 
     def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> wire.Report | None:
         """What the engine says of itself; None while there is none, or when it does not answer in time."""
@@ -189,6 +189,8 @@ class RemoteLink:
                 utterance.samples,
                 utterance.options,
                 utterance.priority,
+                utterance.draft,
+                utterance.within_ms,
                 utterance.submitted_ns,
             ),
             utterance.pcm,
@@ -264,7 +266,7 @@ class RemoteLink:
         with self._lock:
             self._child = child
             for number, session in self._sessions.items():
-                self._send(wire.OpenSession(number, session.state))
+                self._send(wire.OpenSession(number, session.live, session.state))
                 for piece, windows in session.pieces:
                     self._send_piece(piece, windows)
             for work in self._work.values():
@@ -300,13 +302,10 @@ class RemoteLink:
                     work = self._work.pop(request_id, None)
                 if work is not None:
                     self._on_done(work.utterance.samples)
-                    if work.utterance.future.set_running_or_notify_cancel():
-                        work.utterance.future.set_result(recognition)
+                    resolve(work.utterance.future, recognition)
             case wire.Heard(session=number, piece=piece, probabilities=data, state=state):
-                if (windows := self._heard(number, piece, state)) is not None and (
-                    windows.future.set_running_or_notify_cancel()
-                ):
-                    windows.future.set_result(np.frombuffer(data, np.float32))
+                if (windows := self._heard(number, piece, state)) is not None:
+                    resolve(windows.future, np.frombuffer(data, np.float32))
             case wire.Failed(id=number, failure=failure, piece=None):
                 with self._lock:
                     work = self._work.pop(number, None)
@@ -314,7 +313,7 @@ class RemoteLink:
                     self._reject(work, failure.error())
             case wire.Failed(id=number, failure=failure, piece=int(piece)):
                 if (windows := self._heard(number, piece, None)) is not None:
-                    fail(windows.future, failure.error())
+                    reject(windows.future, failure.error())
             case wire.Started(ids=ids):
                 with self._lock:
                     for request_id in ids:
@@ -348,7 +347,7 @@ class RemoteLink:
         )
         with self._lock:
             for question in self._questions.values():
-                fail(question, error)
+                reject(question, error)
             for work in self._work.values():
                 work.deaths += work.started
                 work.started = False
@@ -361,7 +360,7 @@ class RemoteLink:
         for work in lost:
             self._reject(work, error)
         for windows in pieces:
-            fail(windows.future, error)
+            reject(windows.future, error)
 
     def _give_up(self) -> None:
         """Nobody may wait for an engine that will not start. Why is in the log: it is not for clients."""
@@ -384,11 +383,11 @@ class RemoteLink:
         for each in work:
             self._reject(each, error)
         for windows in pieces:
-            fail(windows.future, error)
+            reject(windows.future, error)
 
     def _reject(self, work: Work, error: Exception) -> None:
         self._on_done(work.utterance.samples)
-        fail(work.utterance.future, error)
+        reject(work.utterance.future, error)
 
 
 def remote(spec: wire.EngineSpec, ring: RingSize) -> Connect:

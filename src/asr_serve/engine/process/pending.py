@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
-from typing import Any
 
 import msgspec
 
@@ -24,7 +22,8 @@ class Work(msgspec.Struct):
 class Session:
     """A caller's voice activity: the state after the last answered piece, and the pieces under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, live: bool) -> None:
+        self.live = live
         self.state: bytes | None = None
         self.next_piece = 0
         self.pieces: deque[tuple[int, Windows]] = deque()
@@ -50,8 +49,3 @@ class Session:
         dropped = [windows for _, windows in self.pieces]
         self.pieces.clear()
         return dropped
-
-
-def fail(future: Future[Any], error: Exception) -> None:
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error)

@@ -12,7 +12,7 @@ import msgspec
 
 from asr_serve import errors
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
 from asr_serve.errors import AsrServeError
 from asr_serve.models.card import Card
 from asr_serve.types import Priority
@@ -41,6 +41,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     samples: int
     options: SearchOptions
     priority: Priority
+    draft: Draft
+    within_ms: int | None
     submitted_ns: int
 
 
@@ -52,6 +54,7 @@ class OpenSession(msgspec.Struct, frozen=True, tag=True):
     """Voice activity for a caller. `state`: where it stood in an engine that is gone."""
 
     session: int
+    live: bool
     state: bytes | None
 
 

@@ -1,0 +1,51 @@
+"""How often a caller may ask for a partial, and when no more callers are let in. Pure: no clock of its own.
+
+A partial is asked for at most every `partial_ms`, and never oftener than every second turnaround of such a
+request (`SPACING`): whatever the load, callers ask for less than the engine can answer, so the queue stays short
+and what must be on time, the end of a sentence, is. When even the slowest cadence does not help, who is on line
+keeps the line and whoever calls is told to try again.
+"""
+
+from __future__ import annotations
+
+from asr_serve.errors import AtCapacity
+
+SPACING = 2.0
+"""Turnarounds between two partials of a caller."""
+SLOWEST = 6.0
+"""The slowest cadence, in cadences asked for."""
+OVERLOADED_MS = 1_000.0
+"""Mean turnaround of live requests beyond which no more callers are let in."""
+WEIGHT = 1 / 32
+"""Of the newest turnaround in the mean: about a second's worth of requests of a busy engine."""
+FORGET_MS = 5_000
+"""A mean that nothing was added to for so long says nothing."""
+RETRY_MS = 5_000
+
+
+class Cadence:
+    """The load that live callers make, as they feel it."""
+
+    def __init__(self) -> None:
+        self.turnaround_ms = 0.0
+        self._at_ms = 0.0
+
+    def answered(self, turnaround_ms: float, now_ms: float) -> None:
+        """A live request was answered so long after it was made."""
+        if now_ms - self._at_ms > FORGET_MS:
+            self.turnaround_ms = turnaround_ms
+        self.turnaround_ms += WEIGHT * (turnaround_ms - self.turnaround_ms)
+        self._at_ms = now_ms
+
+    def interval_ms(self, partial_ms: float) -> float:
+        """The least time between two partials of a caller who would like one every `partial_ms`."""
+        return min(SLOWEST * partial_ms, max(partial_ms, SPACING * self.turnaround_ms))
+
+    def expect_room(self, now_ms: float) -> None:
+        """Raises AtCapacity when one more caller would spoil it for all."""
+        if self.turnaround_ms > OVERLOADED_MS and now_ms - self._at_ms <= FORGET_MS:
+            raise AtCapacity(
+                f"those on line wait {self.turnaround_ms:.0f} ms for their words",
+                f"callers are let in while that is less than {OVERLOADED_MS:.0f} ms",
+                RETRY_MS,
+            )

@@ -29,6 +29,7 @@ Host = Annotated[
 Key = Annotated[
     str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of visible ASCII, without spaces or commas")
 ]
+Port = Annotated[int, Meta(ge=0, le=65_535)]
 Url = Annotated[str, Meta(pattern=r"\Ahttps?://[^\s/]\S*\Z", description="a URL, http:// or https://")]
 Origin = Annotated[
     str, Meta(pattern=r"\A(\*|https?://[^\s/,]+)\Z", description="an origin like https://example.org, or *")
@@ -149,8 +150,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     host: Host = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every one this machine has."""
-    port: Annotated[int, Meta(ge=0, le=65_535)] = 8_000
+    port: Port = 8_000
     """Port to listen on; 0 takes any free one."""
+    realtime_port: Port | None = None
+    """Second port, for FunASR's realtime clients: theirs is 10095. None: they use `port`."""
     model: Name = "moonshine-tiny-en"
     """Model that answers when a request names none; loaded at start."""
     more_models: tuple[Name, ...] = ()
@@ -177,7 +180,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute_per_key: Count | None = None
     """Requests a minute that one key may make; one more is told when to try again."""
     concurrent_per_key: Count | None = None
-    """Requests that one key may have in work at once."""
+    """Requests and live sessions that one key may have at once."""
 
     max_body_bytes: Count = 1 << 30
     """Largest request body."""
@@ -189,10 +192,18 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that an upload may stand still before it is given up."""
     upload_min_bytes_per_s: Annotated[int, Meta(ge=0)] = 500
     """Mean rate below which an upload is given up, after its first `upload_idle_s`; 0 allows any."""
+    max_live_sessions: Count = 1_024
+    """WebSockets open at once, of all callers; one more is told when to try again."""
+    max_frame_bytes: Annotated[int, Meta(ge=1_024, le=16 << 20)] = 16 << 20
+    """Largest frame of audio that a WebSocket may bring."""
+    max_session_s: Positive = 6 * 3_600.0
+    """Longest live session, in seconds of audio and of time."""
+    session_idle_s: Annotated[float, Meta(gt=0, le=86_400)] = 120.0
+    """Seconds that a WebSocket may bring nothing before its text is finished and it is closed."""
     drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
     """Seconds that accepted requests get to finish after SIGTERM."""
     cors_origins: tuple[Origin, ...] = ()
-    """Origins whose pages may call this server from a browser. Without any, none may."""
+    """Origins whose pages may call this server from a browser, WebSockets included. Without any, only its own."""
     docs: bool = True
     """Whether to serve the OpenAPI page."""
     metrics: bool = True

@@ -14,7 +14,10 @@ AsrServeError
 │   └── UnsupportedOption     an option that is known, and that this model or server does not honour
 ├── RequestError              the request itself is no good, before anybody listened to its audio
 │   ├── MalformedRequest      not what the protocol says
+│   │   ├── UnknownCommand    a text that is no command
+│   │   ├── OutOfTurn         good in itself, and not at this point
 │   │   └── RequestTimeout    it stopped coming
+│   │       └── IdleTimeout   nothing came for too long
 │   ├── InvalidKey            no key, or a wrong one
 │   ├── NotAllowed            the key is good, and may not do this
 │   ├── NoSuchRoute           nothing answers at that path, or not to that method
@@ -122,8 +125,20 @@ class MalformedRequest(RequestError):
     """Not what the protocol says."""
 
 
+class UnknownCommand(MalformedRequest):
+    """A text that is no command."""
+
+
+class OutOfTurn(MalformedRequest):
+    """Good in itself, and not at this point."""
+
+
 class RequestTimeout(MalformedRequest):
     """It stopped coming."""
+
+
+class IdleTimeout(RequestTimeout):
+    """Nothing came for too long."""
 
 
 class InvalidKey(RequestError):

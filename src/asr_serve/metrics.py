@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import NamedTuple
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
@@ -98,6 +99,15 @@ class EngineMetrics:
         return generate_latest(self.registry)
 
 
+class LiveMeter(NamedTuple):
+    """What one route's live sessions count, its labels resolved."""
+
+    audio: Counter
+    interval: Histogram
+    final: Histogram
+    dropped: Counter
+
+
 class ServerMetrics:
     """What the server counts. `route` is the template a request matched, never the path it sent: labels must
     not grow with what clients write. What has the label `model` is there while the model is loaded."""
@@ -139,6 +149,34 @@ class ServerMetrics:
         self.upload_audio_seconds = counter(
             "asr_serve_upload_audio_seconds_total", "Audio decoded from request bodies.", ("route",)
         )
+        self.live_open = gauge("asr_serve_live_open_sessions", "WebSockets that are open.", ("route",))
+        self.live_ended = counter(
+            "asr_serve_live_sessions_total",
+            "WebSockets that were open, by how they ended: done, client_gone in the middle of a session, or the "
+            "code of an error.",
+            ("route", "end"),
+        )
+        self.live_audio_seconds = counter(
+            "asr_serve_live_audio_seconds_total", "Audio that came over WebSockets.", ("route",)
+        )
+        self.live_partial_interval = histogram(
+            "asr_serve_live_partial_interval_seconds",
+            "Time between two partials of one sentence.",
+            ("route",),
+            buckets=WAIT_S,
+        )
+        self.live_final = histogram(
+            "asr_serve_live_final_seconds",
+            "Time from the arrival of a sentence's last audio to its locked text; the pause that ends a sentence "
+            "is part of it.",
+            ("route",),
+            buckets=WAIT_S,
+        )
+        self.live_dropped = counter(
+            "asr_serve_live_dropped_partials_total",
+            "Partials that a newer one replaced before the client took them.",
+            ("route",),
+        )
         self.engine_up = gauge("asr_serve_engine_up", "1 while the engine process can take work.", ("model",))
         self.engine_restarts = counter(
             "asr_serve_engine_restarts_total", "Engine processes started in place of a dead one.", ("model",)
@@ -149,6 +187,14 @@ class ServerMetrics:
             "asr_serve_ring_full_waits_total", "Times the server waited for a free slot.", ("model",)
         )
         gauge("asr_serve_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
+
+    def live(self, route: str) -> LiveMeter:
+        return LiveMeter(
+            self.live_audio_seconds.labels(route),
+            self.live_partial_interval.labels(route),
+            self.live_final.labels(route),
+            self.live_dropped.labels(route),
+        )
 
     def forget(self, model: str) -> None:
         """Of a model that is not loaded any more."""

@@ -10,7 +10,7 @@ import pytest
 
 import asr_serve
 from asr_serve.decoding.attention import Recognition
-from asr_serve.pipelines.transcribe import speech
+from asr_serve.pipelines.utterance import speech
 
 RATE_HZ = 16_000
 SECONDS = 8

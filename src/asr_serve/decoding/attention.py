@@ -97,7 +97,7 @@ class Hypothesis:
         if token == self.eos:
             return "stop"
         self.tokens.append(token)
-        if loop := min(looping(self.tokens), len(self.tokens) - self.fixed):
+        if (loop := min(looping(self.tokens), len(self.tokens) - self.fixed)) > 0:
             # What is kept says the phrase once; the rest was never spoken.
             del self.tokens[-loop:], self.logprobs[-loop:]
             return "repetition"

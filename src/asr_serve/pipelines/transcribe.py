@@ -19,11 +19,20 @@ from asr_serve import units
 from asr_serve.audio.buffers import Kept, Piece
 from asr_serve.audio.io import AudioLimits
 from asr_serve.audio.manifest import Item
-from asr_serve.config import nearest, unknown
+from asr_serve.config import unknown
 from asr_serve.decoding.attention import Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient, Ticket, VadSession
-from asr_serve.errors import AsrServeError, AtCapacity, Cancelled, OptionError
+from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
 from asr_serve.pipelines.reading import Reading, reading
+from asr_serve.pipelines.utterance import (
+    endpoint_settings,
+    in_context,
+    known_options,
+    language,
+    segment,
+    segment_limit_ms,
+    speech,
+)
 from asr_serve.types import Phases, Priority, Segment, Span, Transcript
 from asr_serve.vad.endpoint import WINDOW_SAMPLES, EndpointConfig, Endpointer
 from asr_serve.vad.schedule import OFFLINE, SilenceSchedule
@@ -36,10 +45,6 @@ PROMPT_SAMPLES = units.s_to_samples(120)
 """How much of a recording somebody can be waiting for at once."""
 PIECE_WINDOWS = 512
 """Windows handed to voice activity at once: 16 s."""
-CONTEXT_MS = 200
-"""Digital silence put before and after a segment: a decoder drops words that touch the edge of its audio. Chosen
-on telephone prompts, LJSpeech and LibriSpeech test-clean, where it made fewer errors than none or than more."""
-CONTEXT_SAMPLES = units.ms_to_samples(CONTEXT_MS)
 PIECES_AHEAD = 2
 """Pieces of one file that may wait for voice activity."""
 
@@ -71,15 +76,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, options: dict[str, Any]) -> TranscribeOptions:
         """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
         (up_to_ms, silence_ms)."""
-        for name in options:
-            if name not in cls.__struct_fields__:
-                raise unknown("option", name, cls.__struct_fields__)
-        schedule = options.get("silence_schedule")
-        if isinstance(schedule, str):
-            options = {**options, "silence_schedule": SilenceSchedule.from_text(schedule)}
-        if isinstance(schedule, list | tuple):
-            options = {**options, "silence_schedule": SilenceSchedule.parse(schedule)}
-        return cls(**options)
+        return cls(**known_options(options, cls.__struct_fields__))
 
 
 class SegmentDone(msgspec.Struct, frozen=True):
@@ -153,7 +150,7 @@ class _Transcription:
     ) -> None:
         self.client, self.text, self.options = client, text, options
         self.stop, self.awake, stop.client = stop, stop.awake, client
-        self.language = _language(client, options.language)
+        self.language = language(client, options.language)
         self.endpoint = _endpoint(client, options)
         self.search = SearchOptions(temperatures=options.temperatures)
         self.piece_samples = min(PIECE_WINDOWS, client.config.vad_windows - 32) * WINDOW_SAMPLES
@@ -320,7 +317,7 @@ class _File:
     def _with_context(self, span: Span) -> np.ndarray:
         """The audio of `span` between two short pauses."""
         pcm = self.kept.cut(span)
-        return np.pad(pcm, CONTEXT_SAMPLES) if self.call.options.vad else pcm
+        return in_context(pcm) if self.call.options.vad else pcm
 
     # --- results ------------------------------------------------------------------------------------
 
@@ -354,19 +351,7 @@ class _File:
             )
 
     def _segment(self, span: Span, heard: Recognition) -> Segment | None:
-        text = self.call.text(list(heard.tokens))
-        if not text or not speech(heard):
-            return None
-        return Segment(
-            span.start_samples,
-            span.end_samples,
-            text,
-            heard.tokens,
-            heard.avg_logprob,
-            heard.temperature,
-            heard.finish,
-            heard.logprobs,
-        )
+        return segment(span, heard, self.call.text) if speech(heard) else None
 
     def _progress(self, position: int, unopened: bool) -> Progress:
         self.call.done_samples += position - self.reported
@@ -398,52 +383,12 @@ class _File:
             self.source.close()
 
 
-def speech(heard: Recognition) -> bool:
-    """Whether a recognition is worth believing.
-
-    Voice activity lets some noise and music through; what a decoder makes of it is improbable to itself even
-    at its best try.
-    """
-    return bool(heard.tokens) and heard.avg_logprob > INVENTED_LOGPROB
-
-
-INVENTED_LOGPROB = -1.0
-"""A text whose tokens are less likely than this on average, at every temperature tried, was invented.
-
-Chosen on development speech with tiny (telephone prompts, LJSpeech, LibriSpeech test-clean), of which it drops
-nothing, lone words in noise included. It is a backstop: what voice activity lets through of hold music scores as
-high as real lone words, and stays."""
-
-
-def _language(client: EngineClient, wanted: str | None) -> str:
-    languages = client.card.languages
-    if wanted is not None and wanted not in languages:
-        raise OptionError(
-            f"unknown language for {client.card.name}: {str(wanted)[:20]!r}",
-            f"it hears: {', '.join(languages)}",
-            nearest(wanted, languages),
-            param="language",
-        )
-    return wanted or languages[0]
-
-
 def _endpoint(client: EngineClient, options: TranscribeOptions) -> EndpointConfig:
-    limit = client.card.max_segment_ms
-    if options.max_segment_ms is not None and options.max_segment_ms > limit:
-        raise OptionError(
-            f"max_segment_ms={options.max_segment_ms}",
-            f"{client.card.name} hears up to {limit} ms at once",
-            param="max_segment_ms",
-        )
-    wanted = limit if options.max_segment_ms is None else options.max_segment_ms
-    chosen: dict[str, Any] = {} if options.vad else {"min_speech_ms": 0}
-    if options.threshold is not None:
-        # The share of the defaults, and of the model's authors.
-        chosen |= {"threshold": options.threshold, "neg_threshold": 0.7 * options.threshold}
-    if options.pad_before_ms is not None:
-        chosen["pad_before_ms"] = options.pad_before_ms
+    chosen = endpoint_settings(options.threshold, options.pad_before_ms)
+    if not options.vad:
+        chosen["min_speech_ms"] = 0
     return EndpointConfig(
-        max_segment_ms=min(wanted, limit - 2 * CONTEXT_MS),
+        max_segment_ms=segment_limit_ms(client, options.max_segment_ms),
         schedule=options.silence_schedule or OFFLINE,
         **chosen,
     )

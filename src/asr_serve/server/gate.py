@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import time
@@ -10,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asr_serve.config import ServeConfig
-from asr_serve.errors import AtCapacity, Draining, InvalidKey, RateLimited
+from asr_serve.errors import AtCapacity, Draining, InvalidKey, NoSuchRoute, NotAllowed, RateLimited
 from asr_serve.server.visits import Caller, visit_of
 
 OPEN = frozenset({"/health", "/ready", "/docs", "/openapi.json"})
@@ -23,11 +25,15 @@ OPEN = frozenset({"/health", "/ready", "/docs", "/openapi.json"})
 among them: it tells what a server is used for, and Prometheus can bring a key."""
 WORK = frozenset({"/v1/audio/transcriptions", "/asr"})
 """Paths whose requests cost something: the limits are for them."""
+LIVE = frozenset({"/", "/ws"})
+"""Paths of WebSockets."""
 
 ANONYMOUS = Caller("anonymous")
 """Everybody, where no keys are configured; together they have the limits of one key."""
 DRAIN_RETRY_MS = 5_000
 SHORTEST_RETRY_MS, LONGEST_RETRY_MS = 200, 30_000
+SESSION_RETRY_MS = 5_000
+"""Live sessions end when their callers please; nobody knows when the next one does."""
 
 
 class Keys:
@@ -86,12 +92,13 @@ class Gate:
         self.draining = False
         self._config, self._clock = config, clock
         self._buckets: dict[Caller, Bucket] = {}
-        self._working: Counter[Caller] = Counter()
-        self._inside = 0
+        self._held: Counter[Caller] = Counter()
+        self._inside = self._live = self._working = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._mean_s = 1.0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._warnings: set[Callable[[], None]] = set()
         self._broken_off = False
 
     @property
@@ -100,13 +107,20 @@ class Gate:
         return self._inside
 
     @property
+    def live(self) -> int:
+        """WebSockets that are open."""
+        return self._live
+
+    @property
     def working(self) -> int:
-        """Those of them that have work done for them."""
-        return self._working.total()
+        """Work that is done for them: of requests, and of WebSockets that hear a whole recording."""
+        return self._working
 
     def drain(self) -> None:
-        """Let nobody in any more."""
+        """Let nobody in any more, and call those who want to know."""
         self.draining = True
+        for warn in list(self._warnings):
+            warn()
 
     async def idle(self) -> None:
         """Wait until nobody is inside."""
@@ -135,41 +149,82 @@ class Gate:
             self._tasks.discard(task)
 
     @contextmanager
-    def visit(self, caller: Caller, *, work: bool) -> Iterator[None]:
-        """One request. Raises Draining and, for work, RateLimited and AtCapacity."""
+    def warned(self, warn: Callable[[], None]) -> Iterator[None]:
+        """Around what goes on until it is told to end: `drain` calls `warn`."""
+        self._warnings.add(warn)
+        try:
+            yield
+        finally:
+            self._warnings.discard(warn)
+
+    @contextmanager
+    def visit(self, caller: Caller, *, work: bool = False, live: bool = False) -> Iterator[None]:
+        """One request, or WebSocket. Raises Draining and, for work and live, RateLimited and AtCapacity."""
         if self.draining:
             raise Draining("the server is going down", "it takes no new requests", DRAIN_RETRY_MS)
+        if live:
+            self._expect_seat()
         if work:
-            self._expect_room(caller)
-            self._working[caller] += 1
+            self._expect_room()
+        if work or live:
+            self._expect_share(caller)
+            self._expect_rate(caller)
+        self._held[caller] += work or live
+        self._live += live
         self._inside += 1
         self._empty.clear()
+        try:
+            with self._worked() if work else contextlib.nullcontext():
+                yield
+        finally:
+            self._held[caller] -= work or live
+            self._live -= live
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Work for somebody who is inside already. Raises AtCapacity."""
+        self._expect_room()
+        with self._worked():
+            yield
+
+    @contextmanager
+    def _worked(self) -> Iterator[None]:
+        self._working += 1
         began_s = self._clock()
         try:
             yield
         finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
-            if work:
-                self._mean_s += (self._clock() - began_s - self._mean_s) / 16
-                self._working[caller] -= 1
+            self._mean_s += (self._clock() - began_s - self._mean_s) / 16
+            self._working -= 1
 
-    def _expect_room(self, caller: Caller) -> None:
-        config = self._config
-        if self.working >= config.max_concurrent:
+    def _expect_room(self) -> None:
+        places = self._config.max_concurrent
+        if self.working >= places:
             raise AtCapacity(
-                f"{self.working} requests are in work",
-                f"up to {config.max_concurrent} at once",
-                self._retry_after_ms(config.max_concurrent),
+                f"{self.working} requests are in work", f"up to {places} at once", self._retry_after_ms(places)
             )
-        if config.concurrent_per_key is not None and self._working[caller] >= config.concurrent_per_key:
+
+    def _expect_seat(self) -> None:
+        seats = self._config.max_live_sessions
+        if self.live >= seats:
             raise AtCapacity(
-                f"{self._working[caller]} requests with this key are in work",
-                f"up to {config.concurrent_per_key} at once with one key",
-                self._retry_after_ms(config.concurrent_per_key),
+                f"{self.live} WebSockets are open", f"up to {seats} at once", SESSION_RETRY_MS
             )
-        per_minute = config.requests_per_minute_per_key
+
+    def _expect_share(self, caller: Caller) -> None:
+        allowed, here = self._config.concurrent_per_key, self._held[caller]
+        if allowed is not None and here >= allowed:
+            raise AtCapacity(
+                f"{here} requests and live sessions with this key are in work",
+                f"up to {allowed} at once with one key",
+                self._retry_after_ms(allowed),
+            )
+
+    def _expect_rate(self, caller: Caller) -> None:
+        per_minute = self._config.requests_per_minute_per_key
         if per_minute is None:
             return
         bucket = self._buckets.setdefault(caller, Bucket(per_minute, self._clock))
@@ -184,12 +239,16 @@ class Gate:
 
 
 class Guard:
-    """ASGI: lets a request in, or raises what `Gate` does."""
+    """ASGI: lets a request or a WebSocket in, or raises what `Gate` does."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self.app, self.gate = app, gate
+    def __init__(self, app: ASGIApp, gate: Gate, origins: Sequence[str] = ()) -> None:
+        """`origins`: those whose pages may open WebSockets, beside our own; `*` is for all."""
+        self.app, self.gate, self.origins = app, gate, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
         if scope["type"] != "http" or scope["path"] in OPEN:
             await self.app(scope, receive, send)
             return
@@ -198,3 +257,29 @@ class Guard:
         work = scope["method"] == "POST" and scope["path"] in WORK
         with self.gate.visit(visit.caller, work=work), self.gate.breakable():
             await self.app(scope, receive, send)
+
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit, headers = visit_of(scope), Headers(scope=scope)
+        key = headers.get("authorization", "")
+        if not key and (sent := parse_qs(scope["query_string"].decode("latin-1")).get("api_key")):
+            key = f"Bearer {sent[0]}"  # a browser's WebSocket brings no headers
+        visit.caller = self.gate.keys.caller(key)
+        self._expect_origin(headers)
+        if scope["path"] not in LIVE:
+            raise NoSuchRoute(
+                f"no WebSocket is served at {scope['path'][:100]!r}", f"WebSockets: {', '.join(sorted(LIVE))}"
+            )
+        with self.gate.visit(visit.caller, live=True), self.gate.breakable():
+            await self.app(scope, receive, send)
+
+    def _expect_origin(self, headers: Headers) -> None:
+        """Browsers let any page open WebSockets to anywhere, and leave it to the server to refuse them."""
+        origin = headers.get("origin")
+        if origin is None or "*" in self.origins or origin in self.origins:
+            return
+        if urlsplit(origin).netloc != headers.get("host"):
+            raise NotAllowed(
+                f"a page of {origin[:100]} opened this WebSocket",
+                f"pages of: {', '.join(('this server', *self.origins))}",
+                "allow others with the setting cors_origins",
+            )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Mapping
@@ -16,10 +18,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asr_serve import errors
 from asr_serve.errors import AsrServeError, ClientGone, NoSuchRoute, OptionError
+from asr_serve.protocols import funasr_live
 from asr_serve.protocols.openai import ErrorAnswer, Problem, event
-from asr_serve.server.visits import CLIENT_GONE, visit_of
+from asr_serve.server.visits import CLIENT_GONE, SWITCHING, visit_of
 
 JSON = "application/json"
+POLICY, TOO_BIG, INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1_008, 1_009, 1_011, 1_012, 1_013
+"""WebSocket's close codes."""
+LAST_WORDS_S = 2.0
+"""How long a WebSocket's client may take to be told why it is closed."""
 RESTART_MS = 2_000
 """When to try again while an engine starts or starts anew."""
 
@@ -113,13 +120,43 @@ def note(error: Exception, scope: Scope) -> Problem:
     return problem(error, visit.request_id)
 
 
+def told_live(error: Exception, request_id: str) -> str:
+    """The event that a WebSocket's client gets."""
+    what = problem(error, request_id)
+    retry_ms = getattr(error, "retry_after_ms", RESTART_MS if close_code(error) == TRY_AGAIN_LATER else None)
+    return funasr_live.error(what.code or what.type, what.message, retry_ms)
+
+
+def close_code(error: Exception) -> int:
+    """What a WebSocket is closed with."""
+    if isinstance(error, errors.Draining):
+        return SERVICE_RESTART
+    status = kind_of(error).status if isinstance(error, AsrServeError) else 500
+    return {413: TOO_BIG, 429: TRY_AGAIN_LATER, 503: TRY_AGAIN_LATER, 500: INTERNAL_ERROR}.get(status, POLICY)
+
+
+async def hang_up(send: Send, code: int, last_words: str | None = None) -> None:
+    """Close a WebSocket, whether or not its client still listens."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LAST_WORDS_S):
+            if last_words is not None:
+                await send({"type": "websocket.send", "text": last_words})
+            await send({"type": "websocket.close", "code": code})
+
+
 class Replies:
-    """ASGI: what the routes raise is answered here. Once an answer has begun it can only be cut off."""
+    """ASGI: what the routes raise is answered here. Once an answer has begun it can only be cut off.
+
+    WebSockets are accepted here, whatever becomes of them: a browser shows its page nothing of a refused
+    handshake. Those that are refused get one error event, and are closed."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -146,6 +183,22 @@ class Replies:
                     return  # cut off as meant: what is raised here, granian logs as a failure
                 raise
             await reply(error, visit_of(scope).request_id)(scope, receive, send)
+
+
+    async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = visit_of(scope)
+        await receive()
+        await send({"type": "websocket.accept", "headers": [(b"x-request-id", visit.request_id.encode())]})
+        visit.status = SWITCHING
+        try:
+            await self.app(scope, receive, send)
+        except ClientGone as error:
+            note(error, scope)
+            visit.status = CLIENT_GONE
+        except Exception as error:
+            note(error, scope)
+            visit.status = kind_of(error).status if isinstance(error, AsrServeError) else 500
+            await hang_up(send, close_code(error), told_live(error, visit.request_id))
 
 
 async def told_in_stream(events: AsyncIterator[bytes], scope: Scope) -> AsyncIterator[bytes]:

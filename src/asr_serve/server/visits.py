@@ -26,7 +26,10 @@ SEND_S = 60.0
 """How long a client may take nothing of its answer."""
 LEFT_BYTES, LEFT_S = 64 << 20, 2.0
 """What is still read of a body whose answer is out: closing on a client that sends would cost it the answer."""
-METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
+WEBSOCKET = "WEBSOCKET"
+"""Among the methods; SWITCHING is the status of one that was not refused."""
+SWITCHING = 101
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", WEBSOCKET)
 _SANE_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 _KEY = "asr_serve.visit"
 
@@ -57,6 +60,8 @@ class Visit(msgspec.Struct, kw_only=True):
     first_text_s: float | None = None
     """From the head of the request to the first words of its answer."""
     upload_bytes: int = 0
+    ended: str = ""
+    """How a WebSocket ended: done, client_gone in the middle of a session, or the code of an error."""
 
     def age_s(self) -> float:
         return time.perf_counter() - self.started_s
@@ -71,7 +76,8 @@ def visit_of(scope: Scope) -> Visit:
 
 
 class Visits:
-    """ASGI: gives each request its Visit, cancels it when its client goes, and tells of it when it is over."""
+    """ASGI: gives each request and each WebSocket its Visit, and tells of it when it is over. A request is cancelled
+    when its client goes; a WebSocket hears of that itself."""
 
     def __init__(
         self, app: ASGIApp, metrics: ServerMetrics, tracer: Tracer, template: Callable[[Scope], str]
@@ -80,12 +86,13 @@ class Visits:
         self.app, self.metrics, self.tracer, self.template = app, metrics, tracer, template
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
         sent_id = headers.get("x-request-id", "")
-        method = scope["method"] if scope["method"] in METHODS else "other"
+        method = scope.get("method", WEBSOCKET)
+        method = method if method in METHODS else "other"
         with self.tracer.request(method, headers) as trace:
             visit = Visit(
                 request_id=sent_id if _SANE_ID.fullmatch(sent_id) else f"req_{uuid.uuid4().hex}",
@@ -95,22 +102,43 @@ class Visits:
             )
             scope[_KEY] = visit
             known = logs.request_id.set(visit.request_id)
-            in_flight = self.metrics.requests_in_flight.labels(visit.route)
-            in_flight.inc()
-            line = Line(receive, send, visit)
             try:
-                await line.carry(self.app, scope)
+                if method == WEBSOCKET:
+                    await self._socket(scope, receive, send, visit)
+                else:
+                    await self._request(scope, receive, send, visit)
             finally:
-                in_flight.dec()
-                self._tell(visit)
                 logs.request_id.reset(known)
+
+    async def _request(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
+        in_flight = self.metrics.requests_in_flight.labels(visit.route)
+        in_flight.inc()
+        line = Line(receive, send, visit)
+        try:
+            await line.carry(self.app, scope)
+        finally:
+            in_flight.dec()
+            self._count(visit)
+            self._tell(visit)
         await line.read_left()
 
-    def _tell(self, visit: Visit) -> None:
+    async def _socket(self, scope: Scope, receive: Receive, send: Send, visit: Visit) -> None:
+        is_open = self.metrics.live_open.labels(visit.route)
+        is_open.inc()
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            is_open.dec()
+            visit.ended = visit.ended or visit.reason or "internal_error"
+            self.metrics.live_ended.labels(visit.route, visit.ended).inc()
+            if visit.reason:
+                self.metrics.rejections.labels(visit.reason).inc()
+            self._tell(visit)
+
+    def _count(self, visit: Visit) -> None:
         duration_s, route = visit.age_s(), visit.route
-        status = visit.status or 500
         metrics = self.metrics
-        metrics.requests.labels(route, visit.method, status).inc()
+        metrics.requests.labels(route, visit.method, visit.status or 500).inc()
         metrics.request_seconds.labels(route).observe(duration_s)
         if visit.reason:
             metrics.rejections.labels(visit.reason).inc()
@@ -118,22 +146,31 @@ class Visits:
             metrics.upload_bytes.labels(route).inc(visit.upload_bytes)
         if visit.first_text_s is not None:
             metrics.first_text_seconds.labels(route).observe(visit.first_text_s)
-        audio_ms = None
         if visit.audio_s:
-            audio_ms = round(1_000 * visit.audio_s)
             metrics.upload_audio_seconds.labels(route).inc(visit.audio_s)
             metrics.real_time_factor.labels(route).observe(duration_s / visit.audio_s)
-        facts: dict[str, Any] = {"request_id": visit.request_id, "model": visit.model, "audio_ms": audio_ms}
+
+    def _tell(self, visit: Visit) -> None:
+        """The log line, and the end of the trace."""
+        route, status, ended = visit.route, visit.status or 500, visit.ended or None
+        audio_ms = round(1_000 * visit.audio_s) if visit.audio_s else None
+        facts: dict[str, Any] = {
+            "request_id": visit.request_id,
+            "model": visit.model,
+            "audio_ms": audio_ms,
+            "ended": ended,
+        }
         visit.trace.note(**{name: value for name, value in facts.items() if value is not None})
         visit.trace.answered(route, status)
         logs.access(
             method=visit.method,
             route=route,
             status=status,
-            duration_ms=1_000 * duration_s,
+            duration_ms=1_000 * visit.age_s(),
             audio_ms=audio_ms,
             model=visit.model,
             client=visit.caller.name if visit.caller else None,
+            ended=ended,
         )
 
 

@@ -34,6 +34,8 @@ from asr_serve.units import ms_to_samples
 from asr_serve.vad.schedule import OFFLINE, SilenceSchedule
 
 WINDOW_SAMPLES = 512
+CALM_MS = 192
+"""A pause this long lies between two words; a shorter one may be within one."""
 MIN_MAX_SEGMENT_MS = 1_000
 LOOK_BACK = 0.4
 NEVER = sys.maxsize
@@ -115,6 +117,8 @@ class Endpointer:
         """A segment that starts before this did not have the schedule's silence before it."""
         self._finished = False
         self._open = False
+        self.torn = False
+        """The open segment, or else the last one, begins in the middle of speech: no pause to cut at was found."""
         # of the open segment:
         self._start = 0
         self._pause: int | None = None
@@ -123,6 +127,16 @@ class Endpointer:
         self._pauses: list[Span] = []
         """Pauses that ended, where a cut could still fall."""
         self._recent: deque[float] = deque(maxlen=look_back)
+
+    @property
+    def open_from_samples(self) -> int | None:
+        """Where the open segment starts; None when none is open."""
+        return self._start if self._open else None
+
+    @property
+    def pause_from_samples(self) -> int | None:
+        """Where the pause began that the open segment is in; None when there is speech, or no segment."""
+        return self._pause if self._open else None
 
     @property
     def keep_from_samples(self) -> int:
@@ -182,7 +196,7 @@ class Endpointer:
         return pause + next(silence for up_to, silence in self._schedule if length <= up_to)
 
     def _begin(self, start: int, *, droppable: bool) -> None:
-        self._open, self._start, self._droppable = True, start, droppable
+        self._open, self._start, self._droppable, self.torn = True, start, droppable, False
         self._speech = 0  # asked for only if droppable, so a piece need not count what it inherits
         self._pauses = [pause for pause in self._pauses if pause.end_samples > start + self._settled]
 
@@ -213,6 +227,7 @@ class Endpointer:
         closed.append(Span(self._start, cut))
         self._floor = cut
         self._begin(cut, droppable=False)
+        self.torn = longest.samples < ms_to_samples(CALM_MS)
 
     def _quietest(self, earliest: int) -> int:
         """Middle of the window around which three windows are the quietest, `earliest` up to `now`."""

@@ -62,8 +62,10 @@ def access(
     audio_ms: int | None = None,
     model: str | None = None,
     client: str | None = None,
+    ended: str | None = None,
 ) -> None:
-    """The one line of an answered request. `route` as in the metrics: the template, not what was sent.
+    """The one line of an answered request, or of a WebSocket that has `ended`. `route` as in the metrics: the
+    template, not what was sent.
 
     An error from 500 on, but for 503: that is what a server says that is not ready, or going down.
     """
@@ -75,6 +77,7 @@ def access(
         "audio_ms": audio_ms,
         "model": model,
         "client": client,
+        "ended": ended,
     }
     _access.log(
         logging.ERROR if status >= 500 and status != 503 else logging.INFO,

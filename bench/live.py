@@ -1,0 +1,279 @@
+"""Callers in real time against the live service: when their words come, and whether all of them do.
+
+    python bench/live.py --data DIR --callers 1,8,32 --peers moonshine-voice,vosk --json live.json
+
+DIR holds transcripts.tsv, lines of relative/path.flac<TAB>text. README.md says how to read the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import clips
+import footprint
+import live_peers
+import live_report
+import live_speech
+import machine
+import numpy as np
+import offline
+import serve
+import serve_load
+import serve_peers
+from live_calls import Call
+from live_report import OURS, Row
+from live_speech import RATE_HZ, Caller
+from offline import say
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = (*serve.PACKAGES, "websockets")
+SEED = 20_26
+GRACE_S = 30.0
+"""How long a caller waits for its last words before it gives up."""
+WARM_UP = 4
+MOST_CALLERS = 4_096
+
+Found = dict[str, Any]
+Level = Callable[[int], Row]
+"""Measures so many callers."""
+
+
+class Bench:
+    """What every system of a run is measured with."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.env = offline.environment(args.threads)
+        self.speech = clips.load(args.data, args.clips)
+        self.pcm = [
+            np.clip(np.rint(clip.audio * 32_768), -32_768, 32_767).astype(np.int16) for clip in self.speech
+        ]
+        self.pause = round(args.pause * RATE_HZ)
+        self.saved = folder / "clips.npz"
+        live_speech.save(self.saved, self.pcm)
+        found = self.work("live_worker.py", {"work": "voices", "pause": self.pause})
+        if "failed" in found:
+            raise SystemExit(f"voice activity of the clips: {found['failed']}")
+        self.probabilities: list[list[float]] = found["probabilities"]
+
+    def callers(self, count: int, seconds: float) -> list[Caller]:
+        """The same for every system: each goes through the clips in an order of its own."""
+        lengths = [len(clip) for clip in self.pcm]
+        orders = (serve_load.order(number, len(lengths), SEED) for number in range(count))
+        limit = round(seconds * RATE_HZ)
+        return [live_speech.plan(order, lengths, self.pause, limit) for order in orders]
+
+    def work(self, script: str, job: Found, python: Path = Path(sys.executable)) -> Found:
+        """What a process of its own found, pinned to the run's cores; or {"failed": why}."""
+        asked, answered, errors = (self.folder / name for name in ("job.json", "found.json", "stderr.txt"))
+        answered.unlink(missing_ok=True)
+        asked.write_text(json.dumps({"clips": str(self.saved), **job}))
+        with errors.open("w") as log:
+            command = [str(python), str(HERE / script), str(asked), str(answered)]
+            try:
+                done = subprocess.run(
+                    command,
+                    env=self.env,
+                    stdout=log,
+                    stderr=log,
+                    timeout=self.args.limit_s,
+                    check=False,
+                    preexec_fn=self.pin,
+                )
+            except subprocess.TimeoutExpired:
+                return {"failed": f"not done after {self.args.limit_s:.0f} s"}
+        if done.returncode or not answered.exists():
+            text = errors.read_text(errors="replace")
+            print(text[-4_000:], file=sys.stderr)
+            return {"failed": f"exit {done.returncode}: {footprint.last_line(text)}"}
+        found: Found = json.loads(answered.read_text())
+        return found
+
+    def pin(self) -> None:
+        """For a process that begins: some take no thread count and use every core they see."""
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: self.args.threads])
+
+    def row(self, system: str, callers: Sequence[Caller], found: Found) -> Row:
+        for trouble in ("skipped", "failed"):
+            if trouble in found:
+                return {**live_report.blank(system, len(callers)), trouble: found[trouble]}
+        calls = [
+            Call(caller, live_speech.voiced(caller, self.probabilities), heard)
+            for caller, heard in zip(callers, found["callers"], strict=True)
+        ]
+        references = [clip.text for clip in self.speech]
+        return live_report.row(system, calls, found, references, self.args.seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """1 when one of our own rows failed; a peer that is missing or breaks is only a row that says so."""
+    args = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as name:
+        found = measure(args, Path(name))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(live_report.table(found["rows"]))
+    for line in found["summary"]:
+        print("  ".join(f"{key}={value}" for key, value in line.items()))
+    return int(any("failed" in row for row in found["rows"] if row["system"] == OURS))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Everything asked for, as the one JSON object: each system in turn, its numbers of callers in turn."""
+    bench = Bench(args, folder)
+    about: dict[str, Any] = machine.describe(args.threads)
+    about["packages"] |= {name: version for name in PACKAGES if (version := machine.installed(name))}
+    say(f"{len(bench.speech)} clips, {args.pause} s pauses, {args.threads} threads, callers {args.callers}")
+    rows = [] if args.only_peers else ours(bench)
+    for name in args.peers:
+        rows += peer(name, bench)
+    settings = {"seconds": args.seconds, "pause_s": args.pause, "device": args.device, "server": args.server}
+    return {
+        "bench": "live",
+        "machine": about,
+        "settings": settings,
+        "rows": rows,
+        "summary": live_report.summarize(rows),
+    }
+
+
+def ours(bench: Bench) -> list[Row]:
+    """One life of a server, every level in turn; then the same audio through the library."""
+    args, port = bench.args, serve.free_port()
+    options = [*args.server, "--device", args.device]
+    service = serve_peers.asr_serve(serve_peers.Setting(port, args.threads, bench.folder, options))
+    run = serve.Run(args, bench.speech, [], bench.env, bench.folder)
+    load = {"url": f"ws://{serve_peers.HOST}:{port}/?sentences=new", "grace_s": GRACE_S}
+    with ExitStack() as stack:
+        process, trouble = stack.enter_context(serve.started(service, port, run))
+
+        def level(count: int, seconds: float = args.seconds) -> Row:
+            callers = bench.callers(count, seconds)
+            job = {**load, "callers": callers, "pid": process.pid, "seconds": seconds}
+            found = {"failed": trouble} if trouble else bench.work("live_load.py", job)
+            if process.poll() is not None:
+                found = {"failed": f"the server ended, exit {process.returncode}"}
+            return {**bench.row(OURS, callers, found), "notes": service.notes}
+
+        if trouble is None:
+            level(WARM_UP, 0.0)
+        rows = levels(OURS, level, args)
+    alone(bench, [row for row in rows if "failed" not in row and row["callers"] in args.callers])
+    return rows
+
+
+def alone(bench: Bench, rows: Sequence[Row]) -> None:
+    """Adds `offline_wer`: what each level's callers said, heard whole."""
+    callers = [bench.callers(row["callers"], bench.args.seconds) for row in rows]
+    everybody = [caller for level in callers for caller in level]
+    say(f"{OURS} offline: {len(everybody)} callers' audio")
+    job = {"work": "offline", "callers": everybody, "device": bench.args.device}
+    found = bench.work("live_worker.py", job) if everybody else {"texts": []}
+    if "failed" in found:
+        say(f"    {found['failed']}")
+        return
+    texts = iter(found["texts"])
+    for row, level in zip(rows, callers, strict=True):
+        said = [" ".join(bench.speech[clip].text for clip in caller.clips) for caller in level]
+        row["offline_wer"] = live_report.error_rate(said, [next(texts) for _ in level])
+
+
+def peer(name: str, bench: Bench) -> list[Row]:
+    """A fresh process for every level; numbers above one that broke are not tried."""
+    pins, args = live_peers.PINS[name], bench.args
+    try:
+        python = serve_peers.environment(args.peer_venvs / name, pins) if pins else Path(sys.executable)
+    except serve_peers.Absent as why:
+        trouble = {"skipped": f"cannot be installed: {why}"}
+        return [{**live_report.blank(name, count), **trouble} for count in args.callers]
+
+    def level(count: int) -> Row:
+        callers = bench.callers(count, args.seconds)
+        found = bench.work("live_peers.py", {"peer": name, "callers": callers, "seconds": args.seconds}, python)
+        return {**bench.row(name, callers, found), "notes": found.get("notes")}
+
+    return levels(name, level, args)
+
+
+def levels(system: str, level: Level, args: argparse.Namespace) -> list[Row]:
+    """Every number of callers asked for, and with --find-max those on the way to the most that are fine."""
+    rows: dict[int, Row] = {}
+
+    def measured(count: int) -> bool:
+        if count not in rows:
+            rows[count] = level(count)
+            say(f"{system}  {live_report.brief(rows[count])}")
+        return live_report.holds(rows[count])
+
+    for count in sorted(args.callers):
+        least = min((done for done, row in rows.items() if not live_report.holds(row)), default=None)
+        if system != OURS and least is not None:
+            why = rows[least].get("skipped") or f"{least} were too many already"
+            rows[count] = {**live_report.blank(system, count), "skipped": why}
+        else:
+            measured(count)
+    if args.find_max and all("failed" not in row for row in rows.values()):
+        tried = {count: live_report.holds(row) for count, row in rows.items() if "skipped" not in row}
+        if tried:
+            say(f"{system} holds {most(measured, tried)} callers")
+    return [rows[count] for count in sorted(rows)]
+
+
+def most(holds: Callable[[int], bool], tried: dict[int, bool]) -> int:
+    """The most that hold, to a sixteenth: doubling from the most known to, then halving what is between."""
+    broken = min((count for count, fine in tried.items() if not fine), default=None)
+    held = max((count for count, fine in tried.items() if fine and (broken is None or count < broken)), default=0)
+    while broken is None and held < MOST_CALLERS:
+        count = max(1, 2 * held)
+        if holds(count):
+            held = count
+        else:
+            broken = count
+    while broken is not None and broken - held > max(1, held // 16):
+        middle = (held + broken) // 2
+        if holds(middle):
+            held = middle
+        else:
+            broken = middle
+    return held
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="folder with transcripts.tsv")
+    add("--callers", type=serve.numbers, default=[1, 8, 32], metavar="A,B", help="how many speak at once (1,8,32)")
+    add("--seconds", type=float, default=60.0, metavar="S", help="how long each speaks, about (60)")
+    add("--pause", type=float, default=2.5, metavar="S", help="silence between clips (2.5)")
+    add("--peers", type=offline.named(live_peers.MAKERS), default=[], metavar="A,B", help="moonshine-voice,vosk")
+    add("--only-peers", action="store_true", help="leave asr-serve out")
+    add("--find-max", action="store_true", help="look for the most callers that each system holds")
+    add("--device", default="auto", help="for asr-serve: auto, cpu, cuda (auto)")
+    add("--json", type=Path, metavar="FILE", help="where the result goes; without it only the table is printed")
+    add("--clips", type=int, metavar="N", help="only N clips, spread evenly over the set")
+    add("--threads", type=int, default=machine.cores(), metavar="N", help="for every system (all cores)")
+    add("--server", type=shlex.split, default=[], metavar="OPTIONS", help="more options for `asr-serve serve`")
+    add("--peer-venvs", type=Path, default=serve_peers.ENVIRONMENTS, metavar="DIR", help="(.venv-peers)")
+    add("--limit-s", type=float, default=1_800, metavar="S", help="longest a level may take (1800)")
+    args = parser.parse_args(argv)
+    for name in ("seconds", "clips", "threads", "pause"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            parser.error(f"--{name} must be above 0")
+    return args
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent / "src"))  # for the error rates, when asr-serve is not installed
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Callers in real time against one FunASR realtime WebSocket, in a process of their own.
+
+    python live_load.py JOB.json RESULT.json
+
+Each caller sends START, then 100 ms of PCM16 whenever that much time has passed on its own clock, then STOP, and
+keeps what comes with the time it came. The server shares the machine's cores with this process: samples are laid
+out beforehand, nothing is compressed, and answers are read when the call is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import live_speech
+import machine
+from live_speech import Caller, Pace
+from serve_load import tree, tree_cpu_s
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+Job = dict[str, Any]
+Heard = dict[str, Any]
+
+SEND_BUFFER_BYTES = 8_192
+"""So that a server that does not read is felt early: what waits in our own buffers is sent for nobody."""
+CONNECT_S = 1.0
+"""A caller dials so long before it speaks."""
+
+
+class Line:
+    """One call."""
+
+    def __init__(self, begins_s: float, pcm: bytes, job: Job) -> None:
+        self.begins_s, self.pcm, self.job = begins_s, pcm, job
+        self.pace: Pace | None = None
+        self.stop_s: float | None = None
+        self.messages: list[tuple[float, str]] = []
+        self.error: str | None = None
+
+    async def run(self) -> None:
+        """The whole call; whatever ends it early is in `error`."""
+        clock = asyncio.get_running_loop()
+        await asyncio.sleep(self.begins_s - CONNECT_S - clock.time())
+        try:
+            async with connect(
+                self.job["url"],
+                proxy=None,
+                compression=None,
+                ping_interval=None,
+                max_size=None,
+                max_queue=None,
+                write_limit=0,
+                open_timeout=self.job["grace_s"],
+                close_timeout=1,
+            ) as line:
+                wire: socket.socket = line.transport.get_extra_info("socket")
+                wire.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+                await self.talk(line)
+        except InvalidStatus as refused:
+            self.error = str(refused.response.status_code)
+        except (OSError, InvalidHandshake, TimeoutError) as error:
+            self.error = self.error or f"no connection: {type(error).__name__}"
+        except ConnectionClosed as closed:
+            self.error = self.error or f"closed {closed.rcvd.code if closed.rcvd else ''}".strip()
+
+    async def talk(self, line: ClientConnection) -> None:
+        clock = asyncio.get_running_loop()
+        await line.send("START")
+        first = str(await line.recv())
+        if json.loads(first).get("event") != "started":
+            self.error = code(json.loads(first)) or f"not started: {first[:80]}"
+            return
+        reading = asyncio.create_task(self.read(line))
+        pace = self.pace = Pace(max(clock.time(), self.begins_s))
+        samples = len(self.pcm) // 2
+        try:
+            async with asyncio.timeout_at(pace.begun_s + live_speech.due_s(samples) + self.job["grace_s"]):
+                for start, end in live_speech.packets(samples):
+                    await asyncio.sleep(pace.begun_s + live_speech.due_s(end) - clock.time())
+                    called_s = clock.time()
+                    await line.send(self.pcm[2 * start : 2 * end])
+                    pace.took(end, called_s, clock.time())
+                self.stop_s = clock.time()
+                await line.send("STOP")
+                await reading
+        except TimeoutError:
+            self.error = f"not stopped {self.job['grace_s']:.0f} s after its end"
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def read(self, line: ClientConnection) -> None:
+        """Until the server says that it has stopped."""
+        clock = asyncio.get_running_loop()
+        async for text in line:
+            self.messages.append((clock.time(), str(text)))
+            if len(text) < 64 and json.loads(text).get("event") == "stopped":
+                return
+        self.error = "closed before it had stopped"
+
+    def heard(self, opened_s: float) -> Heard:
+        """For the result, times in seconds since `opened_s`."""
+        pace = self.pace or Pace(self.begins_s)
+        read = [(round(came_s - opened_s, 4), json.loads(text)) for came_s, text in self.messages]
+        refused = next((told for _, message in read if (told := code(message))), None)
+        return {
+            "begun_s": pace.begun_s - opened_s,
+            "moments_s": [round(moment - opened_s, 4) for moment in pace.moments_s],
+            "waits_ms": [round(1_000 * wait, 1) for wait in pace.waits_s],
+            "lags_ms": [round(1_000 * lag, 1) for lag in pace.lags_s],
+            "stop_s": None if self.stop_s is None else round(self.stop_s - opened_s, 4),
+            "messages": [pair for pair in read if "sentences" in pair[1]],
+            "error": refused or self.error,
+        }
+
+
+def code(message: dict[str, Any]) -> str | None:
+    """What a server says was wrong; None for any other message."""
+    return str(message["code"]) if message.get("event") == "error" else None
+
+
+async def run(job: Job) -> dict[str, Any]:
+    clips = live_speech.restore(Path(job["clips"]))
+    callers = [Caller(*caller) for caller in job["callers"]]
+    begins = live_speech.begins_s(len(callers), job["seconds"])
+    sounds = [live_speech.stream(caller, clips).tobytes() for caller in callers]
+    clock = asyncio.get_running_loop()
+    opened_s = clock.time() + CONNECT_S + 0.5
+    lines = [Line(opened_s + at_s, pcm, job) for at_s, pcm in zip(begins, sounds, strict=True)]
+    await asyncio.sleep(opened_s - clock.time() - CONNECT_S)
+    cpu_s, theirs_s, wall_s = time.process_time(), tree_cpu_s(job["pid"]), clock.time()
+    await asyncio.gather(*(line.run() for line in lines))
+    wall_s = clock.time() - wall_s
+    return {
+        "callers": [line.heard(opened_s) for line in lines],
+        "wall_s": wall_s,
+        "load_cpu": (time.process_time() - cpu_s) / wall_s,
+        "server_cpu": (tree_cpu_s(job["pid"]) - theirs_s) / wall_s,
+        "rss_mib": sum(machine.peak_mib(str(pid)) for pid in tree(job["pid"])),
+    }
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(asyncio.run(run(json.loads(Path(sys.argv[1]).read_text())))))

@@ -1,0 +1,394 @@
+"""One live caller: samples in as they are spoken, words out while they are.
+
+Sans I/O: `put` takes samples, `advance` returns what has come of them, and `wake` is called, from any thread,
+when it is worth calling again. Nothing here blocks, sleeps or starts a thread; a library's iterator and a
+server's socket drive it alike. Positions are samples since the caller's start.
+
+1. Whole windows go to voice activity, one piece at a time: what comes meanwhile is the next piece. The engine's
+loop
+   takes the pieces of all callers in one step.
+2. `vad/endpoint.Endpointer` opens and closes segments, by the streaming schedule. 3. Each segment has its
+`Hypotheses`: anchors and a final, which are owed, and partials as often as `engine/cadence`
+   allows. In a pause the final is made early, so that it is there when the pause has been long enough.
+4. `SegmentDone` comes in order and is for ever; `Partial` tells what is known of the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asr_serve import units
+from asr_serve.audio.buffers import Kept, Piece
+from asr_serve.decoding.attention import SearchOptions
+from asr_serve.engine.client import EngineClient
+from asr_serve.errors import OptionError, StepFailed
+from asr_serve.pipelines.hypotheses import OVERLAP_MS, OVERLAP_SAMPLES, TRIES, Hypotheses, Job, Kind
+from asr_serve.pipelines.utterance import (
+    CONTEXT_MS,
+    endpoint_settings,
+    in_context,
+    known_options,
+    language,
+    segment,
+    segment_limit_ms,
+    speech,
+)
+from asr_serve.types import Segment, Span
+from asr_serve.vad.endpoint import LOOK_BACK, WINDOW_SAMPLES, EndpointConfig, Endpointer
+from asr_serve.vad.schedule import STREAMING, SilenceSchedule
+
+LIVE_SEGMENT_MS = 16_000
+"""The longest segment: what is open is heard again for every partial."""
+LOCK_MS = 1_920
+"""Between two anchors: what more than this adds nothing to is certain."""
+MOST_AHEAD_SAMPLES = units.s_to_samples(60)
+"""Audio that may be put and is not yet in a segment that is done."""
+SEGMENTS_AHEAD = 4
+"""Closed segments of one caller that are worked on at once."""
+OWED_WITHIN_MS = 500
+"""How soon an anchor is encoded; a final as soon as can be, a partial within its cadence."""
+QUICK = SearchOptions(temperatures=(0.0,))
+"""For what is shown for a moment."""
+
+
+class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller may choose. Raises OptionError for what cannot be."""
+
+    language: str | None = None
+    """None: the model's own, or detected where it can."""
+    partial_ms: int = 480
+    """Time between two partials; longer when the engine has much to do."""
+    lock_ms: int = LOCK_MS
+    """Time between two anchors: words are locked one to two of these after they were spoken."""
+    silence_schedule: SilenceSchedule | None = None
+    max_segment_ms: int | None = None
+    """Cut segments shorter, or let them grow longer, up to the model's own limit. None: LIVE_SEGMENT_MS."""
+    threshold: float | None = None
+    """Probability at which a window is speech, above 0 up to 1. None: EndpointConfig's, as for the next."""
+    pad_before_ms: int | None = None
+    """Audio before the first window of speech that belongs to a segment."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("partial_ms", 100), ("lock_ms", 200)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise OptionError(f"{name}={value!r}", f"a whole number of ms, {least} or more", param=name)
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> ListenOptions:
+        """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
+        (up_to_ms, silence_ms)."""
+        return cls(**known_options(options, cls.__struct_fields__))
+
+
+class Partial(msgspec.Struct, frozen=True):
+    """What is known beyond the last segment that is done. Empty when that came to nothing."""
+
+    start_samples: int
+    heard_samples: int
+    """Audio up to here is in the text."""
+    fixed: str = ""
+    """Words that will not change any more, though a comma may follow."""
+    unfixed: str = ""
+    """The rest, which may, with the space before it."""
+
+    @property
+    def text(self) -> str:
+        return self.fixed + self.unfixed
+
+
+class SegmentDone(msgspec.Struct, frozen=True):
+    """Locked for ever."""
+
+    segment: Segment
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """After `finish`: all that was put is in segments, or was no speech. Nothing follows."""
+
+    duration_samples: int
+
+
+Event = Partial | SegmentDone | Finished
+
+
+class Listening:
+    """Call everything but `close` from one thread at a time."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        text: Callable[[list[int]], str],
+        options: ListenOptions,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises OptionError, AtCapacity (no session is free, or those on line wait long already),
+        EngineClosed."""
+        self.language = language(client, options.language)
+        self._client, self._text, self._options = client, text, options
+        self._wake, self._clock = wake, clock
+        limit_ms = _limit_ms(client, options)
+        self._endpointer = Endpointer(
+            EndpointConfig(
+                max_segment_ms=limit_ms,
+                schedule=options.silence_schedule or STREAMING,
+                **endpoint_settings(options.threshold, options.pad_before_ms),
+            )
+        )
+        self._settled = units.ms_to_samples(limit_ms * (1 - LOOK_BACK))
+        self._lock = units.ms_to_samples(options.lock_ms)
+        self._partial = units.ms_to_samples(options.partial_ms)
+        self._pad_after = units.ms_to_samples(self._endpointer.config.pad_after_ms)
+        self._most_windows = client.config.vad_windows - 32
+        self.received_samples = 0
+        self._piece, self._kept = Piece(), Kept()
+        self._now = 0
+        """Windows before this have been scored."""
+        self._hearing: tuple[np.ndarray, Future[np.ndarray]] | None = None
+        self._segments: deque[Hypotheses] = deque()
+        self._shown = Partial(0, 0)
+        self._asked_s = -1e9
+        self._finishing = self._heard_all = self._over = False
+        self._session = client.session(live=True)
+
+    # --- the caller's side -----------------------------------------------------------------------------
+
+    def put(self, pcm: np.ndarray) -> None:
+        """`pcm` (n,) float32 at 16 kHz, any n."""
+        assert not self._finishing, "put after finish"
+        if len(pcm):
+            self._piece.add(pcm)
+            self.received_samples += len(pcm)
+
+    def finish(self) -> None:
+        """No more will come; `Finished` follows."""
+        self._finishing = True
+
+    @property
+    def full(self) -> bool:
+        """Put no more for now: `advance` has yet to catch up."""
+        return self.open_samples > MOST_AHEAD_SAMPLES
+
+    @property
+    def open_samples(self) -> int:
+        """Audio that was put and is neither in a segment that is done nor known to be silence."""
+        done = self._segments[0].start if self._segments else self._now
+        return max(0, self.received_samples - done)
+
+    def advance(self) -> list[Event]:
+        """Take what the engine has answered, ask for what is next; returns what is new.
+
+        Raises an AsrServeError when this caller cannot be heard any more.
+        """
+        if self._over:
+            return []
+        self._hear()
+        for each in self._segments:
+            self._collect(each)
+        for left, right in zip(self._segments, list(self._segments)[1:], strict=False):
+            if right.waits_for_seam and left.final is not None:
+                left.join(right)
+        events: list[Event] = []
+        while self._segments and self._done(0):
+            done = self._segments.popleft()
+            if found := self._segment(done):
+                events.append(SegmentDone(found))
+        for index, each in enumerate(self._segments):
+            if index < SEGMENTS_AHEAD or not each.closed:
+                self._ask(each)
+        self._let_go()
+        shown = self._partial_now()
+        if events or (shown.fixed, shown.unfixed) != (self._shown.fixed, self._shown.unfixed):
+            if shown.text or self._shown.text:
+                events.append(shown)
+            self._shown = shown
+        if self._heard_all and not self._segments:
+            self._over = True
+            self._session.close()
+            events.append(Finished(self.received_samples))
+        return events
+
+    def close(self) -> None:
+        """At any time: cancel what is under way, and free the session."""
+        self._over = True
+        for each in self._segments:
+            self._drop_job(each)
+        self._session.close()
+
+    # --- voice activity --------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        while self._hearing is not None and self._hearing[1].done():
+            (pcm, future), self._hearing = self._hearing, None
+            self._kept.add(pcm)
+            for probability in future.result():
+                spans = self._endpointer.push(probability[None])
+                self._now += WINDOW_SAMPLES
+                self._follow(spans)
+            self._put_windows()
+        self._put_windows()
+        if self._finishing and not self._heard_all and self._hearing is None and not self._piece.samples:
+            self._heard_all = True
+            self._follow(self._endpointer.finish(self.received_samples))
+
+    def _put_windows(self) -> None:
+        """Hand on what has come, unless a piece is under way."""
+        whole = self._piece.samples // WINDOW_SAMPLES
+        if self._hearing is not None or not (whole or (self._finishing and self._piece.samples)):
+            return
+        last = self._finishing and whole < self._most_windows
+        pcm = self._piece.take(min(whole, self._most_windows) * WINDOW_SAMPLES, WINDOW_SAMPLES, last=last)
+        future = self._session.put(pcm)
+        self._hearing = pcm, future
+        future.add_done_callback(self._woken)
+
+    def _follow(self, closed: list[Span]) -> None:
+        """One window further: segments that closed, one that opened, an anchor that is due."""
+        endpointer = self._endpointer
+        for span in closed:
+            each = self._at(span.start_samples)
+            each.end = span.end_samples
+            each.cut_off = endpointer.open_from_samples == span.end_samples and endpointer.torn
+        start = endpointer.open_from_samples
+        last = self._segments[-1] if self._segments else None
+        if last is not None and not last.closed and last.start != start:
+            self._drop_job(self._segments.pop())  # it was no speech after all
+        if start is None:
+            return
+        each = self._at(start)
+        far = self._now - each.start <= self._settled
+        first = max(self._lock, OVERLAP_SAMPLES) if each.torn and each.anchored == each.start else self._lock
+        if endpointer.pause_from_samples is None and far and self._now - each.anchored >= first:
+            each.owe_anchor(self._now)
+
+    def _at(self, start: int) -> Hypotheses:
+        """The segment that starts there: the last one, or a new one."""
+        if not self._segments or self._segments[-1].start != start:
+            self._segments.append(Hypotheses(start, self._endpointer.torn, self._text))
+        return self._segments[-1]
+
+    def _let_go(self) -> None:
+        """Of audio that nothing can need any more."""
+        oldest = min((each.audio_from for each in self._segments), default=self._now)
+        self._kept.drop_before(min(oldest, self._endpointer.keep_from_samples))
+
+    # --- hypotheses ------------------------------------------------------------------------------------
+
+    def _collect(self, each: Hypotheses) -> None:
+        job = each.job
+        if job is None or not job.ticket.future.done():
+            return
+        each.job = None
+        try:
+            each.take(job, job.ticket.future.result())
+        except StepFailed:
+            if job.kind in ("anchor", "final"):
+                if job.tries == TRIES:
+                    raise
+                self._submit(each, job.kind, job.span, job.tries + 1)
+
+    def _ask(self, each: Hypotheses) -> None:
+        """For what is owed; else for what may be shown."""
+        job = each.job
+        if job is not None and job.kind in ("anchor", "final"):
+            return
+        if each.owed and not each.waits_for_seam:
+            end = each.owed.popleft()
+            self._submit(each, "anchor", Span(each.audio_from, end))
+        elif each.closed and each.final is None and not each.waits_for_seam:
+            self._ask_final(each, job)
+        elif job is None and not each.closed:
+            self._ask_partial(each)
+
+    def _ask_final(self, each: Hypotheses, job: Job | None) -> None:
+        known = min(self._now, self.received_samples)
+        span = each.final_span(known, all_known=self._heard_all)
+        if span is None or (job is not None and job.kind == "early" and job.span == span):
+            return
+        if each.early is not None and each.early[0] == span:
+            each.final = each.early[1]
+            self._wake()
+        else:
+            self._submit(each, "final", span)
+
+    def _ask_partial(self, each: Hypotheses) -> None:
+        pause = self._endpointer.pause_from_samples
+        quiet_from = self._now if pause is None else pause + self._pad_after
+        early = pause is not None and self._now >= quiet_from and each.joined
+        end = min(self._now, quiet_from)
+        first = not each.tokens and each.heard == each.start
+        news = end - each.heard
+        waited_ms = 1_000 * (self._clock() - self._asked_s)
+        if early and (each.early is None or each.early[0].end_samples != end):
+            due = waited_ms >= self._client.cadence.interval_ms(self._options.partial_ms)
+        elif first:
+            due = news >= self._partial
+        else:
+            wait_ms = self._client.cadence.interval_ms(self._options.partial_ms)
+            due = pause is None and news >= self._partial and waited_ms >= wait_ms
+        if due:
+            self._asked_s = self._clock()
+            self._submit(each, "early" if early else "partial", Span(each.audio_from, end))
+
+    def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1) -> None:
+        self._drop_job(each)
+        within_ms = {"final": None, "anchor": OWED_WITHIN_MS}.get(kind, self._options.partial_ms)
+        ticket = self._client.submit(
+            in_context(self._kept.cut(span)),
+            SearchOptions() if kind in ("final", "early") else QUICK,
+            "live",
+            draft=each.draft,
+            within_ms=within_ms,
+        )
+        each.job = Job(kind, span, ticket, tries)
+        ticket.future.add_done_callback(self._woken)
+
+    def _drop_job(self, each: Hypotheses) -> None:
+        if each.job is not None:
+            self._client.cancel(each.job.ticket)
+            each.job = None
+
+    def _woken(self, _: Future[Any]) -> None:
+        self._wake()
+
+    # --- what is told ----------------------------------------------------------------------------------
+
+    def _done(self, index: int) -> bool:
+        each = self._segments[index]
+        if not each.done:
+            return False
+        return not each.cut_off or (len(self._segments) > index + 1 and self._segments[index + 1].joined)
+
+    def _segment(self, done: Hypotheses) -> Segment | None:
+        heard, end = done.own(), done.end
+        assert end is not None
+        if not done.fixed and not done.skip and not speech(heard):
+            return None
+        return segment(Span(done.start, end), heard, self._text)
+
+    def _partial_now(self) -> Partial:
+        if not self._segments:
+            return Partial(self._now, self._now)
+        first, texts = self._segments[0], []
+        heard = first.heard
+        for each in self._segments:
+            if not each.joined:
+                break
+            texts.append(each.shown_text)
+            heard = each.heard
+        words, fixed = " ".join(text for text in texts if text), first.fixed_text
+        return Partial(first.start, heard, fixed, words[len(fixed) :])
+
+
+def _limit_ms(client: EngineClient, options: ListenOptions) -> int:
+    """Segments that are cut off are heard past both ends."""
+    limit_ms = segment_limit_ms(client, options.max_segment_ms or LIVE_SEGMENT_MS)
+    return min(limit_ms, client.card.max_segment_ms - 2 * CONTEXT_MS - 2 * OVERLAP_MS)

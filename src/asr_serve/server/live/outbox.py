@@ -1,0 +1,74 @@
+"""What one client is to be told and has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from starlette.types import Send
+
+from asr_serve.errors import ClientGone
+
+SEND_S = 60.0
+"""How long a client may take nothing."""
+CROWD = 64
+"""Events that may wait before no more is read of a client."""
+
+
+class Outbox:
+    """Events go out in order, every one. Of the state only the newest waits, made into text when its turn comes:
+    a slow reader gets fewer of them, and holds up nobody. Belongs to the event loop's thread."""
+
+    def __init__(self, send: Send, send_s: float = SEND_S) -> None:
+        self._send, self._send_s = send, send_s
+        self._events: deque[str] = deque()
+        self._state: Callable[[], str] | None = None
+        self._filled, self._emptied = asyncio.Event(), asyncio.Event()
+        self._emptied.set()
+
+    def say(self, event: str) -> None:
+        self._events.append(event)
+        self._fill()
+
+    def show(self, state: Callable[[], str]) -> bool:
+        """Send this state, once events that were said before are out. False: it replaces one that nobody saw."""
+        replaced, self._state = self._state is not None, state
+        self._fill()
+        return not replaced
+
+    def say_instead(self, event: str) -> None:
+        """An event that holds all that the waiting state would show."""
+        self._state = None
+        self.say(event)
+
+    @property
+    def crowded(self) -> bool:
+        return len(self._events) >= CROWD
+
+    async def empty(self) -> None:
+        """Wait until all is sent."""
+        await self._emptied.wait()
+
+    async def run(self) -> None:
+        """Send, for ever. Raises ClientGone when the client takes nothing."""
+        while True:
+            if self._events:
+                text = self._events.popleft()
+            elif self._state is not None:
+                state, self._state = self._state, None
+                text = state()
+            else:
+                self._emptied.set()
+                await self._filled.wait()
+                self._filled.clear()
+                continue
+            try:
+                async with asyncio.timeout(self._send_s):
+                    await self._send({"type": "websocket.send", "text": text})
+            except TimeoutError:
+                raise ClientGone(f"the client took nothing for {self._send_s:g} s") from None
+
+    def _fill(self) -> None:
+        self._emptied.clear()
+        self._filled.set()

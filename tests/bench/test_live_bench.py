@@ -1,0 +1,469 @@
+"""The live bench: its arithmetic on known answers, callers against real WebSockets, a short run of the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asr_serve.vad import STREAMING, EndpointConfig, Endpointer
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+ROW_KEYS = {"system", "callers", "first_word_p50_ms", "first_word_p95_ms", "final_p50_ms", "final_p95_ms"}
+ROW_KEYS |= {"final_p99_ms", "settled_p50_ms", "realtime_misses", "wer", "offline_wer", "partials_per_s"}
+ROW_KEYS |= {"partial_interval_p50_ms", "errors", "server_cpu", "load_cpu", "duty", "seconds", "audio_s"}
+S = 16_000
+
+pytest.importorskip("jiwer")
+pytest.importorskip("whisper_normalizer")
+pytest.importorskip("websockets")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The bench's files as they import each other when run as scripts."""
+    sys.path.insert(0, str(BENCH))
+    names = ("clips", "live", "live_calls", "live_load", "live_peers", "live_report", "live_speech")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path.remove(str(BENCH))
+
+
+# What is said, and when -----------------------------------------------------------------------------------------
+
+
+def test_callers_fill_their_time_with_whole_clips(bench: SimpleNamespace) -> None:
+    plan, lengths = bench.live_speech.plan, [3 * S, 20 * S, 5 * S + 7]
+    caller = plan(itertools.cycle([1, 0, 2]), lengths, pause=2 * S, limit=17 * S)
+    assert caller.clips == [0, 2, 0]  # 20 s never fits
+    assert caller.starts == [0, 80_384, 192_512]  # whole windows of 512: 157 and 219 of them
+    assert caller.samples == 192_512 + 3 * S
+    assert all(start % 512 == 0 for start in caller.starts)
+
+
+@pytest.mark.parametrize("limit", [0, 3 * S - 1])
+def test_the_shortest_clip_is_spoken_whatever_the_limit(bench: SimpleNamespace, limit: int) -> None:
+    caller = bench.live_speech.plan(itertools.cycle([0, 1]), [4 * S, 3 * S], S, limit)
+    assert (caller.clips, caller.starts, caller.samples) == ([1], [0], 3 * S)
+
+
+def test_a_stream_is_clips_and_silence(bench: SimpleNamespace, tmp_path: Path) -> None:
+    made, clips = bench.live_speech, [np.full(700, 5, np.int16), np.full(300, 7, np.int16)]
+    made.save(tmp_path / "clips.npz", clips)
+    restored = made.restore(tmp_path / "clips.npz")
+    assert [clip.tolist() for clip in restored] == [clip.tolist() for clip in clips]
+    caller = made.Caller([1, 0], [0, 1_024], 1_724)
+    whole = made.stream(caller, restored)
+    assert whole.tolist() == [7] * 300 + [0] * 724 + [5] * 700
+    heard = made.voiced(caller, [[0.2, 0.9, 0.1], [0.5, 0.49]])
+    assert heard.tolist() == [True, False, False, True]
+
+
+def test_packets_are_due_when_their_last_sample_is_spoken(bench: SimpleNamespace) -> None:
+    packets = bench.live_speech.packets(4_000)
+    assert packets == [(0, 1_600), (1_600, 3_200), (3_200, 4_000)]
+    assert [bench.live_speech.due_s(end) for _, end in packets] == [0.1, 0.2, 0.25]
+    assert bench.live_speech.begins_s(4, 60) == [0, 2, 4, 6]
+    assert bench.live_speech.begins_s(2, 4) == [0, 0.5]
+
+
+def test_a_packet_held_up_counts_from_when_it_was_due(bench: SimpleNamespace) -> None:
+    pace = bench.live_speech.Pace(10.0)
+    pace.took(1_600, 10.103, 10.104)  # we were 3 ms late
+    pace.took(3_200, 10.2, 10.45)  # not taken for 250 ms
+    pace.took(4_800, 10.45, 10.46)  # due at 10.3, when the one before was still waiting
+    pace.took(6_400, 10.47, 10.48)  # the same
+    pace.took(8_000, 10.5, 10.5)
+    assert pace.moments_s == pytest.approx([10.103, 10.2, 10.3, 10.4, 10.5])
+    assert pace.waits_s == pytest.approx([0.001, 0.25, 0.16, 0.08, 0.0])
+    assert pace.lags_s == pytest.approx([0.003, 0.0, 0.0, 0.0, 0.0])
+
+
+# What it took ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speech_ms", [320, 4_480, 5_120, 9_600, 10_240, 14_720, 20_000, 31_008, 44_800, 46_016])
+def test_the_end_of_a_sentence_is_where_the_engine_decides_it(bench: SimpleNamespace, speech_ms: int) -> None:
+    """The arithmetic against the endpointer itself: the same pause, the same deciding window."""
+    endpointer = Endpointer(EndpointConfig(schedule=STREAMING))
+    lead, spoken = 40, speech_ms // 32
+    windows = [0.0] * lead + [0.9] * spoken + [0.0] * 80
+    closed = ((span, place) for place, loud in enumerate(windows) for span in endpointer.push(np.array([loud])))
+    span, window = next(closed)
+    found = bench.live_calls.endpoint(span.start_samples / 16, span.end_samples / 16)
+    assert found == ((lead + spoken) * 32, (window + 1) * 32)
+
+
+def heard(bench: SimpleNamespace, messages: list[Any], seconds: float, **more: Any) -> dict[str, Any]:
+    """A call that began at 100 s on the level's clock, each packet sent when it was due."""
+    packets = bench.live_speech.packets(round(seconds * S))
+    return {
+        "begun_s": 100.0,
+        "moments_s": [100.0 + end / S for _, end in packets],
+        "waits_ms": [0.2] * len(packets),
+        "lags_ms": [1.0] * len(packets),
+        "stop_s": 100.0 + seconds,
+        "messages": messages,
+        "error": None,
+        **more,
+    }
+
+
+def message(partial: str = "", *sentences: tuple[str, int, int]) -> dict[str, Any]:
+    named = [{"text": text, "start": start, "end": end} for text, start, end in sentences]
+    return {"sentences": named, "partial": partial, "is_final": False}
+
+
+def call(bench: SimpleNamespace, messages: list[Any], **more: Any) -> Any:
+    """Speech 0.64-1.92 s and 5.12-6.08 s of 6.4 s: clips at 0 and 4.608 s."""
+    caller = bench.live_speech.Caller([0, 1], [0, 73_728], 102_400)
+    voiced = np.zeros(200, np.bool_)
+    voiced[20:60] = voiced[160:190] = True
+    return bench.live_calls.Call(caller, voiced, heard(bench, messages, 6.4, **more))
+
+
+MESSAGES = [
+    (101.3, message("Hello")),
+    (101.8, message("Hello there")),
+    (102.1, message("Hello there, Ada.")),
+    (104.1, message("", ("Hello there, Ada", 390, 2_170))),
+    (105.9, message("Good")),
+    (106.45, {"sentences": message("", ("Goodbye.", 4_870, 6_330))["sentences"], "is_final": True}),
+]
+
+
+def test_first_word_final_and_settled_of_a_call(bench: SimpleNamespace) -> None:
+    made = call(bench, MESSAGES)
+    # Onset 0.64 s is in the packet of 0.7 s; onset 5.12 s in that of 5.2 s.
+    assert list(made.first_words_ms(0.0)) == pytest.approx([600, 700])
+    # The pause of 2.016 s from 1.92 s is over at 3.936 s: packet of 4.0 s. The second sentence is ended by STOP.
+    (first, silence), (second, none) = made.finals_ms(0.0)
+    assert (first, silence, second, none) == pytest.approx((100, 2_016, 50, None))
+    # Speech ends at 1.92 s, sent with the packet of 2.0 s; its final words, punctuation aside, came as a partial.
+    assert list(made.after_speech_ms(0.0)) == [pytest.approx((100, 2_100)), pytest.approx((350, 350))]
+    assert made.partials_s() == [[101.3, 101.8, 102.1], [105.9]]
+    assert [text.text for text in made.sentences] == ["Hello there, Ada", "Goodbye."]
+
+
+def test_only_what_came_when_all_were_on_the_line_counts(bench: SimpleNamespace) -> None:
+    made = call(bench, MESSAGES)
+    assert [len(list(wait(102.5))) for wait in (made.first_words_ms, made.finals_ms, made.after_speech_ms)] == [
+        1,
+        2,
+        1,
+    ]
+
+
+def test_a_partial_that_came_before_the_onset_was_of_something_else(bench: SimpleNamespace) -> None:
+    made = call(bench, [*MESSAGES[:4], (104.3, message("Uh")), *MESSAGES[4:]])
+    assert list(made.first_words_ms(0.0)) == pytest.approx([600, 700])
+
+
+def test_clips_without_words_or_inside_a_sentence(bench: SimpleNamespace) -> None:
+    assert list(call(bench, MESSAGES[:4]).first_words_ms(0.0)) == [pytest.approx(600), None]
+    one = [(101.3, message("Hello")), (106.5, message("", ("Hello there, Ada. Goodbye.", 390, 6_330)))]
+    assert list(call(bench, one).first_words_ms(0.0)) == pytest.approx([600])
+    nothing = [(104.1, message("", ("", 390, 2_170)))]
+    assert list(call(bench, nothing).first_words_ms(0.0)) == [None, None]
+
+
+@pytest.mark.parametrize(("arrived_s", "end_ms"), [(103.0, 2_170), (104.1, 1_200)])
+def test_a_sentence_that_no_silence_ended_was_cut(bench: SimpleNamespace, arrived_s: float, end_ms: int) -> None:
+    """It came before its silence was over; or speech goes on where the silence should be."""
+    made = call(bench, [(arrived_s, message("", ("Hello", 390, end_ms)))])
+    assert list(made.finals_ms(0.0)) == [None]
+
+
+def row_of(bench: SimpleNamespace, calls: list[Any], system: str = "asr-serve", **more: Any) -> dict[str, Any]:
+    found = {"wall_s": 8.0, "server_cpu": 1.2345, "load_cpu": 0.0567, "rss_mib": 300.4, **more}
+    row: dict[str, Any] = bench.live_report.row(system, calls, found, ["hello there ada", "good day"], 6.0)
+    return row
+
+
+def test_a_row(bench: SimpleNamespace) -> None:
+    row = row_of(bench, [call(bench, MESSAGES), call(bench, MESSAGES)])
+    assert row.keys() >= ROW_KEYS
+    assert (row["first_word_p50_ms"], row["first_word_p95_ms"]) == (600.0, 700.0)
+    assert (row["final_p50_ms"], row["final_p99_ms"], row["silence_mean_ms"]) == (50.0, 100.0, 2_016.0)
+    assert (row["settled_p50_ms"], row["after_speech_p95_ms"]) == (100.0, 2_100.0)
+    assert (row["wer"], row["realtime_misses"], row["cut"], row["unheard"], row["errors"]) == (40.0, 0, 0, 0, {})
+    assert (row["partials_per_s"], row["partial_interval_p50_ms"]) == (1.0, 300.0)
+    assert (row["server_cpu"], row["load_cpu"], row["duty"], row["audio_s"]) == (1.234, 0.057, 0.35, 12.8)
+    assert row["callers"] == 2
+    assert bench.live_report.holds(row)
+
+
+def test_what_is_missed(bench: SimpleNamespace) -> None:
+    late = [*MESSAGES[:3], (105.1, MESSAGES[3][1]), *MESSAGES[4:]]
+    waits = [0.0] * 60 + [150.0, 101.0, 99.0, 1_500.0]
+    lost = {"error": "closed 1011", "stop_s": None}
+    row = row_of(bench, [call(bench, late), call(bench, MESSAGES, waits_ms=waits), call(bench, [], **lost)])
+    assert row["misses"] == {"late_finals": 1, "late_packets": 3, "lost_sessions": 1}
+    assert (row["realtime_misses"], row["errors"]) == (5, {"closed 1011": 1})
+    assert not bench.live_report.holds(row)
+    peer = row_of(bench, [call(bench, late), call(bench, MESSAGES, waits_ms=waits)], system="vosk", load_cpu=None)
+    assert peer["misses"] == {"late_finals": 0, "late_packets": 1, "lost_sessions": 0}
+    assert (peer["final_p95_ms"], peer["load_cpu"]) == (None, None)
+
+
+def test_the_most_that_hold(bench: SimpleNamespace) -> None:
+    def search(limit: int, tried: dict[int, bool]) -> tuple[int, list[int]]:
+        asked: list[int] = []
+
+        def holds(count: int) -> bool:
+            asked.append(count)
+            return count <= limit
+
+        return bench.live.most(holds, tried), asked
+
+    assert search(20, {}) == (20, [1, 2, 4, 8, 16, 32, 24, 20, 22, 21])
+    assert search(20, {1: True, 8: True, 32: False}) == (20, [20, 26, 23, 21])
+    assert search(100, {32: True})[0] in range(94, 101)  # to a sixteenth
+    assert search(0, {}) == (0, [1])
+    assert search(3, {8: False})[0] == 3
+    assert search(10**9, {})[0] == bench.live.MOST_CALLERS
+
+
+def test_the_summary_and_the_table(bench: SimpleNamespace) -> None:
+    made = bench.live_report
+    good = {"final_p95_ms": 300.0, "first_word_p50_ms": 700.0, "realtime_misses": 0}
+    rows = [{**made.blank("asr-serve", count), **good} for count in (1, 8, 32)]
+    rows[2] |= {"final_p95_ms": 600.0}
+    rows += [{**made.blank("vosk", 8), "realtime_misses": 0}]
+    rows += [{**made.blank("vosk", 32), "skipped": "why"}, {**made.blank("gone", 1), "skipped": "no such package"}]
+    assert made.summarize(rows) == [
+        {"system": "asr-serve", "held_callers": 8, "broken_callers": 32},
+        {"system": "vosk", "held_callers": 8, "broken_callers": None},
+    ]
+    shown = made.table(rows)
+    assert "gone 1: skipped: no such package" in shown
+    assert len(shown.splitlines()) == 1 + len(rows) + 2
+
+
+# Callers against real sockets -----------------------------------------------------------------------------------
+
+Answer = Callable[[Any], Awaitable[None]]
+
+
+@asynccontextmanager
+async def listening(answer: Answer) -> Any:
+    """A WebSocket server on a free port; its URL."""
+    from websockets.asyncio.server import serve
+
+    async with serve(answer, "127.0.0.1", 0, compression=None) as server:
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/?sentences=new"
+
+
+async def in_order(line: Any) -> None:
+    """Says how many samples came since the last second, and locks each second of them."""
+    assert await line.recv() == "START"
+    await line.send('{"event":"started"}')
+    samples = locked = 0
+    async for frame in line:
+        if frame == "STOP":
+            await line.send(
+                json.dumps({**message("", (f"{samples}", locked // 16, samples // 16)), "is_final": True})
+            )
+            await line.send('{"event":"stopped"}')
+            return
+        samples += len(frame) // 2
+        if samples - locked >= S:
+            await line.send(json.dumps(message("", (f"{S}", locked // 16, locked // 16 + 1_000))))
+            locked += S
+        else:
+            await line.send(json.dumps(message(f"{samples - locked}")))
+
+
+def job(bench: SimpleNamespace, tmp_path: Path, url: str, seconds: float, callers: int = 2) -> dict[str, Any]:
+    path = tmp_path / "clips.npz"
+    bench.live_speech.save(path, [np.ones(round(seconds * S), np.int16)])
+    caller = bench.live_speech.Caller([0], [0], round(seconds * S))
+    made: dict[str, Any] = {"clips": str(path), "callers": [caller] * callers, "url": url, "seconds": seconds}
+    return {**made, "grace_s": 2.0, "pid": os.getpid()}
+
+
+async def test_callers_speak_in_real_time(bench: SimpleNamespace, tmp_path: Path) -> None:
+    async with listening(in_order) as url:
+        found = await bench.live_load.run(job(bench, tmp_path, url, 1.25))
+    assert found == json.loads(json.dumps(found)) or json.loads(json.dumps(found))["callers"]
+    for one, begins_s in zip(found["callers"], (0.0, 0.15625), strict=True):
+        assert one["error"] is None
+        assert one["begun_s"] == pytest.approx(begins_s, abs=0.05)
+        assert len(one["moments_s"]) == 13
+        late_s = [
+            moment - one["begun_s"] - min(1.25, 0.1 * (place + 1)) for place, moment in enumerate(one["moments_s"])
+        ]
+        assert all(-0.002 < late < 0.5 for late in late_s)  # on an absolute clock: it does not drift
+        assert one["stop_s"] >= one["moments_s"][-1]
+        texts = [sentence["text"] for _, told in one["messages"] for sentence in told["sentences"]]
+        assert texts == ["16000", "20000"]
+        assert [when for when, _ in one["messages"]] == sorted(when for when, _ in one["messages"])
+    assert 1.25 < found["wall_s"] < 6
+    assert 0 < found["load_cpu"] < 1
+
+
+async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) -> None:
+    async def refuse(line: Any) -> None:
+        await line.recv()
+        await line.send('{"event":"error","code":"at_capacity","message":"full","retry_after_ms":500}')
+
+    async def hang_up(line: Any) -> None:
+        await line.recv()
+        await line.send('{"event":"started"}')
+        await line.recv()
+        await line.close(1011)
+
+    async def forget(line: Any) -> None:
+        await line.recv()
+        await line.send('{"event":"started"}')
+        async for _ in line:
+            pass
+
+    for answer, error in ((refuse, "at_capacity"), (hang_up, "closed 1011"), (forget, "not stopped")):
+        async with listening(answer) as url:
+            found = await bench.live_load.run({**job(bench, tmp_path, url, 0.4, callers=1), "grace_s": 0.5})
+        assert found["callers"][0]["error"].startswith(error)
+        assert bench.live_report.error_of(found["callers"][0])
+    nobody = await bench.live_load.run(job(bench, tmp_path, "ws://127.0.0.1:9/", 0.4, callers=1))
+    assert nobody["callers"][0]["error"].startswith("no connection")
+
+
+async def test_a_server_that_does_not_read_is_felt(bench: SimpleNamespace, tmp_path: Path) -> None:
+    """As soon as what the system keeps for it is full, packets are late, and go on being due."""
+    import socket
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import base64
+        import hashlib
+
+        head = await reader.readuntil(b"\r\n\r\n")
+        key = head.partition(b"Sec-WebSocket-Key: ")[2].split(b"\r\n")[0]
+        accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+        writer.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Accept: " + accept + b"\r\n\r\n"
+        )
+        text = b'{"event":"started"}'
+        writer.write(bytes([0x81, len(text)]) + text)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        try:
+            await asyncio.sleep(10)
+        finally:
+            writer.close()
+
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    listener.bind(("127.0.0.1", 0))
+    server = await asyncio.start_server(slow, sock=listener, limit=4_096)
+    async with server:
+        url = f"ws://127.0.0.1:{listener.getsockname()[1]}/"
+        found = await bench.live_load.run({**job(bench, tmp_path, url, 3.0, callers=1), "grace_s": 1.0})
+    one = found["callers"][0]
+    assert one["error"].startswith("not stopped")
+    assert len(one["moments_s"]) < 30
+
+
+def test_peers_are_fed_in_real_time(
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that needs half a second for each packet falls behind, and is given up."""
+    threads: set[int] = set()
+
+    class Slow:
+        notes = "slow"
+
+        def open(self) -> Any:
+            return self
+
+        def feed(self, pcm: Any) -> Any:
+            threads.add(threading.get_ident())
+            time.sleep(0.5 if len(threads) > 1 else 0.0)  # the first is the warm-up
+            return message(f"{len(pcm)}")
+
+        def finish(self) -> Any:
+            return message("", ("done", 0, 400))
+
+    monkeypatch.setitem(bench.live_peers.MAKERS, "slow", Slow)
+    monkeypatch.setattr(bench.live_peers, "GIVE_UP_S", 1.0)
+    found = bench.live_peers.run({**job(bench, tmp_path, "", 4.0), "peer": "slow"})
+    assert len(threads) == 3
+    assert {bench.live_report.error_of(one) for one in found["callers"]} == {"given up"}
+    for one in found["callers"]:
+        assert one["moments_s"] == pytest.approx(
+            [one["begun_s"] + 0.1 * (place + 1) for place in range(len(one["moments_s"]))], abs=0.1
+        )
+        assert len(one["moments_s"]) < 10
+    assert max(one["waits_ms"][-1] for one in found["callers"]) > 1_000
+
+
+def test_a_peer_that_is_not_installed_says_so(bench: SimpleNamespace, tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    assert "not installed" in bench.live_peers.run({**job(bench, tmp_path, "", 0.1), "peer": "vosk"})["skipped"]
+
+
+def test_moonshines_own_streams(bench: SimpleNamespace, packaged_speech: Path, tmp_path: Path) -> None:
+    sound = bench.clips.decode(packaged_speech / "beckett.wav")[: 4 * S]
+    work = job(bench, tmp_path, "", 4.0, callers=1)
+    bench.live_speech.save(Path(work["clips"]), [(sound * 32_767).astype(np.int16)])
+    found = bench.live_peers.run({**work, "peer": "moonshine-voice"})
+    (one,) = found["callers"]
+    assert one["error"] is None
+    assert any(told["partial"] for _, told in one["messages"])
+    assert any(told["sentences"] for _, told in one["messages"])
+    assert found["server_cpu"] > 0
+
+
+def test_a_plot(bench: SimpleNamespace, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot, blank = importlib.import_module("live_plot"), bench.live_report.blank
+    rows = [
+        {**blank("asr-serve", count), "final_p50_ms": 90.0, "final_p95_ms": 200.0, "final_p99_ms": 300.0}
+        | {"first_word_p50_ms": 600.0, "first_word_p95_ms": 800.0, "realtime_misses": count // 8}
+        for count in (1, 2, 8)
+    ]
+    rows += [{**blank("vosk", 8), "first_word_p50_ms": 500.0, "realtime_misses": 0}]
+    rows += [{**blank("moonshine-voice", 8), "skipped": "why"}]
+    found = {"rows": rows, "machine": {"gpu": None, "cpu": "a processor", "threads": 2}}
+    (tmp_path / "live.json").write_text(json.dumps(found))
+    plot.main(str(tmp_path / "live.json"), str(tmp_path / "img" / "live.png"))
+    assert (tmp_path / "img" / "live.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "line", ["--callers 0", "--callers 1,x", "--peers nobody", "--seconds 0", "--pause 0", "--clips 0"]
+)
+def test_bad_live_options(bench: SimpleNamespace, line: str) -> None:
+    with pytest.raises(SystemExit):
+        bench.live.parse(["--data", "x", *line.split()])
+
+
+@pytest.mark.slow
+def test_a_short_run_of_the_whole(bench: SimpleNamespace, speech_data: Path, tmp_path: Path) -> None:
+    data, found_at = speech_data / "librispeech-test-other", tmp_path / "out" / "live.json"
+    if not data.is_dir():
+        pytest.skip(f"no {data.name} in {speech_data}")
+    line = f"--data {data} --callers 2 --seconds 8 --device cpu --json {found_at}"
+    assert bench.live.main(line.split()) == 0
+    found = json.loads(found_at.read_text())
+    assert list(found) == ["bench", "machine", "settings", "rows", "summary"]
+    (row,) = found["rows"]
+    assert row.keys() >= ROW_KEYS
+    assert (row["system"], row["callers"], row["errors"]) == ("asr-serve", 2, {})
+    assert row["misses"]["lost_sessions"] == row["misses"]["late_packets"] == 0
+    assert row["sentences"] >= 2
+    assert 0 < row["first_word_p50_ms"] < 5_000
+    assert 0 < row["final_p50_ms"] <= row["final_p95_ms"] <= row["final_p99_ms"]
+    assert row["offline_wer"] < 60
+    assert row["wer"] < 60

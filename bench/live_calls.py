@@ -74,15 +74,20 @@ class Endpoint(NamedTuple):
 def endpoint(start_ms: float, end_ms: float) -> Endpoint:
     """When a sentence with this span was over, by the streaming table, in windows of 32 ms.
 
-    A silence shorter than the padding ends the span where the last window heard began.
+    A pause begins with a window. Where that would not be so, the silence was shorter than the padding, and the
+    span ends where the last window heard began.
     """
     from asr_serve.vad.schedule import STREAMING
 
+    def silence_ms(length_ms: float) -> int:
+        return math.ceil(STREAMING.silence_ms(length_ms) / WINDOW_MS) * WINDOW_MS
+
     pause_ms = end_ms - PAD_MS
-    silence_ms = math.ceil(STREAMING.silence_ms(pause_ms - start_ms) / WINDOW_MS) * WINDOW_MS
-    if silence_ms - WINDOW_MS < PAD_MS:
-        pause_ms = end_ms - (silence_ms - WINDOW_MS)
-    return Endpoint(pause_ms, pause_ms + silence_ms)
+    silence = silence_ms(pause_ms - start_ms)
+    shortest = silence_ms(end_ms - start_ms)
+    if pause_ms % WINDOW_MS and shortest - WINDOW_MS < PAD_MS:
+        pause_ms, silence = end_ms - (shortest - WINDOW_MS), shortest
+    return Endpoint(pause_ms, pause_ms + silence)
 
 
 class Call:

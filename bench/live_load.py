@@ -91,6 +91,7 @@ class Line:
                 await reading
         except TimeoutError:
             self.error = f"not stopped {self.job['grace_s']:.0f} s after its end"
+            line.transport.abort()  # a server that does not read would not let us say goodbye either
         finally:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import importlib
 import itertools
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -297,7 +300,7 @@ def job(bench: SimpleNamespace, tmp_path: Path, url: str, seconds: float, caller
 async def test_callers_speak_in_real_time(bench: SimpleNamespace, tmp_path: Path) -> None:
     async with listening(in_order) as url:
         found = await bench.live_load.run(job(bench, tmp_path, url, 1.25))
-    assert found == json.loads(json.dumps(found)) or json.loads(json.dumps(found))["callers"]
+    json.dumps(found)
     for one, begins_s in zip(found["callers"], (0.0, 0.15625), strict=True):
         assert one["error"] is None
         assert one["begun_s"] == pytest.approx(begins_s, abs=0.05)
@@ -342,12 +345,8 @@ async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) 
 
 async def test_a_server_that_does_not_read_is_felt(bench: SimpleNamespace, tmp_path: Path) -> None:
     """As soon as what the system keeps for it is full, packets are late, and go on being due."""
-    import socket
 
     async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        import base64
-        import hashlib
-
         head = await reader.readuntil(b"\r\n\r\n")
         key = head.partition(b"Sec-WebSocket-Key: ")[2].split(b"\r\n")[0]
         accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
@@ -358,18 +357,19 @@ async def test_a_server_that_does_not_read_is_felt(bench: SimpleNamespace, tmp_p
         text = b'{"event":"started"}'
         writer.write(bytes([0x81, len(text)]) + text)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        try:
-            await asyncio.sleep(10)
-        finally:
-            writer.close()
+        await over.wait()
+        writer.transport.abort()
 
-    listener = socket.socket()
+    over, listener = asyncio.Event(), socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     listener.bind(("127.0.0.1", 0))
     server = await asyncio.start_server(slow, sock=listener, limit=4_096)
     async with server:
         url = f"ws://127.0.0.1:{listener.getsockname()[1]}/"
-        found = await bench.live_load.run({**job(bench, tmp_path, url, 3.0, callers=1), "grace_s": 1.0})
+        try:
+            found = await bench.live_load.run({**job(bench, tmp_path, url, 3.0, callers=1), "grace_s": 1.0})
+        finally:
+            over.set()
     one = found["callers"][0]
     assert one["error"].startswith("not stopped")
     assert len(one["moments_s"]) < 30
@@ -409,7 +409,6 @@ def test_peers_are_fed_in_real_time(
 
 
 def test_a_peer_that_is_not_installed_says_so(bench: SimpleNamespace, tmp_path: Path) -> None:
-    pytest.importorskip("numpy")
     assert "not installed" in bench.live_peers.run({**job(bench, tmp_path, "", 0.1), "peer": "vosk"})["skipped"]
 
 

@@ -14,6 +14,7 @@ from asr_serve.settings import Given, as_toml, build, gather, known
 FLAGS = {
     "--host": "host",
     "--port": "port",
+    "--realtime-port": "realtime_port",
     "--model": "model",
     "--alias": "aliases",
     "--device": "device",
@@ -41,6 +42,7 @@ def flag(name: str, *short: str, metavar: str, more: str = "") -> Any:
 def serve(
     host: Annotated[str | None, flag("--host", metavar="ADDRESS")] = None,
     port: Annotated[str | None, flag("--port", "-p", metavar="PORT")] = None,
+    realtime_port: Annotated[str | None, flag("--realtime-port", metavar="PORT")] = None,
     model: Annotated[
         list[str] | None, flag("--model", "-m", metavar="NAME", more="Again for models to load beside it.")
     ] = None,
@@ -90,6 +92,7 @@ def serve(
     \b
     Examples
       asr-serve serve
+      asr-serve serve --realtime-port 10095
       asr-serve serve --port 9000 --alias whisper-1=moonshine-tiny-en
       ASR_SERVE_API_KEYS=secret asr-serve serve --host 0.0.0.0
       asr-serve serve --set max_duration_s=600 --set engine.max_decode_rows=32
@@ -106,6 +109,7 @@ def serve(
         {
             "--host": host,
             "--port": port,
+            "--realtime-port": realtime_port,
             "--alias": alias,
             "--device": device,
             "--dtype": dtype,

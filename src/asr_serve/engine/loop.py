@@ -6,6 +6,7 @@ goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import time
@@ -24,6 +25,7 @@ from asr_serve.engine.runner import VERIFY_ROWS, DecodeRunner, EncodeRunner, Row
 from asr_serve.engine.session import Listener, Utterance, Windows, reject, resolve
 from asr_serve.engine.stats import Stats
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
+from asr_serve.models.vad.silero import SMALL_BLOCK_WINDOWS
 from asr_serve.types import Phases, Priority
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
@@ -32,6 +34,8 @@ BULK_ENCODES = 8
 LIVE_STEPS = 6
 """Decoding steps between two encode batches while callers' rows decode: a verified draft needs a few more
 tokens, and encoding takes much longer than a step."""
+TICK_S, TICK_WINDOWS = 0.04, SMALL_BLOCK_WINDOWS
+"""Voice-activity steps are at least so far apart, unless so many windows wait."""
 
 Job = Callable[["Loop"], None]
 """A message to the loop: it is called on the loop's thread, between two steps."""
@@ -65,7 +69,8 @@ class Loop:
         self.listeners: dict[int, Listener] = {}
         self.stats, self.keep_states = stats, keep_states
         self._count: Counter[Priority] = Counter()
-        self._callers = 0
+        self._callers = self._windows = 0
+        self._heard_s = -TICK_S
         self._running = True
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -76,8 +81,7 @@ class Loop:
             while self._running:
                 self._drain()
                 if self._running and not self._step():
-                    self.check()
-                    self.inbox.get()(self)  # nothing to do: sleep until somebody calls
+                    self._sleep()
         except Exception as failure:
             error = EngineClosed(f"the engine stopped: {type(failure).__name__}: {failure}", todo="load it again")
             error.__cause__ = failure
@@ -85,6 +89,16 @@ class Loop:
         finally:
             self.on_stop()  # from here on nobody can call
             self._end(error)
+
+    def _sleep(self) -> None:
+        """Nothing to do: until somebody calls, or windows that wait for others have waited long enough."""
+        wait_s = None
+        if self._windows:
+            wait_s = max(0.0, self._heard_s + TICK_S - time.monotonic())
+        else:
+            self.check()
+        with contextlib.suppress(queue.Empty):
+            self.inbox.get(timeout=wait_s)(self)
 
     def _end(self, error: AsrServeError) -> None:
         """Reject whatever is left, even when what is left is broken: nobody may wait for ever."""
@@ -174,12 +188,14 @@ class Loop:
             reject(windows.future, Cancelled("the session was closed"))
         else:
             listener.waiting.append(windows)
+            self._windows += len(windows.pcm) // WINDOW_SAMPLES
 
     def close(self, listener_id: int, error: AsrServeError | None = None) -> None:
         listener = self.listeners.pop(listener_id, None)
         if listener is None:
             return
         for windows in listener.waiting:
+            self._windows -= len(windows.pcm) // WINDOW_SAMPLES
             reject(windows.future, error or Cancelled("the session was closed"))
         self.vad_runner.states.give(listener.slot)
         self._callers -= listener.live
@@ -190,7 +206,12 @@ class Loop:
     # --- steps --------------------------------------------------------------------------------------
 
     def _hear(self) -> bool:
-        """Voice activity: one piece of each caller that has any, within the step's bound."""
+        """Voice activity: one piece of each caller that has any, within the step's bound. A few windows wait a
+        moment for those of other callers: a step costs as much for one as for TICK_WINDOWS."""
+        now_s = time.monotonic()
+        if not self._windows or (self._windows < TICK_WINDOWS and now_s - self._heard_s < TICK_S):
+            return False
+        self._heard_s = now_s
         batch: list[tuple[Listener, Windows]] = []
         longest = 0
         for listener in self.listeners.values():
@@ -201,8 +222,7 @@ class Loop:
                 continue
             longest = longer
             batch.append((listener, listener.waiting.popleft()))
-        if not batch:
-            return False
+        self._windows -= sum(len(windows.pcm) // WINDOW_SAMPLES for _, windows in batch)
         for listener, _ in batch:  # whoever was served goes to the back
             self.listeners[listener.id] = self.listeners.pop(listener.id)
         started = time.perf_counter()

@@ -52,8 +52,11 @@ MOST_AHEAD_SAMPLES = units.s_to_samples(60)
 """Audio that may be put and is not yet in a segment that is done."""
 SEGMENTS_AHEAD = 4
 """Closed segments of one caller that are worked on at once."""
-OWED_WITHIN_MS = 500
-"""How soon an anchor is encoded; a final as soon as can be, a partial within its cadence."""
+WITHIN_MS: dict[Kind, int] = {"final": 100, "anchor": 1_000, "partial": 2_000, "early": 2_000}
+"""How soon each is to be encoded. A partial is late rather than in a final's way: cadence keeps the queue
+short."""
+FIRST_WITHIN_MS = 200
+"""The first partial of a segment: somebody has just begun to speak, and wonders whether anybody hears."""
 QUICK = SearchOptions(temperatures=(0.0,))
 """For what is shown for a moment."""
 
@@ -335,18 +338,19 @@ class Listening:
             wait_ms = self._client.cadence.interval_ms(self._options.partial_ms)
             due = pause is None and news >= self._partial and waited_ms >= wait_ms
         if due:
-            self._asked_s = self._clock()
             self._submit(each, "early" if early else "partial", Span(each.audio_from, end))
 
     def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1) -> None:
         self._drop_job(each)
-        within_ms = {"final": None, "anchor": OWED_WITHIN_MS}.get(kind, self._options.partial_ms)
+        if not each.closed:
+            self._asked_s = self._clock()  # whatever it is for, it will be shown
+        first = kind == "partial" and not each.tokens
         ticket = self._client.submit(
             in_context(self._kept.cut(span)),
             SearchOptions() if kind in ("final", "early") else QUICK,
             "live",
             draft=each.draft,
-            within_ms=within_ms,
+            within_ms=FIRST_WITHIN_MS if first else WITHIN_MS[kind],
         )
         each.job = Job(kind, span, ticket, tries)
         ticket.future.add_done_callback(self._woken)

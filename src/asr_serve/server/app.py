@@ -9,13 +9,13 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Scope
 
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import documents, health, models, replies, transcribe
+from asr_serve.server import documents, health, models, replies, sockets, transcribe
 from asr_serve.server.engines import Engines
 from asr_serve.server.gate import OPEN, Gate, Guard
 from asr_serve.server.jobs import Jobs
@@ -53,13 +53,15 @@ def create_app(
         models.routes(engines, admins=bool(config.admin_keys)),
         health.routes(engines, gate, metrics, with_metrics=config.metrics),
     )
-    own = [*app.routes, *(route for router in routers for route in router.routes)]
+    live = sockets.routes(sockets.Desk(config, engines, gate, jobs, metrics))
+    own = [*app.routes, *(route for router in routers for route in router.routes), *live]
     for router in routers:
         app.include_router(router)
+    app.router.routes += live
     app.openapi = documents.openapi(app, OPEN, keys=gate.keys.needed)  # type: ignore[method-assign]
 
     # From the inside out.
-    app.add_middleware(Guard, gate=gate)
+    app.add_middleware(Guard, gate=gate, origins=config.cors_origins)
     app.add_middleware(replies.Replies)
     if config.cors_origins:
         app.add_middleware(
@@ -75,9 +77,12 @@ def create_app(
 
 def _template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
     """Scope -> the path of the route it matches, as it was declared."""
-    known = [(route.path_regex, route.path) for route in routes if isinstance(route, Route)]
+    known = {
+        kind: [(route.path_regex, route.path) for route in routes if isinstance(route, of)]
+        for kind, of in (("http", Route), ("websocket", WebSocketRoute))
+    }
 
     def template(scope: Scope) -> str:
-        return next((path for pattern, path in known if pattern.match(scope["path"])), UNMATCHED)
+        return next((path for pattern, path in known[scope["type"]] if pattern.match(scope["path"])), UNMATCHED)
 
     return template

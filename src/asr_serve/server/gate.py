@@ -150,7 +150,9 @@ class Gate:
 
     @contextmanager
     def warned(self, warn: Callable[[], None]) -> Iterator[None]:
-        """Around what goes on until it is told to end: `drain` calls `warn`."""
+        """Around what goes on until it is told to end: `drain` calls `warn`, or has been before."""
+        if self.draining:
+            warn()
         self._warnings.add(warn)
         try:
             yield
@@ -210,9 +212,7 @@ class Gate:
     def _expect_seat(self) -> None:
         seats = self._config.max_live_sessions
         if self.live >= seats:
-            raise AtCapacity(
-                f"{self.live} WebSockets are open", f"up to {seats} at once", SESSION_RETRY_MS
-            )
+            raise AtCapacity(f"{self.live} WebSockets are open", f"up to {seats} at once", SESSION_RETRY_MS)
 
     def _expect_share(self, caller: Caller) -> None:
         allowed, here = self._config.concurrent_per_key, self._held[caller]

@@ -184,7 +184,6 @@ class Replies:
                 raise
             await reply(error, visit_of(scope).request_id)(scope, receive, send)
 
-
     async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = visit_of(scope)
         await receive()

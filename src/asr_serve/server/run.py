@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -32,7 +33,9 @@ log = logging.getLogger(__name__)
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
 SPARE_CONNECTIONS = 1_024
-"""Over `max_concurrent`: those that wait between two requests, and those that will be told to come again."""
+"""Over the limits: those that wait between two requests, and those that will be told to come again."""
+FILES = 256
+"""Open files that are no connections."""
 LAST_ANSWERS_S = 0.5
 """After the last request: for its bytes to leave."""
 STOP_S = 3.0
@@ -48,7 +51,24 @@ def serve(config: ServeConfig) -> int:
     """
     logs.setup(config.log_format, config.log_level)
     _keep_memory()
-    return asyncio.run(_serve(config, _free_port(config.host, config.port)))
+    _allow_files(config)
+    ports = [_free_port(config.host, config.port)]
+    if config.realtime_port is not None:
+        ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
+    return asyncio.run(_serve(config, ports))
+
+
+def _allow_files(config: ServeConfig) -> None:
+    """Have room for every connection: many systems allow 1024 open files unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES + 2 * _connections(config)  # a recording may be on disk
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def _connections(config: ServeConfig) -> int:
+    return config.max_concurrent + config.max_live_sessions + SPARE_CONNECTIONS
 
 
 def _keep_memory() -> None:
@@ -62,7 +82,7 @@ def _keep_memory() -> None:
         library.mallopt(m_trim_threshold, 64 << 20)
 
 
-def _free_port(host: str, port: int) -> int:
+def _free_port(host: str, port: int, flag: str = "--port") -> int:
     """The port, or one the system chooses for 0. Raises OptionError when it is taken: granian would share it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -74,36 +94,41 @@ def _free_port(host: str, port: int) -> int:
         raise OptionError(
             f"{host}:{port} cannot be listened on: {failure.strerror or failure}",
             "an address of this machine and a free port",
-            "choose another with --port, or 0 for any",
+            f"choose another with {flag}, or 0 for any",
         ) from failure
 
 
-async def _serve(config: ServeConfig, port: int) -> int:
+async def _serve(config: ServeConfig, ports: list[int]) -> int:
+    """`ports`: the server's own, and perhaps that for FunASR's realtime clients."""
     told = asyncio.Event()
     metrics, gate, engines = ServerMetrics(__version__), Gate(config), Engines(config)
     tracer = Tracer.create(config.otel_endpoint, "asr-serve")
     app = create_app(config, engines, metrics, gate, tracer)
-    server = Server(
-        app,
-        address=config.host,
-        port=port,
-        interface=Interfaces.ASGI,
-        backlog=BACKLOG,
-        backpressure=config.max_concurrent + SPARE_CONNECTIONS,
-        log_dictconfig=logs.GRANIAN,
-    )
+    servers = [
+        Server(
+            app,
+            address=config.host,
+            port=port,
+            # The app begins and ends once, with the first.
+            interface=Interfaces.ASGINL if number else Interfaces.ASGI,
+            backlog=BACKLOG,
+            backpressure=_connections(config),
+            log_dictconfig=logs.GRANIAN,
+        )
+        for number, port in enumerate(ports)
+    ]
     with _signals(told):
-        listening = asyncio.create_task(server.serve())
+        listening = {asyncio.create_task(server.serve()) for server in servers}
         stop = asyncio.create_task(told.wait())
         loading = asyncio.create_task(engines.start())
         code, late = 1, set[asyncio.Task[Any]]()
         try:
             started = time.perf_counter()
-            await asyncio.wait({listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
-            if loading.done() and not stop.done() and not listening.done():
+            await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done() and not stop.done() and not any(task.done() for task in listening):
                 loading.result()
-                _announce(config, port, time.perf_counter() - started)
-                await asyncio.wait({listening, stop}, return_when=asyncio.FIRST_COMPLETED)
+                _announce(config, ports, time.perf_counter() - started)
+                await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 await _drain(config, gate)
                 code = 0
@@ -112,9 +137,9 @@ async def _serve(config: ServeConfig, port: int) -> int:
         finally:
             stop.cancel()
             loading.cancel()
-            if not listening.done():
+            for server in servers:
                 server.stop()  # type: ignore[no-untyped-call]
-            late |= await _ended({loading, listening}, STOP_S)
+            late |= await _ended({loading, *listening}, STOP_S)
             late |= await _ended({asyncio.create_task(engines.close())}, CLOSE_S)
             tracer.close()
             if late:
@@ -173,15 +198,17 @@ def _signals(told: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _announce(config: ServeConfig, port: int, took_s: float) -> None:
+def _announce(config: ServeConfig, ports: list[int], took_s: float) -> None:
     """What somebody who has just started it wants to know."""
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    host = f"[{host}]" if ":" in host else host
+    url = f"http://{host}:{ports[0]}"
     key = ' -H "Authorization: Bearer KEY"' if config.api_keys else ""
     lines = [
         f"asr-serve {__version__} serves {config.model} on {url} (ready in {took_s:.1f} s; stop with ctrl-C)",
         "",
         "  try it    " + f"curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav",
+        f"  live      ws://{host}:{ports[-1]}   (FunASR's realtime protocol)",
         *([f"  docs      {url}/docs"] if config.docs else []),
         f"  health    {url}/ready" + (f"   metrics   {url}/metrics" if config.metrics else ""),
     ]

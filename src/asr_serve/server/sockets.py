@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 from urllib.parse import parse_qs
 
+import msgspec
 from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.config import ServeConfig
-from asr_serve.errors import OptionError
 from asr_serve.metrics import LiveMeter, ServerMetrics
 from asr_serve.pipelines.listen import ListenOptions
 from asr_serve.pipelines.transcribe import TranscribeOptions
@@ -28,7 +28,7 @@ from asr_serve.server.gate import Gate
 from asr_serve.server.jobs import Job, Jobs
 from asr_serve.server.live.outbox import SEND_S, Outbox
 from asr_serve.server.live.realtime import Realtime
-from asr_serve.server.live.talk import Ears, Hearing, Limits, Talk
+from asr_serve.server.live.talk import Hearing, Limits, Talk
 from asr_serve.server.replies import TOO_BIG, close_code, code_of, hang_up, told_live
 from asr_serve.server.visits import Visit, visit_of
 from asr_serve.units import RATE_HZ, samples_to_s
@@ -61,11 +61,17 @@ class Desk(NamedTuple):
 
 
 class Offline:
-    """A Hearing like `POST /asr`: the same job over the same audio, begun with the first of it. Nothing is told before
-    the end."""
+    """A Hearing like `POST /asr`: the same job over the same audio, begun with the first of it. It tells nothing
+    before the end."""
 
     def __init__(
-        self, jobs: Jobs, engine: Engine, place: AbstractContextManager[None], language: str, visit: Visit, meter: LiveMeter
+        self,
+        jobs: Jobs,
+        engine: Engine,
+        place: AbstractContextManager[None],
+        language: str,
+        visit: Visit,
+        meter: LiveMeter,
     ) -> None:
         """`place`: among those for whom work is done, held until `close`. Raises AtCapacity."""
         self.language, self.received_samples, self.full = language, 0, False
@@ -86,7 +92,7 @@ class Offline:
         if self._job is None:
             self._spool.append(memoryview(WAV_HEAD))
             options = TranscribeOptions(language=self.language, priority="interactive")
-            self._job = self._jobs.begin(self._engine, SpoolReader(self._spool), options)
+            self._job = self._jobs.begin(self._engine, cast(BinaryIO, SpoolReader(self._spool)), options)
             self._begun.set()
         self._spool.append(memoryview(pcm))
         samples = len(pcm) // SAMPLE_BYTES
@@ -117,8 +123,12 @@ class Offline:
         self._held.close()
 
 
+Begin = Callable[[Engine, str, Outbox], Hearing]
+"""Begins a session of a route: in this language, with answers into that outbox."""
+
+
 class Microphone:
-    """Ears of one route. `begin`: how it hears, given the engine, the language and where answers go."""
+    """The Ears of one socket: the model it asked for, when it wants to be heard."""
 
     def __init__(self, engines: Engines, model: str | None, visit: Visit, begin: Begin) -> None:
         """Raises UnknownModel, ModelNotLoaded, EngineClosed."""
@@ -135,3 +145,75 @@ class Microphone:
         engine = self._engines.get(self._model)
         self._visit.model = engine.name
         return engine
+
+
+def _realtime(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Begin:
+    partial_ms = fields.whole("partial_ms", 100, 60_000)
+    schedule = fields.text("silence_schedule")
+    only_new = fields.choice("sentences", ("all", "new")) == "new"
+    options = ListenOptions(
+        partial_ms=ListenOptions().partial_ms if partial_ms is None else partial_ms,
+        max_segment_ms=fields.whole("max_segment_ms", 1_000, 86_400_000),
+        silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
+    )
+
+    def begin(engine: Engine, language: str, outbox: Outbox) -> Hearing:
+        chosen = msgspec.structs.replace(options, language=language)
+        return Realtime(engine.client, engine.text, chosen, outbox, meter, engine.used(), only_new=only_new)
+
+    return begin
+
+
+def _offline(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Begin:
+    def begin(engine: Engine, language: str, outbox: Outbox) -> Hearing:
+        return Offline(desk.jobs, engine, desk.gate.work(), language, visit, meter)
+
+    return begin
+
+
+class Line:
+    """ASGI: the WebSockets of one route, accepted already."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        path: str,
+        session_s: float,
+        fields: Sequence[str],
+        begin: Callable[[Desk, Fields, Visit, LiveMeter], Begin],
+    ) -> None:
+        """`fields`: what the query may hold."""
+        self._desk, self._fields, self._begin = desk, fields, begin
+        self._meter = desk.metrics.live(path)
+        config = desk.config
+        self._limits = Limits(config.session_idle_s, session_s, config.max_frame_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit, desk = visit_of(scope), self._desk
+        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        fields = Fields(query, self._fields)
+        begin = self._begin(desk, fields, visit, self._meter)
+        ears = Microphone(desk.engines, fields.text("model"), visit, begin)
+        talk = Talk(
+            receive, Outbox(send, SEND_S), ears, self._limits, partial(told_live, request_id=visit.request_id)
+        )
+        try:
+            with desk.gate.warned(talk.drain):
+                told = await talk.run()
+        finally:
+            visit.audio_s = samples_to_s(talk.received_samples)
+        if told is not None:
+            visit.ended = code_of(told)
+            await hang_up(send, close_code(told))
+            return
+        visit.ended = "client_gone" if talk.left_in_session else "done"
+        if talk.left_code == NO_CODE:
+            await hang_up(send, TOO_BIG)  # the only word that reaches a client whose frame granian refused
+
+
+def routes(desk: Desk) -> list[WebSocketRoute]:
+    config = desk.config
+    return [
+        WebSocketRoute(REALTIME, Line(desk, REALTIME, config.max_session_s, REALTIME_QUERY, _realtime)),
+        WebSocketRoute(OFFLINE, Line(desk, OFFLINE, config.max_duration_s, QUERY, _offline)),
+    ]

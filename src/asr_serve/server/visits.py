@@ -76,8 +76,8 @@ def visit_of(scope: Scope) -> Visit:
 
 
 class Visits:
-    """ASGI: gives each request and each WebSocket its Visit, and tells of it when it is over. A request is cancelled
-    when its client goes; a WebSocket hears of that itself."""
+    """ASGI: gives each request and each WebSocket its Visit, and tells of it when it is over. A request is
+    cancelled when its client goes; a WebSocket hears of that itself."""
 
     def __init__(
         self, app: ASGIApp, metrics: ServerMetrics, tracer: Tracer, template: Callable[[Scope], str]

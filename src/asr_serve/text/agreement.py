@@ -8,6 +8,7 @@ Source  agreement of consecutive hypotheses as the rule for what is certain: Loc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 SEAM_WORDS = 12
 """Words on both sides of a seam among which the two are matched; an overlap of 2.4 s holds about seven."""
@@ -15,6 +16,8 @@ GARBLED_WORDS = 3
 """Words that the edge of its audio may have cost a hypothesis."""
 TELLING_LETTERS = 4
 """A lone word that matches must be as long as this; shorter ones are everywhere."""
+GAP_COST = 0.3
+"""Of a word that only one of the two says, in matches."""
 
 Text = Callable[[list[int]], str]
 
@@ -44,24 +47,48 @@ def agreed_tokens(before: Sequence[int], after: Sequence[int], text: Text) -> in
 def seam(left: Sequence[str], right: Sequence[str]) -> tuple[int, int] | None:
     """Two word lists whose audio overlaps: how many words of `left` to keep, and how many of `right` to skip.
 
-    They meet at the end of the longest run of words that both have, a few garbled words at the edges aside. None
-    where there is no such run.
+    The end of `left` is laid over the start of `right` so that the most words match, in order; a few at the edges
+    may be garbled. They meet at the last match. None where too little matches.
     """
     if not left or not right:
         return len(left), 0
     ours = [_plain(word) for word in left[-SEAM_WORDS:]]
     theirs = [_plain(word) for word in right[:SEAM_WORDS]]
-    first = len(left) - len(ours)
-    best = (0, 0, 0)
-    for i in range(len(ours)):
-        for j in range(min(len(theirs), GARBLED_WORDS + 1)):
-            run = 0
-            while i + run < len(ours) and j + run < len(theirs) and ours[i + run] == theirs[j + run]:
-                run += 1
-            telling = run > 1 or (run == 1 and len(ours[i]) >= TELLING_LETTERS)
-            if telling and len(ours) - i - run <= GARBLED_WORDS:
-                best = max(best, (run, first + i + run, j + run))
-    return best[1:] if best[0] else None
+    best = _Match(0.0, 0, 0, 0, "")
+    found: list[_Match] = []
+    for i, word in enumerate(ours):
+        for j in range(len(theirs)):
+            if word != theirs[j] or not word:
+                continue
+            before = [
+                match.then(i, j, word, match.score - GAP_COST * max(i - match.i - 1, j - match.j - 1))
+                for match in found
+                if match.i < i and match.j < j
+            ]
+            if j <= GARBLED_WORDS:
+                before.append(_Match(1 - GAP_COST * j, i, j, 1, word))
+            if not before:
+                continue
+            found.append(max(before))
+            after = len(ours) - 1 - i
+            if after <= GARBLED_WORDS:
+                best = max(best, found[-1]._replace(score=found[-1].score - GAP_COST * after))
+    if best.words > 1 or len(best.longest) >= TELLING_LETTERS:
+        return len(left) - len(ours) + best.i + 1, best.j + 1
+    return None
+
+
+class _Match(NamedTuple):
+    """The best way to lay one over the other that ends with ours[i] on theirs[j]."""
+
+    score: float
+    i: int
+    j: int
+    words: int
+    longest: str
+
+    def then(self, i: int, j: int, word: str, score: float) -> _Match:
+        return _Match(score + 1, i, j, self.words + 1, max(self.longest, word, key=len))
 
 
 def _plain(word: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
@@ -53,10 +55,11 @@ class Realtime:
         options: ListenOptions,
         outbox: Outbox,
         meter: LiveMeter,
+        using: AbstractContextManager[None],
         *,
         only_new: bool,
     ) -> None:
-        """Raises what Listening does."""
+        """`using`: the engine's, held until `close`. Raises what Listening does."""
         self.language = options.language or client.card.languages[0]
         self._loop = asyncio.get_running_loop()
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
@@ -66,7 +69,10 @@ class Realtime:
         self._partial: Partial | None = None
         self._partial_s: float | None = None
         self._arrivals = Arrivals()
-        self._listening = Listening(client, text, options, self._wake)
+        with contextlib.ExitStack() as held:
+            held.enter_context(using)
+            self._listening = Listening(client, text, options, self._wake)
+            self._held = held.pop_all()
 
     @property
     def received_samples(self) -> int:
@@ -101,6 +107,7 @@ class Realtime:
 
     async def close(self) -> None:
         self._listening.close()
+        self._held.close()
 
     def _wake(self) -> None:
         if not self._called:
@@ -108,19 +115,19 @@ class Realtime:
             self._loop.call_soon_threadsafe(self._awake.set)
 
     def _advance(self) -> None:
-        told = False
+        news = False
         for event in self._listening.advance():
             match event:
                 case SegmentDone(segment):
                     self._lock(segment)
-                    told = True
+                    news = True
                 case Partial():
+                    news |= self._partial is None or event.text != self._partial.text
                     self._begin(event)
-                    told = True
                 case Finished():
                     self._finished = True
                     self._awake.set()
-        if told and not self._outbox.show(self._answer):
+        if news and not self._outbox.show(self._answer):
             self._meter.dropped.inc()
         self._changed.set()
 

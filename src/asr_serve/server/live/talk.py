@@ -101,15 +101,13 @@ class Talk:
         self._outcome: BaseException | None = None
         self._told: Draining | None = None
         self._over = False
+        self.received_samples = 0
+        """Of all sessions that are over."""
+        self.left_in_session = False
         self.left_code: int | None = None
         """What the client closed with; 1005 for nothing."""
         self._main: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def hearing(self) -> bool:
-        """A session is under way."""
-        return self._hearing is not None
 
     async def run(self) -> Draining | None:
         """Until the end: None when the client has left, Draining when it was told so. Raises what else ends it,
@@ -118,6 +116,8 @@ class Talk:
         writer = self._loop.create_task(self._outbox.run())
         writer.add_done_callback(self._task_over)
         self._watch()
+        if self._ending is not None:
+            self._end(self._ending)  # told to drain before it began
         try:
             outcome = await self._until_over()
             if outcome is not None:
@@ -127,7 +127,7 @@ class Talk:
             self._timer.cancel()
             await _ended(writer, self._session)
             if self._hearing is not None:
-                await self._hearing.close()
+                await self._close(self._hearing)
         if outcome is not None and outcome is not self._told:
             raise outcome
         return self._told if outcome is not None else None
@@ -176,7 +176,7 @@ class Talk:
                 self._outbox.say(self._tell(error))
             if self._outbox.crowded:
                 await self._wait(self._outbox.empty())
-        self.left_code = message.get("code")
+        self.left_code, self.left_in_session = message.get("code"), self._hearing is not None
 
     async def _audio(self, frame: bytes) -> None:
         hearing = self._hearing
@@ -239,8 +239,7 @@ class Talk:
                     "send STOP, then LANGUAGE and START",
                 )
             await _ended(self._session)
-            await hearing.close()
-            self._hearing = None
+            await self._close(hearing)
             self._begin(language)
         self._language = language
 
@@ -266,13 +265,18 @@ class Talk:
 
     async def _hear(self, hearing: Hearing) -> None:
         final = await hearing.run()
-        await hearing.close()
-        self._hearing, self._finishing, self._told_deaf = None, False, False
+        await self._close(hearing)
+        self._finishing = self._told_deaf = False
         self._heard_s = self._loop.time()
         self._outbox.say_instead(final)
         self._outbox.say(funasr_live.STOPPED)
         if self._ending is not None:
             self._stop(self._ending)
+
+    async def _close(self, hearing: Hearing) -> None:
+        await hearing.close()
+        self.received_samples += hearing.received_samples
+        self._hearing = None
 
     def _finish(self) -> None:
         if self._hearing is None or self._finishing:

@@ -1,0 +1,130 @@
+"""FunASR's WebSocket frames, field by field, without a socket."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asr_serve.errors import UnknownCommand
+from asr_serve.protocols import funasr_live
+from asr_serve.protocols.funasr_live import (
+    Hotwords,
+    Language,
+    Pcm16,
+    Sentences,
+    Start,
+    Stop,
+    command,
+    samples,
+)
+from asr_serve.types import Segment
+
+HELLO = Segment(4_800, 19_200, "你好")
+WORLD = Segment(20_000, 40_008, 'the "world"')
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("START", Start()),
+        (" STOP\n", Stop()),
+        ("LANGUAGE:中文", Language("中文", "zh")),
+        ("LANGUAGE: English ", Language("English", "en")),
+        ("LANGUAGE:", Language("", None)),
+        ("LANGUAGE:auto", Language("auto", None)),
+        ("HOTWORDS:词一,word 2, ,", Hotwords(("词一", "word 2"))),
+        ("HOTWORDS:", Hotwords(())),
+        ("HOTWORDS:a:b", Hotwords(("a:b",))),
+    ],
+)
+def test_commands(text, found):
+    assert command(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "start", "STAR", "START:", "STOP:now", "LANGUAGE", '{"type":"START"}', "\0"])
+def test_what_is_no_command_is_told_which_there_are(text):
+    with pytest.raises(UnknownCommand, match="START, STOP, LANGUAGE:, HOTWORDS:"):
+        command(text)
+
+
+def test_the_nearest_command_is_named():
+    with pytest.raises(UnknownCommand, match="did you mean 'START'"):
+        command("start")
+    with pytest.raises(UnknownCommand, match="did you mean 'LANGUAGE:'"):
+        command("LANG:en")
+
+
+def test_a_long_text_is_not_shown_again():
+    with pytest.raises(UnknownCommand) as refused:
+        command("HOTWORDS:" + "x" * 100_000)
+    assert len(str(refused.value)) < 300
+    with pytest.raises(UnknownCommand) as refused:
+        command("x" * 60_000)
+    assert len(str(refused.value)) < 300
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200)))
+def test_frames_may_be_cut_anywhere(data, cuts):
+    pcm, parts, at = Pcm16(), [], 0
+    for cut in [*sorted(cut for cut in cuts if cut <= len(data)), len(data)]:
+        parts.append(pcm.whole(data[at:cut]))
+        assert len(parts[-1]) % 2 == 0
+        at = cut
+    assert b"".join(parts) == data[: len(data) // 2 * 2]
+    assert pcm.left == bool(len(data) % 2)
+
+
+def test_samples_are_little_endian_and_full_scale_is_one():
+    heard = samples(b"\x00\x80\xff\x7f\x00\x00\x00\x40")
+    assert heard.dtype == np.float32
+    assert heard.tolist() == [-1.0, 32_767 / 32_768, 0.0, 0.5]
+
+
+def test_events():
+    assert funasr_live.STARTED == '{"event":"started"}'
+    assert funasr_live.STOPPED == '{"event":"stopped"}'
+    assert funasr_live.language_set("中文") == '{"event":"language_set","language":"中文"}'
+    told = json.loads(funasr_live.hotwords_set(["a", "b"]))
+    assert told == {"event": "hotwords_set", "hotwords": ["a", "b"], "used": False, "message": funasr_live.NOT_USED}
+    assert json.loads(funasr_live.error("at_capacity", "full", 200)) == {
+        "event": "error",
+        "code": "at_capacity",
+        "message": "full",
+        "retry_after_ms": 200,
+    }
+    assert "retry_after_ms" not in funasr_live.error("x", "y")
+
+
+def test_answers_hold_all_that_is_locked():
+    said = Sentences()
+    assert json.loads(said.answer("")) == {"sentences": [], "partial": "", "is_final": False}
+    said.lock(HELLO)
+    hello = {"text": "你好", "start": 300, "end": 1_200}
+    assert json.loads(said.answer("世界", 20_000)) == {
+        "sentences": [hello],
+        "partial": "世界",
+        "partial_start_ms": 1_250,
+        "is_final": False,
+    }
+    said.lock(WORLD)
+    world = {"text": 'the "world"', "start": 1_250, "end": 2_501}
+    assert json.loads(said.answer("")) == {"sentences": [hello, world], "partial": "", "is_final": False}
+    assert json.loads(said.final()) == {"sentences": [hello, world], "is_final": True}
+    assert json.loads(said.final(82_720)) == {
+        "sentences": [hello, world],
+        "is_final": True,
+        "duration_ms": 5_170,
+    }
+
+
+def test_answers_may_hold_only_what_is_new():
+    said = Sentences(only_new=True)
+    said.lock(HELLO)
+    assert [s["text"] for s in json.loads(said.answer(""))["sentences"]] == ["你好"]
+    assert json.loads(said.answer("x"))["sentences"] == []
+    said.lock(WORLD)
+    assert [s["text"] for s in json.loads(said.final())["sentences"]] == ['the "world"']

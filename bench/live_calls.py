@@ -116,8 +116,9 @@ class Call:
         found = np.flatnonzero(self.voiced[first:last])
         return float(WINDOW_MS * (first + found[-1] + 1)) if len(found) else None
 
-    def first_words_ms(self, since_s: float) -> Iterator[float | None]:
-        """For every clip that opens a sentence: from its onset being sent to the first text; None if it had none.
+    def first_words_ms(self, since_s: float) -> Iterator[tuple[float, float] | None]:
+        """For every clip that opens a sentence, from its onset being sent to (the first text, the first text that
+        begins with the locked sentence's first word); None if it had no text.
 
         A clip that was spoken into a sentence still open has no first word to tell from the others.
         """
@@ -136,9 +137,9 @@ class Call:
             elif place and self.voiced[int(max(0, its.start_ms) // WINDOW_MS) : start // WINDOW_SAMPLES].any():
                 continue
             else:
-                shown = (when for when, text in its.shows if when >= moment and text.strip())
-                first = next(shown, None)
-                yield None if first is None else 1_000 * (first - moment)
+                shown = [(when, words(text)) for when, text in its.shows if when >= moment and text.strip()]
+                right = [when for when, text in shown if text.split()[:1] == words(its.text).split()[:1]]
+                yield (1_000 * (shown[0][0] - moment), 1_000 * (right[0] - moment)) if right else None
 
     def finals_ms(self, since_s: float) -> Iterator[tuple[float, float | None] | None]:
         """For every sentence (wait for the final, silence that was waited for before it); None where it was cut.

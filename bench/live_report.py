@@ -21,6 +21,7 @@ KEYS = (
     "callers",
     "first_word_p50_ms",
     "first_word_p95_ms",
+    "first_right_p50_ms",
     "final_p50_ms",
     "final_p95_ms",
     "final_p99_ms",
@@ -65,7 +66,8 @@ def row(system: str, calls: Sequence[Call], found: Row, references: Sequence[str
     audio_s = sum(call.caller.samples for call in calls) / RATE_HZ
     made = {
         **blank(system, len(calls)),
-        **shares("first_word", [wait for wait in first if wait is not None], (50, 95)),
+        **shares("first_word", [pair[0] for pair in first if pair is not None], (50, 95)),
+        **shares("first_right", [pair[1] for pair in first if pair is not None], (50,)),
         **(shares("final", [wait for wait, _ in closed], (50, 95, 99)) if ours else {}),
         **shares("settled", [settled for settled, _ in after], (50, 95)),
         **shares("after_speech", [locked for _, locked in after], (50, 95)),
@@ -81,7 +83,7 @@ def row(system: str, calls: Sequence[Call], found: Row, references: Sequence[str
         "audio_s": round(audio_s, 1),
         "misses": misses,
         "first_words": len(first),
-        "unheard": sum(wait is None for wait in first),
+        "unheard": sum(pair is None for pair in first),
         "sentences": sum(len(call.sentences) for call in calls),
         "lag_p99_ms": percentile(sorted(lag for call in calls for lag in call.heard["lags_ms"]), 0.99),
         "wait_p99_ms": percentile(sorted(wait for call in calls for wait in call.heard["waits_ms"]), 0.99),

@@ -38,6 +38,13 @@ def busy_server() -> ServerMetrics:
     metrics.rejections.labels(AtCapacity("", "", 1).code).inc()
     metrics.upload_bytes.labels(ROUTE).inc(240_000)
     metrics.upload_audio_seconds.labels(ROUTE).inc(7.5)
+    metrics.live_open.labels("/").inc()
+    metrics.live_ended.labels("/", "done").inc()
+    live = metrics.live("/")
+    live.audio.inc(9.5)
+    live.interval.observe(0.5)
+    live.final.observe(0.9)
+    live.dropped.inc()
     for model in MODELS:
         metrics.engine_up.labels(model).set_function(lambda: 1)
         metrics.engine_restarts.labels(model).inc()

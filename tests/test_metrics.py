@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 BASE_UNITS = {"seconds", "bytes", "ratio"}
 COUNTED = {"requests", "rejections", "rows", "pages", "sessions", "slots", "tokens"}
-COUNTED |= {"fallbacks", "steps", "restarts", "waits"}
+COUNTED |= {"fallbacks", "steps", "restarts", "waits", "partials"}
 SPOKEN_FOR = {
     "asr_serve_requests_in_flight",
     "asr_serve_pages_used",

@@ -10,8 +10,6 @@ from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
-
 from asr_serve.audio.io import Source
 from asr_serve.audio.manifest import Item, expand
 from asr_serve.config import EngineConfig
@@ -20,6 +18,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import LocalLink, local
 from asr_serve.engine.parts import Checkpoint
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
+from asr_serve.streaming import Chunks, Stream, StreamOptions, one_source
 from asr_serve.types import Transcript
 
 
@@ -88,6 +87,19 @@ class Model:
             else:
                 stream.close()
 
+    def stream(self, source: Source | Chunks, **options: Any) -> Stream:
+        """Text while the audio comes: a StreamResult for every `chunk_ms` of it, and a final one. Read it with `for`
+        or `async for`; nothing happens before.
+
+        source: what `transcribe` takes one of, or chunks of it, from a plain or an asynchronous iterable: (n,) int16
+        or float arrays at `rate_hz` (16 kHz), or bytes of PCM16. options: the fields of StreamOptions and of
+        ListenOptions. The text of the final result depends on the audio and on ListenOptions, not on how the
+        audio came, nor on `chunk_ms`.
+
+        Raises OptionError, UnsupportedAudio; reading it raises AtCapacity, EngineClosed, and the source's errors.
+        """
+        return Stream(self._client, self._text, source, StreamOptions.of(options), self)
+
     def events(
         self, items: Iterable[Item], options: TranscribeOptions | None = None
     ) -> Generator[Event, None, None]:
@@ -119,11 +131,6 @@ class Model:
 
 
 def _items(inputs: Source | Iterable[Source]) -> Iterable[Item]:
-    """One source or several; a list of numbers is no list of sources."""
-    one = isinstance(inputs, str | bytes | bytearray | memoryview | os.PathLike | np.ndarray) or hasattr(
-        inputs, "read"
-    )
-    if isinstance(inputs, tuple) and len(inputs) == 2:
-        one = isinstance(inputs[0], np.ndarray) and not isinstance(inputs[1], np.ndarray | tuple)
-    several = isinstance(inputs, Iterable) and not one
+    """One source or several."""
+    several = isinstance(inputs, Iterable) and not one_source(inputs)
     return expand(inputs if several else [inputs])  # type: ignore[arg-type,list-item]

@@ -189,6 +189,7 @@ class ServerMetrics:
         gauge("asr_serve_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
 
     def live(self, route: str) -> LiveMeter:
+        self.live_ended.labels(route, "done")  # from the start, so that `rate` sees the first
         return LiveMeter(
             self.live_audio_seconds.labels(route),
             self.live_partial_interval.labels(route),

@@ -138,6 +138,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
         "Traffic",
         "Latency",
         "Throughput",
+        "Live",
         "Engine",
         "Errors and rejections",
     ]

@@ -115,6 +115,7 @@ class EngineClient:
         *,
         draft: Draft = NO_DRAFT,
         within_ms: int | None = None,
+        admitted: bool = False,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
@@ -122,7 +123,7 @@ class EngineClient:
         what it probably says. `within_ms`: how soon it should be encoded, if not as its priority asks.
 
         Full: raises AtCapacity, or waits for room when `wait`; `check` is called whenever somebody nudges, and may
-        raise to wait no longer. Live requests always find room: they are bounded by the sessions they come from.
+        raise to wait no longer. Not what is `admitted`: it comes from a session, which bounds it.
         Raises AudioTooLong, UnsupportedAudio, EngineClosed.
         """
         if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
@@ -147,7 +148,7 @@ class EngineClient:
         if priority == "live":
             future.add_done_callback(partial(self._answered, time.monotonic()))
         with self._room:
-            while priority != "live" and not self._closed and self._full(samples):
+            while not admitted and not self._closed and self._full(samples):
                 if not wait:
                     raise AtCapacity(
                         f"{self._requests} requests with {units.samples_to_s(self._samples):.0f} s of audio wait",

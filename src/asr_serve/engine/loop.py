@@ -34,7 +34,7 @@ BULK_ENCODES = 8
 LIVE_STEPS = 6
 """Decoding steps between two encode batches while callers' rows decode: a verified draft needs a few more
 tokens, and encoding takes much longer than a step."""
-TICK_S, TICK_WINDOWS = 0.04, SMALL_BLOCK_WINDOWS
+TICK_S, TICK_WINDOWS = 0.06, SMALL_BLOCK_WINDOWS
 """Voice-activity steps are at least so far apart, unless so many windows wait."""
 
 Job = Callable[["Loop"], None]

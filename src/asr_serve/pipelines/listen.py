@@ -40,7 +40,7 @@ from asr_serve.pipelines.utterance import (
     segment_limit_ms,
     speech,
 )
-from asr_serve.types import Segment, Span
+from asr_serve.types import Priority, Segment, Span
 from asr_serve.vad.endpoint import LOOK_BACK, WINDOW_SAMPLES, EndpointConfig, Endpointer
 from asr_serve.vad.schedule import STREAMING, SilenceSchedule
 
@@ -57,6 +57,8 @@ WITHIN_MS: dict[Kind, int] = {"final": 100, "anchor": 1_000, "partial": 2_000, "
 short."""
 FIRST_WITHIN_MS = 200
 """The first partial of a segment: somebody has just begun to speak, and wonders whether anybody hears."""
+AHEAD_S = 5.0
+"""Whoever sends so much more than has passed since it came does not speak: it sends a recording, and others do."""
 QUICK = SearchOptions(temperatures=(0.0,))
 """For what is shown for a moment."""
 
@@ -158,7 +160,7 @@ class Listening:
         self._hearing: tuple[np.ndarray, Future[np.ndarray]] | None = None
         self._segments: deque[Hypotheses] = deque()
         self._shown = Partial(0, 0)
-        self._asked_s = -1e9
+        self._began_s, self._asked_s = clock(), -1e9
         self._finishing = self._heard_all = self._over = False
         self._session = client.session(live=True)
 
@@ -251,7 +253,7 @@ class Listening:
         pcm = self._piece.take(min(whole, self._most_windows) * WINDOW_SAMPLES, WINDOW_SAMPLES, last=last)
         future = self._session.put(pcm)
         self._hearing = pcm, future
-        future.add_done_callback(self._woken)
+        future.add_done_callback(lambda _: self._wake())
 
     def _follow(self, closed: list[Span]) -> None:
         """One window further: segments that closed, one that opened, an anchor that is due."""
@@ -348,20 +350,22 @@ class Listening:
         ticket = self._client.submit(
             in_context(self._kept.cut(span)),
             SearchOptions() if kind in ("final", "early") else QUICK,
-            "live",
+            self._priority(),
+            admitted=True,
             draft=each.draft,
             within_ms=FIRST_WITHIN_MS if first else WITHIN_MS[kind],
         )
         each.job = Job(kind, span, ticket, tries)
-        ticket.future.add_done_callback(self._woken)
+        ticket.future.add_done_callback(lambda _: self._wake())
+
+    def _priority(self) -> Priority:
+        ahead_s = units.samples_to_s(self.received_samples) - (self._clock() - self._began_s)
+        return "live" if ahead_s < AHEAD_S else "interactive"
 
     def _drop_job(self, each: Hypotheses) -> None:
         if each.job is not None:
             self._client.cancel(each.job.ticket)
             each.job = None
-
-    def _woken(self, _: Future[Any]) -> None:
-        self._wake()
 
     # --- what is told ----------------------------------------------------------------------------------
 

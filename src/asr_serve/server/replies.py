@@ -194,6 +194,7 @@ class Replies:
         except ClientGone as error:
             note(error, scope)
             visit.status = CLIENT_GONE
+            await hang_up(send, POLICY)  # in vain; but granian keeps the connection of one it was not tried on
         except Exception as error:
             note(error, scope)
             visit.status = kind_of(error).status if isinstance(error, AsrServeError) else 500

@@ -1,0 +1,210 @@
+"""Callers of the live bench against real WebSockets, and its peers: in real time, whatever the other side does."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import importlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+S = 16_000
+
+pytest.importorskip("jiwer")
+pytest.importorskip("whisper_normalizer")
+pytest.importorskip("websockets")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    """The bench's files as they import each other when run as scripts."""
+    sys.path.insert(0, str(BENCH))
+    names = ("clips", "live_load", "live_peers", "live_report", "live_speech")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path.remove(str(BENCH))
+
+
+def message(partial: str = "", *sentences: tuple[str, int, int]) -> dict[str, Any]:
+    named = [{"text": text, "start": start, "end": end} for text, start, end in sentences]
+    return {"sentences": named, "partial": partial, "is_final": False}
+
+
+Answer = Callable[[Any], Awaitable[None]]
+
+
+@asynccontextmanager
+async def listening(answer: Answer) -> Any:
+    """A WebSocket server on a free port; its URL."""
+    from websockets.asyncio.server import serve
+
+    async with serve(answer, "127.0.0.1", 0, compression=None) as server:
+        yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/?sentences=new"
+
+
+async def in_order(line: Any) -> None:
+    """Says how many samples came since the last second, and locks each second of them."""
+    assert await line.recv() == "START"
+    await line.send('{"event":"started"}')
+    samples = locked = 0
+    async for frame in line:
+        if frame == "STOP":
+            await line.send(
+                json.dumps({**message("", (f"{samples}", locked // 16, samples // 16)), "is_final": True})
+            )
+            await line.send('{"event":"stopped"}')
+            return
+        samples += len(frame) // 2
+        if samples - locked >= S:
+            await line.send(json.dumps(message("", (f"{S}", locked // 16, locked // 16 + 1_000))))
+            locked += S
+        else:
+            await line.send(json.dumps(message(f"{samples - locked}")))
+
+
+def job(bench: SimpleNamespace, tmp_path: Path, url: str, seconds: float, callers: int = 2) -> dict[str, Any]:
+    path = tmp_path / "clips.npz"
+    bench.live_speech.save(path, [np.ones(round(seconds * S), np.int16)])
+    caller = bench.live_speech.Caller([0], [0], round(seconds * S))
+    made: dict[str, Any] = {"clips": str(path), "callers": [caller] * callers, "url": url, "seconds": seconds}
+    return {**made, "grace_s": 2.0, "pid": os.getpid()}
+
+
+async def test_callers_speak_in_real_time(bench: SimpleNamespace, tmp_path: Path) -> None:
+    async with listening(in_order) as url:
+        found = await bench.live_load.run(job(bench, tmp_path, url, 1.25))
+    json.dumps(found)
+    for one, begins_s in zip(found["callers"], (0.0, 0.15625), strict=True):
+        assert one["error"] is None
+        assert one["begun_s"] == pytest.approx(begins_s, abs=0.05)
+        assert len(one["moments_s"]) == 13
+        late_s = [
+            moment - one["begun_s"] - min(1.25, 0.1 * (place + 1)) for place, moment in enumerate(one["moments_s"])
+        ]
+        assert all(-0.002 < late < 0.5 for late in late_s)  # on an absolute clock: it does not drift
+        assert one["stop_s"] >= one["moments_s"][-1]
+        texts = [sentence["text"] for _, told in one["messages"] for sentence in told["sentences"]]
+        assert texts == ["16000", "20000"]
+        assert [when for when, _ in one["messages"]] == sorted(when for when, _ in one["messages"])
+    assert 1.25 < found["wall_s"] < 6
+    assert 0 < found["load_cpu"] < 1
+
+
+async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) -> None:
+    async def refuse(line: Any) -> None:
+        await line.recv()
+        await line.send('{"event":"error","code":"at_capacity","message":"full","retry_after_ms":500}')
+
+    async def hang_up(line: Any) -> None:
+        await line.recv()
+        await line.send('{"event":"started"}')
+        await line.recv()
+        await line.close(1011)
+
+    async def forget(line: Any) -> None:
+        await line.recv()
+        await line.send('{"event":"started"}')
+        async for _ in line:
+            pass
+
+    for answer, error in ((refuse, "at_capacity"), (hang_up, "closed 1011"), (forget, "not stopped")):
+        async with listening(answer) as url:
+            found = await bench.live_load.run({**job(bench, tmp_path, url, 0.4, callers=1), "grace_s": 0.5})
+        assert found["callers"][0]["error"].startswith(error)
+        assert bench.live_report.error_of(found["callers"][0])
+    nobody = await bench.live_load.run(job(bench, tmp_path, "ws://127.0.0.1:9/", 0.4, callers=1))
+    assert nobody["callers"][0]["error"].startswith("no connection")
+
+
+async def test_a_server_that_does_not_read_is_felt(bench: SimpleNamespace, tmp_path: Path) -> None:
+    """As soon as what the system keeps for it is full, packets are late, and go on being due."""
+
+    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        key = head.partition(b"Sec-WebSocket-Key: ")[2].split(b"\r\n")[0]
+        accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+        writer.write(
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Accept: " + accept + b"\r\n\r\n"
+        )
+        text = b'{"event":"started"}'
+        writer.write(bytes([0x81, len(text)]) + text)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await over.wait()
+        writer.transport.abort()
+
+    over, listener = asyncio.Event(), socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    listener.bind(("127.0.0.1", 0))
+    server = await asyncio.start_server(slow, sock=listener, limit=4_096)
+    async with server:
+        url = f"ws://127.0.0.1:{listener.getsockname()[1]}/"
+        try:
+            found = await bench.live_load.run({**job(bench, tmp_path, url, 3.0, callers=1), "grace_s": 1.0})
+        finally:
+            over.set()
+    one = found["callers"][0]
+    assert one["error"].startswith("not stopped")
+    assert len(one["moments_s"]) < 30
+
+
+def test_peers_are_fed_in_real_time(
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that needs half a second for each packet falls behind, and is given up."""
+    threads: set[int] = set()
+
+    class Slow:
+        notes = "slow"
+
+        def open(self) -> Any:
+            return self
+
+        def feed(self, pcm: Any) -> Any:
+            threads.add(threading.get_ident())
+            time.sleep(0.5 if len(threads) > 1 else 0.0)  # the first is the warm-up
+            return message(f"{len(pcm)}")
+
+        def finish(self) -> Any:
+            return message("", ("done", 0, 400))
+
+    monkeypatch.setitem(bench.live_peers.MAKERS, "slow", Slow)
+    monkeypatch.setattr(bench.live_peers, "GIVE_UP_S", 1.0)
+    found = bench.live_peers.run({**job(bench, tmp_path, "", 4.0), "peer": "slow"})
+    assert len(threads) == 3
+    assert {bench.live_report.error_of(one) for one in found["callers"]} == {"given up"}
+    for one in found["callers"]:
+        assert one["moments_s"] == pytest.approx(
+            [one["begun_s"] + 0.1 * (place + 1) for place in range(len(one["moments_s"]))], abs=0.1
+        )
+        assert len(one["moments_s"]) < 10
+    assert max(one["waits_ms"][-1] for one in found["callers"]) > 1_000
+
+
+def test_a_peer_that_is_not_installed_says_so(bench: SimpleNamespace, tmp_path: Path) -> None:
+    assert "not installed" in bench.live_peers.run({**job(bench, tmp_path, "", 0.1), "peer": "vosk"})["skipped"]
+
+
+def test_moonshines_own_streams(bench: SimpleNamespace, packaged_speech: Path, tmp_path: Path) -> None:
+    sound = bench.clips.decode(packaged_speech / "beckett.wav")[: 4 * S]
+    work = job(bench, tmp_path, "", 4.0, callers=1)
+    bench.live_speech.save(Path(work["clips"]), [(sound * 32_767).astype(np.int16)])
+    found = bench.live_peers.run({**work, "peer": "moonshine-voice"})
+    (one,) = found["callers"]
+    assert one["error"] is None
+    assert any(told["partial"] for _, told in one["messages"])
+    assert any(told["sentences"] for _, told in one["messages"])
+    assert found["server_cpu"] > 0

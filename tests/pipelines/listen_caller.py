@@ -1,0 +1,180 @@
+"""One live caller, driven as a server drives it; whatever it is told must be consistent at all times."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.loop import Loop
+from asr_serve.library import Model
+from asr_serve.pipelines.listen import Event, Finished, Listening, ListenOptions, Partial, SegmentDone
+from asr_serve.types import Segment
+
+RATE_HZ = 16_000
+WAIT_S = 60.0
+"""Longer than any answer takes; only a hang reaches it."""
+Said = list[tuple[int, int, str]]
+
+
+def hurried() -> Callable[[], float]:
+    """A clock by which a minute has passed whenever it is read: every partial that may be asked for is."""
+    return map(float, itertools.count(0, 60)).__next__
+
+
+def still() -> float:
+    """A clock that stands: no partial but the first of a segment."""
+    return 0.0
+
+
+class Caller:
+    """Puts, hears, and checks each event against those before."""
+
+    def __init__(self, model: Model, clock: Callable[[], float] | None = None, **options: object) -> None:
+        self.bell = threading.Event()
+        arguments = () if clock is None else (clock,)
+        self.listening = Listening(
+            model._client, model._text, ListenOptions.of(options), self.bell.set, *arguments
+        )
+        self.segments: list[Segment] = []
+        self.partials: list[Partial] = []
+        self.finished: Finished | None = None
+        self.locked = ""
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.listening.close()
+
+    @property
+    def said(self) -> Said:
+        return [(s.start_samples, s.end_samples, s.text) for s in self.segments]
+
+    @property
+    def text(self) -> str:
+        return " ".join(s.text for s in self.segments)
+
+    def advance(self) -> list[Event]:
+        self.bell.clear()
+        events = self.listening.advance()
+        for event in events:
+            self._take(event)
+        return events
+
+    def answer(self) -> None:
+        """Wait for the engine and hear it."""
+        assert self.bell.wait(WAIT_S), "nobody wakes this caller any more"
+        self.advance()
+
+    def put(self, pcm: np.ndarray) -> None:
+        while self.listening.full:
+            self.answer()
+        self.listening.put(pcm)
+        self.advance()
+
+    def finish(self) -> None:
+        self.listening.finish()
+        self.advance()
+        while self.finished is None:
+            self.answer()
+        assert self.listening.advance() == []
+        assert self.finished.duration_samples == self.listening.received_samples
+
+    def _take(self, event: Event) -> None:
+        assert self.finished is None, "something follows the end"
+        received = self.listening.received_samples
+        match event:
+            case SegmentDone(segment=segment):
+                before = self.segments[-1].end_samples if self.segments else 0
+                assert before <= segment.start_samples < segment.end_samples <= received
+                assert segment.text == segment.text.strip() != ""
+                assert segment.text.startswith(self.locked), (self.locked, segment.text)
+                self.segments.append(segment)
+                self.locked = ""
+            case Partial():
+                assert event.start_samples <= event.heard_samples
+                assert event.start_samples >= (self.segments[-1].end_samples if self.segments else 0)
+                assert event.fixed.startswith(self.locked), (self.locked, event.fixed)
+                assert event.fixed == event.fixed.strip()
+                self.locked = event.fixed
+                self.partials.append(event)
+            case Finished():
+                assert not self.locked, "locked words that no segment says"
+                self.finished = event
+
+
+def packets(pcm: np.ndarray, sizes: Iterable[int]) -> Iterator[np.ndarray]:
+    """`pcm` in packets of these sizes, again and again."""
+    at = 0
+    for size in itertools.cycle(sizes):
+        if at >= len(pcm):
+            return
+        yield pcm[at : at + size]
+        at += size
+
+
+def hear(
+    model: Model,
+    pcm: np.ndarray,
+    sizes: Iterable[int] = (1 << 40,),
+    clock: Callable[[], float] | None = None,
+    **options: object,
+) -> Caller:
+    """Everything that is said, from `put` to the end."""
+    with Caller(model, clock, **options) as caller:
+        for packet in packets(pcm, sizes):
+            caller.put(packet)
+        caller.finish()
+    return caller
+
+
+def on_loop(client: EngineClient, work: Callable[[Loop], object]) -> None:
+    """Have the loop's thread do it, and wait."""
+    done = threading.Event()
+    failed: list[BaseException] = []
+
+    def job(loop: Loop) -> None:
+        try:
+            work(loop)
+        except BaseException as failure:
+            failed.append(failure)
+        done.set()
+
+    client.link.call(job)
+    assert done.wait(WAIT_S)
+    if failed:
+        raise failed[0]
+
+
+def expect_empty(client: EngineClient) -> None:
+    """No request, page, slot or session is held by anybody."""
+
+    def look(loop: Loop) -> None:
+        loop.check()
+        assert (len(loop.utterances), len(loop.planner), len(loop.listeners)) == (0, 0, 0)
+
+    on_loop(client, look)
+    told = client.describe()
+    assert {k: told[k] for k in ("requests", "sessions", "pages_used", "sessions_used")} == {
+        "requests": 0,
+        "sessions": 0,
+        "pages_used": 0,
+        "sessions_used": 0,
+    }
+
+
+def plain(text: str) -> list[str]:
+    """Words as compared: no case, no marks."""
+    words = ("".join(c for c in word if c.isalnum()) for word in text.casefold().replace("-", " ").split())
+    return [word for word in words if word]
+
+
+def speech_of(folder: Path, name: str) -> np.ndarray:
+    from asr_serve.audio import read_audio
+
+    return read_audio(folder / name)

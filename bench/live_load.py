@@ -135,14 +135,17 @@ async def run(job: Job) -> dict[str, Any]:
     opened_s = clock.time() + CONNECT_S + 0.5
     lines = [Line(opened_s + at_s, pcm, job) for at_s, pcm in zip(begins, sounds, strict=True)]
     await asyncio.sleep(opened_s - clock.time() - CONNECT_S)
-    cpu_s, theirs_s, wall_s = time.process_time(), tree_cpu_s(job["pid"]), clock.time()
+    used_s, cpu_s, theirs_s = live_speech.machine_cpu_s(), time.process_time(), tree_cpu_s(job["pid"])
+    wall_s = clock.time()
     await asyncio.gather(*(line.run() for line in lines))
     wall_s = clock.time() - wall_s
+    cpu_s, theirs_s = time.process_time() - cpu_s, tree_cpu_s(job["pid"]) - theirs_s
     return {
         "callers": [line.heard(opened_s) for line in lines],
         "wall_s": wall_s,
-        "load_cpu": (time.process_time() - cpu_s) / wall_s,
-        "server_cpu": (tree_cpu_s(job["pid"]) - theirs_s) / wall_s,
+        "load_cpu": cpu_s / wall_s,
+        "server_cpu": theirs_s / wall_s,
+        "others_cpu": (live_speech.machine_cpu_s() - used_s - cpu_s - theirs_s) / wall_s,
         "rss_mib": sum(machine.peak_mib(str(pid)) for pid in tree(job["pid"])),
     }
 

@@ -228,17 +228,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     lines = [(system.open(), live_speech.stream(caller, clips)) for caller in callers]
     opened_s, over = time.monotonic() + 0.5, threading.Event()
     calls = [Call(line, pcm, opened_s + at_s, over) for (line, pcm), at_s in zip(lines, begins, strict=True)]
-    cpu_s, wall_s = time.process_time(), time.monotonic()
+    used_s, cpu_s, wall_s = live_speech.machine_cpu_s(), time.process_time(), time.monotonic()
     for call in calls:
         call.thread.start()
     for call in calls:
         call.thread.join()
-    wall_s = time.monotonic() - wall_s
+    cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
     return {
         "callers": [call.heard(opened_s) for call in calls],
         "wall_s": wall_s,
         "load_cpu": None,
-        "server_cpu": (time.process_time() - cpu_s) / wall_s,
+        "server_cpu": cpu_s / wall_s,
+        "others_cpu": (live_speech.machine_cpu_s() - used_s - cpu_s) / wall_s,
         "rss_mib": machine.peak_mib(),
         "notes": system.notes,
     }

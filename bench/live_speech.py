@@ -6,6 +6,7 @@ Silero says of a clip holds wherever it is spoken. Imports numpy and no more: pe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -116,6 +117,15 @@ class Pace:
         self.waits_s.append(returned_s - moment)
         self.lags_s.append(moment - due)
         self._free_s = returned_s
+
+
+def machine_cpu_s() -> float:
+    """Processor seconds that everything on the machine has used; 0 where there is no /proc."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, *_ = map(int, stat.read_text().split("\n", 1)[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def save(path: Path, clips: Sequence[Pcm]) -> None:

@@ -111,12 +111,13 @@ def test_values_arrive(text: bytes) -> None:
 def test_steps_need_no_look_up_and_start_at_zero() -> None:
     """A series that begins with its first event hides that event from `rate`."""
     metrics = EngineMetrics("m")
-    for stage in ("vad", "encode", "decode"):
+    stages = ("vad", "encode", "verify", "decode")
+    for stage in stages:
         metrics.step[stage].observe(0.5)
     found = families(metrics.text())
     assert {sample.value for sample in found["asr_serve_failed_steps_total"].samples} == {0}
     sums = {s.labels["stage"]: s.value for s in found["asr_serve_step_seconds"].samples if s.name.endswith("_sum")}
-    assert sums == {"vad": 0.5, "encode": 0.5, "decode": 0.5}
+    assert sums == dict.fromkeys(stages, 0.5)
 
 
 @pytest.mark.parametrize(

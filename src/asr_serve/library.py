@@ -18,7 +18,9 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import LocalLink, local
 from asr_serve.engine.parts import Checkpoint
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
-from asr_serve.streaming import Chunks, Stream, StreamOptions, one_source
+from asr_serve.streaming.chunks import Chunks, one_source
+from asr_serve.streaming.results import StreamOptions
+from asr_serve.streaming.stream import Stream
 from asr_serve.types import Transcript
 
 
@@ -88,13 +90,12 @@ class Model:
                 stream.close()
 
     def stream(self, source: Source | Chunks, **options: Any) -> Stream:
-        """Text while the audio comes: a StreamResult for every `chunk_ms` of it, and a final one. Read it with `for`
-        or `async for`; nothing happens before.
+        """Text while the audio comes: a StreamResult for every `chunk_ms` of it, and a final one. Read it with
+        `for` or `async for`; nothing happens before.
 
-        source: what `transcribe` takes one of, or chunks of it, from a plain or an asynchronous iterable: (n,) int16
-        or float arrays at `rate_hz` (16 kHz), or bytes of PCM16. options: the fields of StreamOptions and of
-        ListenOptions. The text of the final result depends on the audio and on ListenOptions, not on how the
-        audio came, nor on `chunk_ms`.
+        source: one input as for `transcribe`; or its chunks, from a plain or an asynchronous iterable: (n,)
+        int16 or float arrays at `rate_hz` (16 kHz), or bytes of PCM16. options: the fields of StreamOptions and
+        of ListenOptions. The final text depends on the audio and ListenOptions, not on how the audio was cut.
 
         Raises OptionError, UnsupportedAudio; reading it raises AtCapacity, EngineClosed, and the source's errors.
         """

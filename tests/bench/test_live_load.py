@@ -101,6 +101,7 @@ async def test_callers_speak_in_real_time(bench: SimpleNamespace, tmp_path: Path
         assert [when for when, _ in one["messages"]] == sorted(when for when, _ in one["messages"])
     assert 1.25 < found["wall_s"] < 6
     assert 0 < found["load_cpu"] < 1
+    assert -0.1 < found["others_cpu"] < os.cpu_count()
 
 
 async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) -> None:

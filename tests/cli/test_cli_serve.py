@@ -56,7 +56,8 @@ def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
     file = tmp_path / "more.toml"
     file.write_text("port = 1\nmax_models = 3\nlog_level = 'debug'")
     result = invoke(
-        *("--config", str(file), "--host", "::1", "--port", "0", "--model", "a", "--model", "b", "-m", "c"),
+        *("--config", str(file), "--host", "::1", "--port", "0", "--realtime-port", "10095"),
+        *("--model", "a", "--model", "b", "-m", "c"),
         *("--alias", "x=a", "--alias", "y=b", "--device", "cpu", "--dtype", "fp32", "--weights", "folder"),
         *("--api-key", "k1", "--api-key", "k2", "--admin-key", "k3", "--max-concurrent", "5"),
         *("--log-format", "json", "--otel-endpoint", "http://here:4318"),
@@ -66,6 +67,7 @@ def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
     expected = ServeConfig(
         host="::1",
         port=0,
+        realtime_port=10_095,
         model="a",
         more_models=("b", "c"),
         aliases={"x": "a", "y": "b"},

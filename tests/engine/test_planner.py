@@ -237,3 +237,123 @@ def test_a_class_that_was_idle_has_saved_nothing_up(idle, drained):
 def test_planning_needs_no_torch():
     code = "import sys, asr_serve.engine.planner; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- callers on line ------------------------------------------------------------------------------
+
+
+def test_live_goes_before_interactive_before_bulk():
+    plans = planner(max_decode_rows=1)
+    for number, priority in enumerate(("bulk", "interactive", "live")):
+        plans.add(waiting(number, priority=priority, at=float(number)))
+    assert [plans.plan(1, PAGES) for _ in range(3)] == [[2], [1], [0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.floats(0, 5_000), st.none() | st.integers(0, 4_000)), min_size=1)
+)
+def test_live_requests_go_by_how_soon_they_are_wanted(asked):
+    plans = planner(max_decode_rows=1)
+    known = [
+        Waiting(number, frames, 4, "live", at, within_ms) for number, (frames, at, within_ms) in enumerate(asked)
+    ]
+    for request in known:
+        plans.add(request)
+    order = [i for _ in known for i in plans.plan(1, PAGES)]
+    assert order == [r.id for r in sorted(known, key=lambda r: (r.deadline_ms, r.id))]
+
+
+def test_a_request_that_says_nothing_is_wanted_as_its_class_is():
+    assert waiting(0, priority="live", at=7.0).deadline_ms == 7.0 + DEADLINE_MS["live"]
+    assert Waiting(0, 1, 1, "live", 7.0, 0).deadline_ms == 7.0
+    assert list(DEADLINE_MS) == ["live", "interactive", "bulk"], "the most urgent first"
+    assert list(DEADLINE_MS.values()) == sorted(DEADLINE_MS.values())
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_three_classes_get_their_shares(rows):
+    plans, luck = planner(live_share=0.8, interactive_share=0.75), random.Random(3)
+    known: dict[int, Waiting] = {}
+    served = dict.fromkeys(DEADLINE_MS, 0)
+    counts = dict.fromkeys(DEADLINE_MS, 0)
+    for step in range(1_500):
+        for priority in DEADLINE_MS:
+            while counts[priority] < 30:
+                known[len(known)] = waiting(len(known), luck.randint(40, 400), priority, float(step))
+                plans.add(known[len(known) - 1])
+                counts[priority] += 1
+        for i in plans.plan(rows, 10_000):
+            counts[known[i].priority] -= 1
+            served[known[i].priority] += known[i].frames
+    shares = {p: served[p] / sum(served.values()) for p in served}
+    assert shares == pytest.approx({"live": 0.8, "interactive": 0.15, "bulk": 0.05}, abs=0.03)
+
+
+def test_callers_who_never_stop_starve_nobody():
+    """There is always a live request more; the others are through within their shares."""
+    plans, known = planner(max_decode_rows=1), {}
+
+    def add(priority: str) -> None:
+        known[len(known)] = waiting(len(known), priority=priority, at=float(len(known)))
+        plans.add(known[len(known) - 1])
+
+    for priority in ("bulk", "interactive"):
+        add(priority)
+    order = []
+    for _ in range(120):
+        add("live")
+        order += [known[i].priority for i in plans.plan(1, PAGES)]
+    assert order.index("interactive") < 15
+    assert order.index("bulk") < 60
+    assert order.count("live") == 118
+
+
+def test_what_is_kept_is_for_live_requests_alone():
+    plans = planner()
+    for number in range(12):
+        plans.add(waiting(number, pages=5))
+    assert len(plans.plan(ROWS, PAGES, kept=(ROWS // 4, 0))) == ROWS - ROWS // 4
+    assert len(plans) == 0
+    for number in range(20, 30):
+        plans.add(waiting(number, priority="interactive", pages=5))
+    assert len(plans.plan(ROWS, 40, kept=(0, 20))) == 4
+    assert plans.plan(2, 40, kept=(2, 0)) == []
+    for number in range(40, 50):
+        plans.add(waiting(number, priority="live", pages=5))
+    batch = plans.plan(2, 40, kept=(2, 40))
+    assert len(batch) == 2
+    assert all(i >= 40 for i in batch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.sampled_from(list(DEADLINE_MS)), st.integers(1, 40)), max_size=40),
+    st.integers(0, ROWS),
+    st.integers(0, PAGES),
+    st.integers(0, ROWS),
+    st.integers(0, PAGES),
+)
+def test_files_never_take_what_is_kept(asked, rows, pages, kept_rows, kept_pages):
+    plans = planner()
+    known = {n: waiting(n, frames, p, float(n), pages=need) for n, (frames, p, need) in enumerate(asked)}
+    for request in known.values():
+        plans.add(request)
+    for _ in range(len(asked) + 1):
+        batch = [known[i] for i in plans.plan(rows, pages, kept=(kept_rows, kept_pages))]
+        assert len(batch) <= rows
+        assert sum(r.pages for r in batch) <= pages
+        files = [r for r in batch if r.priority != "live"]
+        assert not files or len(files) <= rows - kept_rows
+        assert not files or sum(r.pages for r in files) <= pages - kept_pages
+
+
+@pytest.mark.parametrize("kept", [(0, 0), (4, 20)])
+def test_a_file_that_has_no_room_yet_does_not_hold_callers_up(kept):
+    plans = planner()
+    plans.add(waiting(0, priority="live", pages=4))
+    assert plans.plan(ROWS, PAGES) == [0]
+    plans.add(waiting(1, pages=100))  # due, for bulk has had nothing
+    plans.add(waiting(2, priority="live", pages=4))
+    assert plans.plan(ROWS, 60, kept=kept) == [2]
+    assert plans.plan(ROWS, 120, kept=kept) == [1], "and is served when there is"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import numpy as np
 
+from asr_serve.engine.cadence import Cadence
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.loop import Loop
 from asr_serve.library import Model
@@ -37,6 +37,8 @@ class Caller:
     def __init__(self, model: Model, clock: Callable[[], float] | None = None, **options: object) -> None:
         self.bell = threading.Event()
         arguments = () if clock is None else (clock,)
+        # On a busy machine one slow answer would have the next caller refused.
+        model._client.cadence = Cadence()
         self.listening = Listening(
             model._client, model._text, ListenOptions.of(options), self.bell.set, *arguments
         )
@@ -65,6 +67,12 @@ class Caller:
         for event in events:
             self._take(event)
         return events
+
+    def settle(self) -> None:
+        """Until the engine has nothing of this caller's under way."""
+        listening = self.listening
+        while listening._hearing is not None or any(each.job for each in listening._segments):
+            self.answer()
 
     def answer(self) -> None:
         """Wait for the engine and hear it."""
@@ -123,12 +131,16 @@ def hear(
     pcm: np.ndarray,
     sizes: Iterable[int] = (1 << 40,),
     clock: Callable[[], float] | None = None,
+    *,
+    in_step: bool = False,
     **options: object,
 ) -> Caller:
-    """Everything that is said, from `put` to the end."""
+    """Everything that is said, from `put` to the end. `in_step`: each packet is answered before the next."""
     with Caller(model, clock, **options) as caller:
         for packet in packets(pcm, sizes):
             caller.put(packet)
+            if in_step:
+                caller.settle()
         caller.finish()
     return caller
 
@@ -172,9 +184,3 @@ def plain(text: str) -> list[str]:
     """Words as compared: no case, no marks."""
     words = ("".join(c for c in word if c.isalnum()) for word in text.casefold().replace("-", " ").split())
     return [word for word in words if word]
-
-
-def speech_of(folder: Path, name: str) -> np.ndarray:
-    from asr_serve.audio import read_audio
-
-    return read_audio(folder / name)

@@ -89,7 +89,12 @@ def test_events():
     assert funasr_live.STOPPED == '{"event":"stopped"}'
     assert funasr_live.language_set("中文") == '{"event":"language_set","language":"中文"}'
     told = json.loads(funasr_live.hotwords_set(["a", "b"]))
-    assert told == {"event": "hotwords_set", "hotwords": ["a", "b"], "used": False, "message": funasr_live.NOT_USED}
+    assert told == {
+        "event": "hotwords_set",
+        "hotwords": ["a", "b"],
+        "used": False,
+        "message": funasr_live.NOT_USED,
+    }
     assert json.loads(funasr_live.error("at_capacity", "full", 200)) == {
         "event": "error",
         "code": "at_capacity",

@@ -132,6 +132,37 @@ async def test_draining_lets_those_inside_finish():
     await asyncio.wait_for(waiting, 1)
 
 
+# --- live sessions ----------------------------------------------------------------------------------------
+
+
+def test_seats_are_counted_apart_from_work_and_share_a_keys_limit():
+    gate = Gate(ServeConfig(max_concurrent=2, max_live_sessions=2, concurrent_per_key=2), Clock())
+    one, two, three = Caller("key-1"), Caller("key-2"), Caller("key-3")
+    with ExitStack() as inside:
+        inside.enter_context(gate.visit(one, live=True))
+        inside.enter_context(gate.visit(one, work=True))
+        with pytest.raises(AtCapacity, match="with this key"), gate.visit(one, live=True):
+            pass
+        inside.enter_context(gate.visit(two, live=True))
+        with pytest.raises(AtCapacity, match="2 WebSockets are open"), gate.visit(three, live=True):
+            pass
+        inside.enter_context(gate.work())
+        assert (gate.working, gate.live, gate.inside) == (2, 2, 3)
+        with pytest.raises(AtCapacity, match="2 requests"), gate.work():
+            pass
+    assert (gate.working, gate.live, gate.inside) == (0, 0, 0)
+
+
+def test_who_wants_to_know_of_the_drain_is_told_even_if_late():
+    gate, told = Gate(ServeConfig(), Clock()), []
+    with gate.warned(lambda: told.append("one")):
+        with gate.warned(lambda: told.append("gone")):
+            pass
+        gate.drain()
+        with gate.warned(lambda: told.append("late")):
+            assert told == ["one", "late"]
+
+
 # --- over the real server -----------------------------------------------------------------------------
 
 

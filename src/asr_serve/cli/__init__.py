@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asr_serve.cli import doctor, models, serve, transcribe
+from asr_serve.cli import doctor, listen, models, serve, transcribe
 from asr_serve.cli.exits import INTERRUPTED
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ def top(
     \b
       asr-serve transcribe talk.mp3              print what was said
       asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
+      asr-serve listen talk.mp3 --real-time      words while they are spoken
       asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
       asr-serve models list                      which models there are
       asr-serve doctor                           this machine, what is missing
@@ -49,6 +50,7 @@ def top(
 
 
 app.command("transcribe", no_args_is_help=True)(transcribe.transcribe)
+app.command("listen", no_args_is_help=True)(listen.listen)
 app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)

@@ -47,7 +47,7 @@ from asr_serve.vad.schedule import STREAMING, SilenceSchedule
 LIVE_SEGMENT_MS = 16_000
 """The longest segment: what is open is heard again for every partial."""
 LOCK_MS = 1_920
-"""Between two anchors: what more than this adds nothing to is certain."""
+"""Between two anchors."""
 MOST_AHEAD_SAMPLES = units.s_to_samples(60)
 """Audio that may be put and is not yet in a segment that is done."""
 SEGMENTS_AHEAD = 4
@@ -71,7 +71,7 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     partial_ms: int = 480
     """Time between two partials; longer when the engine has much to do."""
     lock_ms: int = LOCK_MS
-    """Time between two anchors: words are locked one to two of these after they were spoken."""
+    """Time between two anchors: words are locked two to three of these after they were spoken."""
     silence_schedule: SilenceSchedule | None = None
     max_segment_ms: int | None = None
     """Cut segments shorter, or let them grow longer, up to the model's own limit. None: LIVE_SEGMENT_MS."""
@@ -187,6 +187,11 @@ class Listening:
         """Audio that was put and is neither in a segment that is done nor known to be silence."""
         done = self._segments[0].start if self._segments else self._now
         return max(0, self.received_samples - done)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way: there is no news before more is put."""
+        return self._hearing is None and all(each.job is None for each in self._segments)
 
     def advance(self) -> list[Event]:
         """Take what the engine has answered, ask for what is next; returns what is new.
@@ -327,19 +332,15 @@ class Listening:
     def _ask_partial(self, each: Hypotheses) -> None:
         pause = self._endpointer.pause_from_samples
         quiet_from = self._now if pause is None else pause + self._pad_after
-        early = pause is not None and self._now >= quiet_from and each.joined
         end = min(self._now, quiet_from)
-        first = not each.tokens and each.heard == each.start
-        news = end - each.heard
-        waited_ms = 1_000 * (self._clock() - self._asked_s)
-        if early and (each.early is None or each.early[0].end_samples != end):
-            due = waited_ms >= self._client.cadence.interval_ms(self._options.partial_ms)
-        elif first:
-            due = news >= self._partial
-        else:
-            wait_ms = self._client.cadence.interval_ms(self._options.partial_ms)
-            due = pause is None and news >= self._partial and waited_ms >= wait_ms
-        if due:
+        early = pause is not None and self._now >= quiet_from and each.joined
+        if early:
+            if each.early is not None and each.early[0].end_samples == end:
+                return
+        elif pause is not None or end - each.heard < self._partial:
+            return
+        wait_ms = self._client.cadence.interval_ms(self._options.partial_ms)
+        if each.heard == each.start or 1_000 * (self._clock() - self._asked_s) >= wait_ms:
             self._submit(each, "early" if early else "partial", Span(each.audio_from, end))
 
     def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1) -> None:

@@ -19,6 +19,8 @@ DESCRIPTION = """\
 Speech in, text out. Clients of OpenAI's transcription API and of FunASR's `POST /asr` work as they are.
 
 Errors have OpenAI's shape on every route; every answer carries `x-request-id`.
+
+FunASR's WebSockets, at `/` and `/ws`, are beyond what this document can describe.
 """
 TAGS = [
     {"name": "Transcription", "description": "Audio to text."},

@@ -187,7 +187,7 @@ class Replies:
     async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = visit_of(scope)
         await receive()
-        await send({"type": "websocket.accept", "headers": [(b"x-request-id", visit.request_id.encode())]})
+        await send({"type": "websocket.accept"})
         visit.status = SWITCHING
         try:
             await self.app(scope, receive, send)

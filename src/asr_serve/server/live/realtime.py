@@ -45,28 +45,6 @@ class Arrivals:
         return found
 
 
-class Bell:
-    """Calls from any thread to sessions on the event loop. The engine answers many at once: one call wakes the loop for
-    all of them."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._called: deque[asyncio.Event] = deque()
-        self._rung = False
-
-    def call(self, session: asyncio.Event) -> None:
-        self._called.append(session)
-        if not self._rung:
-            self._rung = True
-            self._loop.call_soon_threadsafe(self._answer)
-
-    def _answer(self) -> None:
-        self._rung = False  # first: who calls from now on rings again
-        while self._called:
-            self._called.popleft().set()
-
-
-BELLS = {}
 class Realtime:
     """A Hearing over `pipelines/listen`. `wake` may be called from any thread, the rest from the event loop's."""
 
@@ -83,7 +61,7 @@ class Realtime:
     ) -> None:
         """`using`: the engine's, held until `close`. Raises what Listening does."""
         self.language = options.language or client.card.languages[0]
-        self._bell = BELLS.setdefault(1, None) or BELLS.update({1:Bell()}) or BELLS[1]
+        self._loop = asyncio.get_running_loop()
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
         self._called = self._finished = False
         self._outbox, self._meter = outbox, meter
@@ -134,7 +112,7 @@ class Realtime:
     def _wake(self) -> None:
         if not self._called:
             self._called = True
-            self._bell.call(self._awake)
+            self._loop.call_soon_threadsafe(self._awake.set)
 
     def _advance(self) -> None:
         news = False

@@ -94,6 +94,8 @@ class Talk:
         self._session: asyncio.Task[None] | None = None
         self._finishing = self._blocked = self._told_deaf = False
         self._language: str | None = None
+        self.hotwords: tuple[str, ...] = ()
+        """As they came last; no model here can use them yet."""
         self._pcm = Pcm16()
         self._heard_s = self._began_s = self._loop.time()
         self._ending: BaseException | None = None
@@ -181,7 +183,7 @@ class Talk:
     async def _audio(self, frame: bytes) -> None:
         hearing = self._hearing
         if hearing is None or self._finishing:
-            if not self._told_deaf:
+            if not self._told_deaf and self._ending is None:
                 self._told_deaf = True
                 raise OutOfTurn(
                     "audio came while no session is open",
@@ -189,13 +191,13 @@ class Talk:
                     "send START first",
                 )
             return
+        pcm = memoryview(self._pcm.whole(frame))  # of one that is dropped, too: it may end in half a sample
         if len(frame) > self._limits.frame_bytes:
             raise AudioTooLarge(
                 f"a frame of {len(frame)} bytes came",
                 f"up to {self._limits.frame_bytes} are allowed; this one is dropped, and its words are lost",
                 "send audio in smaller frames, like 100 ms",
             )
-        pcm = memoryview(self._pcm.whole(frame))
         while pcm and not self._finishing:
             if hearing.full:
                 await self._wait(hearing.room())
@@ -217,6 +219,7 @@ class Talk:
                 await self._speak(code)
                 self._outbox.say(funasr_live.language_set(name))
             case Hotwords(words):
+                self.hotwords = words
                 self._outbox.say(funasr_live.hotwords_set(words))
 
     async def _start(self) -> None:

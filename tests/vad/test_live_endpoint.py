@@ -1,4 +1,4 @@
-"""What a live caller asks an endpointer besides its spans: what is open, since when it pauses, whether it was torn."""
+"""What a live caller asks an endpointer besides spans: what is open, since when it pauses, whether it was torn."""
 
 from __future__ import annotations
 

@@ -47,6 +47,7 @@ def busy_server() -> ServerMetrics:
     live.dropped.inc()
     for model in MODELS:
         metrics.engine_up.labels(model).set_function(lambda: 1)
+        metrics.live_turnaround.labels(model).set(0.12)
         metrics.engine_restarts.labels(model).inc()
         metrics.ring_slots.labels(model).set(1_024)
         metrics.ring_depth.labels(model).set_function(lambda: 2)

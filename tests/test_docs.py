@@ -126,7 +126,10 @@ def here(request: pytest.FixtureRequest) -> Callable[[str], str]:
     """An example, made to ask our server where it asks one."""
 
     def rewritten(example: str) -> str:
-        return example.replace(ADDRESS, request.getfixturevalue("address")) if ADDRESS in example else example
+        host = ADDRESS.removeprefix("http://")
+        if host not in example:
+            return example
+        return example.replace(host, request.getfixturevalue("address").removeprefix("http://"))
 
     return rewritten
 

@@ -167,10 +167,14 @@ class ServerMetrics:
         )
         self.live_final = histogram(
             "asr_serve_live_final_seconds",
-            "Time from the arrival of a sentence's last audio to its locked text; the pause that ends a sentence "
-            "is part of it.",
+            "Time from the arrival of the audio that decided a sentence's end to its locked text.",
             ("route",),
             buckets=WAIT_S,
+        )
+        self.live_turnaround = gauge(
+            "asr_serve_live_turnaround_seconds",
+            "Mean time that a live caller's request took lately, in and out of the engine.",
+            ("model",),
         )
         self.live_dropped = counter(
             "asr_serve_live_dropped_partials_total",
@@ -201,6 +205,7 @@ class ServerMetrics:
         """Of a model that is not loaded any more."""
         for metric in (
             self.engine_up,
+            self.live_turnaround,
             self.engine_restarts,
             self.ring_slots,
             self.ring_depth,

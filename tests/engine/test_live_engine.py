@@ -299,9 +299,6 @@ def hear(
     listening = Listening(client, text, ListenOptions.of(options), bell.set, clock)
     next_size = itertools.cycle(sizes).__next__
 
-    def busy() -> bool:
-        return listening._hearing is not None or any(each.job for each in listening._segments)
-
     def take() -> bool:
         nonlocal locked
         bell.clear()
@@ -336,7 +333,7 @@ def hear(
             else:
                 assert bell.wait(HANG_S), "nothing is under way, and it is not finished"
             done = take()
-            while not done and in_step and busy():
+            while not done and in_step and not listening.idle:
                 assert bell.wait(HANG_S)
                 done = take()
             if done:
@@ -363,7 +360,7 @@ def callers(draw: st.DrawFn) -> tuple[np.ndarray, dict[str, object], list[int]]:
     return pcm, options, draw(st.lists(st.sampled_from([1, 100, 512, 1_600, 5_000]), min_size=5, max_size=5))
 
 
-LOUD, FAINT = [(inf, 0)], [(inf, 30)]
+AT_ONCE, SOON = [(inf, 0)], [(inf, 30)]
 TORN = {"lock_ms": 1_920, "partial_ms": 480}
 
 
@@ -373,12 +370,12 @@ TORN = {"lock_ms": 1_920, "partial_ms": 480}
 @example(
     (
         sound([0.9] * 31 + [0.0] * 2 + [0.9] * 40),
-        {**TORN, "max_segment_ms": 1_000, "silence_schedule": FAINT},
+        {**TORN, "max_segment_ms": 1_000, "silence_schedule": SOON},
         [512],
     )
 )
 @example(
-    (sound([0.9] * 62 + [0.0] + [0.9] * 9), {**TORN, "max_segment_ms": 2_000, "silence_schedule": LOUD}, [512])
+    (sound([0.9] * 62 + [0.0] + [0.9] * 9), {**TORN, "max_segment_ms": 2_000, "silence_schedule": AT_ONCE}, [512])
 )
 @example((sound([1.0] + [0.4] * 200 + [0.0] * 90), {"lock_ms": 200, "max_segment_ms": 5_000}, [512]))
 def test_words_and_times_depend_on_the_audio_alone(scripted, case):

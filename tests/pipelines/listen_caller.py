@@ -70,8 +70,7 @@ class Caller:
 
     def settle(self) -> None:
         """Until the engine has nothing of this caller's under way."""
-        listening = self.listening
-        while listening._hearing is not None or any(each.job for each in listening._segments):
+        while not self.listening.idle:
             self.answer()
 
     def answer(self) -> None:

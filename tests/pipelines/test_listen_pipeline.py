@@ -256,7 +256,7 @@ def test_what_opened_on_noise_and_came_to_nothing_is_taken_back(model, beckett, 
     """A partial that no segment follows ends with an empty one."""
     monkeypatch.setattr(listen, "speech", lambda heard: False)
     with Caller(model, hurried()) as caller:
-        caller.put(beckett[: int(1.3 * RATE_HZ)])
+        caller.put(beckett[: int(1.1 * RATE_HZ)])
         caller.settle()
         caller.put(silence(3))
         caller.settle()

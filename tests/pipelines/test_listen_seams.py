@@ -1,7 +1,7 @@
 """Sentences joined with pauses, live: no word is lost or doubled where one ends and the next begins.
 
-The model itself hears some seams differently when their surroundings differ, also in a file. A seam is bad when words
-at it are missing or too many live, and the same joined audio as a file has them right.
+The model itself hears some seams differently when their surroundings differ, also in a file. A seam is bad when
+words at it are missing or too many live, and the same joined audio as a file has them right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ JOINED = 3
 """Sentences in one go."""
 MOST_S = 9
 """Of a sentence: more seams in the same time."""
-SENTENCES = 24
+SENTENCES = 36
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,8 @@ OVERLAP_MS = 1_200
 enough to see where one ends and the other begins."""
 OVERLAP_SAMPLES = units.ms_to_samples(OVERLAP_MS)
 AGREEING = 3
-"""Anchors in a row that lock what they agree on. Chosen on untranscribed LibriSpeech training speech: with two, more
-than twice as many words of the transcripts were others than without locking."""
+"""Anchors in a row that lock what they agree on. Chosen on untranscribed LibriSpeech training speech: with two,
+more than twice as many words of the transcripts were others than without locking."""
 TRIES = 3
 """For what is owed, when the engine fails a step."""
 
@@ -56,6 +56,8 @@ class Hypotheses:
         self.audio_from = max(0, start - OVERLAP_SAMPLES) if torn else start
         self.end: int | None = None
         """Where it closed; None while it is open."""
+        self.decided = 0
+        """Audio up to here had been heard when it closed."""
         self.cut_off = False
         """It closed in the middle of speech."""
         self.reach = OVERLAP_SAMPLES

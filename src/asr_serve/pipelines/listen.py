@@ -19,22 +19,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
-import msgspec
 import numpy as np
 
 from asr_serve import units
 from asr_serve.audio.buffers import Kept, Piece
 from asr_serve.decoding.attention import SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.errors import OptionError, StepFailed
+from asr_serve.errors import StepFailed
+from asr_serve.pipelines.caller import LIVE_SEGMENT_MS, Event, Finished, ListenOptions, Partial, SegmentDone
 from asr_serve.pipelines.hypotheses import OVERLAP_MS, OVERLAP_SAMPLES, TRIES, Hypotheses, Job, Kind
 from asr_serve.pipelines.utterance import (
     CONTEXT_MS,
     endpoint_settings,
     in_context,
-    known_options,
     language,
     segment,
     segment_limit_ms,
@@ -42,12 +40,8 @@ from asr_serve.pipelines.utterance import (
 )
 from asr_serve.types import Priority, Segment, Span
 from asr_serve.vad.endpoint import LOOK_BACK, WINDOW_SAMPLES, EndpointConfig, Endpointer
-from asr_serve.vad.schedule import STREAMING, SilenceSchedule
+from asr_serve.vad.schedule import STREAMING
 
-LIVE_SEGMENT_MS = 16_000
-"""The longest segment: what is open is heard again for every partial."""
-LOCK_MS = 1_920
-"""Between two anchors."""
 MOST_AHEAD_SAMPLES = units.s_to_samples(60)
 """Audio that may be put and is not yet in a segment that is done."""
 SEGMENTS_AHEAD = 4
@@ -63,67 +57,6 @@ QUICK = SearchOptions(temperatures=(0.0,))
 """For what is shown for a moment."""
 
 
-class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may choose. Raises OptionError for what cannot be."""
-
-    language: str | None = None
-    """None: the model's own, or detected where it can."""
-    partial_ms: int = 480
-    """Time between two partials; longer when the engine has much to do."""
-    lock_ms: int = LOCK_MS
-    """Time between two anchors: words are locked two to three of these after they were spoken."""
-    silence_schedule: SilenceSchedule | None = None
-    max_segment_ms: int | None = None
-    """Cut segments shorter, or let them grow longer, up to the model's own limit. None: LIVE_SEGMENT_MS."""
-    threshold: float | None = None
-    """Probability at which a window is speech, above 0 up to 1. None: EndpointConfig's, as for the next."""
-    pad_before_ms: int | None = None
-    """Audio before the first window of speech that belongs to a segment."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("partial_ms", 100), ("lock_ms", 200)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise OptionError(f"{name}={value!r}", f"a whole number of ms, {least} or more", param=name)
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> ListenOptions:
-        """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
-        (up_to_ms, silence_ms)."""
-        return cls(**known_options(options, cls.__struct_fields__))
-
-
-class Partial(msgspec.Struct, frozen=True):
-    """What is known beyond the last segment that is done. Empty when that came to nothing."""
-
-    start_samples: int
-    heard_samples: int
-    """Audio up to here is in the text."""
-    fixed: str = ""
-    """Words that will not change any more, though a comma may follow."""
-    unfixed: str = ""
-    """The rest, which may, with the space before it."""
-
-    @property
-    def text(self) -> str:
-        return self.fixed + self.unfixed
-
-
-class SegmentDone(msgspec.Struct, frozen=True):
-    """Locked for ever."""
-
-    segment: Segment
-
-
-class Finished(msgspec.Struct, frozen=True):
-    """After `finish`: all that was put is in segments, or was no speech. Nothing follows."""
-
-    duration_samples: int
-
-
-Event = Partial | SegmentDone | Finished
-
-
 class Listening:
     """Call everything but `close` from one thread at a time."""
 
@@ -135,8 +68,8 @@ class Listening:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises OptionError, AtCapacity (no session is free, or those on line wait long already),
-        EngineClosed."""
+        """`clock`: what partials are spaced by. Raises OptionError, AtCapacity (no session is free, or those on
+        line wait long already), EngineClosed."""
         self.language = language(client, options.language)
         self._client, self._text, self._options = client, text, options
         self._wake, self._clock = wake, clock
@@ -160,7 +93,7 @@ class Listening:
         self._hearing: tuple[np.ndarray, Future[np.ndarray]] | None = None
         self._segments: deque[Hypotheses] = deque()
         self._shown = Partial(0, 0)
-        self._began_s, self._asked_s = clock(), -1e9
+        self._began_s, self._asked_s = time.monotonic(), -1e9
         self._finishing = self._heard_all = self._over = False
         self._session = client.session(live=True)
 
@@ -210,7 +143,7 @@ class Listening:
         while self._segments and self._done(0):
             done = self._segments.popleft()
             if found := self._segment(done):
-                events.append(SegmentDone(found))
+                events.append(SegmentDone(found, done.decided))
         for index, each in enumerate(self._segments):
             if index < SEGMENTS_AHEAD or not each.closed:
                 self._ask(each)
@@ -265,7 +198,7 @@ class Listening:
         endpointer = self._endpointer
         for span in closed:
             each = self._at(span.start_samples)
-            each.end = span.end_samples
+            each.end, each.decided = span.end_samples, min(self._now, self.received_samples)
             each.cut_off = endpointer.open_from_samples == span.end_samples and endpointer.torn
         start = endpointer.open_from_samples
         last = self._segments[-1] if self._segments else None
@@ -360,7 +293,7 @@ class Listening:
         ticket.future.add_done_callback(lambda _: self._wake())
 
     def _priority(self) -> Priority:
-        ahead_s = units.samples_to_s(self.received_samples) - (self._clock() - self._began_s)
+        ahead_s = units.samples_to_s(self.received_samples) - (time.monotonic() - self._began_s)
         return "live" if ahead_s < AHEAD_S else "interactive"
 
     def _drop_job(self, each: Hypotheses) -> None:

@@ -78,6 +78,7 @@ class Engine:
         """Bring the server's metrics of this engine up to date; returns the engine's own, as text. Blocks."""
         link = self.client.link
         metrics.engine_up.labels(self.name).set(self.client.state == "ready")
+        metrics.live_turnaround.labels(self.name).set(self.client.cadence.turnaround_ms / 1_000)
         if not isinstance(link, RemoteLink):
             return b""
         metrics.ring_slots.labels(self.name).set(link.ring.slots)

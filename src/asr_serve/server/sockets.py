@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import LiveMeter, ServerMetrics
-from asr_serve.pipelines.listen import ListenOptions
+from asr_serve.pipelines.caller import ListenOptions
 from asr_serve.pipelines.transcribe import TranscribeOptions
 from asr_serve.pipelines.utterance import language
 from asr_serve.protocols.fields import Fields

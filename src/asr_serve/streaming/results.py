@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,10 @@ from asr_serve import units
 from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, OptionError
-from asr_serve.pipelines.listen import AHEAD_S, Event, Finished, Listening, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.caller import Event, Finished, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.listen import Listening
 from asr_serve.pipelines.utterance import known_options
-from asr_serve.types import Priority, Segment
+from asr_serve.types import Segment
 
 LEAST_CHUNK_MS, MOST_CHUNK_MS = 100, 30_000
 
@@ -86,25 +86,6 @@ class StreamResult(msgspec.Struct, frozen=True):
         return getattr(self, name)
 
 
-class _Listening(Listening):
-    """Its clock is that of the audio. Whether somebody speaks or sends a recording, the one on the wall tells."""
-
-    def __init__(
-        self,
-        client: EngineClient,
-        text: Callable[[list[int]], str],
-        options: ListenOptions,
-        wake: Callable[[], None],
-        clock: Callable[[], float],
-    ) -> None:
-        super().__init__(client, text, options, wake, clock)
-        self._opened_s = time.monotonic()
-
-    def _priority(self) -> Priority:
-        ahead_s = units.samples_to_s(self.received_samples) - (time.monotonic() - self._opened_s)
-        return "live" if ahead_s < AHEAD_S else "interactive"
-
-
 class Run:
     """One source on its way through the pipeline, in the turns of whoever reads."""
 
@@ -124,7 +105,7 @@ class Run:
         self._locked = self._fixed = ""
         self._partial = Partial(0, 0)
         self._samples = 0
-        self._listening = _Listening(client, text, options.listen, self._woken, self._clock)
+        self._listening = Listening(client, text, options.listen, self._woken, self._clock)
 
     def put(self, pcm: np.ndarray) -> None:
         self._samples += len(pcm)

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
 from asr_serve.metrics import LiveMeter
-from asr_serve.pipelines.listen import Finished, Listening, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.caller import Finished, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.listen import Listening
 from asr_serve.protocols.funasr_live import Sentences, samples
 from asr_serve.server.live.outbox import Outbox
 from asr_serve.types import Segment
@@ -118,8 +119,8 @@ class Realtime:
         news = False
         for event in self._listening.advance():
             match event:
-                case SegmentDone(segment):
-                    self._lock(segment)
+                case SegmentDone(segment, decided):
+                    self._lock(segment, decided)
                     news = True
                 case Partial():
                     news |= self._partial is None or event.text != self._partial.text
@@ -131,9 +132,9 @@ class Realtime:
             self._meter.dropped.inc()
         self._changed.set()
 
-    def _lock(self, segment: Segment) -> None:
+    def _lock(self, segment: Segment, decided_samples: int) -> None:
         self._sentences.lock(segment)
-        came_s = self._arrivals.before(segment.end_samples)
+        came_s = self._arrivals.before(decided_samples)
         if came_s is not None:
             self._meter.final.observe(time.perf_counter() - came_s)
         if self._partial is not None and self._partial.start_samples < segment.end_samples:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asr_serve.engine.cadence import FORGET_MS, OVERLOADED_MS, RETRY_MS, SLOWEST, SPACING, WEIGHT, Cadence
+from asr_serve.engine.cadence import ENOUGH, FORGET_MS, OVERLOADED_MS, RETRY_MS, SLOWEST, SPACING, WEIGHT, Cadence
 from asr_serve.errors import AtCapacity
 
 turnarounds = st.floats(0, 60_000)
@@ -19,20 +19,21 @@ asked = st.integers(100, 10_000)
 def loaded(turnaround_ms: float, now_ms: float = 10_000.0) -> Cadence:
     """One that has felt nothing else."""
     cadence = Cadence()
-    cadence.answered(turnaround_ms, now_ms)
+    for _ in range(ENOUGH):
+        cadence.answered(turnaround_ms, now_ms)
     return cadence
 
 
 def test_at_rest_everybody_gets_what_is_asked_for_and_is_let_in():
     cadence = Cadence()
-    assert cadence.interval_ms(480) == 480
+    assert cadence.interval_ms(480, 0.0) == 480
     cadence.expect_room(0.0)
     cadence.expect_room(1e12)
 
 
 @given(turnarounds, asked)
 def test_a_partial_is_never_oftener_than_every_second_turnaround_nor_slower_than_the_slowest(turnaround, partial):
-    interval = loaded(turnaround).interval_ms(partial)
+    interval = loaded(turnaround).interval_ms(partial, 10_000.0)
     assert partial <= interval <= SLOWEST * partial
     assert interval >= min(SPACING * turnaround, SLOWEST * partial)
     assert interval == partial or interval <= SPACING * turnaround
@@ -57,7 +58,7 @@ def test_one_slow_answer_among_many_turns_nobody_away():
     for number in range(50):
         cadence.answered(5 * OVERLOADED_MS if number == 20 else 100, 10_000.0 + number)
         cadence.expect_room(10_000.0 + number)
-    assert cadence.interval_ms(480) < SLOWEST * 480
+    assert cadence.interval_ms(480, 10_050.0) < SLOWEST * 480
 
 
 def test_load_lengthens_the_cadence_long_before_it_refuses():
@@ -65,7 +66,7 @@ def test_load_lengthens_the_cadence_long_before_it_refuses():
     for now in range(10_000, 20_000):
         cadence.answered(OVERLOADED_MS, float(now))
         cadence.expect_room(float(now))  # not beyond the bound yet
-        intervals.append(cadence.interval_ms(480))
+        intervals.append(cadence.interval_ms(480, float(now)))
     assert intervals == sorted(intervals)
     assert intervals[0] == 480
     assert intervals[-1] == pytest.approx(SPACING * OVERLOADED_MS, rel=1e-3)
@@ -80,7 +81,7 @@ def test_overload_refuses_with_a_time_and_recovers():
         now += 10
         cadence.answered(100.0, now)
     cadence.expect_room(now)
-    assert cadence.interval_ms(480) == 480
+    assert cadence.interval_ms(480, now) == 480
 
 
 def test_what_is_long_ago_says_nothing():
@@ -90,6 +91,22 @@ def test_what_is_long_ago_says_nothing():
     cadence.expect_room(10_000.0 + FORGET_MS + 1)
     cadence.answered(80.0, 10_000.0 + FORGET_MS + 2)
     assert cadence.turnaround_ms == 80.0, "the next answer stands for itself"
+
+
+def test_a_long_silence_brings_back_the_cadence_asked_for():
+    cadence = loaded(10 * OVERLOADED_MS, 10_000.0)
+    assert cadence.interval_ms(480, 10_000.0) == SLOWEST * 480
+    assert cadence.interval_ms(480, 10_000.0 + FORGET_MS + 1) == 480
+
+
+def test_a_few_slow_answers_after_a_silence_turn_nobody_away():
+    cadence = Cadence()
+    for _ in range(ENOUGH - 1):
+        cadence.answered(10 * OVERLOADED_MS, 10_000.0)
+    cadence.expect_room(10_000.0)
+    cadence.answered(10 * OVERLOADED_MS, 10_000.0)
+    with pytest.raises(AtCapacity):
+        cadence.expect_room(10_000.0)
 
 
 def test_it_is_pure():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from math import inf
 
@@ -19,7 +20,7 @@ from tiny_moonshine import CARD, WAIT_S, clip, expect_empty, held, on_loop, outc
 
 from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
 from asr_serve.engine import loop as loops
-from asr_serve.engine.cadence import OVERLOADED_MS, Cadence
+from asr_serve.engine.cadence import ENOUGH, OVERLOADED_MS, Cadence
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.planner import LIVE_RESERVE
 from asr_serve.errors import AtCapacity, StepFailed
@@ -201,7 +202,8 @@ def test_only_callers_answers_count_and_overload_refuses_callers_only(begin):
     before = client.cadence.turnaround_ms
     outcome(taken_back)
     assert client.cadence.turnaround_ms == before
-    client.cadence.turnaround_ms = 2 * OVERLOADED_MS
+    for _ in range(ENOUGH):
+        client.cadence.answered(20 * OVERLOADED_MS, 1_000 * time.monotonic())
     with pytest.raises(AtCapacity, match=r"2000 ms.*try again in \d+ ms") as refused:
         client.session(live=True)
     assert refused.value.retry_after_ms > 0

@@ -480,7 +480,7 @@ def test_events_are_what_they_say(model, beckett):
         caller.finish()
     assert isinstance(caller.finished, Finished)
     for segment in caller.segments:
-        assert SegmentDone(segment).segment.tokens
+        assert SegmentDone(segment, 0).segment.tokens
         assert len(segment.logprobs) == len(segment.tokens)
     assert Partial(0, 512, "It was", " the").text == "It was the"
     on_loop(model._client, lambda loop: loop.check())

@@ -30,7 +30,8 @@ class Draft(msgspec.Struct, frozen=True):
 
     def up_to(self, limit: int) -> Draft:
         """No longer than `limit` tokens."""
-        return self if len(self.tokens) <= limit else Draft(self.tokens[:limit], min(self.fixed, limit))
+        tokens = self.tokens[:limit]
+        return Draft(tokens, min(self.fixed, len(tokens)))
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,9 @@ class Hypothesis:
     ) -> None:
         self.options, self.eos, self.max_tokens, self.text = options, eos, max_tokens, text
         # A row that samples from the start has nothing to compare a draft with.
-        self.draft = draft.up_to(max_tokens - 1 if options.temperatures[0] == 0 else draft.fixed)
+        self.draft = draft.up_to(
+            min(max_tokens - 1, len(draft.tokens) if options.temperatures[0] == 0 else draft.fixed)
+        )
         self.fixed = self.draft.fixed
         self.attempt = 0
         self.rejected: list[Recognition] = []

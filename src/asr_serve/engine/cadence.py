@@ -20,6 +20,8 @@ WEIGHT = 1 / 32
 """Of the newest turnaround in the mean: about a second's worth of requests of a busy engine."""
 FORGET_MS = 5_000
 """A mean that nothing was added to for so long says nothing."""
+ENOUGH = 16
+"""Answers before anybody is refused: the first ones after a silence may be slow for reasons of their own."""
 RETRY_MS = 5_000
 
 
@@ -29,23 +31,32 @@ class Cadence:
     def __init__(self) -> None:
         self.turnaround_ms = 0.0
         self._at_ms = 0.0
+        self._answers = 0
+        """Since the last long silence."""
 
     def answered(self, turnaround_ms: float, now_ms: float) -> None:
         """A live request was answered so long after it was made."""
-        if now_ms - self._at_ms > FORGET_MS:
-            self.turnaround_ms = turnaround_ms
+        if self._stale(now_ms):
+            self.turnaround_ms, self._answers = turnaround_ms, 0
+        self._answers += 1
         self.turnaround_ms += WEIGHT * (turnaround_ms - self.turnaround_ms)
         self._at_ms = now_ms
 
-    def interval_ms(self, partial_ms: float) -> float:
+    def interval_ms(self, partial_ms: float, now_ms: float) -> float:
         """The least time between two partials of a caller who would like one every `partial_ms`."""
+        if self._stale(now_ms):
+            return partial_ms
         return min(SLOWEST * partial_ms, max(partial_ms, SPACING * self.turnaround_ms))
 
     def expect_room(self, now_ms: float) -> None:
         """Raises AtCapacity when one more caller would spoil it for all."""
-        if self.turnaround_ms > OVERLOADED_MS and now_ms - self._at_ms <= FORGET_MS:
+        enough = self._answers >= ENOUGH and not self._stale(now_ms)
+        if enough and self.turnaround_ms > OVERLOADED_MS:
             raise AtCapacity(
                 f"those on line wait {self.turnaround_ms:.0f} ms for their words",
                 f"callers are let in while that is less than {OVERLOADED_MS:.0f} ms",
                 RETRY_MS,
             )
+
+    def _stale(self, now_ms: float) -> bool:
+        return now_ms - self._at_ms > FORGET_MS

@@ -234,6 +234,10 @@ class EngineClient:
             self._sessions -= 1
             self._room.notify_all()
 
+    def partial_interval_ms(self, partial_ms: float) -> float:
+        """The least time between two partials of a caller who would like one every `partial_ms`."""
+        return self.cadence.interval_ms(partial_ms, 1_000 * time.monotonic())
+
     def _answered(self, asked_s: float, future: Future[Recognition]) -> None:
         if not future.cancelled() and future.exception() is None:
             now_s = time.monotonic()

@@ -98,7 +98,13 @@ class Planner:
         chosen = min(waiting, key=lambda p: self._served[p])
         head = self._waiting[self._by_deadline[chosen][0][1]]
         if head.pages > room[chosen][1]:
-            return []  # wait for it rather than let shorter ones pass it for ever
+            # Wait for it rather than let shorter ones pass it for ever; but callers do not wait for a file.
+            if chosen == "live" or "live" not in waiting:
+                return []
+            chosen, room = "live", {p: room[p] if p == "live" else (0, 0) for p in DEADLINE_MS}
+            head = self._waiting[self._by_deadline[chosen][0][1]]
+            if head.pages > room[chosen][1]:
+                return []
         self._due = self._served[chosen]
         batch = self._fill(head, room)
         for request in batch:

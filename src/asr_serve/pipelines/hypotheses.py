@@ -50,10 +50,11 @@ class Job(msgspec.Struct, frozen=True):
 class Hypotheses:
     """What is known of one segment."""
 
-    def __init__(self, start: int, torn: bool, text: Text) -> None:
-        """`torn`: it begins in the middle of speech, where the segment before was cut off."""
+    def __init__(self, start: int, torn: bool, text: Text, earliest: int = 0) -> None:
+        """`torn`: it begins in the middle of speech, where the segment before was cut off. `earliest`: of the
+        audio that segment is heard in."""
         self.start, self.torn, self._text = start, torn, text
-        self.audio_from = max(0, start - OVERLAP_SAMPLES) if torn else start
+        self.audio_from = max(earliest, start - OVERLAP_SAMPLES) if torn else start
         self.end: int | None = None
         """Where it closed; None while it is open."""
         self.decided = 0
@@ -66,6 +67,8 @@ class Hypotheses:
         """Ends of anchors yet to be made."""
         self.anchored = start
         self.job: Job | None = None
+        self.asked = False
+        """Some hypothesis was, at least."""
         self.tokens: tuple[int, ...] = ()
         """The newest hypothesis."""
         self.heard = start

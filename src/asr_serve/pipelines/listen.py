@@ -58,7 +58,7 @@ QUICK = SearchOptions(temperatures=(0.0,))
 
 
 class Listening:
-    """Call everything but `close` from one thread at a time."""
+    """Call from one thread at a time."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Listening:
         self._now = 0
         """Windows before this have been scored."""
         self._hearing: tuple[np.ndarray, Future[np.ndarray]] | None = None
+        self._hear_tries = 0
         self._segments: deque[Hypotheses] = deque()
         self._shown = Partial(0, 0)
         self._began_s, self._asked_s = time.monotonic(), -1e9
@@ -137,7 +138,7 @@ class Listening:
         for each in self._segments:
             self._collect(each)
         for left, right in zip(self._segments, list(self._segments)[1:], strict=False):
-            if right.waits_for_seam and left.final is not None:
+            if right.waits_for_seam and left.done:
                 left.join(right)
         events: list[Event] = []
         while self._segments and self._done(0):
@@ -171,8 +172,17 @@ class Listening:
     def _hear(self) -> None:
         while self._hearing is not None and self._hearing[1].done():
             (pcm, future), self._hearing = self._hearing, None
+            try:
+                probabilities = future.result()
+            except StepFailed:
+                self._hear_tries += 1
+                if self._hear_tries == TRIES:
+                    raise
+                self._put_piece(pcm)  # the caller's state has not moved
+                continue
+            self._hear_tries = 0
             self._kept.add(pcm)
-            for probability in future.result():
+            for probability in probabilities:
                 spans = self._endpointer.push(probability[None])
                 self._now += WINDOW_SAMPLES
                 self._follow(spans)
@@ -189,6 +199,9 @@ class Listening:
             return
         last = self._finishing and whole < self._most_windows
         pcm = self._piece.take(min(whole, self._most_windows) * WINDOW_SAMPLES, WINDOW_SAMPLES, last=last)
+        self._put_piece(pcm)
+
+    def _put_piece(self, pcm: np.ndarray) -> None:
         future = self._session.put(pcm)
         self._hearing = pcm, future
         future.add_done_callback(lambda _: self._wake())
@@ -196,10 +209,11 @@ class Listening:
     def _follow(self, closed: list[Span]) -> None:
         """One window further: segments that closed, one that opened, an anchor that is due."""
         endpointer = self._endpointer
-        for span in closed:
+        starts = [span.start_samples for span in closed[1:]]  # what was cut off may end in the same window
+        for span, after in zip(closed, [*starts, endpointer.open_from_samples], strict=False):
             each = self._at(span.start_samples)
             each.end, each.decided = span.end_samples, min(self._now, self.received_samples)
-            each.cut_off = endpointer.open_from_samples == span.end_samples and endpointer.torn
+            each.cut_off = after == span.end_samples and endpointer.torn
         start = endpointer.open_from_samples
         last = self._segments[-1] if self._segments else None
         if last is not None and not last.closed and last.start != start:
@@ -209,13 +223,19 @@ class Listening:
         each = self._at(start)
         far = self._now - each.start <= self._settled
         first = max(self._lock, OVERLAP_SAMPLES) if each.torn and each.anchored == each.start else self._lock
-        if endpointer.pause_from_samples is None and far and self._now - each.anchored >= first:
+        if (
+            endpointer.sure
+            and endpointer.pause_from_samples is None
+            and far
+            and self._now - each.anchored >= first
+        ):
             each.owe_anchor(self._now)
 
     def _at(self, start: int) -> Hypotheses:
         """The segment that starts there: the last one, or a new one."""
         if not self._segments or self._segments[-1].start != start:
-            self._segments.append(Hypotheses(start, self._endpointer.torn, self._text))
+            earliest = self._segments[-1].audio_from if self._segments else start
+            self._segments.append(Hypotheses(start, self._endpointer.torn, self._text, earliest))
         return self._segments[-1]
 
     def _let_go(self) -> None:
@@ -248,7 +268,7 @@ class Listening:
             self._submit(each, "anchor", Span(each.audio_from, end))
         elif each.closed and each.final is None and not each.waits_for_seam:
             self._ask_final(each, job)
-        elif job is None and not each.closed:
+        elif job is None and not each.closed and not each.waits_for_seam:
             self._ask_partial(each)
 
     def _ask_final(self, each: Hypotheses, job: Job | None) -> None:
@@ -272,22 +292,22 @@ class Listening:
                 return
         elif pause is not None or end - each.heard < self._partial:
             return
-        wait_ms = self._client.cadence.interval_ms(self._options.partial_ms)
-        if each.heard == each.start or 1_000 * (self._clock() - self._asked_s) >= wait_ms:
+        wait_ms = self._client.partial_interval_ms(self._options.partial_ms)
+        if not each.asked or 1_000 * (self._clock() - self._asked_s) >= wait_ms:
             self._submit(each, "early" if early else "partial", Span(each.audio_from, end))
 
     def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1) -> None:
         self._drop_job(each)
         if not each.closed:
             self._asked_s = self._clock()  # whatever it is for, it will be shown
-        first = kind == "partial" and not each.tokens
+        first, each.asked = not each.asked, True
         ticket = self._client.submit(
             in_context(self._kept.cut(span)),
             SearchOptions() if kind in ("final", "early") else QUICK,
             self._priority(),
             admitted=True,
             draft=each.draft,
-            within_ms=FIRST_WITHIN_MS if first else WITHIN_MS[kind],
+            within_ms=FIRST_WITHIN_MS if first and kind == "partial" else WITHIN_MS[kind],
         )
         each.job = Job(kind, span, ticket, tries)
         ticket.future.add_done_callback(lambda _: self._wake())
@@ -318,7 +338,8 @@ class Listening:
 
     def _partial_now(self) -> Partial:
         if not self._segments:
-            return Partial(self._now, self._now)
+            heard = min(self._now, self.received_samples)
+            return Partial(heard, heard)
         first, texts = self._segments[0], []
         heard = first.heard
         for each in self._segments:
@@ -327,10 +348,12 @@ class Listening:
             texts.append(each.shown_text)
             heard = each.heard
         words, fixed = " ".join(text for text in texts if text), first.fixed_text
-        return Partial(first.start, heard, fixed, words[len(fixed) :])
+        return Partial(first.start, min(heard, self.received_samples), fixed, words[len(fixed) :])
 
 
 def _limit_ms(client: EngineClient, options: ListenOptions) -> int:
     """Segments that are cut off are heard past both ends."""
-    limit_ms = segment_limit_ms(client, options.max_segment_ms or LIVE_SEGMENT_MS)
+    limit_ms = segment_limit_ms(client, options.max_segment_ms)
+    if options.max_segment_ms is None:
+        limit_ms = min(limit_ms, LIVE_SEGMENT_MS)
     return min(limit_ms, client.card.max_segment_ms - 2 * CONTEXT_MS - 2 * OVERLAP_MS)

@@ -139,6 +139,11 @@ class Endpointer:
         return self._pause if self._open else None
 
     @property
+    def sure(self) -> bool:
+        """The open segment has enough speech, or company, not to be dropped."""
+        return self._open and not (self._droppable and self._speech < self._min_speech)
+
+    @property
     def keep_from_samples(self) -> int:
         """The earliest sample that any span still to come may include; older audio can be let go."""
         return self._start if self._open else max(self._floor, self._now - self._pad_before)

@@ -204,7 +204,7 @@ def test_only_callers_answers_count_and_overload_refuses_callers_only(begin):
     assert client.cadence.turnaround_ms == before
     for _ in range(ENOUGH):
         client.cadence.answered(20 * OVERLOADED_MS, 1_000 * time.monotonic())
-    with pytest.raises(AtCapacity, match=r"2000 ms.*try again in \d+ ms") as refused:
+    with pytest.raises(AtCapacity, match=r"\d+ ms.*try again in \d+ ms") as refused:
         client.session(live=True)
     assert refused.value.retry_after_ms > 0
     assert client.describe()["sessions"] == 0

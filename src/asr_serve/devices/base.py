@@ -30,6 +30,9 @@ class Device(Protocol):
     """Frames in an encode batch, beyond which a larger one is not faster."""
     frame_block: int
     """Batches of frames are filled up to a multiple of this, so that few shapes occur."""
+    encoders: int
+    """Encode batches that may run beside the decoder, on threads of their own that do not share; 0 where the
+    device does one thing at a time."""
     kernels: ModuleType
     """rope softmax store append attend pick tanh_norm lstm: `asr_serve.native` or its twins."""
 
@@ -43,6 +46,12 @@ class Device(Protocol):
     def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
         """Full self-attention within each clip of qkv (total, 3, heads, head_dim); out (total, heads *
         head_dim). Past the last clip, qkv must hold numbers, and out does."""
+
+    def share(self, threads: int) -> None:
+        """Compute with so many threads, in the calling thread, from here on."""
+
+    def decode_threads(self, beside: bool) -> int:
+        """How many threads decode: all, or what encoders `beside` leave."""
 
     def rows(self, live: int) -> int:
         """How many rows a decoding step of `live` rows runs with: more where shapes must repeat."""

@@ -122,10 +122,9 @@ class CpuDevice:
         self.dtype = dtype
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.threads = threads_wanted() or cores
-        torch.set_num_threads(self.threads)
+        self.encoders = 0 if self.threads == 1 else self.threads - self.threads // 4
         self.kernels = native.kernels()
-        if core := native.core():
-            core.set_threads(self.threads)
+        self.share(self.threads)
         available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.packs = bool(available) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -164,6 +163,14 @@ class CpuDevice:
     def _attend_plain(self, qkv: Tensor, offset: int, frames: int) -> Tensor:
         q, k, v = (qkv[None, offset : offset + frames, i].transpose(1, 2) for i in range(3))
         return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+
+    def share(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        if core := native.core():
+            core.set_threads(threads)
+
+    def decode_threads(self, beside: bool) -> int:
+        return max(1, self.threads // 4) if beside else self.threads
 
     def rows(self, live: int) -> int:
         return live if live <= 4 else -(-live // ROW_BLOCK) * ROW_BLOCK

@@ -59,6 +59,7 @@ class CudaDevice:
 
     encode_frames = 16_384
     frame_block = 256
+    encoders = 0
 
     def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None) -> None:
         self.name = name
@@ -90,6 +91,12 @@ class CudaDevice:
         out = torch.zeros(total, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         out[rows[live]] = mixed.transpose(1, 2)[live]
         return out.view(total, heads * head_dim)
+
+    def share(self, threads: int) -> None:
+        """Nothing: the device has one queue."""
+
+    def decode_threads(self, beside: bool) -> int:
+        return self.threads
 
     def rows(self, live: int) -> int:
         if live > BUCKETS[-1]:

@@ -20,8 +20,9 @@ import msgspec
 from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Hypothesis
+from asr_serve.engine.encoders import Batch, Encoders
 from asr_serve.engine.planner import LIVE_RESERVE, Planner, Waiting
-from asr_serve.engine.runner import VERIFY_ROWS, DecodeRunner, EncodeRunner, Row, VadRunner
+from asr_serve.engine.runner import VERIFY_ROWS, DecodeRunner, EncoderResult, EncodeRunner, Row, VadRunner
 from asr_serve.engine.session import Listener, Utterance, Windows, reject, resolve
 from asr_serve.engine.stats import Stats
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
@@ -34,6 +35,8 @@ BULK_ENCODES = 8
 LIVE_STEPS = 6
 """Decoding steps between two encode batches while callers' rows decode: a verified draft needs a few more
 tokens, and encoding takes much longer than a step."""
+BESIDE = 4
+"""A batch that one thread encodes beside the loop is so much smaller than one of all threads."""
 TICK_S, TICK_WINDOWS = 0.06, SMALL_BLOCK_WINDOWS
 """Voice-activity steps are at least so far apart, unless so many windows wait."""
 
@@ -65,6 +68,9 @@ class Loop:
         self.on_done, self.on_start, self.on_stop = on_done, on_start, on_stop
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self.encoders = Encoders(encode, lambda *encoded: self.inbox.put(lambda loop: loop._encoded(*encoded)))
+        self._beside = False
+        """Encoding goes on beside the loop."""
         self.utterances: dict[int, Utterance] = {}
         self.listeners: dict[int, Listener] = {}
         self.stats, self.keep_states = stats, keep_states
@@ -88,6 +94,7 @@ class Loop:
             logging.getLogger(__name__).exception("the engine loop stopped")
         finally:
             self.on_stop()  # from here on nobody can call
+            self.encoders.close()
             self._end(error)
 
     def _sleep(self) -> None:
@@ -95,7 +102,7 @@ class Loop:
         wait_s = None
         if self._windows:
             wait_s = max(0.0, self._heard_s + TICK_S - time.monotonic())
-        else:
+        elif not self.encoders.under_way:
             self.check()
         with contextlib.suppress(queue.Empty):
             self.inbox.get(timeout=wait_s)(self)
@@ -118,6 +125,9 @@ class Loop:
     def _step(self) -> bool:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
         heard = self._hear()
+        self._share()
+        if self._beside:
+            return self._start_encoding() | self._decode() or heard
         encoded = False
         for _ in range(BULK_ENCODES):
             if not self._encode(self._plan()):
@@ -135,12 +145,44 @@ class Loop:
             self._decode()
         return decoded or encoded or heard
 
-    def _plan(self) -> list[int]:
-        runner = self.decode_runner
+    def _share(self) -> None:
+        """Share the cores out anew when callers come or have gone, as soon as nothing is encoded beside us."""
+        wanted = bool(self._callers and self.encoders.count)
+        if wanted != self._beside and not self.encoders.under_way:
+            self._beside = wanted
+            device = self.encode_runner.device
+            device.share(device.decode_threads(wanted))
+
+    def _start_encoding(self) -> bool:
+        """Have batches encoded beside us, while there are threads for it."""
+        started = False
+        while self._callers and self.encoders.free and (ids := self._plan(self.planner.encode_frames // BESIDE)):
+            batch = self._begin(ids)
+            pages = sum(self._needs(utterance)[1] for utterance in batch)
+            self.encoders.start(Batch(ids, pages), [u.pcm for u in batch if u.pcm is not None])
+            started = True
+        return started
+
+    def _encoded(self, batch: Batch, encoded: Future[list[EncoderResult]], seconds: float) -> None:
+        """What was encoded beside us joins; who has gone meanwhile is left out."""
+        self.encoders.under_way.remove(batch)
+        try:
+            results = dict(zip(batch.ids, encoded.result(), strict=True))
+        except Exception as failure:
+            self.stats.failed("encode")
+            self._fail([i for i in batch.ids if i in self.utterances], _step_failed("encoding", failure))
+            return
+        self._join({i: result for i, result in results.items() if i in self.utterances}, seconds)
+
+    def _plan(self, frames: int | None = None) -> list[int]:
+        runner, beside = self.decode_runner, self.encoders
+        free_rows = runner.max_rows - len(runner.rows) - beside.rows
         kept = (0, 0)
-        if self._callers and runner.rows:  # an engine that does nothing gives a file whatever it needs
+        if self._callers and (
+            runner.rows or beside.under_way
+        ):  # an engine that does nothing gives a file whatever it needs
             kept = runner.max_rows // LIVE_RESERVE, runner.pages.pages // LIVE_RESERVE
-        return self.planner.plan(runner.max_rows - len(runner.rows), runner.pages.free, kept=kept)
+        return self.planner.plan(free_rows, runner.pages.free - beside.pages, kept=kept, frames=frames)
 
     def _drain(self) -> None:
         while True:
@@ -154,6 +196,7 @@ class Loop:
         """Everything that was lent has a holder. Run when idle."""
         self.decode_runner.pages.check()
         self.vad_runner.states.check()
+        assert not self.encoders.under_way, "a batch is encoded, yet we are idle"
         if not self.decode_runner.rows:
             assert self.decode_runner.pages.used == 0, "no row decodes, yet pages are held"
         assert len(self.utterances) == len(self.decode_runner.rows) + len(self.planner), "a request was lost"
@@ -162,12 +205,17 @@ class Loop:
 
     def submit(self, utterance: Utterance) -> None:
         assert utterance.pcm is not None
-        frames = self.model.frames(len(utterance.pcm))
-        pages = self.decode_runner.pages_needed(frames, self.max_tokens(utterance.samples))
+        frames, pages = self._needs(utterance)
         self.utterances[utterance.id] = utterance
         self._count[utterance.priority] += 1
         now_ms = time.monotonic() * 1_000
         self.planner.add(Waiting(utterance.id, frames, pages, utterance.priority, now_ms, utterance.within_ms))
+
+    def _needs(self, utterance: Utterance) -> tuple[int, int]:
+        """Frames to encode, and pages to decode."""
+        assert utterance.pcm is not None
+        frames = self.model.frames(len(utterance.pcm))
+        return frames, self.decode_runner.pages_needed(frames, self.max_tokens(utterance.samples))
 
     def cancel(self, request_id: int) -> None:
         """At any moment; what the request held is free before the next step."""
@@ -244,16 +292,33 @@ class Loop:
     def _encode(self, ids: list[int]) -> bool:
         if not ids:
             return False
-        started, start_ns = time.perf_counter(), time.time_ns()
+        started = time.perf_counter()
+        batch = self._begin(ids)
+        try:
+            results = self.encode_runner.run([u.pcm for u in batch if u.pcm is not None])
+        except Exception as failure:
+            self.stats.failed("encode")
+            self._fail(ids, _step_failed("encoding", failure))
+            return True
+        self._join(dict(zip(ids, results, strict=True)), time.perf_counter() - started)
+        return True
+
+    def _begin(self, ids: list[int]) -> list[Utterance]:
+        """These are worked on."""
+        start_ns = time.time_ns()
         batch = [self.utterances[i] for i in ids]
         for utterance in batch:
             utterance.encode_start_ns = start_ns
             self.stats.queued(utterance.priority, max(0, start_ns - utterance.submitted_ns) / 1e9)
         self.on_start(ids)
+        return batch
+
+    def _join(self, encoded: dict[int, EncoderResult], seconds: float) -> None:
+        """What is encoded is decoded from here on."""
+        drafted = []
         try:
-            results = self.encode_runner.run([u.pcm for u in batch if u.pcm is not None])
-            drafted = []
-            for utterance, result in zip(batch, results, strict=True):
+            for request_id, result in encoded.items():
+                utterance = self.utterances[request_id]
                 limit = self.max_tokens(utterance.samples)
                 hypothesis = Hypothesis(utterance.options, self.model.eos, limit, self.text, utterance.draft)
                 row = self.decode_runner.join(utterance.id, result, hypothesis)
@@ -263,15 +328,12 @@ class Loop:
                 utterance.encode_end_ns = time.time_ns()
         except Exception as failure:
             self.stats.failed("encode")
-            self._fail(ids, _step_failed("encoding", failure))
-            return True
-        frames = sum(result.frames for result in results)
-        self.stats.step(
-            "encode", time.perf_counter() - started, len(ids), min(1.0, frames / self.planner.encode_frames)
-        )
+            self._fail(list(encoded), _step_failed("encoding", failure))
+            return
+        frames = sum(result.frames for result in encoded.values())
+        self.stats.step("encode", seconds, len(encoded), min(1.0, frames / self.planner.encode_frames))
         if drafted:
             self._verify(drafted)
-        return True
 
     def _verify(self, rows: list[Row]) -> None:
         """What drafts hold, in one pass over all their positions."""

@@ -81,12 +81,14 @@ class Planner:
             del order[bisect.bisect_left(order, key)]
         return True
 
-    def plan(self, free_rows: int, free_pages: int, *, kept: tuple[int, int] = (0, 0)) -> list[int]:
+    def plan(
+        self, free_rows: int, free_pages: int, *, kept: tuple[int, int] = (0, 0), frames: int | None = None
+    ) -> list[int]:
         """Ids to encode now, in order of length; they are no longer waiting.
 
         free_rows: decoding rows without a tenant; free_pages: pages without a holder; kept: how many of both are
-        for live requests alone. Empty when decoding should go on alone: nothing waits, nothing fits, or too few
-        bulk requests would join to be worth it.
+        for live requests alone; frames: the most in this batch, if fewer than ever. Empty when decoding should
+        go on alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
         """
         room = {
             p: (free_rows, free_pages) if p == "live" else _less(free_rows, free_pages, kept) for p in DEADLINE_MS
@@ -106,7 +108,7 @@ class Planner:
             if head.pages > room[chosen][1]:
                 return []
         self._due = self._served[chosen]
-        batch = self._fill(head, room)
+        batch = self._fill(head, room, min(frames or self.encode_frames, self.encode_frames))
         for request in batch:
             self._served[request.priority] += request.frames / self._share[request.priority]
             self.remove(request.id)
@@ -117,7 +119,7 @@ class Planner:
         enough = free_rows >= min(len(self._waiting), max(1, rows // 4))
         return enough or bool(self._by_deadline["live"] or self._by_deadline["interactive"])
 
-    def _fill(self, head: Waiting, room: dict[Priority, tuple[int, int]]) -> list[Waiting]:
+    def _fill(self, head: Waiting, room: dict[Priority, tuple[int, int]], most_frames: int) -> list[Waiting]:
         """`head` and its neighbours in length, while the batch stays dense and within every bound.
 
         The other classes take what room is left: riding along with any would undo the shares.
@@ -137,7 +139,7 @@ class Planner:
                 below, above = (below - 1, above) if take_below else (below, above + 1)
                 padded = (len(batch) + 1) * max(longest, candidate.frames)
                 dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
-                if padded > self.encode_frames or not dense:
+                if padded > most_frames or not dense:
                     if take_below:
                         below = -1  # whoever is shorter still would pad more
                     else:

@@ -286,14 +286,18 @@ class Listening:
         pause = self._endpointer.pause_from_samples
         quiet_from = self._now if pause is None else pause + self._pad_after
         end = min(self._now, quiet_from)
-        early = pause is not None and self._now >= quiet_from and each.joined
+        closes_at = self._endpointer.closes_at_samples
+        early = closes_at is not None and self._now >= quiet_from and each.joined
+        urgent = False
         if early:
             if each.early is not None and each.early[0].end_samples == end:
                 return
+            # However much there is to do: half of the pause is enough to see that it may be the end.
+            urgent = closes_at is not None and self._now >= (quiet_from + closes_at) // 2
         elif pause is not None or end - each.heard < self._partial:
             return
         wait_ms = self._client.partial_interval_ms(self._options.partial_ms)
-        if not each.asked or 1_000 * (self._clock() - self._asked_s) >= wait_ms:
+        if not each.asked or urgent or 1_000 * (self._clock() - self._asked_s) >= wait_ms:
             self._submit(each, "early" if early else "partial", Span(each.audio_from, end))
 
     def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1) -> None:

@@ -139,6 +139,11 @@ class Endpointer:
         return self._pause if self._open else None
 
     @property
+    def closes_at_samples(self) -> int | None:
+        """Where the pause will have been long enough, if it goes on; None outside of one."""
+        return self._enough_at(self._pause) if self._open and self._pause is not None else None
+
+    @property
     def sure(self) -> bool:
         """The open segment has enough speech, or company, not to be dropped."""
         return self._open and not (self._droppable and self._speech < self._min_speech)

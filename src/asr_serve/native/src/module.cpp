@@ -23,7 +23,8 @@ namespace {
 // (both spin while they wait), so we enter torch's own through GOMP_parallel, and run alone without it.
 using GompParallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 GompParallel gomp_parallel = nullptr;
-unsigned thread_count = 1;
+// Of the calling thread, as OpenMP's own counts are: the loop's may differ from an encoder's.
+thread_local unsigned thread_count = 1;
 
 struct Work {
   std::atomic<int64_t> next{0};

@@ -1,0 +1,70 @@
+"""Encoding beside the loop, while somebody speaks: a batch to a thread, a thread to a core.
+
+Alone on its machine a batch is encoded fastest by all cores together: they meet after every product. But callers
+come with company, their own sockets for one, and whoever takes a core for a moment then stops all of them. So
+while callers are on line each batch has one thread, which waits for nobody, and the loop goes on decoding
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from asr_serve.engine.runner import EncoderResult, EncodeRunner
+
+
+class Batch(NamedTuple):
+    """Under way: these requests will need so many pages, and a row each."""
+
+    ids: list[int]
+    pages: int
+
+
+class Encoders:
+    """Belongs to the loop's thread; `deliver` is called on an encoding one, with what was encoded and how long
+    that took."""
+
+    def __init__(
+        self, runner: EncodeRunner, deliver: Callable[[Batch, Future[list[EncoderResult]], float], None]
+    ) -> None:
+        self._runner, self._deliver = runner, deliver
+        self.count = runner.device.encoders
+        self._threads = ThreadPoolExecutor(
+            max(1, self.count), "asr-serve encoder", initializer=runner.device.share, initargs=(1,)
+        )
+        self.under_way: list[Batch] = []
+
+    @property
+    def free(self) -> bool:
+        return len(self.under_way) < self.count
+
+    @property
+    def rows(self) -> int:
+        """Rows that what is under way will take."""
+        return sum(len(batch.ids) for batch in self.under_way)
+
+    @property
+    def pages(self) -> int:
+        return sum(batch.pages for batch in self.under_way)
+
+    def start(self, batch: Batch, clips: Sequence[np.ndarray]) -> None:
+        self.under_way.append(batch)
+        begun_s: list[float] = []
+
+        def encode() -> list[EncoderResult]:
+            begun_s.append(time.perf_counter())
+            return self._runner.run(clips)
+
+        def over(encoded: Future[list[EncoderResult]]) -> None:
+            self._deliver(batch, encoded, time.perf_counter() - begun_s[0])
+
+        self._threads.submit(encode).add_done_callback(over)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._threads.shutdown(wait=True)

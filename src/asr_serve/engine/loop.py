@@ -26,7 +26,7 @@ from asr_serve.engine.runner import VERIFY_ROWS, DecodeRunner, EncoderResult, En
 from asr_serve.engine.session import Listener, Utterance, Windows, reject, resolve
 from asr_serve.engine.stats import Stats
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
-from asr_serve.models.vad.silero import SMALL_BLOCK_WINDOWS
+from asr_serve.models.vad.silero import SMALL_BLOCKS
 from asr_serve.types import Phases, Priority
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
@@ -37,8 +37,10 @@ LIVE_STEPS = 6
 tokens, and encoding takes much longer than a step."""
 BESIDE = 4
 """A batch that one thread encodes beside the loop is so much smaller than one of all threads."""
-TICK_S, TICK_WINDOWS = 0.06, SMALL_BLOCK_WINDOWS
+TICK_S, TICK_WINDOWS = 0.06, SMALL_BLOCKS[-1]
 """Voice-activity steps are at least so far apart, unless so many windows wait."""
+PACE_S, PACE_ROWS = 0.02, 8
+"""Decoding steps of fewer rows are at least so far apart while every encoder is busy."""
 
 Job = Callable[["Loop"], None]
 """A message to the loop: it is called on the loop's thread, between two steps."""
@@ -76,7 +78,7 @@ class Loop:
         self.stats, self.keep_states = stats, keep_states
         self._count: Counter[Priority] = Counter()
         self._callers = self._windows = 0
-        self._heard_s = -TICK_S
+        self._heard_s, self._decoded_s = -TICK_S, -PACE_S
         self._running = True
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -98,12 +100,15 @@ class Loop:
             self._end(error)
 
     def _sleep(self) -> None:
-        """Nothing to do: until somebody calls, or windows that wait for others have waited long enough."""
-        wait_s = None
+        """Nothing to do: until somebody calls, or what waits for company has waited long enough."""
+        due_s = []
         if self._windows:
-            wait_s = max(0.0, self._heard_s + TICK_S - time.monotonic())
-        elif not self.encoders.under_way:
+            due_s.append(self._heard_s + TICK_S)
+        if self.decode_runner.rows:
+            due_s.append(self._decoded_s + PACE_S)
+        if not due_s and not self.encoders.under_way:
             self.check()
+        wait_s = max(0.0, min(due_s) - time.monotonic()) if due_s else None
         with contextlib.suppress(queue.Empty):
             self.inbox.get(timeout=wait_s)(self)
 
@@ -127,7 +132,8 @@ class Loop:
         heard = self._hear()
         self._share()
         if self._beside:
-            return self._start_encoding() | self._decode() or heard
+            started = self._start_encoding()
+            return (not self._paced() and self._decode()) or started or heard
         encoded = False
         for _ in range(BULK_ENCODES):
             if not self._encode(self._plan()):
@@ -152,6 +158,14 @@ class Loop:
             self._beside = wanted
             device = self.encode_runner.device
             device.share(device.decode_threads(wanted))
+
+    def _paced(self) -> bool:
+        """Whether a few rows wait for more: a step costs as much for one as for PACE_ROWS, and takes it from
+        encoders that all have work."""
+        if self.encoders.free or time.monotonic() - self._decoded_s >= PACE_S:
+            return False
+        rows = [self.utterances[row.request_id] for row in self.decode_runner.rows]
+        return len(rows) < PACE_ROWS and not any(row.urgent for row in rows)
 
     def _start_encoding(self) -> bool:
         """Have batches encoded beside us, while there are threads for it."""
@@ -357,6 +371,7 @@ class Loop:
         if not runner.rows:
             return False
         started = time.perf_counter()
+        self._decoded_s = time.monotonic()
         rows = len(runner.rows)
         try:
             ended = runner.step()

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from asr_serve.engine.states import Slot
 
 
+URGENT_MS = 100
+
+
 class Utterance(msgspec.Struct):
     """A segment to recognise. `pcm` (n,) float32, 16 kHz, n >= samples; the loop drops it once encoded."""
 
@@ -33,6 +36,11 @@ class Utterance(msgspec.Struct):
     submitted_ns: int = msgspec.field(default_factory=time.time_ns)
     encode_start_ns: int = 0
     encode_end_ns: int = 0
+
+    @property
+    def urgent(self) -> bool:
+        """Somebody waits for just this, now."""
+        return self.within_ms is not None and self.within_ms <= URGENT_MS
 
 
 class Windows(msgspec.Struct):

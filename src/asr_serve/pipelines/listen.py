@@ -46,11 +46,13 @@ MOST_AHEAD_SAMPLES = units.s_to_samples(60)
 """Audio that may be put and is not yet in a segment that is done."""
 SEGMENTS_AHEAD = 4
 """Closed segments of one caller that are worked on at once."""
-WITHIN_MS: dict[Kind, int] = {"final": 100, "anchor": 1_000, "partial": 2_000, "early": 2_000}
+WITHIN_MS: dict[Kind, int] = {"final": 100, "anchor": 300, "partial": 2_000, "early": 2_000}
 """How soon each is to be encoded. A partial is late rather than in a final's way: cadence keeps the queue
 short."""
 FIRST_WITHIN_MS = 200
 """The first partial of a segment: somebody has just begun to speak, and wonders whether anybody hears."""
+URGENT_SAMPLES = units.ms_to_samples(800)
+"""Before a pause will have been long enough, the early final is as urgent as the final."""
 AHEAD_S = 5.0
 """Whoever sends so much more than has passed since it came does not speak: it sends a recording, and others do."""
 QUICK = SearchOptions(temperatures=(0.0,))
@@ -292,15 +294,14 @@ class Listening:
         if early:
             if each.early is not None and each.early[0].end_samples == end:
                 return
-            # However much there is to do: half of the pause is enough to see that it may be the end.
-            urgent = closes_at is not None and self._now >= (quiet_from + closes_at) // 2
+            urgent = closes_at is not None and closes_at - self._now <= URGENT_SAMPLES
         elif pause is not None or end - each.heard < self._partial:
             return
         wait_ms = self._client.partial_interval_ms(self._options.partial_ms)
         if not each.asked or urgent or 1_000 * (self._clock() - self._asked_s) >= wait_ms:
-            self._submit(each, "early" if early else "partial", Span(each.audio_from, end))
+            self._submit(each, "early" if early else "partial", Span(each.audio_from, end), urgent=urgent)
 
-    def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1) -> None:
+    def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1, urgent: bool = False) -> None:
         self._drop_job(each)
         if not each.closed:
             self._asked_s = self._clock()  # whatever it is for, it will be shown
@@ -311,7 +312,7 @@ class Listening:
             self._priority(),
             admitted=True,
             draft=each.draft,
-            within_ms=FIRST_WITHIN_MS if first and kind == "partial" else WITHIN_MS[kind],
+            within_ms=FIRST_WITHIN_MS if first and kind == "partial" else WITHIN_MS["final" if urgent else kind],
         )
         each.job = Job(kind, span, ticket, tries)
         ticket.future.add_done_callback(lambda _: self._wake())

@@ -35,8 +35,8 @@ WIDTH = 128
 BLOCK_WINDOWS = 256
 """Windows that go through the network together, always as many: enough to fill its products, few enough to
 stay in cache, and one shape to compile for."""
-SMALL_BLOCK_WINDOWS = 32
-"""The same when there are no more than this: live callers bring one window each."""
+SMALL_BLOCKS = (32, 64, 128)
+"""The same when there are no more than this: live callers bring a few windows each."""
 
 WEIGHTS = Path(__file__).with_name("silero.safetensors")
 WEIGHTS_SHA256 = "98ad88be41e0e8728f3ac3e66dd927cbf94ff853953f1bc970a4dcae384aafb4"
@@ -96,7 +96,7 @@ class Silero(nn.Module):
         after = SileroState(state.context.clone(), state.h.clone(), state.c.clone())
         if not any(live):
             return probabilities, after
-        block = BLOCK_WINDOWS if sum(live) > SMALL_BLOCK_WINDOWS else SMALL_BLOCK_WINDOWS
+        block = next((block for block in SMALL_BLOCKS if sum(live) <= block), BLOCK_WINDOWS)
         packing = pack(live, block)
         # Windows of all rows end to end, each with the end of the one before it in front.
         sound = pcm.new_empty(packing.total, CONTEXT_SAMPLES + WINDOW_SAMPLES)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiny_moonshine import CARD, WAIT_S, clip, expect_empty, held, on_loop, outcome, start, text
 
 from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
-from asr_serve.engine import loop as loops
+from asr_serve.engine import session as sessions
 from asr_serve.engine.cadence import ENOUGH, OVERLOADED_MS, Cadence
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.planner import LIVE_RESERVE
@@ -183,7 +183,7 @@ def test_windows_that_wait_for_others_go_with_their_session(begin):
         session.close()
     assert len(other.put(np.zeros(WINDOW_SAMPLES, np.float32)).result(WAIT_S)) == 1
     other.close()
-    assert on_loop(client, lambda loop: loop._windows) == 0
+    assert on_loop(client, lambda loop: loop.listeners.windows) == 0
     expect_empty(client)
 
 
@@ -263,7 +263,7 @@ def scripted() -> Iterator[EngineClient]:
         return [np.ascontiguousarray(pcm.reshape(-1, WINDOW_SAMPLES)[:, 0]) for _, pcm in batch]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loops, "TICK_S", 0.0)
+        patch.setattr(sessions, "TICK_S", 0.0)
         client = start(max_sessions=4)
         client.link.loop.vad_runner.run = read
         yield client

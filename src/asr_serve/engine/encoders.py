@@ -44,6 +44,17 @@ class Encoders:
             max(1, self.count), "asr-serve encoder", initializer=_settle, initargs=(runner.device,)
         )
         self.under_way: list[Batch] = []
+        self._beside = False
+
+    def beside(self, live: bool) -> bool:
+        """Whether batches are encoded beside the loop. The cores are shared out anew when callers come or have
+        gone, as soon as nothing is under way."""
+        wanted = live and self.count > 0
+        if wanted != self._beside and not self.under_way:
+            self._beside = wanted
+            device = self._runner.device
+            device.share(device.decode_threads(wanted))
+        return self._beside
 
     @property
     def free(self) -> bool:
@@ -77,8 +88,8 @@ class Encoders:
 
 
 def _settle(device: Device) -> None:
-    """The calling thread alone, and behind whoever else wants its core: the loop's steps are short and many wait for
-    them."""
+    """The calling thread alone, and behind whoever else wants its core: the loop's steps are short and many wait
+    for them."""
     device.share(1)
     if hasattr(os, "setpriority"):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + BEHIND)

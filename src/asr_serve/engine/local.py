@@ -56,13 +56,13 @@ class LocalLink:
         self.call(lambda loop: loop.cancel(request_id))
 
     def open(self, session: int, live: bool) -> None:
-        self.call(lambda loop: loop.open(session, live))
+        self.call(lambda loop: loop.listeners.open(session, live, None))
 
     def put(self, windows: Windows) -> None:
-        self.call(lambda loop: loop.put(windows))
+        self.call(lambda loop: loop.listeners.put(windows))
 
     def close_session(self, session: int) -> None:
-        self.call(lambda loop: loop.close(session))
+        self.call(lambda loop: loop.listeners.close(session))
 
     def describe(self) -> dict[str, Any]:
         return self.loop.describe()

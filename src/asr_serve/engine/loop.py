@@ -23,12 +23,10 @@ from asr_serve.decoding.attention import Hypothesis
 from asr_serve.engine.encoders import Batch, Encoders
 from asr_serve.engine.planner import LIVE_RESERVE, Planner, Waiting
 from asr_serve.engine.runner import VERIFY_ROWS, DecodeRunner, EncoderResult, EncodeRunner, Row, VadRunner
-from asr_serve.engine.session import Listener, Utterance, Windows, reject, resolve
+from asr_serve.engine.session import Listeners, Utterance, reject, resolve
 from asr_serve.engine.stats import Stats
 from asr_serve.errors import AsrServeError, Cancelled, EngineClosed, StepFailed
-from asr_serve.models.vad.silero import SMALL_BLOCKS
 from asr_serve.types import Phases, Priority
-from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 BULK_ENCODES = 8
 """Encode batches in a row while only bulk work is there: decoding is cheapest with all rows taken."""
@@ -37,8 +35,6 @@ LIVE_STEPS = 6
 tokens, and encoding takes much longer than a step."""
 BESIDE = 4
 """A batch that one thread encodes beside the loop is so much smaller than one of all threads."""
-TICK_S, TICK_WINDOWS = 0.06, SMALL_BLOCKS[-1]
-"""Voice-activity steps are at least so far apart, unless so many windows wait."""
 PACE_S, PACE_ROWS = 0.02, 8
 """Decoding steps of fewer rows are at least so far apart while every encoder is busy."""
 
@@ -71,14 +67,11 @@ class Loop:
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.encoders = Encoders(encode, lambda *encoded: self.inbox.put(lambda loop: loop._encoded(*encoded)))
-        self._beside = False
-        """Encoding goes on beside the loop."""
         self.utterances: dict[int, Utterance] = {}
-        self.listeners: dict[int, Listener] = {}
+        self.listeners = Listeners(vad.states, config.vad_step_windows)
         self.stats, self.keep_states = stats, keep_states
         self._count: Counter[Priority] = Counter()
-        self._callers = self._windows = 0
-        self._heard_s, self._decoded_s = -TICK_S, -PACE_S
+        self._decoded_s = -PACE_S
         self._running = True
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -101,9 +94,7 @@ class Loop:
 
     def _sleep(self) -> None:
         """Nothing to do: until somebody calls, or what waits for company has waited long enough."""
-        due_s = []
-        if self._windows:
-            due_s.append(self._heard_s + TICK_S)
+        due_s = [] if self.listeners.due_s is None else [self.listeners.due_s]
         if self.decode_runner.rows:
             due_s.append(self._decoded_s + PACE_S)
         if not due_s and not self.encoders.under_way:
@@ -124,14 +115,12 @@ class Loop:
         finally:
             for utterance in self.utterances.values():
                 reject(utterance.future, error)
-            for listener_id in list(self.listeners):
-                self.close(listener_id, error)
+            self.listeners.close_all(error)
 
     def _step(self) -> bool:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
         heard = self._hear()
-        self._share()
-        if self._beside:
+        if self.encoders.beside(self.listeners.live > 0):
             started = self._start_encoding()
             return (not self._paced() and self._decode()) or started or heard
         encoded = False
@@ -151,14 +140,6 @@ class Loop:
             self._decode()
         return decoded or encoded or heard
 
-    def _share(self) -> None:
-        """Share the cores out anew when callers come or have gone, as soon as nothing is encoded beside us."""
-        wanted = bool(self._callers and self.encoders.count)
-        if wanted != self._beside and not self.encoders.under_way:
-            self._beside = wanted
-            device = self.encode_runner.device
-            device.share(device.decode_threads(wanted))
-
     def _paced(self) -> bool:
         """Whether a few rows wait for more: a step costs as much for one as for PACE_ROWS, and takes it from
         encoders that all have work."""
@@ -170,7 +151,11 @@ class Loop:
     def _start_encoding(self) -> bool:
         """Have batches encoded beside us, while there are threads for it."""
         started = False
-        while self._callers and self.encoders.free and (ids := self._plan(self.planner.encode_frames // BESIDE)):
+        while (
+            self.listeners.live
+            and self.encoders.free
+            and (ids := self._plan(self.planner.encode_frames // BESIDE))
+        ):
             batch = self._begin(ids)
             pages = sum(self._needs(utterance)[1] for utterance in batch)
             self.encoders.start(Batch(ids, pages), [u.pcm for u in batch if u.pcm is not None])
@@ -192,9 +177,8 @@ class Loop:
         runner, beside = self.decode_runner, self.encoders
         free_rows = runner.max_rows - len(runner.rows) - beside.rows
         kept = (0, 0)
-        if self._callers and (
-            runner.rows or beside.under_way
-        ):  # an engine that does nothing gives a file whatever it needs
+        busy = runner.rows or beside.under_way
+        if self.listeners.live and busy:  # an engine that does nothing gives a file whatever it needs
             kept = runner.max_rows // LIVE_RESERVE, runner.pages.pages // LIVE_RESERVE
         return self.planner.plan(free_rows, runner.pages.free - beside.pages, kept=kept, frames=frames)
 
@@ -236,57 +220,16 @@ class Loop:
         if request_id in self.utterances:
             self._fail([request_id], Cancelled("the request was cancelled"))
 
-    def open(self, listener_id: int, live: bool = False, state: bytes | None = None) -> None:
-        """`live`: somebody speaks, in real time. `state`: where the caller stood in an engine before this one."""
-        slot = self.vad_runner.states.take()
-        if state is not None:
-            self.vad_runner.states.unpack(slot, state)
-        self.listeners[listener_id] = Listener(listener_id, slot, live)
-        self._callers += live
-
-    def put(self, windows: Windows) -> None:
-        listener = self.listeners.get(windows.session)
-        if listener is None:
-            reject(windows.future, Cancelled("the session was closed"))
-        else:
-            listener.waiting.append(windows)
-            self._windows += len(windows.pcm) // WINDOW_SAMPLES
-
-    def close(self, listener_id: int, error: AsrServeError | None = None) -> None:
-        listener = self.listeners.pop(listener_id, None)
-        if listener is None:
-            return
-        for windows in listener.waiting:
-            self._windows -= len(windows.pcm) // WINDOW_SAMPLES
-            reject(windows.future, error or Cancelled("the session was closed"))
-        self.vad_runner.states.give(listener.slot)
-        self._callers -= listener.live
-
     def stop(self) -> None:
         self._running = False
 
     # --- steps --------------------------------------------------------------------------------------
 
     def _hear(self) -> bool:
-        """Voice activity: one piece of each caller that has any, within the step's bound. A few windows wait a
-        moment for those of other callers: a step costs as much for one as for TICK_WINDOWS."""
-        now_s = time.monotonic()
-        if not self._windows or (self._windows < TICK_WINDOWS and now_s - self._heard_s < TICK_S):
+        """Voice activity of whoever has waited long enough."""
+        batch = self.listeners.take(time.monotonic())
+        if not batch:
             return False
-        self._heard_s = now_s
-        batch: list[tuple[Listener, Windows]] = []
-        longest = 0
-        for listener in self.listeners.values():
-            if not listener.waiting:
-                continue
-            longer = max(longest, len(listener.waiting[0].pcm) // WINDOW_SAMPLES)
-            if batch and (len(batch) + 1) * longer > self.config.vad_step_windows:
-                continue
-            longest = longer
-            batch.append((listener, listener.waiting.popleft()))
-        self._windows -= sum(len(windows.pcm) // WINDOW_SAMPLES for _, windows in batch)
-        for listener, _ in batch:  # whoever was served goes to the back
-            self.listeners[listener.id] = self.listeners.pop(listener.id)
         started = time.perf_counter()
         try:
             results = self.vad_runner.run([(listener.slot, w.pcm) for listener, w in batch])
@@ -299,7 +242,8 @@ class Loop:
                 if self.keep_states:
                     windows.state = self.vad_runner.states.pack(listener.slot)
                 resolve(windows.future, probabilities)
-        used = sum(len(windows.pcm) for _, windows in batch) / (len(batch) * longest * WINDOW_SAMPLES)
+        counts = [windows.count for _, windows in batch]
+        used = sum(counts) / (len(batch) * max(counts))
         self.stats.step("vad", time.perf_counter() - started, len(batch), used)
         return True
 

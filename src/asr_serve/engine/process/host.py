@@ -110,13 +110,13 @@ class Host:
             case wire.Put(session=session, piece=piece, length=length):
                 windows = Windows(session, self._ring.take(session, length), Future())
                 windows.future.add_done_callback(partial(self._heard, windows, piece))
-                put(lambda loop: loop.put(windows))
+                put(lambda loop: loop.listeners.put(windows))
             case wire.Cancel(id=request_id):
                 put(lambda loop: loop.cancel(request_id))
             case wire.OpenSession(session=session, live=live, state=state):
-                put(lambda loop: loop.open(session, live, state))
+                put(lambda loop: loop.listeners.open(session, live, state))
             case wire.CloseSession(session=session):
-                put(lambda loop: loop.close(session))
+                put(lambda loop: loop.listeners.close(session))
             case wire.Ask(number=number):
                 self._report(number, loop)
             case wire.Ping():

@@ -273,15 +273,12 @@ class Loop:
 
     def _join(self, encoded: dict[int, EncoderResult], seconds: float) -> None:
         """What is encoded is decoded from here on."""
-        drafted = []
         try:
             for request_id, result in encoded.items():
                 utterance = self.utterances[request_id]
                 limit = self.max_tokens(utterance.samples)
                 hypothesis = Hypothesis(utterance.options, self.model.eos, limit, self.text, utterance.draft)
-                row = self.decode_runner.join(utterance.id, result, hypothesis)
-                if hypothesis.draft.tokens:
-                    drafted.append(row)
+                self.decode_runner.join(utterance.id, result, hypothesis)
                 utterance.pcm = None
                 utterance.encode_end_ns = time.time_ns()
         except Exception as failure:
@@ -290,8 +287,6 @@ class Loop:
             return
         frames = sum(result.frames for result in encoded.values())
         self.stats.step("encode", seconds, len(encoded), min(1.0, frames / self.planner.encode_frames))
-        if drafted:
-            self._verify(drafted)
 
     def _verify(self, rows: list[Row]) -> None:
         """What drafts hold, in one pass over all their positions."""
@@ -312,8 +307,10 @@ class Loop:
 
     def _decode(self) -> bool:
         runner = self.decode_runner
+        if drafted := runner.drafted():
+            self._verify(drafted)
         if not runner.rows:
-            return False
+            return bool(drafted)
         started = time.perf_counter()
         self._decoded_s = time.monotonic()
         rows = len(runner.rows)

@@ -76,6 +76,10 @@ def _tensor(pcm: np.ndarray) -> Tensor:
 
 VERIFY_ROWS = 256
 """Positions of drafts in one pass: enough to fill its products, few enough for the logits to stay in cache."""
+REACH = 4
+"""Tokens of a draft among which the next one is looked for when another was said."""
+AFTER_A_MISS = 8
+"""Tokens of a draft that are verified at once when it was wrong before."""
 
 
 class Row:
@@ -84,7 +88,38 @@ class Row:
     def __init__(self, request_id: int, own: list[int], audio: list[int], hypothesis: Hypothesis) -> None:
         self.request_id, self.own, self.audio, self.hypothesis = request_id, own, audio, hypothesis
         self.finish: Finish | None = None
+        self.left = hypothesis.draft.tokens
+        """Of the draft, what may still be said."""
+        self.skip = 0
+        """Tokens at its start that something else was said for."""
+        self.trusted = hypothesis.max_tokens
+        """How many tokens of the draft are verified at once: fewer once it was wrong."""
         self.generator = torch.Generator().manual_seed(hypothesis.options.seed)
+
+    @property
+    def proposal(self) -> tuple[int, ...]:
+        """What is to be verified next."""
+        room = self.hypothesis.max_tokens - 1 - len(self.hypothesis.tokens)
+        return self.left[self.skip : self.skip + min(room, self.trusted)]
+
+    @property
+    def bound(self) -> bool:
+        """The next token is fixed."""
+        return len(self.hypothesis.tokens) < self.hypothesis.fixed
+
+    def said(self, token: int, held: int) -> None:
+        """`held` tokens of the proposal, and then this one: what may come after it? Most often it stands for one
+        of the draft's, or for none of them, or the draft goes on a little later."""
+        if held:
+            self.left, self.skip = self.left[self.skip + held :], 0
+        self.trusted = AFTER_A_MISS
+        near = self.left[:REACH]
+        if token in near:
+            self.left, self.skip = self.left[near.index(token) + 1 :], 0
+        elif self.skip < REACH:
+            self.skip += 1
+        else:
+            self.left = ()
 
 
 class DecodeRunner:
@@ -165,16 +200,21 @@ class DecodeRunner:
                 token, score = self._sample(logits[index], row)
             row.finish = row.hypothesis.add(token, score)
             chosen[index] = token
+            row.said(token, 0)
             if row.finish:
                 ended.append(row)
         self.tokens[:live] = torch.tensor(chosen[:live])
         self.own_lengths[:live] += 1
         return ended
 
+    def drafted(self) -> list[Row]:
+        """Rows whose draft fixes what comes next, or has more to propose than a step would tell."""
+        return [row for row in self.rows if row.left and (row.bound or len(row.proposal) > 1)]
+
     @torch.inference_mode()
     def verify(self, rows: Sequence[Row]) -> list[Row]:
-        """Take of each row's draft what decoding would have chosen, and the token after it; returns the rows whose
-        hypothesis has ended, still joined.
+        """Take of what each row's draft proposes what decoding would have chosen, and the token after it;
+        returns the rows whose hypothesis has ended, still joined.
 
         Every position of a draft is a row of its own over the same pages. All of a layer's keys and values are
         written before any is read, so each position sees what decoding one by one would show it.
@@ -183,7 +223,7 @@ class DecodeRunner:
         ahead: list[Row] = []
         positions = 0
         for row in rows:
-            wanted = len(row.hypothesis.draft.tokens) + 1
+            wanted = len(row.proposal) + 1
             if ahead and positions + wanted > VERIFY_ROWS:
                 ended += self._verify(ahead)
                 ahead, positions = [], 0
@@ -192,17 +232,21 @@ class DecodeRunner:
         return ended + (self._verify(ahead) if ahead else [])
 
     def _verify(self, rows: Sequence[Row]) -> list[Row]:
-        drafts = [row.hypothesis.draft.tokens for row in rows]
+        drafts = [row.proposal for row in rows]
         counts = torch.tensor([len(draft) + 1 for draft in drafts])
         index = torch.tensor([self.rows.index(row) for row in rows])
         total = int(counts.sum())
         padding = self.device.rows(total) - total
         spread = F.pad(index.repeat_interleave(counts), (0, padding))
-        lengths = F.pad(torch.cat([torch.arange(1, len(draft) + 2) for draft in drafts]), (0, padding), value=1)
+        begun = [len(row.hypothesis.tokens) + 1 for row in rows]
+        spans = [torch.arange(at, at + len(draft) + 1) for at, draft in zip(begun, drafts, strict=True)]
+        lengths = F.pad(torch.cat(spans), (0, padding), value=1)
         own, audio = self.own_tables[spread], self.audio_tables[spread]
         own[total:] = audio[total:] = 0
+        last = self.tokens[index].tolist()
         given = F.pad(
-            torch.tensor([token for draft in drafts for token in (self.model.bos, *draft)]), (0, padding)
+            torch.tensor([token for at, draft in zip(last, drafts, strict=True) for token in (at, *draft)]),
+            (0, padding),
         )
         tokens, logprobs, logits = self._pass(given, own, lengths, audio, self.audio_lengths[spread])
         chosen, scores = tokens.tolist(), logprobs.tolist()
@@ -223,19 +267,22 @@ class DecodeRunner:
         hypothesis = row.hypothesis
         for position in range(len(draft) + 1):
             token, score = chosen[position], scores[position]
-            if position < hypothesis.fixed and token != draft[position]:
-                token = draft[position]
-                score = float(torch.log_softmax(logits[position].float(), dim=-1)[token])
-            elif position >= hypothesis.fixed and hypothesis.temperature > 0:
+            if row.bound:
+                if token != draft[position]:
+                    token = draft[position]
+                    score = float(torch.log_softmax(logits[position].float(), dim=-1)[token])
+            elif hypothesis.temperature > 0:
                 token, score = self._sample(logits[position], row)
             row.finish = hypothesis.add(token, score)
             if row.finish or position == len(draft) or token != draft[position]:
+                row.said(token, position)
                 break
             self.positions_held += 1
         return row.finish
 
     def again(self, row: Row) -> None:
         """Decode the row anew, from what is fixed of it; its audio stays where it is."""
+        row.left = ()
         self._place(self.rows.index(row))
 
     def _place(self, index: int) -> None:

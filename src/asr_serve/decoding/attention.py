@@ -18,9 +18,9 @@ Finish = Literal["stop", "length", "repetition"]
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What an utterance was heard as before, when less of it was known. One pass verifies it as far as it holds;
-    the answer is what decoding without it would have been, but for the first `fixed` tokens: they are taken as
-    they are.
+    """What an utterance was heard as before, when less of it was known. It is verified many tokens at a time, as
+    far as it holds; the answer is what decoding without it would have been, but for the first `fixed` tokens:
+    they are taken as they are.
 
     Source: speculative decoding, arXiv:2211.17192, with greedy choice.
     """

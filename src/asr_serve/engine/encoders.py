@@ -8,6 +8,7 @@ meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -78,7 +79,8 @@ class Encoders:
             return self._runner.run(clips)
 
         def over(encoded: Future[list[EncoderResult]]) -> None:
-            self._deliver(batch, encoded, time.perf_counter() - begun_s[0])
+            seconds = time.perf_counter() - begun_s[0] if begun_s else 0.0
+            self._deliver(batch, encoded, seconds)
 
         self._threads.submit(encode).add_done_callback(over)
 
@@ -91,5 +93,5 @@ def _settle(device: Device) -> None:
     """The calling thread alone, and behind whoever else wants its core: the loop's steps are short and many wait
     for them."""
     device.share(1)
-    if hasattr(os, "setpriority"):
+    with contextlib.suppress(OSError, AttributeError):  # a courtesy, not worth a batch
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + BEHIND)

@@ -34,7 +34,9 @@ LIVE_STEPS = 6
 """Decoding steps between two encode batches while callers' rows decode: a verified draft needs a few more
 tokens, and encoding takes much longer than a step."""
 BESIDE = 4
-"""A batch that one thread encodes beside the loop is so much smaller than one of all threads."""
+"""So much smaller is a batch that one thread encodes beside the loop."""
+QUIET_S = 5.0
+"""When callers have said nothing for so long, files have the engine to themselves."""
 PACE_S, PACE_ROWS = 0.02, 8
 """Decoding steps of fewer rows are at least so far apart while every encoder is busy."""
 
@@ -71,7 +73,7 @@ class Loop:
         self.listeners = Listeners(vad.states, config.vad_step_windows)
         self.stats, self.keep_states = stats, keep_states
         self._count: Counter[Priority] = Counter()
-        self._decoded_s = -PACE_S
+        self._decoded_s, self._live_s = -PACE_S, -QUIET_S
         self._running = True
 
     # --- the loop ------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ class Loop:
     def _step(self) -> bool:
         """One turn of voice activity, encoding and decoding; False when there was nothing to do."""
         heard = self._hear()
-        if self.encoders.beside(self.listeners.live > 0):
+        if self.encoders.beside(self._speaking()):
             started = self._start_encoding()
             return (not self._paced() and self._decode()) or started or heard
         encoded = False
@@ -140,6 +142,10 @@ class Loop:
             self._decode()
         return decoded or encoded or heard
 
+    def _speaking(self) -> bool:
+        """Whether anybody on line said something of late: who is silent costs files nothing."""
+        return self.listeners.live > 0 and time.monotonic() - self._live_s < QUIET_S
+
     def _paced(self) -> bool:
         """Whether a few rows wait for more: a step costs as much for one as for PACE_ROWS, and takes it from
         encoders that all have work."""
@@ -150,12 +156,8 @@ class Loop:
 
     def _start_encoding(self) -> bool:
         """Have batches encoded beside us, while there are threads for it."""
-        started = False
-        while (
-            self.listeners.live
-            and self.encoders.free
-            and (ids := self._plan(self.planner.encode_frames // BESIDE))
-        ):
+        started, frames = False, self.planner.encode_frames // BESIDE
+        while self._speaking() and self.encoders.free and (ids := self._plan(frames)):
             batch = self._begin(ids)
             pages = sum(self._needs(utterance)[1] for utterance in batch)
             self.encoders.start(Batch(ids, pages), [u.pcm for u in batch if u.pcm is not None])
@@ -178,7 +180,7 @@ class Loop:
         free_rows = runner.max_rows - len(runner.rows) - beside.rows
         kept = (0, 0)
         busy = runner.rows or beside.under_way
-        if self.listeners.live and busy:  # an engine that does nothing gives a file whatever it needs
+        if self._speaking() and busy:  # an engine that does nothing gives a file whatever it needs
             kept = runner.max_rows // LIVE_RESERVE, runner.pages.pages // LIVE_RESERVE
         return self.planner.plan(free_rows, runner.pages.free - beside.pages, kept=kept, frames=frames)
 
@@ -194,7 +196,6 @@ class Loop:
         """Everything that was lent has a holder. Run when idle."""
         self.decode_runner.pages.check()
         self.vad_runner.states.check()
-        assert not self.encoders.under_way, "a batch is encoded, yet we are idle"
         if not self.decode_runner.rows:
             assert self.decode_runner.pages.used == 0, "no row decodes, yet pages are held"
         assert len(self.utterances) == len(self.decode_runner.rows) + len(self.planner), "a request was lost"
@@ -207,6 +208,8 @@ class Loop:
         self.utterances[utterance.id] = utterance
         self._count[utterance.priority] += 1
         now_ms = time.monotonic() * 1_000
+        if utterance.priority == "live":
+            self._live_s = now_ms / 1_000
         self.planner.add(Waiting(utterance.id, frames, pages, utterance.priority, now_ms, utterance.within_ms))
 
     def _needs(self, utterance: Utterance) -> tuple[int, int]:

@@ -4,12 +4,11 @@ Sans I/O: `put` takes samples, `advance` returns what has come of them, and `wak
 when it is worth calling again. Nothing here blocks, sleeps or starts a thread; a library's iterator and a
 server's socket drive it alike. Positions are samples since the caller's start.
 
-1. Whole windows go to voice activity, one piece at a time: what comes meanwhile is the next piece. The engine's
-loop
-   takes the pieces of all callers in one step.
-2. `vad/endpoint.Endpointer` opens and closes segments, by the streaming schedule. 3. Each segment has its
-`Hypotheses`: anchors and a final, which are owed, and partials as often as `engine/cadence`
-   allows. In a pause the final is made early, so that it is there when the pause has been long enough.
+1. Whole windows go to voice activity, one piece at a time: what comes meanwhile is the next piece.
+   The engine's loop takes the pieces of all callers in one step.
+2. `vad/endpoint.Endpointer` opens and closes segments, by the streaming schedule.
+3. Each segment has its `Hypotheses`: anchors and a final, which are owed, and partials as often as
+   `engine/cadence` allows. In a pause the final is made early: it is there when the pause has been long enough.
 4. `SegmentDone` comes in order and is for ever; `Partial` tells what is known of the rest.
 """
 
@@ -26,7 +25,7 @@ from asr_serve import units
 from asr_serve.audio.buffers import Kept, Piece
 from asr_serve.decoding.attention import SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.errors import StepFailed
+from asr_serve.errors import EngineCrashed, StepFailed
 from asr_serve.pipelines.caller import LIVE_SEGMENT_MS, Event, Finished, ListenOptions, Partial, SegmentDone
 from asr_serve.pipelines.hypotheses import OVERLAP_MS, OVERLAP_SAMPLES, TRIES, Hypotheses, Job, Kind
 from asr_serve.pipelines.utterance import (
@@ -96,6 +95,9 @@ class Listening:
         self._hear_tries = 0
         self._segments: deque[Hypotheses] = deque()
         self._shown = Partial(0, 0)
+        self.due_s: float | None = None
+        """When to call `advance` although nothing has woken it, on `clock`; None: never. A partial may be put
+        off."""
         self._began_s, self._asked_s = time.monotonic(), -1e9
         self._finishing = self._heard_all = self._over = False
         self._session = client.session(live=True)
@@ -136,6 +138,7 @@ class Listening:
         """
         if self._over:
             return []
+        self.due_s = None
         self._hear()
         for each in self._segments:
             self._collect(each)
@@ -236,7 +239,7 @@ class Listening:
     def _at(self, start: int) -> Hypotheses:
         """The segment that starts there: the last one, or a new one."""
         if not self._segments or self._segments[-1].start != start:
-            earliest = self._segments[-1].audio_from if self._segments else start
+            earliest = self._segments[-1].start if self._segments else start
             self._segments.append(Hypotheses(start, self._endpointer.torn, self._text, earliest))
         return self._segments[-1]
 
@@ -254,9 +257,9 @@ class Listening:
         each.job = None
         try:
             each.take(job, job.ticket.future.result())
-        except StepFailed:
+        except (StepFailed, EngineCrashed) as failure:
             if job.kind in ("anchor", "final"):
-                if job.tries == TRIES:
+                if job.tries == TRIES or isinstance(failure, EngineCrashed):
                     raise
                 self._submit(each, job.kind, job.span, job.tries + 1)
 
@@ -298,8 +301,11 @@ class Listening:
         elif pause is not None or end - each.heard < self._partial:
             return
         wait_ms = self._client.partial_interval_ms(self._options.partial_ms)
-        if not each.asked or urgent or 1_000 * (self._clock() - self._asked_s) >= wait_ms:
+        due_s = self._asked_s + wait_ms / 1_000
+        if not each.asked or urgent or self._clock() >= due_s:
             self._submit(each, "early" if early else "partial", Span(each.audio_from, end), urgent=urgent)
+        else:
+            self.due_s = due_s
 
     def _submit(self, each: Hypotheses, kind: Kind, span: Span, tries: int = 1, urgent: bool = False) -> None:
         self._drop_job(each)
@@ -337,7 +343,7 @@ class Listening:
     def _segment(self, done: Hypotheses) -> Segment | None:
         heard, end = done.own(), done.end
         assert end is not None
-        if not done.fixed and not done.skip and not speech(heard):
+        if not (done.fixed or done.skip or done.cut_off) and not speech(heard):
             return None
         return segment(Span(done.start, end), heard, self._text)
 

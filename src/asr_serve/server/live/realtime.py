@@ -65,6 +65,7 @@ class Realtime:
         self._loop = asyncio.get_running_loop()
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
         self._called = self._finished = False
+        self._timer: asyncio.TimerHandle | None = None
         self._outbox, self._meter = outbox, meter
         self._sentences = Sentences(only_new=only_new)
         self._partial: Partial | None = None
@@ -107,6 +108,8 @@ class Realtime:
         return self._sentences.final()
 
     async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._listening.close()
         self._held.close()
 
@@ -131,6 +134,13 @@ class Realtime:
         if news and not self._outbox.show(self._answer):
             self._meter.dropped.inc()
         self._changed.set()
+        due_s = self._listening.due_s
+        if due_s is not None and self._timer is None:
+            self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._awake.set()
 
     def _lock(self, segment: Segment, decided_samples: int) -> None:
         self._sentences.lock(segment)

@@ -127,9 +127,11 @@ class Talk:
         finally:
             assert self._timer is not None, "it was set before anything else"
             self._timer.cancel()
-            await _ended(writer, self._session)
-            if self._hearing is not None:
-                await self._close(self._hearing)
+            try:
+                await _ended(writer, self._session)
+            finally:  # also when we are cancelled once more
+                if self._hearing is not None:
+                    await self._close(self._hearing)
         if outcome is not None and outcome is not self._told:
             raise outcome
         return self._told if outcome is not None else None

@@ -1,9 +1,9 @@
-"""The rough life of a live server: long, silent, fast, cut off, killed. Callers over the FunASR realtime WebSocket.
+"""The rough life of a live server: long, silent, fast, cut off, killed. Callers speak FunASR's realtime protocol.
 
     python bench/soak.py --data DIR --only silence,speech,hang_ups,deaf,killed --json soak.json
 
-DIR holds transcripts.tsv, lines of relative/path.flac<TAB>text. README.md says what each scenario does and how to read
-the result. Nothing here is a speed: it tells what is lost, what is kept, and how much memory that takes.
+DIR holds transcripts.tsv, lines of relative/path.flac<TAB>text. README.md says what each scenario does and how to
+read the result. Nothing here is a speed: it tells what is lost, what is kept, and how much memory that takes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ async def long_speech(server: Server, heard: Sequence[Clip], args: argparse.Name
     hours = args.hours or 3.0
     audio, said = speech(heard, hours * 3_600, random.Random(1))
     sentences, _ = await converse(server.url, packets(audio, 500), 20.0)
-    ordered = all(a["end"] <= b["start"] for a, b in zip(sentences, sentences[1:], strict=False))
+    ordered = all(a["end"] <= b["start"] for a, b in pairwise(sentences))
     rate = wer([said], [" ".join(s["text"] for s in sentences)])
     return {
         "audio_h": round(len(audio) / 2 / RATE_HZ / 3_600, 3),

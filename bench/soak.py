@@ -281,7 +281,9 @@ SCENARIOS = {"silence": silence, "speech": long_speech, "hang_ups": hang_ups, "d
 
 def one(name: str, heard: Sequence[Clip], args: argparse.Namespace, folder: Path) -> Row:
     port = serve.free_port()
-    run = serve.Run(args, heard, [], dict(os.environ), folder)
+    # Longer than a session may last by default.
+    env = {**os.environ, "ASR_SERVE_MAX_SESSION_S": "86400"}
+    run = serve.Run(args, heard, [], env, folder)
     with serve.started(asr_serve(Setting(port, args.threads, folder)), port, run) as (process, trouble):
         if trouble:
             return {"name": name, "failed": trouble}

@@ -45,9 +45,9 @@ MOST_AHEAD_SAMPLES = units.s_to_samples(60)
 """Audio that may be put and is not yet in a segment that is done."""
 SEGMENTS_AHEAD = 4
 """Closed segments of one caller that are worked on at once."""
-WITHIN_MS: dict[Kind, int] = {"final": 100, "anchor": 300, "partial": 2_000, "early": 2_000}
-"""How soon each is to be encoded. A partial is late rather than in a final's way: cadence keeps the queue
-short."""
+WITHIN_MS: dict[Kind, int] = {"final": 100, "anchor": 100, "partial": 2_000, "early": 2_000}
+"""How soon each is to be encoded. A final may have to wait for an anchor, never for a partial: cadence keeps
+the queue of those short."""
 FIRST_WITHIN_MS = 200
 """The first partial of a segment: somebody has just begun to speak, and wonders whether anybody hears."""
 URGENT_SAMPLES = units.ms_to_samples(800)

@@ -408,8 +408,8 @@ class Failing:
         self.run = loop.encode_runner.run
         submit = self.caller.listening._submit
 
-        def watched(each, kind, span, tries=1):
-            submit(each, kind, span, tries)
+        def watched(each, kind, span, tries=1, urgent=False):
+            submit(each, kind, span, tries, urgent)
             self.ours[each.job.ticket.id] = kind
 
         def run(batch):

@@ -7,14 +7,24 @@ from typing import Any
 import msgspec
 
 from asr_serve.errors import OptionError
-from asr_serve.pipelines.utterance import known_options
+from asr_serve.pipelines.utterance import endpoint_settings, known_options
 from asr_serve.types import Segment
+from asr_serve.vad.endpoint import EndpointConfig
 from asr_serve.vad.schedule import SilenceSchedule
 
 LIVE_SEGMENT_MS = 16_000
 """The longest segment: what is open is heard again for every partial."""
 LOCK_MS = 1_920
 """Between two anchors."""
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "language": (str,),
+    "silence_schedule": (SilenceSchedule,),
+    "max_segment_ms": (int,),
+    "threshold": (int, float),
+    "pad_before_ms": (int,),
+}
 
 
 class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +45,13 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Audio before the first window of speech that belongs to a segment."""
 
     def __post_init__(self) -> None:
+        for name, kinds in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+                raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
+        # Out of range, it says so here and not when somebody speaks.
+        limit_ms = LIVE_SEGMENT_MS if self.max_segment_ms is None else self.max_segment_ms
+        EndpointConfig(max_segment_ms=limit_ms, **endpoint_settings(self.threshold, self.pad_before_ms))
         for name, least in (("partial_ms", 100), ("lock_ms", 200)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:

@@ -354,7 +354,7 @@ class Listening:
         first, texts = self._segments[0], []
         heard = first.heard
         for each in self._segments:
-            if not each.joined:
+            if not each.joined or each.heard == each.start:  # what comes after it would seem to follow at once
                 break
             texts.append(each.shown_text)
             heard = each.heard

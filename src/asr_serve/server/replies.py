@@ -27,6 +27,8 @@ POLICY, TOO_BIG, INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1_008, 1_009
 """WebSocket's close codes."""
 LAST_WORDS_S = 2.0
 """How long a WebSocket's client may take to be told why it is closed."""
+LEFT_S = 0.5
+"""For what a client sends that has just been told to go."""
 RESTART_MS = 2_000
 """When to try again while an engine starts or starts anew."""
 
@@ -135,13 +137,22 @@ def close_code(error: Exception) -> int:
     return {413: TOO_BIG, 429: TRY_AGAIN_LATER, 503: TRY_AGAIN_LATER, 500: INTERNAL_ERROR}.get(status, POLICY)
 
 
-async def hang_up(send: Send, code: int, last_words: str | None = None) -> None:
+async def hang_up(receive: Receive, send: Send, code: int, last_words: str | None = None) -> None:
     """Close a WebSocket, whether or not its client still listens."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LAST_WORDS_S):
             if last_words is not None:
                 await send({"type": "websocket.send", "text": last_words})
+                await _read_left(receive)
             await send({"type": "websocket.close", "code": code})
+
+
+async def _read_left(receive: Receive) -> None:
+    """A little of what the client still sends: closing on it would cost it the last words."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LEFT_S):
+            while (await receive())["type"] != "websocket.disconnect":
+                pass
 
 
 class Replies:
@@ -194,11 +205,13 @@ class Replies:
         except ClientGone as error:
             note(error, scope)
             visit.status = CLIENT_GONE
-            await hang_up(send, POLICY)  # in vain; but granian keeps the connection of one it was not tried on
+            await hang_up(
+                receive, send, POLICY
+            )  # in vain; but granian keeps the connection of one it was not tried on
         except Exception as error:
             note(error, scope)
             visit.status = kind_of(error).status if isinstance(error, AsrServeError) else 500
-            await hang_up(send, close_code(error), told_live(error, visit.request_id))
+            await hang_up(receive, send, close_code(error), told_live(error, visit.request_id))
 
 
 async def told_in_stream(events: AsyncIterator[bytes], scope: Scope) -> AsyncIterator[bytes]:

@@ -204,11 +204,12 @@ class Line:
             visit.audio_s = samples_to_s(talk.received_samples)
         if told is not None:
             visit.ended = code_of(told)
-            await hang_up(send, close_code(told))
+            await hang_up(receive, send, close_code(told))
             return
         visit.ended = "client_gone" if talk.left_in_session else "done"
         if talk.left_code == NO_CODE:
-            await hang_up(send, TOO_BIG)  # the only word that reaches a client whose frame granian refused
+            # The only word that reaches a client whose frame granian refused.
+            await hang_up(receive, send, TOO_BIG)
 
 
 def routes(desk: Desk) -> list[WebSocketRoute]:

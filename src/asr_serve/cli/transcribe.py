@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from asr_serve.cli.exits import FAILED, guarded, say
+from asr_serve.cli.options import Device, Dtype, Language, Model, Weights
 from asr_serve.errors import AsrServeError, OptionError
 
 if TYPE_CHECKING:
@@ -81,16 +82,11 @@ def transcribe(
             show_default=False,
         ),
     ],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Which model; see: asr-serve models list")
-    ] = "moonshine-tiny-en",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own."),
-    ] = None,
-    language: Annotated[str | None, typer.Option("--language", "-l", help="Language code, like en.")] = None,
+    model: Model = "moonshine-tiny-en",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = None,
+    language: Language = None,
     form: Annotated[
         str | None,
         typer.Option(

@@ -30,7 +30,7 @@ enough to see where one ends and the other begins."""
 OVERLAP_SAMPLES = units.ms_to_samples(OVERLAP_MS)
 AGREEING = 3
 """Anchors in a row that lock what they agree on. Chosen on untranscribed LibriSpeech training speech: with two,
-more than twice as many words of the transcripts were others than without locking."""
+clearly more words of the transcripts were others than without locking."""
 TRIES = 3
 """For what is owed, when the engine fails a step."""
 

@@ -25,21 +25,23 @@ STRESS   := src/asr_serve/native/src/ring_stress.cpp
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup serve test check bench docs clean
+.PHONY: help setup bench-setup clients console serve test check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## build .venv with everything to run and test
 
-# Again when the pins or the native sources change. silero-vad comes without its dependencies: the tests read
-# its files only, and torchaudio, which it asks for, has no build for our torch.
+# Again when the pins or the native sources change. Three packages come without their dependencies, for their files
+# alone: silero-vad asks for torchaudio, which has no build for our torch, pipecat-ai, which holds the turn model, for
+# a whole framework, and armspeech, which says it is for Python 3.10 at most, for a runtime that we do not use.
 $(STAMP): $(PINS) $(NATIVE)
 	@test -n "$(PYTHON)" || { echo "asr-serve needs Python 3.11 or newer with venv (Debian: apt install python3-venv)" >&2; exit 1; }
 	@echo "setting up $(VENV) with $(PYTHON): minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -e '.[dev]'
-	@$(PIP) --no-deps silero-vad
+	@$(PIP) --no-deps silero-vad pipecat-ai
+	@$(PIP) --no-deps --ignore-requires-python armspeech
 	@touch $@
 
 bench-setup: $(VENV)/.bench
@@ -47,6 +49,23 @@ bench-setup: $(VENV)/.bench
 $(VENV)/.bench: $(STAMP)
 	@echo "adding the peers to $(VENV)"
 	@$(PIP) -e '.[bench]'
+	@touch $@
+
+clients: .venv-clients/.done  ## build .venv-clients: livekit-agents and pipecat, for tests of their plugins
+
+.venv-clients/.done: constraints-clients.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv-clients
+	@PIP_CONSTRAINT=constraints-clients.txt PIP_DISABLE_PIP_VERSION_CHECK=1 .venv-clients/bin/python -m pip install --quiet \
+	  $(PIP_ARGS) livekit-agents livekit-plugins-openai 'pipecat-ai[openai]'
+	@touch $@
+
+console: console/node_modules/.done  ## build the web console anew, into src/asr_serve/server/console/static
+	@npm --prefix console run --silent build
+
+console/node_modules/.done: console/package-lock.json
+	@command -v npm >/dev/null || { echo "Node 20 or newer, with npm, is needed" >&2; exit 1; }
+	@npm --prefix console ci --silent
 	@touch $@
 
 serve: setup  ## start the server on 127.0.0.1:8000; ARGS='--port 9000' for more
@@ -76,5 +95,5 @@ docs: setup  ## check the links and run every example of README, docs and docstr
 	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
 
 clean:  ## remove .venv, builds and caches (not the weights)
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients console/node_modules build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests bench examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ import clips
 import machine
 
 import asr_serve
+from asr_serve.config import EngineConfig
 
 PASSES = 5
 WITHIN = {"softmax": "attention", "attention": "encode", "tanh_norm": "encode", "rope": "encode and step"}
@@ -33,7 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     audio = [clip.audio for clip in clips.load(args.data)]
-    with asr_serve.load(dtype=args.dtype) as model:
+    with asr_serve.load(dtype=args.dtype, engine=EngineConfig(prefix_bytes=0)) as model:
         spent = watch(model)
         model.transcribe(audio, vad=False)  # compiles for each shape, maps memory
         spent.clear()
@@ -84,11 +85,11 @@ def watch(model: Any) -> dict[str, list[float]]:
         return run
 
     loop = model._client.link.loop
-    device, network, decode = model.device, loop.model, loop.decode_runner
+    device, network, decode = model.device, loop.work.model, loop.work.decode_runner
     kernels = {n: timed(n, f) for n, f in vars(device.kernels).items() if callable(f)}
     device.kernels = network.kernels = SimpleNamespace(**kernels)
     device.attention = timed("attention", device.attention)
-    loop.encode_runner.run = timed("encode", loop.encode_runner.run)
+    loop.work.encode_runner.run = timed("encode", loop.work.encode_runner.run)
     decode.step = timed("step", decode.step)
     decode.join = timed("join", decode.join)
 

@@ -52,6 +52,18 @@ def load(folder: Path, wanted: int | None = None) -> list[Clip]:
     ]
 
 
+def without_text(folder: Path, wanted: int | None = None, longest_s: float = 30.0) -> list[Clip]:
+    """The folder's FLAC files that are no longer, and not silent throughout; of what is said nothing is known."""
+    files = sorted(folder.rglob("*.flac"))
+    if not files:
+        raise SystemExit(f"{folder}: no FLAC file in it")
+    found = [
+        Clip(str(path.relative_to(folder)), decode(path), "")
+        for path in (files[i] for i in spread(len(files), wanted))
+    ]
+    return [clip for clip in found if 0 < len(clip.audio) <= longest_s * RATE_HZ and clip.audio.any()]
+
+
 def decode(path: Path) -> Audio:
     """16 kHz mono float32, whatever the file holds."""
     with av.open(str(path)) as container:

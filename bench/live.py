@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import serve
 import serve_load
 import serve_peers
 from live_calls import Call
+from live_protocols import NAMES
 from live_report import OURS, Row
 from live_speech import RATE_HZ, Caller
 from offline import say
@@ -109,7 +111,7 @@ class Bench:
             if trouble in found:
                 return {**live_report.blank(system, len(callers)), trouble: found[trouble]}
         calls = [
-            Call(caller, live_speech.voiced(caller, self.probabilities), heard)
+            Call(caller, live_speech.voiced(caller, self.probabilities), heard, self.args.silence_ms)
             for caller, heard in zip(callers, found["callers"], strict=True)
         ]
         references = [clip.text for clip in self.speech]
@@ -139,7 +141,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows = [] if args.only_peers else ours(bench)
     for name in args.peers:
         rows += peer(name, bench)
-    settings = {"seconds": args.seconds, "pause_s": args.pause, "device": args.device, "server": args.server}
+    settings = {
+        "seconds": args.seconds,
+        "pause_s": args.pause,
+        "silence_ms": args.silence_ms,
+        "device": args.device,
+        "server": args.server,
+    }
     return {
         "bench": "live",
         "machine": about,
@@ -152,24 +160,26 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def ours(bench: Bench) -> list[Row]:
     """One life of a server, every level in turn; then the same audio through the library."""
     args, port = bench.args, serve.free_port()
-    options = [*args.server, "--device", args.device]
+    options = ["--model", args.model, *args.server, "--device", args.device]
     service = serve_peers.asr_serve(serve_peers.Setting(port, args.threads, bench.folder, options))
     run = serve.Run(args, bench.speech, [], bench.env, bench.folder)
-    load = {"url": f"ws://{serve_peers.HOST}:{port}/?sentences=new", "grace_s": GRACE_S}
+    load = {"url": f"ws://{serve_peers.HOST}:{port}", "grace_s": GRACE_S, "silence_ms": args.silence_ms}
+    rows: list[Row] = []
     with ExitStack() as stack:
         process, trouble = stack.enter_context(serve.started(service, port, run))
 
-        def level(count: int, seconds: float = args.seconds) -> Row:
+        def level(count: int, protocol: str, seconds: float = args.seconds) -> Row:
             callers = bench.callers(count, seconds)
-            job = {**load, "callers": callers, "pid": process.pid, "seconds": seconds}
+            job = {**load, "protocol": protocol, "callers": callers, "pid": process.pid, "seconds": seconds}
             found = {"failed": trouble} if trouble else bench.work("live_load.py", job)
             if process.poll() is not None:
                 found = {"failed": f"the server ended, exit {process.returncode}"}
-            return {**bench.row(OURS, callers, found), "notes": service.notes}
+            return {**bench.row(OURS, callers, found), "protocol": protocol, "notes": service.notes}
 
-        if trouble is None:
-            level(WARM_UP, 0.0)
-        rows = levels(OURS, level, args)
+        for protocol in args.protocol:
+            if trouble is None:
+                level(WARM_UP, protocol, 0.0)
+            rows += levels(OURS, partial(level, protocol=protocol), args)
     alone(bench, [row for row in rows if "failed" not in row and row["callers"] in args.callers])
     return rows
 
@@ -179,7 +189,7 @@ def alone(bench: Bench, rows: Sequence[Row]) -> None:
     callers = [bench.callers(row["callers"], bench.args.seconds) for row in rows]
     everybody = [caller for level in callers for caller in level]
     say(f"{OURS} offline: {len(everybody)} callers' audio")
-    job = {"work": "offline", "callers": everybody, "device": bench.args.device}
+    job = {"work": "offline", "callers": everybody, "device": bench.args.device, "model": bench.args.model}
     found = bench.work("live_worker.py", job) if everybody else {"texts": []}
     if "failed" in found:
         say(f"    {found['failed']}")
@@ -257,9 +267,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--callers", type=serve.numbers, default=[1, 8, 32], metavar="A,B", help="how many speak at once (1,8,32)")
     add("--seconds", type=float, default=60.0, metavar="S", help="how long each speaks, about (60)")
     add("--pause", type=float, default=2.5, metavar="S", help="silence between clips (2.5)")
+    add(
+        "--protocol",
+        type=offline.named(NAMES),
+        default=["funasr"],
+        metavar="A,B",
+        help="funasr,openai,stream (funasr)",
+    )
+    add(
+        "--silence-ms",
+        type=int,
+        metavar="MS",
+        help="the pause that ends a sentence; default: the streaming table's",
+    )
     add("--peers", type=offline.named(live_peers.MAKERS), default=[], metavar="A,B", help="moonshine-voice,vosk")
     add("--only-peers", action="store_true", help="leave asr-serve out")
     add("--find-max", action="store_true", help="look for the most callers that each system holds")
+    add("--model", default="moonshine-tiny-en", metavar="NAME", help="that asr-serve serves (moonshine-tiny-en)")
     add("--device", default="auto", help="for asr-serve: auto, cpu, cuda (auto)")
     add("--json", type=Path, metavar="FILE", help="where the result goes; without it only the table is printed")
     add("--clips", type=int, metavar="N", help="only N clips, spread evenly over the set")
@@ -268,6 +292,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--peer-venvs", type=Path, default=serve_peers.ENVIRONMENTS, metavar="DIR", help="(.venv-peers)")
     add("--limit-s", type=float, default=1_800, metavar="S", help="longest a level may take (1800)")
     args = parser.parse_args(argv)
+    if "openai" in args.protocol and args.silence_ms is None:
+        parser.error("--protocol openai needs --silence-ms: it waits for one pause, whatever was said before")
     for name in ("seconds", "clips", "threads", "pause"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             parser.error(f"--{name} must be above 0")

@@ -71,8 +71,9 @@ class Endpoint(NamedTuple):
     """The audio up to here decided it: the pause has lasted as long as the schedule asks."""
 
 
-def endpoint(start_ms: float, end_ms: float) -> Endpoint:
-    """When a sentence with this span was over, by the streaming table, in windows of 32 ms.
+def endpoint(start_ms: float, end_ms: float, constant_ms: int | None = None) -> Endpoint:
+    """When a sentence with this span was over, in windows of 32 ms: by the streaming table, or after the pause
+    that every caller asked for.
 
     A pause begins with a window. Where that would not be so, the silence was shorter than the padding, and the
     span ends where the last window heard began.
@@ -80,7 +81,8 @@ def endpoint(start_ms: float, end_ms: float) -> Endpoint:
     from asr_serve.vad.schedule import STREAMING
 
     def silence_ms(length_ms: float) -> int:
-        return math.ceil(STREAMING.silence_ms(length_ms) / WINDOW_MS) * WINDOW_MS
+        asked_ms = STREAMING.silence_ms(length_ms) if constant_ms is None else constant_ms
+        return math.ceil(asked_ms / WINDOW_MS) * WINDOW_MS
 
     pause_ms = end_ms - PAD_MS
     silence = silence_ms(pause_ms - start_ms)
@@ -93,8 +95,9 @@ def endpoint(start_ms: float, end_ms: float) -> Endpoint:
 class Call:
     """One caller: what it said, where it spoke, what it heard."""
 
-    def __init__(self, caller: Caller, voiced: Voiced, heard: Heard) -> None:
-        self.caller, self.voiced, self.heard = caller, voiced, heard
+    def __init__(self, caller: Caller, voiced: Voiced, heard: Heard, silence_ms: int | None = None) -> None:
+        """`silence_ms`: the pause that was asked for; None: the streaming table's."""
+        self.caller, self.voiced, self.heard, self.silence_ms = caller, voiced, heard, silence_ms
         self.moments_s: list[float] = heard["moments_s"]
         self.sentences = sentences(heard["messages"])
         self.total_ms = 1_000 * caller.samples / RATE_HZ
@@ -149,7 +152,7 @@ class Call:
         """
         stop_s = self.heard["stop_s"]
         for said in self.sentences:
-            pause_ms, decided_ms = endpoint(said.start_ms, said.end_ms)
+            pause_ms, decided_ms = endpoint(said.start_ms, said.end_ms, self.silence_ms)
             moment = self.sent_s(decided_ms, before=True) if decided_ms <= self.total_ms else None
             by_stop = moment is None or (stop_s is not None and stop_s < moment)
             moment = stop_s if by_stop else moment

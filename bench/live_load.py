@@ -1,10 +1,10 @@
-"""Callers in real time against one FunASR realtime WebSocket, in a process of their own.
+"""Callers in real time against one live WebSocket, in a process of their own.
 
     python live_load.py JOB.json RESULT.json
 
-Each caller sends START, then 100 ms of PCM16 whenever that much time has passed on its own clock, then STOP, and
-keeps what comes with the time it came. The server shares the machine's cores with this process: samples are laid
-out beforehand, nothing is compressed, and answers are read when the call is over.
+Each caller says hello in its protocol, then sends 100 ms of speech whenever that much time has passed on its own
+clock, says goodbye, and keeps what comes with the time it came. The server shares the machine's cores with this
+process: messages are made beforehand, nothing is compressed, and answers are read when the call is over.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import live_protocols
 import live_speech
 import machine
-from live_speech import Caller, Pace
+from live_protocols import code
+from live_speech import Caller, Pace, Pcm
 from serve_load import tree, tree_cpu_s
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
@@ -36,8 +38,10 @@ CONNECT_S = 1.0
 class Line:
     """One call."""
 
-    def __init__(self, begins_s: float, pcm: bytes, job: Job) -> None:
-        self.begins_s, self.pcm, self.job = begins_s, pcm, job
+    def __init__(self, begins_s: float, pcm: Pcm, job: Job) -> None:
+        self.begins_s, self.samples, self.job = begins_s, len(pcm), job
+        self.protocol = live_protocols.NAMES[job["protocol"]](job["silence_ms"])
+        self.packets = self.protocol.packets(pcm)
         self.pace: Pace | None = None
         self.stop_s: float | None = None
         self.messages: list[tuple[float, str]] = []
@@ -49,7 +53,7 @@ class Line:
         await asyncio.sleep(self.begins_s - CONNECT_S - clock.time())
         try:
             async with connect(
-                self.job["url"],
+                self.job["url"] + self.protocol.path,
                 proxy=None,
                 compression=None,
                 ping_interval=None,
@@ -71,23 +75,24 @@ class Line:
 
     async def talk(self, line: ClientConnection) -> None:
         clock = asyncio.get_running_loop()
-        await line.send("START")
-        first = str(await line.recv())
-        if json.loads(first).get("event") != "started":
-            self.error = code(json.loads(first)) or f"not started: {first[:80]}"
-            return
+        if self.protocol.hello is not None:
+            await line.send(self.protocol.hello)
+        while not self.protocol.ready(first := json.loads(await line.recv())):
+            if (error := code(first)) is not None:
+                self.error = error
+                return
         reading = asyncio.create_task(self.read(line))
         pace = self.pace = Pace(max(clock.time(), self.begins_s))
-        samples = len(self.pcm) // 2
         try:
-            async with asyncio.timeout_at(pace.begun_s + live_speech.due_s(samples) + self.job["grace_s"]):
-                for start, end in live_speech.packets(samples):
+            async with asyncio.timeout_at(pace.begun_s + live_speech.due_s(self.samples) + self.job["grace_s"]):
+                cuts = live_speech.packets(self.samples)
+                for packet, (_, end) in zip(self.packets, cuts, strict=True):
                     await asyncio.sleep(pace.begun_s + live_speech.due_s(end) - clock.time())
                     called_s = clock.time()
-                    await line.send(self.pcm[2 * start : 2 * end])
+                    await line.send(packet)
                     pace.took(end, called_s, clock.time())
                 self.stop_s = clock.time()
-                await line.send("STOP")
+                await line.send(self.protocol.goodbye)
                 await reading
         except TimeoutError:
             self.error = f"not stopped {self.job['grace_s']:.0f} s after its end"
@@ -97,11 +102,11 @@ class Line:
             await asyncio.gather(reading, return_exceptions=True)
 
     async def read(self, line: ClientConnection) -> None:
-        """Until the server says that it has stopped."""
+        """Until the server has said all."""
         clock = asyncio.get_running_loop()
         async for text in line:
             self.messages.append((clock.time(), str(text)))
-            if len(text) < 64 and json.loads(text).get("event") == "stopped":
+            if self.protocol.ended(str(text), parting=self.stop_s is not None):
                 return
         self.error = "closed before it had stopped"
 
@@ -116,21 +121,16 @@ class Line:
             "waits_ms": [round(1_000 * wait, 1) for wait in pace.waits_s],
             "lags_ms": [round(1_000 * lag, 1) for lag in pace.lags_s],
             "stop_s": None if self.stop_s is None else round(self.stop_s - opened_s, 4),
-            "messages": [pair for pair in read if "sentences" in pair[1]],
+            "messages": list(self.protocol.heard(read)),
             "error": refused or self.error,
         }
-
-
-def code(message: dict[str, Any]) -> str | None:
-    """What a server says was wrong; None for any other message."""
-    return str(message["code"]) if message.get("event") == "error" else None
 
 
 async def run(job: Job) -> dict[str, Any]:
     clips = live_speech.restore(Path(job["clips"]))
     callers = [Caller(*caller) for caller in job["callers"]]
     begins = live_speech.begins_s(len(callers), job["seconds"])
-    sounds = [live_speech.stream(caller, clips).tobytes() for caller in callers]
+    sounds = [live_speech.stream(caller, clips) for caller in callers]
     clock = asyncio.get_running_loop()
     opened_s = clock.time() + CONNECT_S + 0.5
     lines = [Line(opened_s + at_s, pcm, job) for at_s, pcm in zip(begins, sounds, strict=True)]

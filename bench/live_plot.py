@@ -29,6 +29,7 @@ def draw(found: dict[str, Any]) -> Figure:
     """Two panels: our finals; first words, ours and the peers'."""
     rows = [row for row in found["rows"] if "skipped" not in row and "failed" not in row]
     ours = sorted((row for row in rows if row["system"] == OURS), key=lambda row: row["callers"])
+    ours = [row for row in ours if row.get("protocol") == ours[0].get("protocol")]
     figure = Figure(figsize=(11, 4.8), layout="constrained", dpi=140)
     finals, firsts = figure.subplots(1, 2)
     for share, color in LINES.items():

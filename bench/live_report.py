@@ -18,6 +18,7 @@ Row = dict[str, Any]
 OURS = "asr-serve"
 KEYS = (
     "system",
+    "protocol",
     "callers",
     "first_word_p50_ms",
     "first_word_p95_ms",
@@ -140,14 +141,22 @@ def holds(made: Row, final_ms: float = 500, first_word_ms: float = 900) -> bool:
 def summarize(rows: Sequence[Row]) -> list[Row]:
     """For each system the most callers that were fine, and the fewest that were not."""
     found = []
-    for system in dict.fromkeys(made["system"] for made in rows):
-        measured = [made for made in rows if made["system"] == system and "skipped" not in made]
+    for system, protocol in dict.fromkeys((made["system"], made["protocol"]) for made in rows):
+        its = [made for made in rows if (made["system"], made["protocol"]) == (system, protocol)]
+        measured = [made for made in its if "skipped" not in made]
         broken = min((made["callers"] for made in measured if not holds(made)), default=None)
         held = [
             made["callers"] for made in measured if holds(made) and (broken is None or made["callers"] < broken)
         ]
         if measured:
-            found.append({"system": system, "held_callers": max(held, default=0), "broken_callers": broken})
+            found.append(
+                {
+                    "system": system,
+                    "protocol": protocol,
+                    "held_callers": max(held, default=0),
+                    "broken_callers": broken,
+                }
+            )
     return found
 
 
@@ -155,8 +164,9 @@ def brief(made: Row) -> str:
     for trouble in ("skipped", "failed"):
         if trouble in made:
             return f"{made['callers']} callers: {trouble}: {made[trouble]}"
+    protocol = f"{made['protocol']}, " if made["protocol"] else ""
     return (
-        f"{made['callers']} callers: first word p50 {made['first_word_p50_ms']} ms, "
+        f"{protocol}{made['callers']} callers: first word p50 {made['first_word_p50_ms']} ms, "
         f"final p95 {made['final_p95_ms']} ms, locked p50 {made['after_speech_p50_ms']} ms after speech, "
         f"{made['realtime_misses']} misses, "
         f"WER {made['wer']}, {made['server_cpu']} cores"

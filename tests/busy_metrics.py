@@ -25,6 +25,29 @@ def busy_engine(model: str) -> EngineMetrics:
     metrics.audio_seconds.inc(7.5)
     metrics.tokens.inc(30)
     metrics.fallbacks.inc()
+    for found in metrics.prefix_requests:
+        metrics.prefix_requests[found].inc()
+    metrics.prefix_tokens.inc(192)
+    metrics.prefix_evictions.inc()
+    metrics.prefix_bytes.set(90_000_000)
+    for tier in metrics.tier_bytes:
+        metrics.tier_bytes[tier].set(200_000_000)
+        metrics.tier_entries[tier].set(120)
+    metrics.tier_moves["host", "disk"].inc()
+    metrics.tier_lost["room"].inc()
+    metrics.tier_failed_writes.inc()
+    for work in metrics.tier_seconds:
+        metrics.tier_seconds[work].observe(0.02)
+    metrics.streams_asleep.set(40)
+    metrics.sleeps.inc()
+    metrics.wake.observe(0.003)
+    metrics.recomputed.inc()
+    metrics.peers["ready"].set(2)
+    metrics.peer_batches.inc()
+    metrics.peer_bytes.inc(4_000_000)
+    metrics.peer_failures["gone"].inc()
+    for phase in metrics.peer_seconds:
+        metrics.peer_seconds[phase].observe(0.05)
     return metrics
 
 
@@ -40,6 +63,7 @@ def busy_server() -> ServerMetrics:
     metrics.upload_audio_seconds.labels(ROUTE).inc(7.5)
     metrics.live_open.labels("/").inc()
     metrics.live_ended.labels("/", "done").inc()
+    metrics.live_waiting.set(3)
     live = metrics.live("/")
     live.audio.inc(9.5)
     live.interval.observe(0.5)
@@ -49,6 +73,8 @@ def busy_server() -> ServerMetrics:
         metrics.engine_up.labels(model).set_function(lambda: 1)
         metrics.live_turnaround.labels(model).set(0.12)
         metrics.engine_restarts.labels(model).inc()
+        metrics.migrations.labels(model, "stream", "state").inc()
+        metrics.migration_seconds.labels(model).inc(0.3)
         metrics.ring_slots.labels(model).set(1_024)
         metrics.ring_depth.labels(model).set_function(lambda: 2)
         metrics.ring_full_waits.labels(model).inc()

@@ -68,7 +68,7 @@ def expect_empty(model: Model) -> None:
     found: list[object] = []
 
     def look(loop: Any) -> None:
-        found.append((len(loop.utterances), loop.decode_runner.pages.used, len(loop.listeners)))
+        found.append((len(loop.work.utterances), loop.work.decode_runner.pages.used, len(loop.listeners)))
         loop.check()
         looked.set()
 

@@ -16,13 +16,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from asr_serve import errors
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.metrics import CONTENT_TYPE, EngineMetrics, ServerMetrics, exposition
-from asr_serve.server.replies import code_of
+from asr_serve.server.layers.replies import code_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
 BASE_UNITS = {"seconds", "bytes", "ratio"}
 COUNTED = {"requests", "rejections", "rows", "pages", "sessions", "slots", "tokens"}
-COUNTED |= {"fallbacks", "steps", "restarts", "waits", "partials"}
+COUNTED |= {"peers", "batches", "failures", "entries", "moves", "writes", "migrations"}
+COUNTED |= {"fallbacks", "steps", "restarts", "waits", "partials", "resumes", "sleeps", "streams", "evictions"}
 SPOKEN_FOR = {
     "asr_serve_requests_in_flight",
     "asr_serve_pages_used",
@@ -30,6 +31,7 @@ SPOKEN_FOR = {
     "asr_serve_engine_up",
     "asr_serve_build_info",
     "asr_serve_real_time_factor",
+    "asr_serve_streams_asleep",
 }
 """Names that do not end in what they count, since everybody knows them so."""
 
@@ -111,7 +113,7 @@ def test_values_arrive(text: bytes) -> None:
 def test_steps_need_no_look_up_and_start_at_zero() -> None:
     """A series that begins with its first event hides that event from `rate`."""
     metrics = EngineMetrics("m")
-    stages = ("vad", "encode", "verify", "decode")
+    stages = ("vad", "chunk", "encode", "verify", "decode", "turn")
     for stage in stages:
         metrics.step[stage].observe(0.5)
     found = families(metrics.text())
@@ -181,7 +183,11 @@ def test_settings_named_on_the_page_exist(text: bytes) -> None:
 
 def error_codes() -> set[str]:
     """As `rejections` counts them: by the name on the wire."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    kinds = [
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and not issubclass(kind, errors.ServerError)  # those are a client's
+    ]
     return {code_of(kind("", "", 1) if issubclass(kind, errors.AtCapacity) else kind("")) for kind in kinds}
 
 

@@ -27,12 +27,14 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     weights: str | os.PathLike[str] | None = None,
+    turn_model: str = "auto",
     engine: EngineConfig | None = None,
 ) -> Model:
     """A model ready to transcribe, with its engine running on a thread of its own.
 
     model: a name from `asr-serve models list`. device: auto, cpu, cuda, cuda:N. dtype: auto, fp32, bf16.
-    weights: a checkpoint folder, instead of the cache, the installed package or the hub.
+    weights: a checkpoint folder, instead of the cache, the installed package or the hub. turn_model: tells whether
+    a speaker has finished: smart-turn, none, or auto for whichever is on this machine, if any.
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
     """
@@ -41,4 +43,4 @@ def load(
     limit_spinning()
     from asr_serve.library import Model  # torch is loaded here, not by `import asr_serve`
 
-    return Model.load(model, device=device, dtype=dtype, weights=weights, engine=engine)
+    return Model.load(model, device=device, dtype=dtype, weights=weights, turn_model=turn_model, engine=engine)

@@ -2,102 +2,43 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, inspect
+from msgspec import Meta
 
 from asr_serve.errors import OptionError
-
-Count = Annotated[int, Meta(ge=1)]
-Positive = Annotated[float, Meta(gt=0)]
-Share = Annotated[float, Meta(gt=0, lt=1)]
-Name = Annotated[str, Meta(pattern=r"\A[^\s,=]+\Z", description="a name without spaces, commas or =")]
-Text = Annotated[str, Meta(min_length=1)]
-Host = Annotated[
-    str,
-    Meta(
-        pattern=r"\A([\w.-]+|[0-9A-Fa-f]*:[0-9A-Fa-f]*:[\w:.%]*)\Z",
-        description="a host name or an IP address, without port or scheme",
-    ),
-]
-Key = Annotated[
-    str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of visible ASCII, without spaces or commas")
-]
-Port = Annotated[int, Meta(ge=0, le=65_535)]
-Url = Annotated[str, Meta(pattern=r"\Ahttps?://[^\s/]\S*\Z", description="a URL, http:// or https://")]
-Origin = Annotated[
-    str, Meta(pattern=r"\A(\*|https?://[^\s/,]+)\Z", description="an origin like https://example.org, or *")
-]
-
-SECRETS = ("api_keys", "admin_keys")
-"""Fields of ServeConfig that are never printed."""
+from asr_serve.types import Priority
+from asr_serve.values import (
+    SECRETS,
+    Carried,
+    Count,
+    DiskRoad,
+    Host,
+    Key,
+    Name,
+    Origin,
+    Peer,
+    PeerRoad,
+    Port,
+    Positive,
+    Quantize,
+    Role,
+    Share,
+    Text,
+    Url,
+    Window,
+    settle,
+    unknown,
+)
 
 PREFIX = "ASR_SERVE_"
-OTHER_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "DATA", "MOONSHINE_BASE")
+OTHER_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "DATA", "MOONSHINE_BASE")
 """Variables with the prefix that are no setting of the server. The last two are for tests."""
-
-
-def settle(config: msgspec.Struct) -> None:
-    """Bring every field to its declared type: a list to a tuple, an int to a float.
-
-    Raises OptionError, with the field as `param`, for what does not fit.
-    """
-    for field in msgspec.structs.fields(config):
-        value = getattr(config, field.name)
-        try:
-            msgspec.structs.force_setattr(config, field.name, msgspec.convert(value, field.type))
-        except msgspec.ValidationError:
-            shown = "***" if field.name in SECRETS else repr(value)
-            kind = inspect.type_info(field.type)
-            near = nearest(value, map(str, kind.values)) if isinstance(kind, inspect.LiteralType) else ""
-            raise OptionError(f"{field.name}={shown}", allowed(kind), near, param=field.name) from None
-
-
-def allowed(kind: inspect.Type) -> str:
-    """What a type takes, in words: `a whole number, 1 or more; or none`."""
-    match kind:
-        case inspect.Metadata():
-            return str((kind.extra_json_schema or {})["description"])
-        case inspect.UnionType():
-            return f"{allowed(next(t for t in kind.types if not isinstance(t, inspect.NoneType)))}; or none"
-        case inspect.IntType():
-            return f"a whole number, {span(kind)}"
-        case inspect.FloatType():
-            return f"a number, {span(kind)}"
-        case inspect.BoolType():
-            return "true or false"
-        case inspect.StrType():
-            return "text"
-        case inspect.LiteralType():
-            return ", ".join(map(str, kind.values))
-        case inspect.VarTupleType():
-            return f"a list; each one {allowed(kind.item_type)}"
-        case inspect.DictType():
-            return "pairs name=model"
-        case _:
-            return "a table of settings"
-
-
-def span(kind: inspect.IntType | inspect.FloatType) -> str:
-    """`0 to 65535`, `1 or more`, `more than 0, less than 1`."""
-    if kind.ge is not None:
-        return f"{kind.ge:g} to {kind.le:g}" if kind.le is not None else f"{kind.ge:g} or more"
-    most = f", less than {kind.lt:g}" if kind.lt is not None else ""
-    most = f", up to {kind.le:g}" if kind.le is not None else most
-    return f"more than {kind.gt:g}{most}"
-
-
-def nearest(came: object, names: Iterable[str]) -> str:
-    """`did you mean 'port'?`, or nothing where no name is near. Of a mapping, the value is what is shown."""
-    shown = names if isinstance(names, Mapping) else {name: name for name in names}
-    near = difflib.get_close_matches(str(came), shown, n=1)
-    return f"did you mean {shown[near[0]]!r}?" if near else ""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,14 +48,65 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     max_decode_rows: Count = 64
-    """Sequences that share one decoding step."""
+    """Sequences that share one decoding step; of a streaming model, sessions that share a step."""
     encode_frames: Count | None = None
     """Encoder frames in one encode batch, padding included. It bounds how long a live step can be held up.
     None: as many as the device needs to be busy."""
     encode_padding: Share = 0.15
     """Largest share of an encode batch that may be padding."""
     kv_bytes: Count = 512 << 20
-    """Memory for the decoder's keys and values, self- and cross-attention together."""
+    """Memory for the decoder's keys and values, self- and cross-attention together; of a streaming model, for what
+    it remembers of its sessions, which bounds how many it hears at once."""
+    use_chunked_inference: bool = False
+    """Whether a streaming model takes a chunk of many sessions in one step, or one session after another."""
+    chunk_frames: Count | None = None
+    """Encoder frames of a streaming model's step. None: as its card says."""
+    lookahead_frames: Annotated[int, Meta(ge=0)] | None = None
+    """Encoder frames that a streaming model hears ahead, of those it was trained for: fewer answer sooner, more
+    answer better. None: as the checkpoint says first."""
+    chunk_wait_ms: Annotated[float, Meta(ge=0, le=1_000)] | None = None
+    """How long a session whose chunk is there waits for others. None: an eighth of a chunk."""
+    head: Literal["ctc", "rnnt", "tdt"] | None = None
+    """How a streaming model's output is read, where it has more than one way. None: the first on its card."""
+    beam: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Hypotheses that a streaming model's search follows at once; 1 is greedy."""
+    quantize: Quantize = "none"
+    """Whether products are held in 8 bits: none; int8, the weights, which takes about half their memory; or
+    dynamic, what they are multiplied with too, where this machine is faster for it."""
+    window: Window = "checked"
+    """How much of the silence that fills a model's window of fixed length is encoded: packed, a part, which stands
+    for the rest; checked, the same, but an answer that does not pass is asked for again with all of the window
+    before anything else is tried; or whole, all of it, always."""
+    prefix_bytes: Annotated[int, Meta(ge=0)] = 128 << 20
+    """Memory for what was heard before: an eighth for answers, an eighth for voice activity, and the rest for keys
+    and values, in pages of `kv_bytes` that nobody else wants. Audio that somebody sent before is answered sooner,
+    and so others can tell that it was. 0: nothing is kept, and nothing is shared."""
+    sleep_after_s: Positive = 10.0
+    """A caller's stream to which nothing came for so long gives up its place and sleeps until something does;
+    where others wait for a place, after a second."""
+    host_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    """Memory of the host for what sleeps and for what the cache gives up. 0: nothing sleeps."""
+    disk_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Of a file, for what does not fit there any more. 0: there is no file."""
+    disk_path: Text | None = None
+    """Folder of that file, on a disk of this machine. None: the system's folder for temporary files."""
+    disk_road: DiskRoad = "auto"
+    """How the file is read and written: uring, past the page cache by io_uring; threads, the same by a few
+    threads; nixl, NIXL's POSIX back end; gds, its GPUDirect Storage; or auto, the fastest that is here."""
+    disk_key_file: Text | None = None
+    """File with 32 bytes in hexadecimal: what lies in the file is encrypted with them. None: it is not."""
+    role: Role = "both"
+    """What the engine does: both; encode, for other engines that ask for it; or decode, what peers encode."""
+    peers: tuple[Peer, ...] = ()
+    """Engines whose role is to encode, which this one asks to."""
+    peer_road: PeerRoad = "auto"
+    """How what they encode comes back: shm, memory shared on one machine; nixl; tcp; or auto, the first of these
+    that both have."""
+    peer_carries: Carried = "auto"
+    """What comes back: cross, keys and values as the decoder reads them; hidden, the encoder's frames, which are
+    smaller and from which this engine makes them; or auto: hidden over a network, cross within a machine."""
+    peer_timeout_s: Positive = 30.0
+    """A peer that has not answered by then is taken for dead, and what it had is encoded elsewhere."""
     max_requests: Count = 2_048
     """Requests that may be in the engine, waiting or running; one more is refused with AtCapacity."""
     max_audio_s: Positive = 7_200.0
@@ -132,6 +124,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         settle(self)
+
+    @property
+    def shares(self) -> dict[Priority, float]:
+        """Of the machine, while all of them wait."""
+        rest = 1 - self.live_share
+        return {
+            "live": self.live_share,
+            "interactive": rest * self.interactive_share,
+            "bulk": rest * (1 - self.interactive_share),
+        }
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> EngineConfig:
@@ -154,6 +156,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Port to listen on; 0 takes any free one."""
     realtime_port: Port | None = None
     """Second port, for FunASR's realtime clients: theirs is 10095. None: they use `port`."""
+    tls_cert: Text | None = None
+    """File with the certificate, and those it hangs on, in PEM: all ports then speak TLS. None: none does."""
+    tls_key: Text | None = None
+    """File with the certificate's key, in PEM, without a password."""
     model: Name = "moonshine-tiny-en"
     """Model that answers when a request names none; loaded at start."""
     more_models: tuple[Name, ...] = ()
@@ -168,11 +174,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers to compute in: auto, fp32 or bf16."""
     weights: Text | None = None
     """Checkpoint folder for `model`, instead of its own weights."""
+    turn_model: Name = "auto"
+    """Model that tells whether a live caller has finished: smart-turn; none; or auto, whichever is on this
+    machine, if any."""
 
     api_keys: tuple[Key, ...] = ()
     """Keys that a request must bring one of. Without any, nobody is asked for one."""
     admin_keys: tuple[Key, ...] = ()
-    """Keys that may load and unload models. Without any, nobody may."""
+    """Keys that may load, renew and unload models. Without any, nobody may."""
     api_keys_file: Text | None = None
     """File with more api_keys, one a line; # starts a comment."""
     admin_keys_file: Text | None = None
@@ -186,6 +195,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Largest request body."""
     max_duration_s: Positive = 4 * 3_600.0
     """Longest audio in one request, in seconds."""
+    max_beam: Annotated[int, Meta(ge=1, le=64)] = 8
+    """Most hypotheses that a request may have followed at once; each takes a row of the decoder."""
     max_concurrent: Count = 256
     """Requests in work at once, of all callers; one more is told when to try again."""
     upload_idle_s: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
@@ -193,19 +204,25 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     upload_min_bytes_per_s: Annotated[int, Meta(ge=0)] = 500
     """Mean rate below which an upload is given up, after its first `upload_idle_s`; 0 allows any."""
     max_live_sessions: Count = 1_024
-    """WebSockets open at once, of all callers; one more is told when to try again."""
+    """Live sessions at once, of all callers, those that wait for their connection included; one more is told when
+    to try again."""
     max_frame_bytes: Annotated[int, Meta(ge=1_024, le=16 << 20)] = 16 << 20
     """Largest frame of audio that a WebSocket may bring."""
     max_session_s: Positive = 6 * 3_600.0
     """Longest live session, in seconds of audio and of time."""
     session_idle_s: Annotated[float, Meta(gt=0, le=86_400)] = 120.0
     """Seconds that a WebSocket may bring nothing before its text is finished and it is closed."""
+    resume_s: Annotated[float, Meta(ge=0, le=3_600)] = 60.0
+    """Seconds that a session of /v1/stream waits for its client when the connection is lost, and is kept when it
+    has ended."""
     drain_s: Annotated[float, Meta(ge=0, le=86_400)] = 30.0
     """Seconds that accepted requests get to finish after SIGTERM."""
     cors_origins: tuple[Origin, ...] = ()
     """Origins whose pages may call this server from a browser, WebSockets included. Without any, only its own."""
     docs: bool = True
     """Whether to serve the OpenAPI page."""
+    console: bool = True
+    """Whether to serve the web console, at / and /status."""
     metrics: bool = True
     """Whether to serve /metrics."""
 
@@ -224,6 +241,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=64, le=1 << 28, multiple_of=64, description="a whole number, 64 to 268435456, of whole 64s")
     ] = 16_384
     """Size of one of these pieces."""
+    encode_port: Port = 8_100
+    """Port on which an engine whose role is to encode listens for others; 0 takes any free one."""
+    peer_keys: tuple[Key, ...] = ()
+    """Keys of which an engine that asks another to encode must know one; it proves that with its own first.
+    Without any, whoever reaches the port may ask."""
+    peer_keys_file: Text | None = None
+    """File with more peer_keys, one a line; # starts a comment."""
     engine_threads: Count | None = None
     """Threads the engine computes on. None: ASR_SERVE_THREADS, else every core this process may use."""
     engine: EngineConfig = EngineConfig()
@@ -233,6 +257,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
         settle(self)
         if self.ring_slots & (self.ring_slots - 1):
             raise OptionError(f"ring_slots={self.ring_slots}", "a power of two", param="ring_slots")
+        for name, needed in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, name) is not None and getattr(self, needed) is None:
+                raise OptionError(f"{name} without {needed}", "both, or none", f"set {needed}", param=name)
         at_start = {self.model, *self.more_models}
         if len(at_start) > self.max_models:
             raise OptionError(
@@ -264,14 +291,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.host == "localhost"
 
 
-def unknown(what: str, came: str, allowed: tuple[str, ...] | list[str]) -> OptionError:
-    """The error for a name that is not one of `allowed`, with the nearest one first."""
-    return OptionError(f"unknown {what} {came!r}", f"allowed: {', '.join(allowed)}", nearest(came, allowed))
-
-
 def environment() -> dict[str, str]:
     """Every variable whose name starts with ASR_SERVE_."""
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def client_key() -> str | None:
+    """ASR_SERVE_API_KEY: what a client of ours brings to a server."""
+    return os.environ.get("ASR_SERVE_API_KEY") or None
 
 
 SPINS = {"GOMP_SPINCOUNT": "3000"}
@@ -284,6 +311,13 @@ def limit_spinning() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         for name, value in SPINS.items():
             os.environ.setdefault(name, value)
+
+
+def spare_infiniband() -> None:
+    """Before NIXL loads UCX: on a machine without InfiniBand, UCX leaves out its modules for it, which crash the
+    process as it ends where the system has libibverbs of its own (nixl 1.5.1). What the user has set stays."""
+    if not any(Path("/sys/class/infiniband").glob("*")):
+        os.environ.setdefault("UCX_MODULES", "^ib")
 
 
 def engine_environment(threads: int | None) -> dict[str, str]:

@@ -11,6 +11,8 @@ AsrServeError
 │   ├── AudioTooLong          more seconds than allowed
 │   └── AudioTooLarge         more bytes than allowed
 ├── OptionError               an option is unknown or out of range
+│   ├── UnknownOption         nothing here has that name
+│   ├── MissingOption         one that there must be did not come
 │   └── UnsupportedOption     an option that is known, and that this model or server does not honour
 ├── RequestError              the request itself is no good, before anybody listened to its audio
 │   ├── MalformedRequest      not what the protocol says
@@ -21,20 +23,32 @@ AsrServeError
 │   ├── InvalidKey            no key, or a wrong one
 │   ├── NotAllowed            the key is good, and may not do this
 │   ├── NoSuchRoute           nothing answers at that path, or not to that method
+│   ├── SessionExpired        the live session is over, or was never there
+│   ├── EventsExpired         it is there, and what its client missed is not kept any more
+│   ├── TakenOver             another connection goes on with the session
 │   └── ClientGone            nobody waits for the answer any more
 ├── ModelError
 │   ├── UnknownModel          no model of that name
 │   ├── ModelNotLoaded        the model is known, and this server has not loaded it
 │   ├── WeightsMissing        the model is known, its weights are not on this machine
 │   └── WeightsCorrupt        the bytes are not the ones the card names
+├── ServerError               what a client of ours meets
+│   ├── Unreachable           nothing answers there, or not any more
+│   └── Refused               the server said no; `code` is its word for why
 └── EngineError
     ├── AtCapacity            full; try again after `retry_after_ms`
     │   ├── RateLimited       this caller has had its share for now
     │   └── Draining          the server is going down: try another, or this one when it is back
     ├── Cancelled             the caller took the request back
     ├── StepFailed            our own failure in one step; only the requests in it are lost
-    ├── PeerGone              the process at the other end of the ring is gone, or hung up
+    ├── PeerGone              the process at the other end of a ring or a road is gone, or hung up
+    ├── PeerRefused           another engine may not work with this one: something of the two differs
     ├── OutOfStep             the ring holds other audio than the one that was announced
+    ├── RoadFailed            bytes cannot be carried from one engine to another
+    │   ├── RoadTimeout       they were not there in time
+    │   └── Torn              what arrived is not what was sent
+    ├── DiskFailed            what lay in a file on disk cannot be had, or cannot be put there
+    │   └── DiskFull          there is no room for it
     ├── EngineCrashed         one engine process after another died while it worked on this request
     └── EngineClosed          the engine is shutting down or has stopped
 
@@ -113,6 +127,14 @@ class OptionError(AsrServeError):
         super().__init__(came, allowed, todo)
 
 
+class UnknownOption(OptionError):
+    """Nothing here has that name."""
+
+
+class MissingOption(OptionError):
+    """One that there must be did not come."""
+
+
 class UnsupportedOption(OptionError):
     """An option that is known, and that this model or server does not honour."""
 
@@ -153,6 +175,18 @@ class NoSuchRoute(RequestError):
     """Nothing answers at that path, or not to that method."""
 
 
+class SessionExpired(RequestError):
+    """The live session asked for is over, or was never there."""
+
+
+class EventsExpired(RequestError):
+    """The live session is there, and what its client missed is not kept any more."""
+
+
+class TakenOver(RequestError):
+    """Another connection goes on with the live session."""
+
+
 class ClientGone(RequestError):
     """Nobody waits for the answer any more."""
 
@@ -175,6 +209,31 @@ class WeightsMissing(ModelError):
 
 class WeightsCorrupt(ModelError):
     """The bytes found are not the ones the card names."""
+
+
+class ServerError(AsrServeError):
+    """What a client of ours meets."""
+
+
+class Unreachable(ServerError):
+    """Nothing answers there, or not any more. `close_code` is the WebSocket's, where one came."""
+
+    def __init__(self, came: str, allowed: str = "", todo: str = "", *, close_code: int | None = None) -> None:
+        self.close_code = close_code
+        super().__init__(came, allowed, todo)
+
+
+class Refused(ServerError):
+    """The server said no, or failed. `retry_after_ms` says when to try again, where that may help."""
+
+    def __init__(self, message: str, code: str, retry_after_ms: int | None = None) -> None:
+        self._code, self.retry_after_ms = code, retry_after_ms
+        super().__init__(message)
+
+    @property
+    def code(self) -> str:
+        """The server's word for why: `at_capacity`, `session_expired`."""
+        return self._code
 
 
 class EngineError(AsrServeError):
@@ -206,11 +265,35 @@ class StepFailed(EngineError):
 
 
 class PeerGone(EngineError):
-    """The process at the other end of the ring is gone, or hung up."""
+    """The process at the other end of a ring or a road is gone, or hung up."""
+
+
+class PeerRefused(EngineError):
+    """Another engine may not work with this one: model, weights, dtype, key or release of the two differ."""
 
 
 class OutOfStep(EngineError):
     """The ring holds other audio than the one that was announced."""
+
+
+class RoadFailed(EngineError):
+    """Bytes cannot be carried from one engine to another: none such between the two, or a message of no sense."""
+
+
+class RoadTimeout(RoadFailed):
+    """The bytes were not there in time. The road is closed: what comes late must find nothing."""
+
+
+class Torn(RoadFailed):
+    """What arrived is not what was sent: the checksum is another."""
+
+
+class DiskFailed(EngineError):
+    """What lay in a file on disk cannot be had, or cannot be put there."""
+
+
+class DiskFull(DiskFailed):
+    """There is no room for it on that disk."""
 
 
 class EngineCrashed(EngineError):

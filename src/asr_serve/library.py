@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,20 +17,22 @@ from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import LocalLink, local
 from asr_serve.engine.parts import Checkpoint
+from asr_serve.engine.turns import runner as turns
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
 from asr_serve.streaming.chunks import Chunks, one_source
 from asr_serve.streaming.results import StreamOptions
 from asr_serve.streaming.stream import Stream
+from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Transcript
 
 
 class Model:
     """A loaded model and its engine. Any number of threads and tasks may share one."""
 
-    def __init__(self, client: EngineClient, text: Callable[[list[int]], str]) -> None:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer) -> None:
         assert isinstance(client.link, LocalLink)
         self.card, self.device = client.card, client.link.device
-        self._client, self._text = client, text
+        self._client, self._tokenizer = client, tokenizer
         # Also at exit: a thread inside torch while the interpreter is torn down ends in a crash.
         self._finalizer = weakref.finalize(self, client.close)
 
@@ -42,13 +44,16 @@ class Model:
         device: str = "auto",
         dtype: str = "auto",
         weights: str | os.PathLike[str] | None = None,
+        turn_model: str = "auto",
         engine: EngineConfig | None = None,
     ) -> Model:
         """See asr_serve.load."""
-        checkpoint = Checkpoint.find(model, weights)
+        config = engine or EngineConfig()
+        checkpoint = Checkpoint.find(model, weights).looking_ahead(config.lookahead_frames)
+        turn = turns.load(turn_model)
         keep_memory()
-        link = local(checkpoint.card, lambda: checkpoint.build(device, dtype))
-        return cls(EngineClient(engine or EngineConfig(), link), checkpoint.text)
+        link = local(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
+        return cls(EngineClient(config, link), checkpoint.tokenizer)
 
     def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
         """The transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
@@ -99,7 +104,7 @@ class Model:
 
         Raises OptionError, UnsupportedAudio; reading it raises AtCapacity, EngineClosed, and the source's errors.
         """
-        return Stream(self._client, self._text, source, StreamOptions.of(options), self)
+        return Stream(self._client, self._tokenizer, source, StreamOptions.of(options), self)
 
     def events(
         self, items: Iterable[Item], options: TranscribeOptions | None = None
@@ -108,7 +113,7 @@ class Model:
 
         Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is under way.
         """
-        return self._held(events(self._client, self._text, items, options or TranscribeOptions()))
+        return self._held(events(self._client, self._tokenizer, items, options or TranscribeOptions()))
 
     def _held(self, stream: Generator[Event, None, None]) -> Generator[Event, None, None]:
         """The same, keeping the model alive as long as somebody reads."""

@@ -21,9 +21,16 @@ from prometheus_client import (
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of what `exposition` returns."""
 
-STAGES = ("vad", "encode", "verify", "decode")
+STAGES = ("vad", "chunk", "encode", "verify", "decode", "turn")
 PRIORITIES = ("live", "interactive", "bulk")
 STATES = ("waiting", "decoding")
+MIGRATIONS = (("session", "state"), ("stream", "state"), ("stream", "replay"))
+TIERS = ("host", "disk")
+TIER_MOVES = (("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "device"))
+TIER_LOSSES = ("room", "torn", "failed")
+PEER_STATES = ("connecting", "ready", "refused")
+PEER_FAILURES = ("unreachable", "refused", "gone", "timeout", "torn", "malformed")
+PEER_PHASES = ("waiting", "encoding", "road", "whole")
 
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
@@ -64,7 +71,7 @@ class EngineMetrics:
         fill = histogram(
             "asr_serve_batch_fill_ratio",
             "Share of a step in use: windows of those computed (vad), frames of those planned for (encode), "
-            "positions of those in one pass (verify), rows of those there are (decode).",
+            "positions of those in one pass (verify), rows of those there are (decode, chunk); 1 for turn.",
             ("model", "stage"),
             buckets=SHARE,
         )
@@ -91,7 +98,92 @@ class EngineMetrics:
         )
         self.draft_tokens = {verdict: drafts.labels(model, verdict) for verdict in ("held", "dropped")}
         self.fallbacks = counter(
-            "asr_serve_fallbacks_total", "Utterances decoded again at a higher temperature.", ("model",)
+            "asr_serve_fallbacks_total",
+            "Utterances decoded again: with all of their window, or at a higher temperature.",
+            ("model",),
+        ).labels(model)
+
+        found = counter(
+            "asr_serve_prefix_requests_total",
+            "Utterances answered, by what was known of the same audio: the answer, its audio as encoded, or none.",
+            ("model", "found"),
+        )
+        self.prefix_requests = {what: found.labels(model, what) for what in ("answer", "audio", "none")}
+        self.prefix_tokens = counter(
+            "asr_serve_prefix_tokens_total",
+            "Tokens of prompts whose keys and values were kept, and not computed.",
+            ("model",),
+        ).labels(model)
+        self.prefix_evictions = counter(
+            "asr_serve_prefix_evictions_total", "Utterances whose audio was kept and gave way.", ("model",)
+        ).labels(model)
+        self.prefix_bytes = gauge(
+            "asr_serve_prefix_bytes",
+            "Memory of what was heard before: answers, voice activity, and pages whoever holds them.",
+            ("model",),
+        ).labels(model)
+
+        peers = gauge("asr_serve_peers", "Engines that this one asks to encode.", ("model", "state"))
+        self.peers = {state: peers.labels(model, state) for state in PEER_STATES}
+        self.peer_batches = counter(
+            "asr_serve_peer_batches_total", "Batches that peers encoded.", ("model",)
+        ).labels(model)
+        self.peer_bytes = counter(
+            "asr_serve_peer_bytes_total", "Bytes that came of them, by shared memory or a network.", ("model",)
+        ).labels(model)
+        failures = counter(
+            "asr_serve_peer_failures_total", "Peers that were lost, or not to be had.", ("model", "reason")
+        )
+        self.peer_failures = {reason: failures.labels(model, reason) for reason in PEER_FAILURES}
+        phases = histogram(
+            "asr_serve_peer_seconds",
+            "Time of an utterance at a peer, by phase: it waits there, its batch is encoded, what came of it is "
+            "on the road; and the whole of it, as this engine sees it.",
+            ("model", "phase"),
+            buckets=WAIT_S,
+        )
+        self.peer_seconds = {phase: phases.labels(model, phase) for phase in PEER_PHASES}
+
+        tier_bytes = gauge("asr_serve_tier_bytes", "What sleeps, and what the cache gave up.", ("model", "tier"))
+        self.tier_bytes = {tier: tier_bytes.labels(model, tier) for tier in TIERS}
+        entries = gauge("asr_serve_tier_entries", "The same, in number.", ("model", "tier"))
+        self.tier_entries = {tier: entries.labels(model, tier) for tier in TIERS}
+        moves = counter(
+            "asr_serve_tier_moves_total", "Copies of entries from one tier to another.", ("model", "from", "to")
+        )
+        self.tier_moves = {(source, to): moves.labels(model, source, to) for source, to in TIER_MOVES}
+        lost = counter("asr_serve_tier_lost_entries_total", "Entries that were given up.", ("model", "reason"))
+        self.tier_lost = {reason: lost.labels(model, reason) for reason in TIER_LOSSES}
+        self.tier_failed_writes = counter(
+            "asr_serve_tier_failed_writes_total",
+            "Entries that the disk did not take, and that stay in memory.",
+            ("model",),
+        ).labels(model)
+        spent = histogram(
+            "asr_serve_tier_seconds",
+            "Time in which the disk read or wrote an entry, those of its batch included.",
+            ("model", "work"),
+            buckets=STEP_S,
+        )
+        self.tier_seconds = {work: spent.labels(model, work) for work in ("read", "write")}
+
+        self.streams_asleep = gauge(
+            "asr_serve_streams_asleep", "Callers' streams that gave up their slot and sleep.", ("model",)
+        ).labels(model)
+        self.sleeps = counter(
+            "asr_serve_stream_sleeps_total", "Times a caller's stream was put to sleep.", ("model",)
+        ).labels(model)
+        self.wake = histogram(
+            "asr_serve_wake_seconds",
+            "Time from the first audio for a stream that slept until it had a slot and what it knew; the count is "
+            "of streams that woke.",
+            ("model",),
+            buckets=(*STEP_S, 10),
+        ).labels(model)
+        self.recomputed = counter(
+            "asr_serve_recomputed_streams_total",
+            "Streams whose state was lost while they slept, and that were heard again or given up.",
+            ("model",),
         ).labels(model)
 
     def text(self) -> bytes:
@@ -157,8 +249,19 @@ class ServerMetrics:
             ("route", "end"),
         )
         self.live_audio_seconds = counter(
-            "asr_serve_live_audio_seconds_total", "Audio that came over WebSockets.", ("route",)
+            "asr_serve_live_audio_seconds_total", "Audio of live sessions.", ("route",)
         )
+        self.live_waiting = gauge(
+            "asr_serve_live_waiting_sessions",
+            "Sessions of /v1/stream that lost their connection and wait for another.",
+        )
+        self.resumes = counter(
+            "asr_serve_live_resumes_total",
+            "Connections that asked to go on with a session: resumed, or the code of the error.",
+            ("outcome",),
+        )
+        for outcome in ("resumed", "session_expired", "events_expired"):
+            self.resumes.labels(outcome)
         self.live_partial_interval = histogram(
             "asr_serve_live_partial_interval_seconds",
             "Time between two partials of one sentence.",
@@ -185,6 +288,16 @@ class ServerMetrics:
         self.engine_restarts = counter(
             "asr_serve_engine_restarts_total", "Engine processes started in place of a dead one.", ("model",)
         )
+        self.migrations = counter(
+            "asr_serve_migrations_total",
+            "What went to another engine process while that lived, by how: from where it stood, or heard again.",
+            ("model", "what", "how"),
+        )
+        self.migration_seconds = counter(
+            "asr_serve_migration_seconds_total",
+            "Time that streams' audio waited on their way to another engine process, all together.",
+            ("model",),
+        )
         self.ring_slots = gauge("asr_serve_ring_slots", "Slots of the ring of audio to the engine.", ("model",))
         self.ring_depth = gauge("asr_serve_ring_depth", "Slots written and not yet read.", ("model",))
         self.ring_full_waits = counter(
@@ -207,11 +320,14 @@ class ServerMetrics:
             self.engine_up,
             self.live_turnaround,
             self.engine_restarts,
+            self.migration_seconds,
             self.ring_slots,
             self.ring_depth,
             self.ring_full_waits,
         ):
             metric.remove(model)
+        for what, how in MIGRATIONS:
+            self.migrations.remove(model, what, how)
 
 
 def exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:

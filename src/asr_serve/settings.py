@@ -24,8 +24,9 @@ import msgspec
 from msgspec import inspect
 
 from asr_serve import config
-from asr_serve.config import OTHER_VARIABLES, PREFIX, SECRETS, EngineConfig, Key, ServeConfig, allowed, nearest
+from asr_serve.config import OTHER_VARIABLES, PREFIX, EngineConfig, ServeConfig
 from asr_serve.errors import OptionError
+from asr_serve.values import SECRETS, Key, allowed, nearest
 
 SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """What follows the prefix in variables that Kubernetes sets in pods beside a service called asr-serve."""

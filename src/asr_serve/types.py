@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -33,6 +33,33 @@ class Phases(msgspec.Struct, frozen=True):
     decode_end_ns: int
 
 
+class Token(NamedTuple):
+    """Something a search found."""
+
+    id: int
+    frame: int
+    """Encoder frame of the session at which it was said."""
+    logprob: float
+    """Natural log."""
+
+
+class Found(NamedTuple):
+    """What a step of a search says of one session."""
+
+    fixed: list[Token]
+    """New, and for ever."""
+    tail: list[Token]
+    """After everything fixed: what is likeliest now, and may change."""
+
+
+class Guess(NamedTuple):
+    """One entry of an n-best list, after what is fixed."""
+
+    tokens: list[Token]
+    logprob: float
+    """Of all that was heard, by the search; natural log."""
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One closed utterance and its text."""
 
@@ -48,6 +75,8 @@ class Segment(msgspec.Struct, frozen=True):
     """Why decoding ended: end-of-text, the token limit, or the repetition guard."""
     logprobs: tuple[float, ...] = ()
     """Natural-log probability of each token."""
+    no_speech_prob: float = 0.0
+    """How sure the model was that nobody speaks; 0 of one that cannot tell."""
 
     @property
     def start_s(self) -> float:
@@ -67,7 +96,13 @@ class Transcript(msgspec.Struct, frozen=True):
     duration_samples: int
     segments: tuple[Segment, ...]
     model: str = ""
+    cached_samples: int = 0
+    """Of what was heard in it, how much somebody had brought before: it was not computed anew, or not all."""
 
     @property
     def duration_s(self) -> float:
         return units.samples_to_s(self.duration_samples)
+
+    @property
+    def cached_s(self) -> float:
+        return units.samples_to_s(self.cached_samples)

@@ -213,7 +213,7 @@ def arriving(data: bytes, reader: Upload, *, breaks: bool = False) -> threading.
     def send() -> None:
         for at in range(0, len(data), 10_000):
             if at == 70_000:
-                assert reader.drained.wait(30)
+                assert reader.drained.wait(120)
             spool.append(memoryview(data)[at : at + 10_000])
         if breaks:
             spool.fail("the upload broke off")

@@ -20,11 +20,13 @@ SEGMENT_SAMPLES = 16_000
 
 
 class FakeModel:
-    """`heard` are the keys it was given, `cancelled` whether the events were closed before their end."""
+    """`heard` are the keys it was given, `engine` what it was loaded with, `cancelled` whether the events
+    were closed before their end."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
         self.options: TranscribeOptions | None = None
+        self.engine: object = None
         self.cancelled = False
         self.closed = False
 

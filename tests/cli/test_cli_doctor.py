@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -22,16 +25,37 @@ def test_doctor_as_json_tells_what_runs_here(monkeypatch: pytest.MonkeyPatch) ->
     assert report["device"]["threads"] >= 1
     assert report["codecs"]["flac"] is True
     assert report["models"]["moonshine-tiny-en"] == "/weights/moonshine-tiny-en"
+    assert report["models"]["smart-turn"] == "/weights/smart-turn"
 
 
 def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "locate", lambda card: None)
-    monkeypatch.setattr(doctor, "native_is_built", lambda: False)
+    built = {"_core": True, "_ring": True, "_search": False, "_disk": True}
+    monkeypatch.setattr(doctor, "native_modules", lambda: built)
     result = CliRunner().invoke(app, ["doctor"])
     page = result.stdout
     assert "the weights of moonshine-tiny-en  (needed)\n    pip install moonshine-voice==0.1.0\n" in page
-    assert "make setup" in page
+    assert "native the search of CTC models (a slower one in Python stands in for it)\n    install a C++" in page
+    assert "native the kernels" not in page
+    assert "_core, _ring, _search not built, _disk" in page
+    assert page.count("make setup") == 1
     assert result.exit_code == 1
+
+
+def test_every_native_module_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = (Path(doctor.__file__).parents[1] / "native" / "CMakeLists.txt").read_text()
+    assert re.findall(r"^nanobind_add_module\((\w+)", recipe, re.MULTILINE) == list(doctor.NATIVE)
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    folder = tmp_path / "native"
+    folder.mkdir()
+    package = importlib.machinery.ModuleSpec("asr_serve", None, is_package=True)
+    package.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: package)
+    assert doctor.native_modules() == {"_core": False, "_ring": False, "_search": False, "_disk": False}
+    for name, built in ((f"_ring{suffix}", "_ring"), ("_search.so.old", None), (f"_core{suffix}", "_core")):
+        (folder / name).touch()
+        assert built is None or doctor.native_modules()[built]
+    assert doctor.native_modules() == {"_core": True, "_ring": True, "_search": False, "_disk": False}
 
 
 def test_without_torch_the_doctor_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,11 @@ import asr_serve
 from asr_serve.audio import read_audio
 from asr_serve.cli import app
 from asr_serve.cli.exits import FAILED, INTERRUPTED, USAGE
-from asr_serve.cli.listen import Captions, Lines, Stdin, as_spoken, caption
-from asr_serve.errors import OptionError, UnsupportedAudio
+from asr_serve.cli.listening import hearers, inputs
+from asr_serve.cli.listening.captions import CELLS, Captions, Level, Lines, caption
+from asr_serve.cli.listening.inputs import CtrlC, Stdin, as_spoken
+from asr_serve.config import EngineConfig
+from asr_serve.errors import OptionError, UnsupportedAudio, WeightsMissing
 from asr_serve.streaming.results import StreamResult
 from asr_serve.types import Segment
 
@@ -174,7 +177,20 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["talk.wav", "--silence-schedule", "5000"], "silence schedule"),
         (["talk.wav", "--rate", "8000"], "--rate with a file"),
         (["-", "--real-time"], "--real-time with stdin"),
-        (["-", "--rate", "5"], "rate_hz=5"),
+        (["--file", "talk.wav", "--chunk-ms", "5"], "chunk_ms=5. a whole number, 100 to 30000"),
+        (["-", "--realtime"], "--real-time with stdin"),
+        (["--mic", "--real-time"], "--real-time with --mic"),
+        (["--mic", "--rate", "8000"], "--rate with --mic"),
+        (["talk.wav", "--mic"], "talk.wav and --mic came"),
+        (["talk.wav", "--file", "other.wav"], "talk.wav and --file other.wav came"),
+        (["--json"], "nothing to listen to came"),
+        (["talk.wav", "--input", "usb"], "--input with a file"),
+        (["talk.wav", "--api-key", "x"], "--api-key without --server"),
+        (["talk.wav", "--server", "http://127.0.0.1:1", "--weights", "x"], "--weights with --server"),
+        (["talk.wav", "--server", "ftp://127.0.0.1"], "a URL, http:// or https://"),
+        (["talk.wav", "--set", "engine.head=crf"], "engine.head='crf' (flag --set). ctc, rnnt, tdt"),
+        (["talk.wav", "--set", "port=1"], "it is a server's"),
+        (["talk.wav", "--server", "http://127.0.0.1:1", "--set", "engine.beam=2"], "--set with --server"),
     ],
 )
 def test_wrong_usage_is_told_before_a_model_is_loaded(arguments: list[str], says: str) -> None:
@@ -182,6 +198,37 @@ def test_wrong_usage_is_told_before_a_model_is_loaded(arguments: list[str], says
     assert says in result.stderr
     assert result.exit_code == USAGE
     assert result.stdout == ""
+
+
+def test_settings_of_the_engine_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str, **options: object) -> None:
+        assert (name, options["engine"]) == ("armspeech-hy", EngineConfig(beam=8, chunk_wait_ms=0.0))
+        raise WeightsMissing("far enough")
+
+    monkeypatch.setattr(asr_serve, "load", load)
+    settings = ["--set", "engine.beam=8", "--set", "engine.chunk_wait_ms=0"]
+    assert "far enough" in invoke("talk.wav", "-m", "armspeech-hy", *settings).stderr
+
+
+def test_prompts_and_hot_words_reach_a_model_and_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def there(server: str, key: str | None, query: dict[str, Any]) -> None:
+        asked.append(query)
+        raise WeightsMissing("far enough")
+
+    def here(model: str, options: dict[str, Any], **loading: Any) -> None:
+        asked.append(options)
+        raise WeightsMissing("far enough")
+
+    monkeypatch.setattr(hearers, "There", there)
+    monkeypatch.setattr(hearers, "Here", here)
+    said = ["--prompt", "A talk.", "--hotword", "Ada", "--hotword", "Charles Babbage"]
+    for server in ([], ["--server", "http://127.0.0.1:1"]):
+        assert "far enough" in invoke("talk.wav", *said, *server).stderr
+    assert asked[0]["hotwords"] == ("Ada", "Charles Babbage")
+    assert asked[1]["hotwords"] == "Ada,Charles Babbage"
+    assert {each["prompt"] for each in asked} == {"A talk."}
 
 
 def test_a_terminal_is_no_microphone() -> None:
@@ -263,8 +310,6 @@ def test_a_wav_knows_its_rate(stdin: Any) -> None:
 
 
 def test_a_file_comes_when_it_would_have_been_spoken(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from asr_serve.cli import listen
-
     now_s = 100.0
     came_s: list[float] = []
 
@@ -272,12 +317,12 @@ def test_a_file_comes_when_it_would_have_been_spoken(path: Path, monkeypatch: py
         nonlocal now_s
         now_s += seconds
 
-    monkeypatch.setattr(listen, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    monkeypatch.setattr(inputs, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     samples = 0
-    for piece in as_spoken(str(path), 500):
+    for piece in as_spoken(str(path)):
         samples += len(piece)
         came_s.append(now_s)
-        now_s += 0.3  # what is done with it takes time, and is made up for
+        now_s += 0.03  # what is done with it takes time, and is made up for
         assert came_s[-1] == pytest.approx(100 + samples / 16_000)
     assert samples == len(read_audio(path))
 
@@ -289,20 +334,20 @@ def result(text: str, fixed: int, *segments: str, is_final: bool = False) -> Str
 
 def test_captions_print_segments_and_redraw_the_rest() -> None:
     out = io.BytesIO()
-    captions = Captions(out, live=True)
+    captions = Captions(out, out)
     captions.show(result("So it", 0))
     captions.show(result("So it goes. And then", 2))
     captions.show(result("So it goes. And then he", 15, "So it goes."))
     assert out.getvalue().decode().split("\r\x1b[K") == [
         "",
         "\x1b[2mSo it\x1b[0m",
-        "So\x1b[2m it goes. And then\x1b[0m",
-        "So it goes.\nAnd\x1b[2m then he\x1b[0m",
+        "\x1b[1mSo\x1b[0m\x1b[2m it goes. And then\x1b[0m",
+        "So it goes.\n\x1b[1mAnd\x1b[0m\x1b[2m then he\x1b[0m",
     ]
     captions.close()
     assert out.getvalue().endswith(b"he\x1b[0m\n")
     out = io.BytesIO()
-    captions = Captions(out, live=False)
+    captions = Captions(out)
     captions.show(result("So it goes. And", 15, "So it goes."))
     captions.show(result("So it goes. And then.", 21, "So it goes.", "And then.", is_final=True))
     captions.close()
@@ -324,11 +369,59 @@ def test_json_of_text_that_is_not_fixed_yet() -> None:
 @pytest.mark.parametrize(
     ("fixed", "unfixed", "shown"),
     [
-        ("abc", " def", "abc\x1b[2m def\x1b[0m"),
-        ("abcdef", " ghij", "…ef\x1b[2m ghij\x1b[0m"),
+        ("abc", " def", "\x1b[1mabc\x1b[0m\x1b[2m def\x1b[0m"),
+        ("abcdef", " ghij", "\x1b[1m…ef\x1b[0m\x1b[2m ghij\x1b[0m"),
         ("abc", " defghijkl", "\x1b[2m…fghijkl\x1b[0m"),
-        ("abcdefghijkl", "", "…fghijkl"),
+        ("abcdefghijkl", "", "\x1b[1m…fghijkl\x1b[0m"),
+        ("", "", ""),
     ],
 )
 def test_a_caption_is_the_end_of_what_fits(fixed: str, unfixed: str, shown: str) -> None:
     assert caption(fixed, unfixed, 9) == shown
+
+
+def test_the_level_goes_from_silence_to_full_scale() -> None:
+    level = Level(16_000)
+    assert level.bar() == f"▕{' ' * CELLS}▏"
+    assert not level.hear(np.ones(1_599, np.float32))
+    assert level.hear(np.ones(1, np.float32))
+    assert level.bar() == f"▕{'█' * CELLS}▏"
+    bars = []
+    for peak in (0.0, 0.001, 0.01, 0.1, 0.5):
+        assert level.hear(np.full(1_600, peak, np.float32))
+        bars.append(level.bar())
+    assert all(len(bar) == CELLS + 2 for bar in bars)
+    assert [bar.count(" ") for bar in bars] == sorted((bar.count(" ") for bar in bars), reverse=True)
+    assert len(set(bars[1:])) == 4
+
+
+def test_the_level_stands_before_the_caption_and_goes_at_the_end() -> None:
+    out, screen = io.BytesIO(), io.BytesIO()
+    captions = Captions(out, screen, Level(16_000))
+    captions.hear(np.ones(1_600, np.float32))
+    captions.show(result("So it", 0))
+    captions.notice("warning: x", lambda line: screen.write(f"{line}\n".encode()))
+    captions.show(result("So it goes.", 11, "So it goes."))
+    captions.close()
+    bar = f"▕{'█' * CELLS}▏"
+    so_it = f"{bar} \x1b[2mSo it\x1b[0m"
+    assert screen.getvalue().decode().split("\r\x1b[K") == [
+        "",
+        f"{bar} ",
+        so_it,
+        "warning: x\n",
+        so_it,
+        f"{bar} ",
+        "",
+    ]
+    assert out.getvalue() == b"So it goes.\n"
+
+
+def test_ctrl_c_while_nothing_is_read_is_kept_and_the_next_is_raised() -> None:
+    with CtrlC() as ctrl_c:
+        assert ctrl_c.unless(lambda: True)
+        signal.raise_signal(signal.SIGINT)
+        assert ctrl_c.came
+        assert not ctrl_c.unless(lambda: True)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -27,13 +27,33 @@ def only_tiny_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("only_tiny_is_here")
 def test_list_says_what_is_here_and_how_to_get_the_rest() -> None:
     lines = invoke("list").stdout.splitlines()
-    assert lines[0].split() == ["NAME", "LANGUAGES", "SIZE", "LICENCE", "WEIGHTS"]
+    assert lines[0].split() == ["NAME", "LANGUAGES", "SIZE", "HEARS", "LAG", "HEADS", "LICENCE", "WEIGHTS"]
     tiny = next(line for line in lines if line.startswith("moonshine-tiny-en "))
     base = next(line for line in lines if line.startswith("moonshine-base-en "))
     assert tiny.endswith("here")
     assert base.endswith("missing: asr-serve models fetch moonshine-base-en")
-    rows = json.loads(invoke("list", "--json").stdout)
-    assert {row["name"]: row["present"] for row in rows}["moonshine-tiny-en"] is True
+    rows = {row["name"]: row for row in json.loads(invoke("list", "--json").stdout)}
+    assert rows["moonshine-tiny-en"]["present"] is True
+    assert (rows["smart-turn"]["present"], rows["smart-turn"]["task"]) == (False, "turn")
+    turn = next(line for line in lines if line.startswith("smart-turn "))
+    assert "ar bn da de and 19 more" in turn
+    assert turn.endswith("missing: pip install --no-deps pipecat-ai==1.14.0")
+
+
+@pytest.mark.usefixtures("only_tiny_is_here")
+def test_who_hears_chunks_is_told_with_how_late_it_knows_a_word() -> None:
+    rows = {row["name"]: row for row in json.loads(invoke("list", "--json").stdout)}
+
+    def of(name: str) -> list[object]:
+        return [rows[name][field] for field in ("streaming", "heads", "chunk_ms", "lag_ms")]
+
+    assert of("fastconformer-streaming-medium-en") == [True, ["rnnt", "ctc"], 160, 173]
+    assert of("armspeech-hy") == [True, ["ctc"], 320, 532]
+    assert of("moonshine-tiny-en") == [False, [], None, None]
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in invoke("list").stdout.splitlines()}
+    assert "32.0 M chunks of 160 ms 173 ms rnnt,ctc CC-BY-4.0" in lines["fastconformer-streaming-medium-en"]
+    assert "27.1 M utterances - - MIT" in lines["moonshine-tiny-en"]
+    assert "lag ms          173\n" in invoke("show", "fastconformer-streaming-medium-en").stdout
 
 
 @pytest.mark.usefixtures("only_tiny_is_here")
@@ -68,6 +88,15 @@ def test_fetch_prints_the_folder_and_fetches_once(monkeypatch: pytest.MonkeyPatc
     assert (result.stdout, result.stderr) == ("/weights/base\n", "fetching\n")
     assert invoke("fetch", "moonshine-tiny-en").stdout == "/weights/tiny\n"
     assert fetched == [card("moonshine-base-en")]
+
+
+@pytest.mark.usefixtures("only_tiny_is_here")
+def test_turn_models_are_shown_and_fetched_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = json.loads(invoke("show", "smart-turn", "--json").stdout)
+    assert (told["files"], told["hears_ms"], told["present"]) == (["smart-turn-v3.2-cpu.onnx"], 8_000, False)
+    monkeypatch.setattr(weights, "fetch", lambda chosen, progress: Path("/weights") / chosen.name)
+    assert invoke("fetch", "smart-turn").stdout == "/weights/smart-turn\n"
+    assert "did you mean 'smart-turn'" in invoke("fetch", "smart-turm").stderr
 
 
 @pytest.mark.usefixtures("only_tiny_is_here")

@@ -61,6 +61,7 @@ def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
         *("--alias", "x=a", "--alias", "y=b", "--device", "cpu", "--dtype", "fp32", "--weights", "folder"),
         *("--api-key", "k1", "--api-key", "k2", "--admin-key", "k3", "--max-concurrent", "5"),
         *("--log-format", "json", "--otel-endpoint", "http://here:4318"),
+        *("--role", "decode", "--peer", "one:8100", "--peer", "[::1]:8100", "--encode-port", "8101"),
         *("--set", "engine.max_decode_rows=32", "--set", "cors_origins=https://a.org,*"),
     )
     assert result.exit_code == 3, result.stderr
@@ -82,7 +83,8 @@ def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
         log_level="debug",
         otel_endpoint="http://here:4318",
         cors_origins=("https://a.org", "*"),
-        engine=EngineConfig(max_decode_rows=32),
+        encode_port=8_101,
+        engine=EngineConfig(max_decode_rows=32, role="decode", peers=("one:8100", "[::1]:8100")),
     )
     assert started == [expected]
 
@@ -114,6 +116,8 @@ def test_the_environment_is_read(started: list[ServeConfig], monkeypatch: pytest
         (["-m", "a", "-m", "b", "-m", "c"], "max_models=3 or more"),
         (["--api-key", ""], "api_keys is empty (flag --api-key)"),
         (["--config", "no-such.toml"], "no-such.toml: No such file"),
+        (["--role", "half"], "engine.role='half' (flag --role). both, decode, encode"),
+        (["--peer", "here"], "engine.peers=('here',) (flag --peer). a list; each one host:port"),
         (["--set", "engine.kv_bytes=0"], "engine.kv_bytes=0 (flag --set). a whole number, 1 or more"),
     ],
 )
@@ -130,6 +134,8 @@ def test_wrong_settings_stop_it(started: list[ServeConfig], arguments: list[str]
         (["--api-key", "secret"], ["can see api_keys in the list of processes; better ASR_SERVE_API_KEYS"]),
         (["--host", "0.0.0.0", "--set", "admin_keys=secret"], ["can see admin_keys", "asking for no key"]),
         (["--host", "localhost"], []),
+        (["--role", "encode", "--host", "0.0.0.0", "--api-key", "k"], ["can see api_keys", "set peer_keys"]),
+        (["--role", "encode"], []),
     ],
 )
 def test_what_is_unsafe_is_said(started: list[ServeConfig], arguments: list[str], warned: list[str]) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import asr_serve
 from asr_serve.cli import app
 from asr_serve.cli.exits import BROKEN_PIPE, FAILED, INTERRUPTED, USAGE
+from asr_serve.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +26,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> FakeModel:
 
     def one(name: str = "", **options: Any) -> FakeModel:
         load(name)
+        fake.engine = options.get("engine")
         return fake
 
     monkeypatch.setattr(asr_serve, "load", one, raising=False)
@@ -114,6 +116,13 @@ def test_options_reach_the_model(folder: Path, model: FakeModel) -> None:
     assert options is not None
     assert (options.language, options.vad, options.max_segment_ms) == ("en", False, 9_000)
     assert (options.limits.max_duration_s, str(options.silence_schedule)) == (60.0, "5000:1500,inf:300")
+    assert model.engine == EngineConfig()
+
+
+def test_settings_of_the_engine_reach_it(folder: Path, model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASR_SERVE_ENGINE__BEAM", "3")  # a server's
+    invoke("one.wav", "--set", "engine.use_chunked_inference=true", "--set", "engine.head=ctc")
+    assert model.engine == EngineConfig(use_chunked_inference=True, head="ctc")
 
 
 # --- failures ---------------------------------------------------------------------------------------------
@@ -133,6 +142,22 @@ def test_failures_are_told_even_when_quiet(folder: Path, model: FakeModel) -> No
     assert "failed: torn.wav" in invoke("torn.wav", "-q").stderr
 
 
+def test_prompts_hot_words_and_long_form_reach_the_model(folder: Path, model: FakeModel) -> None:
+    assert invoke("one.wav").exit_code == 0
+    assert model.options is not None
+    assert (model.options.prompt, model.options.hotwords, model.options.long_form) == ("", (), "parallel")
+    said = ["--prompt", "A talk.", "--hotword", "Ada", "--hotword", "Charles Babbage", "--long-form", "sequential"]
+    assert invoke("one.wav", *said).exit_code == 0
+    assert (model.options.prompt, model.options.hotwords) == ("A talk.", ("Ada", "Charles Babbage"))
+    assert model.options.long_form == "sequential"
+
+
+def test_help_teaches_prompts() -> None:
+    said = " ".join(CliRunner().invoke(app, ["transcribe", "--help"]).stdout.split())
+    for example in ("--hotword Kubernetes", "--long-form sequential", '--prompt "A talk'):
+        assert example in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -140,7 +165,13 @@ def test_failures_are_told_even_when_quiet(folder: Path, model: FakeModel) -> No
         (["one.wav", "--model", "moonshine-tiny"], "did you mean 'moonshine-tiny-en'?"),
         (["one.wav", "--silence-schedule", "5000"], "LENGTH_MS:SILENCE_MS"),
         (["one.wav", "--max-duration-s", "0"], "more than 0 seconds"),
+        (["one.wav", "--long-form", "sequentail"], "did you mean 'sequential'?"),
         (["one.wav", "--resume"], "add --output DIR"),
+        (["one.wav", "--set", "engine.beam"], "NAME=VALUE, like --set engine"),
+        (["one.wav", "--set", "engine.beam=0"], "engine.beam=0 (flag --set). a whole number, 1 to 64"),
+        (["one.wav", "--set", "engine.baem=2"], "did you mean 'engine.beam'?"),
+        (["one.wav", "--set", "engine.beam=2", "--set", "engine.beam=3"], "engine.beam is given twice"),
+        (["one.wav", "--set", "max_duration_s=60"], "it is a server's: asr-serve serve --set"),
         (["a", "b", "--output", "all.srt"], "there are 2 inputs"),
         (["one.wav", "--output", "one.wav"], "would overwrite the input"),
         (["bad.scp"], "bad.scp, line 1: "),

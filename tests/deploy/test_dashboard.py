@@ -141,6 +141,9 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
         "Live",
         "Engine",
         "Errors and rejections",
+        "What was heard before",
+        "Peers",
+        "Below the device",
     ]
     datasource, model = DASHBOARD["templating"]["list"]
     assert (datasource["name"], datasource["type"], datasource["query"]) == (

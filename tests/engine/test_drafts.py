@@ -16,9 +16,10 @@ from tiny_moonshine import CARD, WAIT_S, build, clip, expect_empty, held, outcom
 import asr_serve
 from asr_serve.audio import read_audio
 from asr_serve.decoding.attention import NO_DRAFT, Draft, Hypothesis, Recognition, SearchOptions
-from asr_serve.engine import runner as runners
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.runner import DecodeRunner, EncodeRunner
+from asr_serve.engine.utterances import runner as runners
+from asr_serve.engine.utterances.encode import EncodeRunner
+from asr_serve.engine.utterances.runner import DecodeRunner
 from asr_serve.errors import Cancelled
 from asr_serve.models.asr import moonshine
 
@@ -206,7 +207,7 @@ def test_tokens_that_are_fixed_have_their_own_probability(begin):
 def test_poison_in_free_pages_changes_nothing(begin, monkeypatch, native):
     monkeypatch.setenv("ASR_SERVE_NATIVE", native)
     client = begin()
-    decoder = client.link.loop.decode_runner
+    decoder = client.link.loop.work.decode_runner
 
     def poisoned(function):
         def wrapper(*arguments):
@@ -231,7 +232,7 @@ def test_poison_in_free_pages_changes_nothing(begin, monkeypatch, native):
 def test_long_batches_of_drafts_are_verified_in_passes(begin, monkeypatch, bound):
     monkeypatch.setattr(runners, "VERIFY_ROWS", bound)
     client = begin()
-    decoder = client.link.loop.decode_runner
+    decoder = client.link.loop.work.decode_runner
     passes: list[list[int]] = []
     verified: set[int] = set()
     verify = decoder._verify
@@ -258,7 +259,7 @@ def test_long_batches_of_drafts_are_verified_in_passes(begin, monkeypatch, bound
 def test_a_draft_longer_than_any_answer_is_cut(begin, fixed, temperatures):
     """Nothing may be written past a row's pages, whichever road its first try takes."""
     client = begin()
-    decoder = client.link.loop.decode_runner
+    decoder = client.link.loop.work.decode_runner
     longest: list[int] = []
     forward = decoder._advance
 
@@ -315,7 +316,7 @@ def test_fall_back_is_as_without_and_keeps_what_is_fixed(begin):
 
 def test_every_try_of_a_row_starts_from_its_fixed_tokens(begin):
     client = begin()
-    decoder = client.link.loop.decode_runner
+    decoder = client.link.loop.work.decode_runner
     again, seen = decoder.again, []
 
     def watched(row):

@@ -95,14 +95,16 @@ def test_batched_is_the_same_as_alone(begin, alone, monkeypatch, native):
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_rows_join_and_leave_at_any_step(begin, alone, rows):
     client = begin(max_decode_rows=rows)
-    step = client.link.loop.decode_runner.step
+    step = client.link.loop.work.decode_runner.step
     seen: list[dict[int, int]] = []
 
     def watched():
-        seen.append({row.request_id: len(row.hypothesis.tokens) for row in client.link.loop.decode_runner.rows})
+        seen.append(
+            {row.request_id: len(row.hypothesis.tokens) for row in client.link.loop.work.decode_runner.rows}
+        )
         return step()
 
-    client.link.loop.decode_runner.step = watched
+    client.link.loop.work.decode_runner.step = watched
     chosen = random.Random(3)
     order = [chosen.randrange(len(CLIPS)) for _ in range(16)]
     tickets = [client.submit(CLIPS[i], ONCE, chosen.choice(["interactive", "bulk"])) for i in order]
@@ -116,7 +118,7 @@ def test_rows_join_and_leave_at_any_step(begin, alone, rows):
 
 def test_poison_in_free_pages_changes_nothing(begin, alone):
     client = begin()
-    runner = client.link.loop.decode_runner
+    runner = client.link.loop.work.decode_runner
     step, join = runner.step, runner.join
 
     def poison() -> None:
@@ -212,7 +214,7 @@ def failing_once(function, on_call: int = 1):
 
 def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
     client = begin()
-    runner = client.link.loop.encode_runner
+    runner = client.link.loop.work.encode_runner
     with held(client):
         near = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]  # of one length: one batch
         far = client.submit(CLIPS[0], ONCE)
@@ -229,7 +231,7 @@ def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
 @pytest.mark.parametrize("on_call", [1, 2])
 def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
     client = begin()
-    runner = client.link.loop.decode_runner
+    runner = client.link.loop.work.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]
         runner.join = failing_once(runner.join, on_call)
@@ -240,7 +242,7 @@ def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
 
 def test_a_failed_decode_step_fails_the_rows_in_it_only(begin, alone):
     client = begin(max_decode_rows=2)
-    runner = client.link.loop.decode_runner
+    runner = client.link.loop.work.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5, 3)]
         runner.step = failing_once(runner.step, 3)
@@ -383,7 +385,7 @@ def test_cancel_before_the_loop_has_seen_it(begin):
 
 def test_cancel_while_it_waits_for_a_row(begin, alone):
     client = begin(max_decode_rows=1)
-    runner = client.link.loop.decode_runner
+    runner = client.link.loop.work.decode_runner
     step, tickets = runner.step, []
 
     def cancelling():
@@ -403,7 +405,7 @@ def test_cancel_while_it_waits_for_a_row(begin, alone):
 @pytest.mark.parametrize("at_step", [1, 2, 5])
 def test_cancel_while_it_decodes_frees_its_pages_before_the_next_step(begin, alone, at_step):
     client = begin()
-    runner = client.link.loop.decode_runner
+    runner = client.link.loop.work.decode_runner
     step, used, steps = runner.step, [], 0
     chosen = [i for i, answer in enumerate(alone) if len(answer.tokens) > 8][:4]
 

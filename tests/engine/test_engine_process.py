@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,8 +14,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from safetensors.torch import save_file
-from tiny_moonshine import WAIT_S, clip, outcome, weights
+from tiny_moonshine import WAIT_S, clip, outcome, save
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import SearchOptions
@@ -27,7 +25,6 @@ from asr_serve.engine.process.child import RingSize
 from asr_serve.engine.process.link import RemoteLink, remote
 from asr_serve.engine.process.wire import EngineSpec
 from asr_serve.errors import Cancelled, EngineClosed, EngineCrashed, UnknownModel, WeightsCorrupt
-from asr_serve.models.asr import moonshine
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 MODEL = "moonshine-tiny-en"
@@ -42,14 +39,7 @@ Begin = Callable[..., EngineClient]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Moonshine on disk, as another process can load it."""
-    folder = tmp_path_factory.mktemp("tiny")
-    config = moonshine.tiny()
-    (folder / "config.json").write_text(json.dumps(msgspec.to_builtins(config)))
-    save_file(
-        {name: tensor.contiguous() for name, tensor in weights(config).items()}, folder / "model.safetensors"
-    )
-    (folder / "tokenizer.bin").write_bytes(b"".join(b"\x03w%02d" % token for token in range(config.vocab_size)))
-    return folder
+    return save(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -178,8 +168,9 @@ def test_what_three_processes_died_over_is_given_up_and_the_rest_goes_on(begin, 
     stop_engine(client)
     doomed, bystander = client.submit(CLIPS[0], ONCE), client.submit(CLIPS[1], ONCE)
     for _ in range(3):
-        link(client)._work[doomed.id].started = True  # as the engine says when it encodes it
-        link(client)._strike("signal SIGKILL")  # as the link does for each death
+        given = link(client)._current
+        given.work[doomed.id].started = True  # as the engine says when it encodes it
+        link(client)._tell(given.strike("signal SIGKILL"))  # as for each death
     kill(client)
     with pytest.raises(EngineCrashed, match="died 3 times while it worked on this request"):
         doomed.future.result(WAIT_S)
@@ -216,7 +207,7 @@ def test_requests_that_come_while_there_is_no_engine_wait_for_the_next(begin, al
 
 
 def test_an_engine_that_hangs_is_killed_and_its_work_done_by_another(begin, alone, monkeypatch):
-    monkeypatch.setattr("asr_serve.engine.process.link.HUNG_S", 1.0)
+    monkeypatch.setattr("asr_serve.engine.process.processes.HUNG_S", 1.0)
     client = begin()
     expect_answers(client, alone, while_waiting=lambda: stop_engine(client))  # more than the ring holds
     assert link(client).restarts == 1
@@ -224,7 +215,7 @@ def test_an_engine_that_hangs_is_killed_and_its_work_done_by_another(begin, alon
 
 
 def test_an_idle_engine_that_hangs_is_noticed(begin, alone, monkeypatch):
-    monkeypatch.setattr("asr_serve.engine.process.link.HUNG_S", 1.0)
+    monkeypatch.setattr("asr_serve.engine.process.processes.HUNG_S", 1.0)
     client = begin()
     stop_engine(client)
     until(lambda: link(client).restarts == 1)
@@ -232,9 +223,9 @@ def test_an_idle_engine_that_hangs_is_noticed(begin, alone, monkeypatch):
 
 
 def test_a_process_that_hangs_while_it_loads_is_killed(begin, alone, monkeypatch):
-    monkeypatch.setattr("asr_serve.engine.process.link.HUNG_S", 1.0)
+    monkeypatch.setattr("asr_serve.engine.process.processes.HUNG_S", 1.0)
     client = begin()
-    monkeypatch.setattr("asr_serve.engine.process.link.LOAD_S", 8.0)
+    monkeypatch.setattr("asr_serve.engine.process.processes.LOAD_S", 8.0)
     old = process(client)
     kill(client)
     until(lambda: process(client) != old)
@@ -243,7 +234,7 @@ def test_a_process_that_hangs_while_it_loads_is_killed(begin, alone, monkeypatch
 
 
 def test_closing_an_engine_that_hangs(begin, monkeypatch):
-    monkeypatch.setattr("asr_serve.engine.process.link.END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("asr_serve.engine.process.processes.END_TIMEOUT_S", 0.5)
     client = begin()
     stop_engine(client)
     client.close()

@@ -22,15 +22,23 @@ from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
 from asr_serve.engine import session as sessions
 from asr_serve.engine.cadence import ENOUGH, OVERLOADED_MS, Cadence
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.planner import LIVE_RESERVE
+from asr_serve.engine.utterances.planner import LIVE_RESERVE
 from asr_serve.errors import AtCapacity, StepFailed
 from asr_serve.models.vad.silero import WINDOW_SAMPLES
-from asr_serve.pipelines.listen import Finished, Listening, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.live.listen import Finished, Listening, ListenOptions, Partial, SegmentDone
+from asr_serve.text.tokens import Pieces
 
 ONCE = SearchOptions(temperatures=(0.0,))
-HANG_S = 10.0
+HANG_S = 60.0
 CLIPS = [clip(seed, samples) for seed, samples in enumerate([16_000, 40_000, 64_000, 128_000])]
 Said = list[tuple[int, int, str]]
+
+
+class Vocabulary(Pieces):
+    text = staticmethod(text)
+
+
+VOCABULARY = Vocabulary()
 
 
 @pytest.fixture
@@ -49,7 +57,7 @@ def begin() -> Iterator[Callable[..., EngineClient]]:
 def encoded(client: EngineClient) -> list[list[int]]:
     """The requests of each encode batch, from now on."""
     seen: list[list[int]] = []
-    client.link.loop.on_start = lambda ids: seen.append(list(ids))
+    client.link.loop.work.requests.on_start = lambda ids: seen.append(list(ids))
     return seen
 
 
@@ -97,11 +105,11 @@ def test_bulk_gets_its_share_while_callers_never_stop(begin):
 
 def rows_of_files(client: EngineClient) -> list[int]:
     """How many rows files hold at each step, from now on."""
-    decoder, seen = client.link.loop.decode_runner, []
+    decoder, seen = client.link.loop.work.decode_runner, []
     step = decoder.step
 
     def watched():
-        utterances = client.link.loop.utterances
+        utterances = client.link.loop.work.utterances
         seen.append(sum(utterances[row.request_id].priority != "live" for row in decoder.rows))
         return step()
 
@@ -204,20 +212,24 @@ def test_only_callers_answers_count_and_overload_refuses_callers_only(begin):
     assert client.cadence.turnaround_ms == before
     for _ in range(ENOUGH):
         client.cadence.answered(20 * OVERLOADED_MS, 1_000 * time.monotonic())
+    on_line = client.session(live=True)  # the only one: nobody waits
     with pytest.raises(AtCapacity, match=r"\d+ ms.*try again in \d+ ms") as refused:
         client.session(live=True)
     assert refused.value.retry_after_ms > 0
-    assert client.describe()["sessions"] == 0
+    assert client.describe()["sessions"] == 1
     client.session().close()  # a file's
+    on_line.close()
+    client.session(live=True).close()
+    assert client.describe()["sessions"] == 0
 
 
 def test_what_was_promised_a_caller_who_was_refused_is_nothing(begin):
     client = begin(max_sessions=1)
     first = client.session(live=True)
     with pytest.raises(AtCapacity):
-        Listening(client, text, ListenOptions(max_segment_ms=3_000), lambda: None)
+        Listening(client, VOCABULARY, ListenOptions(max_segment_ms=3_000), lambda: None)
     first.close()
-    Listening(client, text, ListenOptions(max_segment_ms=3_000), lambda: None).close()
+    Listening(client, VOCABULARY, ListenOptions(max_segment_ms=3_000), lambda: None).close()
     expect_empty(client)
 
 
@@ -239,7 +251,7 @@ def failing_once(function):
 def test_a_verification_that_fails_fails_its_drafts_only(begin):
     client = begin()
     plain = [client.submit(pcm, ONCE).future.result(WAIT_S) for pcm in CLIPS]
-    decoder = client.link.loop.decode_runner
+    decoder = client.link.loop.work.decode_runner
     with held(client):
         drafted = [client.submit(CLIPS[1], ONCE, "live", draft=Draft(plain[1].tokens)) for _ in range(2)]
         near = [client.submit(CLIPS[1], ONCE, "live"), client.submit(CLIPS[3], ONCE)]
@@ -298,7 +310,7 @@ def hear(
     """`in_step`: whatever the engine has to say to a packet is heard before the next one is put."""
     client.cadence = Cadence()
     bell, said, locked, at, ended = threading.Event(), [], "", 0, False
-    listening = Listening(client, text, ListenOptions.of(options), bell.set, clock)
+    listening = Listening(client, VOCABULARY, ListenOptions.of(options), bell.set, clock)
     next_size = itertools.cycle(sizes).__next__
 
     def take() -> bool:
@@ -395,7 +407,7 @@ def test_closing_at_any_moment_gives_everything_back(scripted, case, after):
     pcm, options, sizes = case
     scripted.cadence = Cadence()
     bell = threading.Event()
-    listening = Listening(scripted, text, ListenOptions.of(options), bell.set, hurried())
+    listening = Listening(scripted, VOCABULARY, ListenOptions.of(options), bell.set, hurried())
     at, next_size = 0, itertools.cycle(sizes).__next__
     for turn in range(after):
         if at < len(pcm):

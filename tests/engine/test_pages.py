@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from asr_serve.engine.pages import PagePool
+from asr_serve.engine.utterances.pages import PagePool
 
 PAGES = 24
 
 
 class Tables(RuleBasedStateMachine):
-    """Block tables that take, share, fork and give pages, beside a plain count of who holds what."""
+    """Block tables that take, share, fork and give pages, and a cache that keeps some, beside a plain count of who
+    holds what."""
 
     tables = Bundle("tables")
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(PAGES)
+        self.pool.reclaim, self.pool.on_free = self.give_up, self.freed
         self.holders: Counter[int] = Counter()
-        self.written: dict[int, int] = {}
-        self.serial = 0
+        self.kept: list[int] = []
+        self.told: list[int] = []
+
+    def give_up(self, count: int) -> int:
+        """As a cache does: of what nobody else holds, the first that was kept."""
+        gone = [page for page in self.kept if not self.holders[page]][:count]
+        self.kept = [page for page in self.kept if page not in gone]
+        assert self.pool.forget(gone) == gone
+        return len(gone)
+
+    def freed(self, pages: Sequence[int]) -> None:
+        self.told += pages
 
     @rule(target=tables, share_of_free=st.floats(0, 1))
     def take(self, share_of_free: float) -> list[int]:
         count = int(self.pool.free * share_of_free)
+        really = PAGES - 1 - len(set(self.kept) | set(+self.holders))
+        before = len(self.kept)
         pages = self.pool.take(count)
         assert len(set(pages)) == count
+        assert before - len(self.kept) == max(0, count - really), "the cache gave up more than it had to"
+        assert not set(pages) & set(self.kept), "a page that is kept was lent again"
         assert not set(pages) & set(+self.holders), "a page that is held was lent again"
         self.holders.update(pages)
         return pages
@@ -43,9 +60,30 @@ class Tables(RuleBasedStateMachine):
 
     @rule(table=consumes(tables))
     def give(self, table: list[int]) -> None:
-        expected = [page for page in table if self.holders[page] == 1]
-        assert self.pool.give(table) == expected
+        expected = [page for page in table if self.holders[page] == 1 and page not in self.kept]
+        self.told.clear()
+        assert self.pool.give(table) == self.told == expected
         self.holders.subtract(table)
+
+    @rule(table=tables)
+    def keep(self, table: list[int]) -> None:
+        new = [page for page in table if page not in self.kept]
+        self.pool.keep(new)
+        self.kept += new
+
+    @rule(target=tables, count=st.integers(0, 4))
+    def find(self, count: int) -> list[int]:
+        """What is kept, whoever else holds it."""
+        self.pool.share(self.kept[:count])
+        self.holders.update(self.kept[:count])
+        return self.kept[:count]
+
+    @rule(count=st.integers(0, 4))
+    def forget(self, count: int) -> None:
+        gone, self.kept = self.kept[:count], self.kept[count:]
+        expected = [page for page in gone if not self.holders[page]]
+        self.told.clear()
+        assert self.pool.forget(gone) == self.told == expected
 
     @rule(target=tables, table=consumes(tables), data=st.data())
     def write(self, table: list[int], data: st.DataObject) -> list[int]:
@@ -54,12 +92,13 @@ class Tables(RuleBasedStateMachine):
             return table
         index = data.draw(st.integers(0, len(table) - 1))
         old = table[index]
-        shared = self.holders[old] > 1
+        shared = self.holders[old] + (old in self.kept) > 1
         if shared and not self.pool.free:
             return table
         page, copy_from = self.pool.own(table, index)
         assert copy_from == (old if shared else None)
         assert (page == old) is not shared
+        assert page not in self.kept
         if shared:
             assert not self.holders[page]
             self.holders[old] -= 1
@@ -72,6 +111,8 @@ class Tables(RuleBasedStateMachine):
         held = +self.holders
         assert self.pool.used == len(held)
         assert self.pool.free + self.pool.used == PAGES - 1
+        assert self.pool.cached == len(self.kept)
+        assert self.pool.reclaimable == len(set(self.kept) - set(held))
         assert 0 not in held, "page 0 is scratch and is never lent"
         self.pool.check()
 
@@ -119,5 +160,47 @@ def test_the_check_sees_a_page_that_is_free_and_held():
     pool = PagePool(4)
     (page,) = pool.take(1)
     pool._free.append(page)
+    with pytest.raises(AssertionError):
+        pool.check()
+
+
+def test_what_only_the_cache_holds_is_not_the_callers_to_give_back():
+    pool = PagePool(4)
+    pages = pool.take(2)
+    pool.keep(pages)
+    assert (pool.give(pages), pool.free, pool.used) == ([], 3, 0)
+    with pytest.raises(AssertionError, match="given back twice"):
+        pool.give(pages[:1])
+    with pytest.raises(AssertionError, match="kept already"):
+        pool.keep(pages)
+    pool.check()
+    assert (pool.forget(pages), pool.free, pool.reclaimable) == (pages, 3, 0)
+    with pytest.raises(AssertionError, match="not kept"):
+        pool.forget(pages)
+    pool.check()
+
+
+def test_a_free_page_cannot_be_kept():
+    pool = PagePool(4)
+    with pytest.raises(AssertionError, match="is free"):
+        pool.keep([2])
+
+
+@pytest.mark.parametrize("reclaim", [None, lambda count: 0], ids=["nobody to ask", "who gives up too few"])
+def test_a_cache_that_does_not_give_up_what_counts_as_free_is_a_bug_that_shouts(reclaim):
+    pool = PagePool(4)
+    pool.reclaim = reclaim
+    pages = pool.take(3)
+    pool.keep(pages)
+    pool.give(pages)
+    assert pool.free == 3
+    with pytest.raises(AssertionError):
+        pool.take(1)
+
+
+@pytest.mark.parametrize("wrong", ["_reclaimable", "_cached"])
+def test_the_check_sees_what_was_counted_wrong(wrong):
+    pool = PagePool(4)
+    setattr(pool, wrong, 1)
     with pytest.raises(AssertionError):
         pool.check()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asr_serve.config import EngineConfig
-from asr_serve.engine.planner import DEADLINE_MS, Planner, Waiting
+from asr_serve.engine.utterances.planner import DEADLINE_MS, Planner, Waiting
 
 ROWS, PAGES, FRAMES = 16, 200, 1_280
 
@@ -235,7 +235,7 @@ def test_a_class_that_was_idle_has_saved_nothing_up(idle, drained):
 
 
 def test_planning_needs_no_torch():
-    code = "import sys, asr_serve.engine.planner; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, asr_serve.engine.utterances.planner; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

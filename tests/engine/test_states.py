@@ -1,4 +1,4 @@
-"""Rows of streaming state: lent once at a time, cleared for each tenant, full is an answer."""
+"""Rows of streaming state: lent one at a time, cleared for each tenant, never allocated anew; full is said."""
 
 from __future__ import annotations
 
@@ -6,53 +6,174 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asr_serve.engine.states import Slot, StateCacheManager
 from asr_serve.errors import AtCapacity
+from asr_serve.models.streaming import StateSpec
+
+SPECS = {
+    "flat": StateSpec((2,)),
+    "deep": StateSpec((1, 3), fresh=-1.0),
+    "count": StateSpec((), torch.int64, fresh=7),
+    "window": StateSpec((4,), fresh=None),
+}
 
 
-def manager(rows: int = 3) -> StateCacheManager:
-    """Two tensors of state, poisoned: a row that is not cleared would show."""
-    return StateCacheManager((torch.full((rows, 2), torch.nan), torch.full((rows, 1, 3), torch.nan)))
+def manager(slots: int = 3, **options) -> StateCacheManager:
+    return StateCacheManager(SPECS, slots, poison=True, **options)
 
 
-def test_a_row_is_cleared_for_each_tenant():
+def row_of(states: StateCacheManager, slot: Slot) -> list:
+    return [states.tensors[name][slot.row].tolist() for name in ("flat", "deep", "count")]
+
+
+FRESH = [[0.0, 0.0], [[-1.0] * 3], 7]
+
+
+def test_a_row_is_cleared_for_each_tenant_when_it_first_runs():
     states = manager(1)
     for _ in range(3):
         slot = states.take()
-        for tensor in states.load([slot]):
-            assert torch.equal(tensor, torch.zeros_like(tensor))
-        states.save([slot], (torch.full((1, 2), torch.nan), torch.full((1, 1, 3), torch.nan)))
+        rows = states.begin([slot])
+        assert row_of(states, slot) == FRESH
+        for tensor in states.tensors.values():
+            tensor[rows] = 5
+        states.begin([slot])
+        assert row_of(states, slot) == [[5, 5], [[5] * 3], 5]
         states.give(slot)
 
 
-def test_what_is_saved_is_loaded_in_any_order():
-    states = manager(4)
-    slots = [states.take() for _ in range(4)]
-    states.save(slots[1:3], (torch.tensor([[1.0, 1], [2, 2]]), torch.tensor([[[1.0] * 3], [[2.0] * 3]])))
-    flat, deep = states.load([slots[2], slots[0], slots[1]])
-    assert flat.tolist() == [[2, 2], [0, 0], [1, 1]]
-    assert deep.tolist() == [[[2, 2, 2]], [[0, 0, 0]], [[1, 1, 1]]]
-
-
-def test_what_is_loaded_is_a_copy():
-    states = manager(1)
+def test_what_nobody_may_read_is_poisoned():
+    states = manager(2)
     slot = states.take()
-    states.load([slot])[0].fill_(torch.nan)
-    assert states.load([slot])[0].tolist() == [[0, 0]]
+    states.begin([slot], 2)
+    assert states.tensors["window"].isnan().all(), "what a session has not written, though it runs"
+    others = torch.tensor([1 - slot.row, 2])
+    assert states.tensors["flat"][others].isnan().all()
+    assert (states.tensors["count"][others] == torch.iinfo(torch.int64).min).all()
+    states.give(slot)
+    assert states.tensors["flat"].isnan().all()
 
 
 def test_clearing_one_row_leaves_its_neighbours():
     states = manager(2)
     kept = states.take()
-    states.save([kept], (torch.ones(1, 2), torch.ones(1, 1, 3)))
-    states.give(states.take())
-    states.take()
-    assert states.load([kept])[0].tolist() == [[1, 1]]
+    states.tensors["flat"][states.begin([kept])] = 1.0
+    states.begin([states.take(), kept])
+    assert row_of(states, kept) == [[1, 1], [[-1.0] * 3], 7]
+
+
+def test_a_step_has_rows_in_order_and_is_filled_up_with_the_row_of_nobody():
+    states = manager(3)
+    slots = [states.take() for _ in range(3)]
+    assert states.begin([slots[2], slots[0]], 4).tolist() == [slots[2].row, slots[0].row, 3, 3]
+    assert states.begin([slots[1]]).tolist() == [slots[1].row]
+    with pytest.raises(AssertionError, match="twice"):
+        states.begin([slots[1], slots[1]])
+    with pytest.raises(AssertionError, match="4 sessions"):
+        states.begin(slots + slots[:1], 3)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts storages that operations hand out and that were none of their arguments'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fresh: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        known = {each.untyped_storage().data_ptr() for each in flat((args, kwargs))}
+        if any(each.untyped_storage().data_ptr() not in known for each in flat(out)):
+            self.fresh.append(str(function))
+        return out
+
+
+def flat(thing):
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from flat(each)
+    elif isinstance(thing, dict):
+        yield from flat(list(thing.values()))
+
+
+def test_lending_running_and_returning_rows_allocates_nothing():
+    states = StateCacheManager(SPECS, 4)
+    addresses = {name: tensor.data_ptr() for name, tensor in states.tensors.items()}
+    with Allocations() as found:
+        for _ in range(3):
+            slots = [states.take() for _ in range(4)]
+            rows = states.begin(slots[1:], 4)
+            again = states.begin(slots[:2])
+            for slot in slots:
+                states.give(slot)
+    assert found.fresh == []
+    assert rows.data_ptr() == again.data_ptr(), "rows are written where they were, for a graph to read"
+    assert {name: tensor.data_ptr() for name, tensor in states.tensors.items()} == addresses
+    assert all(tensor.is_contiguous() and len(tensor) == 5 for tensor in states.tensors.values())
+    with Allocations() as found:
+        torch.zeros(1)
+    assert found.fresh, "it counts"
+
+
+def test_a_saved_session_goes_on_in_another_manager():
+    ours, theirs = manager(2), manager(3)
+    slot = ours.take()
+    rows = ours.begin([slot])
+    for number, tensor in enumerate(ours.tensors.values()):
+        tensor[rows] = number + 1
+    theirs.take()
+    other = theirs.take()
+    theirs.load(other, ours.save(slot))
+    theirs.begin([other])
+    assert row_of(theirs, other) == row_of(ours, slot) == [[1, 1], [[2] * 3], 3]
+    assert theirs.tensors["window"][other.row].tolist() == [4.0] * 4
+    for wrong in (b"", ours.save(slot)[:-1], ours.save(slot) + b"x"):
+        with pytest.raises(ValueError, match=f"a session has {ours.row_bytes}"):
+            theirs.load(other, wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.int64])
+def test_every_dtype_is_saved(dtype: torch.dtype):
+    specs = {"row": StateSpec((3, 2), dtype), "one": StateSpec((), dtype), "none": StateSpec((0, 2), dtype)}
+    states = StateCacheManager(specs, 2)
+    slot, other = states.take(), states.take()
+    states.begin([slot, other])
+    states.tensors["row"][slot.row] = torch.arange(6).view(3, 2).to(dtype)
+    states.tensors["one"][slot.row] = 1
+    states.load(other, states.save(slot))
+    for tensor in states.tensors.values():
+        assert torch.equal(tensor[other.row], tensor[slot.row])
+    assert states.tensors["row"][other.row].any()
+
+
+def test_a_session_that_never_ran_is_saved_fresh():
+    states = manager(2)
+    slot, other = states.take(), states.take()
+    states.load(other, states.save(slot))
+    assert row_of(states, other) == FRESH
+
+
+def test_what_is_saved_holds_nothing_of_who_had_the_row_before():
+    states, others = StateCacheManager(SPECS, 1), StateCacheManager(SPECS, 1)
+    for _ in range(2):
+        slot, never = states.take(), others.take()
+        rows = states.begin([slot])
+        others.begin([never])
+        assert states.save(slot) == others.save(never), "nothing was written yet"
+        for number, tensor in enumerate(states.tensors.values()):
+            tensor[rows] = 3 + number
+        assert states.save(slot) != others.save(never)
+        states.give(slot)
+        assert not states.tensors["window"].any(), "who is gone is forgotten"
+        others.give(never)
 
 
 def test_full_says_when_to_try_again():
-    states = StateCacheManager((torch.zeros(2, 1),), retry_after_ms=250)
+    states = manager(2, retry_after_ms=250)
     slots = [states.take(), states.take()]
     with pytest.raises(AtCapacity, match="250 ms") as refused:
         states.take()
@@ -61,7 +182,16 @@ def test_full_says_when_to_try_again():
     assert states.take().row == slots[0].row
 
 
-@pytest.mark.parametrize("use", [StateCacheManager.give, StateCacheManager.expect, lambda s, x: s.load([x])])
+@pytest.mark.parametrize(
+    "use",
+    [
+        StateCacheManager.give,
+        StateCacheManager.expect,
+        StateCacheManager.save,
+        lambda s, x: s.begin([x]),
+        lambda s, x: s.load(x, bytes(s.row_bytes)),
+    ],
+)
 def test_an_expired_lease_opens_nothing(use):
     states = manager(1)
     old = states.take()
@@ -96,7 +226,3 @@ def test_the_check_sees_a_row_that_is_free_twice():
     states._free.append(0)
     with pytest.raises(AssertionError, match="free twice"):
         states.check()
-
-
-def test_a_slot_is_plain_data():
-    assert Slot(3, 1) == (3, 1)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from asr_serve import devices
@@ -65,6 +68,17 @@ def weights(config: moonshine.Config, seed: int = 5) -> dict[str, Tensor]:
     return found
 
 
+def save(folder: Path) -> Path:
+    """The same as a checkpoint, as another process can load it."""
+    config = moonshine.tiny()
+    (folder / "config.json").write_text(json.dumps(msgspec.to_builtins(config)))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights(config).items()}, folder / "model.safetensors"
+    )
+    (folder / "tokenizer.bin").write_bytes(b"".join(b"\x03w%02d" % token for token in range(config.vocab_size)))
+    return folder
+
+
 def text(tokens: list[int]) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
@@ -76,7 +90,8 @@ def build() -> Parts:
 
 
 def start(build: Callable[[], Parts] = build, **settings: Any) -> EngineClient:
-    config = {"max_decode_rows": 8, "kv_bytes": 1 << 20, "max_sessions": 6, **settings}
+    """Unless it is told to, it remembers nothing: what is asked is computed."""
+    config = {"max_decode_rows": 8, "kv_bytes": 1 << 20, "max_sessions": 6, "prefix_bytes": 0, **settings}
     return EngineClient(EngineConfig(**config), local(CARD, build))
 
 
@@ -133,9 +148,9 @@ def expect_empty(client: EngineClient) -> None:
 
     def look(loop: Loop) -> None:
         loop.check()
-        assert not loop.utterances
-        assert not loop.decode_runner.rows
-        assert len(loop.planner) == 0
+        assert not loop.work.utterances
+        assert not loop.work.decode_runner.rows
+        assert len(loop.work.planner) == 0
 
     on_loop(client, look)
     told = client.describe()

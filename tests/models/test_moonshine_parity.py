@@ -161,7 +161,7 @@ def test_the_output_projection_may_be_its_own(pair: Pair) -> None:
 
     tensors = load_file(pair.folder / "model.safetensors")
     assert "proj_out.weight" not in tensors, "tied in the checkpoint"
-    embedding = pair.ours.network.embedding
+    embedding = pair.ours.network.embedding.weight
     torch.testing.assert_close(pair.ours.network.head_weight, embedding)
     tensors["proj_out.weight"] = 2 * embedding
     loose = moonshine.Model(pair.ours.network.config, tensors, pair.ours.device)

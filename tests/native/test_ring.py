@@ -170,7 +170,7 @@ def test_a_producer_and_a_consumer_of_either_kind_on_two_threads(producer: str, 
     for n in range(rounds):
         while (slot := side.peek()) is None:
             if side.consumer_sleeps():
-                assert bells["consumer"].acquire(timeout=30), "a wake-up was lost"
+                assert bells["consumer"].acquire(timeout=120), "a wake-up was lost"
         assert (*slot[:2], bytes(slot[2])) == (n, 2 * n, bytes([n % 251]) * (n % 65))
         if side.release():
             bells["producer"].release()

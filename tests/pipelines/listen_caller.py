@@ -12,7 +12,8 @@ from asr_serve.engine.cadence import Cadence
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.loop import Loop
 from asr_serve.library import Model
-from asr_serve.pipelines.listen import Event, Finished, Listening, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.live.caller import Event, Finished, Flushed, ListenOptions, Partial, SegmentDone, Turn
+from asr_serve.pipelines.live.listen import Listening
 from asr_serve.types import Segment
 
 RATE_HZ = 16_000
@@ -40,10 +41,13 @@ class Caller:
         # On a busy machine one slow answer would have the next caller refused.
         model._client.cadence = Cadence()
         self.listening = Listening(
-            model._client, model._text, ListenOptions.of(options), self.bell.set, *arguments
+            model._client, model._tokenizer, ListenOptions.of(options), self.bell.set, *arguments
         )
         self.segments: list[Segment] = []
         self.partials: list[Partial] = []
+        self.turns: list[Turn] = []
+        self.flushed: list[Flushed] = []
+        self.asked: list[Flushed] = []
         self.finished: Finished | None = None
         self.locked = ""
 
@@ -60,6 +64,9 @@ class Caller:
     @property
     def text(self) -> str:
         return " ".join(s.text for s in self.segments)
+
+    def count(self, state: str) -> int:
+        return sum(turn.state == state for turn in self.turns)
 
     def advance(self) -> list[Event]:
         self.bell.clear()
@@ -84,6 +91,11 @@ class Caller:
         self.listening.put(pcm)
         self.advance()
 
+    def flush(self, name: str) -> None:
+        self.listening.flush(name)
+        self.asked.append(Flushed(name, self.listening.received_samples))
+        self.advance()
+
     def finish(self) -> None:
         self.listening.finish()
         self.advance()
@@ -91,6 +103,28 @@ class Caller:
             self.answer()
         assert self.listening.advance() == []
         assert self.finished.duration_samples == self.listening.received_samples
+
+    def _take_turn(self, turn: Turn) -> None:
+        before = next((t for t in reversed(self.turns) if t.state != "ended"), None)
+        match turn.state:
+            case "started":
+                assert before is None or (
+                    before.state == "stopped" and before.position_samples <= turn.position_samples
+                )
+            case "eager_end":
+                assert before is not None
+                assert before.state in ("started", "resumed")
+            case "resumed":
+                assert before is not None
+                assert before.state == "eager_end"
+            case "stopped":
+                assert before is not None
+                assert before.state != "stopped"
+            case "ended":
+                last = [t for t in self.turns if t.state == "stopped"][self.count("ended")]
+                assert (last.position_samples, last.by) == (turn.position_samples, turn.by)
+                assert not self.segments or self.segments[-1].end_samples <= turn.position_samples
+        self.turns.append(turn)
 
     def _take(self, event: Event) -> None:
         assert self.finished is None, "something follows the end"
@@ -108,11 +142,25 @@ class Caller:
                 assert event.start_samples >= (self.segments[-1].end_samples if self.segments else 0)
                 assert event.fixed.startswith(self.locked), (self.locked, event.fixed)
                 assert event.fixed == event.fixed.strip()
+                assert event.start_samples <= event.fixed_samples or not event.fixed
+                assert event.fixed_samples <= received
                 self.locked = event.fixed
                 self.partials.append(event)
+            case Turn():
+                self._take_turn(event)
+            case Flushed():
+                self.flushed.append(event)
+                assert self.asked[: len(self.flushed)] == self.flushed
+                assert not self.locked, "flushed, and yet words of an open segment are locked"
             case Finished():
+                assert self.asked == self.flushed
+                assert len(self.turns) == sum(self.count(state) for state in TURN_STATES)
+                assert self.count("started") == self.count("stopped") == self.count("ended")
                 assert not self.locked, "locked words that no segment says"
                 self.finished = event
+
+
+TURN_STATES = ("started", "eager_end", "resumed", "stopped", "ended")
 
 
 def packets(pcm: np.ndarray, sizes: Iterable[int]) -> Iterator[np.ndarray]:
@@ -167,7 +215,7 @@ def expect_empty(client: EngineClient) -> None:
 
     def look(loop: Loop) -> None:
         loop.check()
-        assert (len(loop.utterances), len(loop.planner), len(loop.listeners)) == (0, 0, 0)
+        assert (len(loop.work.utterances), len(loop.work.planner), len(loop.listeners)) == (0, 0, 0)
 
     on_loop(client, look)
     told = client.describe()
@@ -177,6 +225,14 @@ def expect_empty(client: EngineClient) -> None:
         "pages_used": 0,
         "sessions_used": 0,
     }
+
+
+def expect_growing_empty(client: EngineClient) -> None:
+    """The same where audio is encoded while it is spoken."""
+    on_loop(client, lambda loop: loop.check())
+    told = client.describe()
+    held = ("requests", "sessions", "pages_used", "slots_used", "sessions_used")
+    assert not any(told[name] for name in held), told
 
 
 def plain(text: str) -> list[str]:

@@ -24,7 +24,7 @@ JOINED = 3
 """Sentences in one go."""
 MOST_S = 9
 """Of a sentence: more seams in the same time."""
-SENTENCES = 36
+SENTENCES = 15
 
 
 @pytest.fixture(scope="module")

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asr_serve.errors import UnknownCommand
 from asr_serve.protocols import funasr_live
 from asr_serve.protocols.funasr_live import (
     Hotwords,
     Language,
-    Pcm16,
     Sentences,
     Start,
     Stop,
     command,
-    samples,
 )
 from asr_serve.types import Segment
 
@@ -67,28 +62,16 @@ def test_a_long_text_is_not_shown_again():
     assert len(str(refused.value)) < 300
 
 
-@given(st.binary(max_size=200), st.lists(st.integers(0, 200)))
-def test_frames_may_be_cut_anywhere(data, cuts):
-    pcm, parts, at = Pcm16(), [], 0
-    for cut in [*sorted(cut for cut in cuts if cut <= len(data)), len(data)]:
-        parts.append(pcm.whole(data[at:cut]))
-        assert len(parts[-1]) % 2 == 0
-        at = cut
-    assert b"".join(parts) == data[: len(data) // 2 * 2]
-    assert pcm.left == bool(len(data) % 2)
-
-
-def test_samples_are_little_endian_and_full_scale_is_one():
-    heard = samples(b"\x00\x80\xff\x7f\x00\x00\x00\x40")
-    assert heard.dtype == np.float32
-    assert heard.tolist() == [-1.0, 32_767 / 32_768, 0.0, 0.5]
-
-
 def test_events():
     assert funasr_live.STARTED == '{"event":"started"}'
     assert funasr_live.STOPPED == '{"event":"stopped"}'
     assert funasr_live.language_set("中文") == '{"event":"language_set","language":"中文"}'
-    told = json.loads(funasr_live.hotwords_set(["a", "b"]))
+    assert json.loads(funasr_live.hotwords_set(["a"])) == {
+        "event": "hotwords_set",
+        "hotwords": ["a"],
+        "used": True,
+    }
+    told = json.loads(funasr_live.hotwords_set(["a", "b"], funasr_live.NOT_USED))
     assert told == {
         "event": "hotwords_set",
         "hotwords": ["a", "b"],

@@ -19,14 +19,14 @@ from granian.server.embed import Server
 from openai import OpenAI
 
 from asr_serve import __version__
-from asr_serve.config import ServeConfig
+from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server.app import create_app
 from asr_serve.server.engines import Engines, Parts, open_engine
-from asr_serve.server.gate import Gate
+from asr_serve.server.layers.gate import Gate
 from asr_serve.server.telemetry import logs
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """Longer than anything here takes; only a hang reaches it."""
 MODEL = "moonshine-tiny-en"
 
@@ -111,7 +111,7 @@ class Running:
 
 
 def eventually(
-    true: Callable[[], object], what: Callable[[], str] = lambda: "it never was", wait_s: float = 20.0
+    true: Callable[[], object], what: Callable[[], str] = lambda: "it never was", wait_s: float = WAIT_S
 ) -> None:
     end_s = time.monotonic() + wait_s
     while not true():
@@ -121,8 +121,8 @@ def eventually(
 
 @pytest.fixture(scope="session")
 def parts(packaged_speech: Path) -> Iterator[Parts]:
-    """One engine process for all servers of the session."""
-    made = open_engine(MODEL, ServeConfig(engine_threads=1))
+    """One engine process for all servers of the session. It remembers nothing: what is asked is computed."""
+    made = open_engine(MODEL, ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0)))
     yield made
     made.client.close()
 

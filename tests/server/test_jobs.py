@@ -104,7 +104,7 @@ async def test_cancelled_while_the_engine_works(engine, jobs, cities):
     await asyncio.to_thread(eventually, lambda: held(engine)[0])
     job.cancel()
     job.cancel()
-    await asyncio.wait_for(job.over(), 10)
+    await asyncio.wait_for(job.over(), 60)
     with pytest.raises(Cancelled):
         await job.transcript
     await empty(engine)
@@ -118,7 +118,7 @@ async def test_cancelled_while_it_waits_for_bytes(engine, jobs, cities):
     job = jobs.begin(engine, SpoolReader(spool), TranscribeOptions())
     await asyncio.to_thread(eventually, lambda: held(engine)[1])
     job.cancel()
-    await asyncio.wait_for(job.over(), 10)
+    await asyncio.wait_for(job.over(), 60)
     await empty(engine)
     spool.close()
 
@@ -137,5 +137,5 @@ async def test_many_cancelled_at_any_moment(engine, jobs, cities):
         await asyncio.sleep(wait_ms / 1_000)
         for job in under_way:
             job.cancel()
-        await asyncio.wait_for(asyncio.gather(*(job.over() for job in under_way)), 20)
+        await asyncio.wait_for(asyncio.gather(*(job.over() for job in under_way)), 60)
     await empty(engine)

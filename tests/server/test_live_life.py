@@ -80,7 +80,7 @@ def closed(line: ClientConnection) -> int:
 def test_both_ports_answer(served, pcm):
     assert served.main != served.realtime
     for url in (served.realtime, served.main, f"{served.realtime}/ws", f"{served.main}/ws"):
-        with connect(url) as line:
+        with connect(url, open_timeout=WAIT_S) as line:
             line.send("START")
             line.send(pcm)
             line.send("STOP")
@@ -89,7 +89,7 @@ def test_both_ports_answer(served, pcm):
 
 def test_an_engine_that_is_full(served, pcm):
     with ExitStack() as open_lines:
-        lines = [open_lines.enter_context(connect(served.main)) for _ in range(SESSIONS + 2)]
+        lines = [open_lines.enter_context(connect(served.main, open_timeout=WAIT_S)) for _ in range(SESSIONS + 2)]
         for line in lines[:SESSIONS]:
             line.send("START")
             assert hear(line) == {"event": "started"}
@@ -106,7 +106,7 @@ def test_an_engine_that_is_full(served, pcm):
 
 
 def test_an_engine_that_dies_while_somebody_speaks(served, pcm):
-    with connect(served.realtime) as line:
+    with connect(served.realtime, open_timeout=WAIT_S) as line:
         line.send("START")
         for at in range(0, len(pcm), 3_200):
             line.send(pcm[at : at + 3_200])

@@ -125,7 +125,7 @@ async def test_unloading_waits_for_requests(shelf):
         with pytest.raises(ModelNotLoaded):
             engines.get()
         assert shelf.closed == []
-    await asyncio.wait_for(asyncio.gather(leaving, again), 5)
+    await asyncio.wait_for(asyncio.gather(leaving, again), WAIT_S)
     assert shelf.closed == [MODEL]
 
 
@@ -189,6 +189,10 @@ def test_models(server):
     assert (tiny.languages, tiny.aliases, tiny.licence) == (["en"], ["whisper-1"], "MIT")
     assert tiny.parameters > 20_000_000
     assert by_name[OTHER].state == "not_loaded"
+    assert (tiny.streaming, tiny.heads, tiny.chunk_ms, tiny.lag_ms) == (False, [], None, None)
+    streams = by_name["fastconformer-streaming-medium-en"]
+    assert (streams.streaming, streams.heads) == (True, ["rnnt", "ctc"])
+    assert (streams.chunk_ms, streams.lag_ms) == (160, 173)
 
 
 def test_one_model(server):
@@ -198,7 +202,7 @@ def test_one_model(server):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-@pytest.mark.parametrize("verb", ["load", "unload"])
+@pytest.mark.parametrize("verb", ["load", "unload", "renew"])
 def test_not_without_an_admin_key(server, serve, verb):
     for headers, status in (({}, 401), ({"Authorization": "Bearer boss"}, 403)):
         answer = server.http.post(f"/v1/models/{MODEL}/{verb}", headers=headers)
@@ -309,8 +313,10 @@ def test_switched_off(serve):
 def test_the_document_is_whole(server):
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        ROUTE, "/asr", "/v1/models", "/v1/models/{model}", "/v1/models/{model}/load", "/v1/models/{model}/unload",
-        "/health", "/ready", "/metrics",
+        ROUTE, "/v1/audio/translations", "/asr",
+        "/v1/models", "/v1/models/{model}", "/v1/models/{model}/load", "/v1/models/{model}/unload",
+        "/v1/models/{model}/renew",
+        "/health", "/ready", "/metrics", "/v1/stream/{session_id}/flush", "/v1/stream/{session_id}/end",
     }  # fmt: skip
     text = json.dumps(document)
     names = set(document["components"]["schemas"])
@@ -328,4 +334,4 @@ def test_the_document_is_whole(server):
 
 
 def test_a_card_says_what_the_list_needs(parts):
-    assert all(isinstance(card, Card) and card.hub for card in parts.cards.values())
+    assert all(isinstance(card, Card) and card.name for card in parts.cards.values())

@@ -11,6 +11,7 @@ import threading
 import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -112,6 +113,15 @@ def test_stream(server, cities):
     assert client.audio.transcriptions.create(model=MODEL, file=cities).text == done.text
 
 
+def test_stream_with_times(server, cities):
+    create = partial(server.openai().audio.transcriptions.create, model=MODEL, response_format="verbose_json")
+    *deltas, done = create(file=cities, stream=True)
+    whole = create(file=cities)
+    assert whole.text == done.text
+    times = [(delta.model_extra["start"], delta.model_extra["end"]) for delta in deltas]
+    assert times == [(segment.start, segment.end) for segment in whole.segments]
+
+
 async def test_async_client(shared_server, beckett, cities):
     async with openai.AsyncOpenAI(base_url=f"{shared_server.url}/v1", api_key="none", max_retries=0) as client:
         plain, stream = await asyncio.gather(
@@ -140,20 +150,29 @@ def test_everything_the_client_can_say(server, cities):
             "prefix_padding_ms": 200,
             "silence_duration_ms": 300,
         },
-        extra_body={"vad": True, "max_segment_ms": 8_000, "spk": False, "hotwords": ""},
+        extra_body={
+            "vad": True,
+            "max_segment_ms": 8_000,
+            "spk": False,
+            "hotwords": " , ",
+            "keywords": [""],
+            "beam": 2,
+            "long_form": "parallel",
+        },
     )
     assert "best of times" in found.text
     auto = server.openai().audio.transcriptions.create(model=MODEL, file=cities, chunking_strategy="auto")
     assert "best of times" in auto.text
 
 
-def test_chunking_strategy_cuts(server, cities):
+def test_chunking_strategy_cuts(server, wav):
     def cuts(**options: Any) -> int:
         found = server.openai().audio.transcriptions.create(
-            model=MODEL, file=cities, response_format="verbose_json", **options
+            model=MODEL, file=("talk.wav", speech), response_format="verbose_json", **options
         )
         return len(found.segments)
 
+    speech = wav(20)
     whole = cuts()
     assert cuts(chunking_strategy={"type": "server_vad", "silence_duration_ms": 200}) > whole
     assert cuts(extra_body={"silence_schedule": "inf:200"}) > whole
@@ -184,7 +203,7 @@ def test_temperature_is_used(server, beckett):
 
 
 def test_many_clients_get_their_own(server, beckett, cities):
-    clips = [beckett, cities] * 6
+    clips = [beckett, cities] * 3
 
     def one(clip):
         return server.openai().audio.transcriptions.create(model=MODEL, file=clip).text
@@ -199,8 +218,21 @@ def test_many_clients_get_their_own(server, beckett, cities):
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": "Dickens"}, "prompt", "unsupported_option"),
-    ({"keywords[]": "Dickens"}, "keywords[]", "unsupported_option"),
+    ({"keywords[]": "Dickens"}, "hotwords", "unsupported_option"),
     ({"hotwords": "Dickens"}, "hotwords", "unsupported_option"),
+    ({"hotwords": "Dickens", "keywords[]": "Dickens"}, "keywords[]", "option_error"),
+    ({"hotwords": ["Dickens", "Beckett"]}, "hotwords", "option_error"),
+    ({"prompt": "x" * 16_385}, "prompt", "option_error"),
+    ({"hotwords": "x" * 16_385}, "hotwords", "option_error"),
+    ({"beam": "9"}, "beam", "option_error"),
+    ({"beam": "65"}, "beam", "option_error"),
+    ({"beam": "0"}, "beam", "option_error"),
+    ({"beam": "-1"}, "beam", "option_error"),
+    ({"beam": "2.5"}, "beam", "option_error"),
+    ({"beam": "many"}, "beam", "option_error"),
+    ({"beam": ["2", "3"]}, "beam", "option_error"),
+    ({"long_form": "parallell"}, "long_form", "option_error"),
+    ({"long_form": "sequential"}, "long_form", "unsupported_option"),
     ({"spk": "true"}, "spk", "unsupported_option"),
     ({"known_speaker_names[]": "agent"}, "known_speaker_names[]", "unsupported_option"),
     ({"known_speaker_references[]": "data:,"}, "known_speaker_references[]", "unsupported_option"),
@@ -213,7 +245,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"languages[]": ["en", "de"]}, "languages[]", "unsupported_option"),
     ({"response_format": "yaml"}, "response_format", "option_error"),
-    ({"response_format": "verbose_json", "stream": "true"}, "stream", "option_error"),
     ({"response_format": "srt", "stream": "true"}, "stream", "option_error"),
     ({"response_format": "vtt", "stream": "true"}, "stream", "option_error"),
     ({"response_format": "text", "include[]": "logprobs"}, "include[]", "option_error"),

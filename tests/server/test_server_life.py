@@ -126,12 +126,18 @@ def ask(http: httpx.Client, clip: bytes) -> str:
     return str(answer.json()["text"])
 
 
-def expected(server: Served, clips: list[bytes]) -> list[str]:
+@pytest.fixture(scope="module")
+def texts(clips: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Every clip's text when nobody else asks."""
-    with httpx.Client(base_url=server.url, timeout=WAIT_S) as http:
-        texts = [ask(http, clip) for clip in clips]
-    assert len(set(texts)) == len(texts), "texts must tell the clips apart"
-    return texts
+    server = Served(tmp_path_factory.mktemp("alone") / "log", "--dtype", "fp32")
+    try:
+        server.until_ready()
+        with httpx.Client(base_url=server.url, timeout=WAIT_S) as http:
+            found = [ask(http, clip) for clip in clips]
+    finally:
+        server.stop()
+    assert len(set(found)) == len(found), "texts must tell the clips apart"
+    return found
 
 
 async def many(
@@ -188,48 +194,46 @@ def expect_nothing_held(server: Served) -> None:
         time.sleep(0.05)
 
 
-def test_many_clients_of_whom_some_leave(served, clips):
+def test_many_clients_of_whom_some_leave(served, clips, texts):
     server = served("--dtype", "fp32", "--log-format", "json")
     server.until_ready()
-    texts = expected(server, clips)
     sizes = []
     for seed in range(4):
-        for which, text in asyncio.run(many(server, clips, clients=64, rounds=3, leave=0.3, seed=seed)):
+        for which, text in asyncio.run(many(server, clips, clients=32, rounds=2, leave=0.3, seed=seed)):
             assert text == texts[which]
         expect_nothing_held(server)
         sizes.append(server.rss_mib())
     # The first round still fills the ring, the threads and the heaps that are kept.
     assert sizes[3] < 1.1 * sizes[1], f"memory grows: {sizes} MiB"
     metrics = server.metrics()
-    assert metrics["asr_serve_requests_total"] > 64 * 3 * 4 * 0.6
+    assert metrics["asr_serve_requests_total"] > 32 * 2 * 4 * 0.6
     assert metrics["asr_serve_failed_steps_total"] == 0
     assert "Traceback" not in server.log.read_text()
     assert server.stop() == 0
 
 
-def test_an_engine_killed_under_load_costs_nobody_the_answer(served, clips):
+def test_an_engine_killed_under_load_costs_nobody_the_answer(served, clips, texts):
     server = served("--dtype", "fp32")
     server.until_ready()
-    texts = expected(server, clips)
 
     async def run() -> list[tuple[int, str]]:
-        load = asyncio.create_task(many(server, clips, clients=24, rounds=4, leave=0.0))
-        await asyncio.sleep(0.7)
+        load = asyncio.create_task(many(server, clips, clients=24, rounds=2, leave=0.0))
+        while not (await asyncio.to_thread(server.metrics))["asr_serve_engine_requests"]:
+            await asyncio.sleep(0.02)
         os.kill(server.engine.pid, signal.SIGKILL)
         return await load
 
     answers = asyncio.run(run())
-    assert len(answers) == 24 * 4
+    assert len(answers) == 24 * 2
     assert [text for _, text in answers] == [texts[which] for which, _ in answers]
     assert server.metrics()["asr_serve_engine_restarts_total"] == 1
     expect_nothing_held(server)
     assert server.stop() == 0
 
 
-def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips):
+def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips, texts):
     server = served("--dtype", "fp32")
     server.until_ready()
-    texts = expected(server, clips)
     outcomes: list[tuple[int, str | int]] = []
 
     async def client(number: int, http: httpx.AsyncClient) -> None:
@@ -250,7 +254,8 @@ def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips):
         async with httpx.AsyncClient(base_url=server.url, timeout=WAIT_S) as http, asyncio.TaskGroup() as group:
             for number in range(24):
                 group.create_task(client(number, http))
-            await asyncio.sleep(1.0)
+            while len(outcomes) < 24:
+                await asyncio.sleep(0.02)
             server.process.send_signal(signal.SIGTERM)
 
     asyncio.run(run())

@@ -27,7 +27,7 @@ from asr_serve.server.bodies.uploads import Upload, UploadLimits
 BOUNDARY = "aB0'x"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
 LIMITS = UploadLimits(max_bytes=1 << 30)
-WAIT_S = 20.0
+WAIT_S = 120.0
 """No test waits this long unless it fails."""
 
 

@@ -16,9 +16,10 @@ from raw_http import FILE_END, FORM_END, Raw, field, file_head
 
 from asr_serve.errors import ClientGone
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import transcribe, visits
+from asr_serve.server import transcribe
+from asr_serve.server.layers import visits
+from asr_serve.server.layers.visits import Visits, visit_of
 from asr_serve.server.telemetry.tracing import RequestTrace, Tracer
-from asr_serve.server.visits import Visits, visit_of
 
 ROUTE = "/v1/audio/transcriptions"
 
@@ -89,7 +90,7 @@ async def test_work_is_cancelled_when_the_client_goes():
     client = Client(body(b"abc"), GONE)
     asked = scope()
     visits_, metrics = layer(app)
-    await asyncio.wait_for(visits_(asked, client.receive, client.send), 5)
+    await asyncio.wait_for(visits_(asked, client.receive, client.send), 60)
     assert cleaned == [True]
     assert client.sent == []
     assert (visit_of(asked).status, visit_of(asked).reason) == (499, "client_gone")
@@ -154,7 +155,7 @@ async def test_a_little_is_read_of_what_is_left(monkeypatch):
 
     monkeypatch.setattr(visits, "LEFT_S", 0.02)
     client = Client()
-    await asyncio.wait_for(layer(refuse)[0](scope(), client.receive, client.send), 5)
+    await asyncio.wait_for(layer(refuse)[0](scope(), client.receive, client.send), 60)
     client = Client()
     await layer(refuse)[0](scope("GET"), client.receive, client.send)
     assert client.received == 0
@@ -238,8 +239,9 @@ def test_curl(server, cities, version):
     events = [json.loads(line[6:]) for line in found.stdout.decode().splitlines() if line.startswith("data: ")]
     assert "".join(event["delta"] for event in events[:-1]) == events[-1]["text"] == text
 
-    leaving = subprocess.Popen([*command, "-F", "stream=true", url], stdout=subprocess.DEVNULL)
+    slow = ["--limit-rate", "200K", "-F", "stream=true", url]  # it is seen before it is through
+    leaving = subprocess.Popen([*command, *slow], stdout=subprocess.DEVNULL)
     eventually(lambda: server.held()["inside"])
     leaving.kill()
-    leaving.wait(10)
+    leaving.wait(60)
     server.expect_empty()

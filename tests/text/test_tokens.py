@@ -72,6 +72,36 @@ def test_hub_tokenizer(tmp_path: Path, ids: list[int], text: str) -> None:
     assert HubTokenizer(hub_file(tmp_path)).text(ids) == text
 
 
+def byte_level_file(folder: Path) -> Path:
+    """Of Whisper's kind: letters as bytes, marks, and times that are marked as if they were text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    words = {letter: i for i, letter in enumerate(letters)} | {"he": 256, "hel": 257}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, [("h", "e"), ("he", "l")]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>", "<|en|>"])
+    made.add_tokens(["<|0.00|>", "word"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_marks_and_times_are_no_text(tmp_path: Path) -> None:
+    tokeniser = HubTokenizer(byte_level_file(tmp_path))
+    spoken = tokeniser.encode(" hello, Ž日")
+    assert 257 in spoken
+    assert tokeniser.text([259, 260, *spoken, 260, 9_999, 258]) == "hello, Ž日"
+    assert tokeniser.text([*spoken[:-1], 258]) == "hello, Ž�"  # a letter's last byte is not there
+    assert tokeniser.text([261]) == "word"
+
+
+def test_nobody_writes_marks_into_a_prompt(tmp_path: Path) -> None:
+    tokeniser = HubTokenizer(byte_level_file(tmp_path))
+    given = tokeniser.encode("hel<|endoftext|><|0.00|>lo")
+    assert not tokeniser.marks & set(given)
+    assert tokeniser.text(given) == "hello"
+
+
 def test_load_takes_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(WeightsMissing, match=r"tokenizer\.json"):
         tokens.load(tmp_path)

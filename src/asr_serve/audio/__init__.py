@@ -5,7 +5,8 @@
     Resampler    one stream at any rate to 16 kHz
 
 `io` is the door. Behind it: `sources` (bytes), `headers` (what they announce), `media` (decoding),
-`pcm` (numbers to -1..1 mono), `resample`.
+`pcm` (numbers to -1..1 mono), `resample`. `live` is the door for bytes as they are spoken, with `ogg` and `opus`
+behind it.
 """
 
 from asr_serve.audio.io import CHUNK_SAMPLES, AudioLimits, AudioStream, Source, open_audio, read_audio

@@ -38,21 +38,25 @@ class Kept:
     """The audio that a segment to come may still need."""
 
     def __init__(self) -> None:
-        self.start = 0
+        self.start = self.end = 0
         self.chunks: deque[np.ndarray] = deque()
 
     def add(self, pcm: np.ndarray) -> None:
         self.chunks.append(pcm)
+        self.end += len(pcm)
 
     def cut(self, span: Span) -> np.ndarray:
         """The samples of `span`; a view where they lie in one piece."""
-        parts, at = [], self.start
-        for chunk in self.chunks:
+        parts: list[np.ndarray] = []
+        at = self.end
+        for chunk in reversed(self.chunks):  # what is wanted is new, mostly
+            at -= len(chunk)
             first, last = max(span.start_samples - at, 0), min(span.end_samples - at, len(chunk))
             if first < last:
                 parts.append(chunk[first:last])
-            at += len(chunk)
-        cut = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            if at <= span.start_samples:
+                break
+        cut = parts[0] if len(parts) == 1 else np.concatenate(parts[::-1])
         assert len(cut) == span.samples, f"{span} reaches outside the audio that is kept"
         return cut
 

@@ -1,4 +1,4 @@
-"""Encoded audio to mono pieces, by PyAV. The only file that loads it."""
+"""Media files to mono pieces, by PyAV."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""Samples of any numeric type and channel count to mono float32 in -1..1."""
+"""Samples of any numeric type and channel count, and the bytes of some, to mono float32 in -1..1."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from asr_serve.errors import AudioError, UnsupportedAudio
+
+SAMPLE_BYTES = 2
+"""Of a 16-bit sample."""
 
 MAX_LEVEL = 8.0
 """Floats a little over full scale are honest (mixing, lossy codecs) and get clipped at the door; floats
@@ -66,3 +69,45 @@ def clipped(chunk: np.ndarray) -> np.ndarray:
     if len(chunk) and (chunk.max() > 1.0 or chunk.min() < -1.0):
         chunk = np.clip(chunk, -1.0, 1.0)
     return chunk
+
+
+class Pcm16:
+    """Frames cut anywhere to whole samples: a lone last byte waits for the frame that brings its other half."""
+
+    def __init__(self) -> None:
+        self._left = b""
+
+    @property
+    def left(self) -> bool:
+        """A byte waits."""
+        return bool(self._left)
+
+    def whole(self, frame: bytes | memoryview) -> bytes | memoryview:
+        """All whole samples so far."""
+        if self._left:
+            frame = self._left + frame
+        if len(frame) % SAMPLE_BYTES:
+            self._left = bytes(frame[-1:])
+            return frame[:-1]
+        self._left = b""
+        return frame
+
+
+def samples(pcm: bytes | memoryview) -> np.ndarray:
+    """Whole little-endian 16-bit samples to float32 (n,) in -1..1."""
+    return np.frombuffer(pcm, "<i2") * np.float32(1 / 32_768)
+
+
+def mulaw_table() -> np.ndarray:
+    """(256,) float32: what each byte of G.711 mu-law stands for. Source  ITU-T G.711, table 2."""
+    code = ~np.arange(256) & 0xFF  # it is sent with every bit turned over
+    magnitude = ((code & 0x0F) * 2 + 33 << (code >> 4 & 7)) - 33
+    return (np.where(code & 0x80, -magnitude, magnitude) / 8_192).astype(np.float32)
+
+
+def alaw_table() -> np.ndarray:
+    """(256,) float32: what each byte of G.711 A-law stands for. Source  ITU-T G.711, table 1."""
+    code = np.arange(256) ^ 0x55  # every other bit is turned over
+    step, exponent = (code & 0x0F) * 2 + 1, code >> 4 & 7
+    magnitude = np.where(exponent > 0, step + 32 << np.maximum(exponent - 1, 0), step)
+    return (np.where(code & 0x80, magnitude, -magnitude) / 4_096).astype(np.float32)

@@ -40,7 +40,7 @@ class Resampler:
         self.rate_hz = rate_hz
         self.taken_samples = 0
         self.given_samples = 0
-        self._soxr = None if rate_hz == RATE_HZ else soxr.ResampleStream(rate_hz, RATE_HZ, 1, quality="HQ")
+        self._soxr = None if rate_hz == RATE_HZ else _begun(rate_hz)
 
     def put(self, chunk: np.ndarray) -> np.ndarray:
         """Take `chunk`; return what is ready, which may be nothing. At 16 kHz that is `chunk` itself."""
@@ -55,7 +55,7 @@ class Resampler:
         return ready
 
     def finish(self) -> np.ndarray:
-        """The rest. Nothing may be put afterwards."""
+        """The rest, as if silence followed. What is put afterwards goes on at its place, through a new filter."""
         if self._soxr is None:
             return np.zeros(0, np.float32)
         # soxr rounds the length to nearest: silence behind the end lets the filter make the sample that
@@ -65,4 +65,9 @@ class Resampler:
         tail: np.ndarray = self._soxr.resample_chunk(silence, last=True)
         assert 0 <= wanted <= len(tail), (self.rate_hz, self.taken_samples, self.given_samples, len(tail))
         self.given_samples += wanted
+        self._soxr = _begun(self.rate_hz)
         return tail[:wanted]
+
+
+def _begun(rate_hz: int) -> soxr.ResampleStream:
+    return soxr.ResampleStream(rate_hz, RATE_HZ, 1, quality="HQ")

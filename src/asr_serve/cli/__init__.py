@@ -42,7 +42,7 @@ def top(
     \b
       asr-serve transcribe talk.mp3              print what was said
       asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
-      asr-serve listen talk.mp3 --real-time      words while they are spoken
+      asr-serve listen --mic                     words while they are spoken
       asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
       asr-serve models list                      which models there are
       asr-serve doctor                           this machine, what is missing

@@ -21,6 +21,13 @@ DEFAULT_MODEL = "moonshine-tiny-en"
 X86_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 ARM_FLAGS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
 CODECS = ("pcm_s16le", "flac", "mp3", "aac", "vorbis", "opus", "alac", "amrnb", "wmav2")
+NATIVE = {
+    "_core": "the kernels (slower ones in torch stand in for them)",
+    "_ring": "the ring between server and engine (a slower one in Python stands in for it)",
+    "_search": "the search of CTC models (a slower one in Python stands in for it)",
+    "_disk": "the disk by io_uring (threads in Python stand in for it)",
+}
+"""The compiled modules."""
 PACKAGES = ("torch", "numpy", "av", "soxr", "safetensors", "tokenizers", "huggingface_hub", "onnxruntime")
 
 
@@ -39,7 +46,8 @@ class Report(msgspec.Struct):
     packages: dict[str, str | None]
     device: dict[str, object] | None
     cuda: list[str]
-    native_core: bool
+    native: dict[str, bool]
+    """Which of the compiled modules were built."""
     codecs: dict[str, bool]
     models: dict[str, str | None]
     missing: list[Finding]
@@ -49,6 +57,9 @@ class Report(msgspec.Struct):
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
+    quantize: Annotated[
+        str, typer.Option(help="none, int8, or dynamic: says for common shapes what is faster here.")
+    ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> int:
     """What this machine is, what will run where, and what is missing with the command that gets it.
@@ -59,35 +70,32 @@ def doctor(
     Examples
       asr-serve doctor
       asr-serve doctor --device cuda
+      asr-serve doctor --quantize dynamic
       asr-serve doctor --json > machine.json
     """
-    report = examine(device, dtype)
+    report = examine(device, dtype, quantize)
     print(as_text(report) if as_json else as_page(report), end="\n" if as_json else "")
     return FAILED if any(finding.needed for finding in report.missing) else 0
 
 
-def examine(device: str = "auto", dtype: str = "auto") -> Report:
-    """Look at everything. Raises OptionError for a device or dtype that does not exist here."""
+def examine(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> Report:
+    """Look at everything. Raises OptionError for a device, dtype or quantisation that does not exist here."""
     missing: list[Finding] = []
     packages = {name: installed(name) for name in PACKAGES}
     for name in PACKAGES:
         if packages[name] is None and name != "onnxruntime":
             missing.append(Finding(f"the package {name}", f"pip install {name}", needed=True))
-    native_core = importlib.util.find_spec("asr_serve.native") is not None and native_is_built()
-    if not native_core:
-        missing.append(
-            Finding(
-                "the native core (slower Python twins stand in for it)",
-                "install a C++ compiler, then: make setup",
-            )
-        )
+    native = native_modules()
+    for name in NATIVE:
+        if not native[name]:
+            missing.append(Finding(f"native {NATIVE[name]}", "install a C++ compiler, then: make setup"))
     usable = packages["torch"] is not None
     return Report(
         machine=machine(),
         packages=packages,
-        device=chosen_device(device, dtype) if usable else None,
+        device=chosen_device(device, dtype, quantize) if usable else None,
         cuda=cuda_devices() if usable else [],
-        native_core=native_core,
+        native=native,
         codecs=codecs(missing) if packages["av"] else {},
         models=models(missing) if usable else {},
         missing=missing,
@@ -134,23 +142,31 @@ def installed(package: str) -> str | None:
         return None
 
 
-def native_is_built() -> bool:
-    """Looked for without running it, so that ASR_SERVE_NATIVE=0 does not hide it."""
+def native_modules() -> dict[str, bool]:
+    """Whether each was built. Looked for without running it, so that ASR_SERVE_NATIVE=0 does not hide it."""
     spec = importlib.util.find_spec("asr_serve")
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
-    return any(
-        path.name.endswith(suffixes) for folder in folders for path in Path(folder, "native").glob("_core.*")
-    )
+    there = [path.name for folder in folders for path in Path(folder, "native").glob("*")]
+    built = {file.partition(".")[0] for file in there if file.endswith(suffixes)}
+    return {name: name in built for name in NATIVE}
 
 
-def chosen_device(device: str, dtype: str) -> dict[str, object]:
-    """What `auto` comes to, in the device's own words."""
+def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
+    """What `auto` comes to, in the device's own words; with `dynamic`, what common products come to."""
     from asr_serve.devices import pick
+    from asr_serve.devices.cpu import CpuDevice
+    from asr_serve.devices.int8 import SHAPES
 
-    picked = pick(device, dtype)
+    picked = pick(device, dtype, quantize)
+    shapes = {}
+    if quantize == "dynamic" and isinstance(picked, CpuDevice):
+        for inputs, outputs in SHAPES:
+            picked.gate.bits(inputs, outputs)
+        shapes = picked.gate.shapes()
     said = {"device": picked.name, "dtype": picked.dtype_name, "threads": picked.threads}
-    return said | {name: value if is_plain(value) else str(value) for name, value in picked.describe().items()}
+    said |= {name: value if is_plain(value) else str(value) for name, value in picked.describe().items()}
+    return said | {f"product {name}": told for name, told in shapes.items()}
 
 
 def is_plain(value: object) -> bool:
@@ -177,11 +193,11 @@ def codecs(missing: list[Finding]) -> dict[str, bool]:
 
 def models(missing: list[Finding]) -> dict[str, str | None]:
     """Model name -> folder of its weights, None where they are not here."""
-    from asr_serve.models.card import cards
+    from asr_serve.models.card import every_card
     from asr_serve.models.weights import locate
 
     found = {}
-    for card in cards().values():
+    for card in every_card().values():
         try:
             folder = locate(card)
         except AsrServeError:
@@ -208,7 +224,8 @@ def as_page(report: Report) -> str:
         f"  cuda     {', '.join(report.cuda) or 'no device that torch sees'}",
         "runs with",
     ]
-    told = {**(report.device or {}), "native core": "built" if report.native_core else "not built"}
+    native = [name if built else f"{name} not built" for name, built in report.native.items()]
+    told = {**(report.device or {}), "native": ", ".join(native)}
     lines += [f"  {name.replace('_', ' '):12} {value}" for name, value in told.items()]
     lines += [
         "packages",

@@ -3,51 +3,77 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from io import BufferedReader
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
+from asr_serve import DEFAULT_MODEL
+from asr_serve.cli import options as shared
 from asr_serve.cli.exits import INTERRUPTED, guarded, say
-from asr_serve.cli.options import Device, Dtype, Language, Model, Weights
-from asr_serve.errors import OptionError, UnsupportedAudio
-from asr_serve.units import RATE_HZ, ms_to_samples, samples_to_s
+from asr_serve.cli.options import Device, Dtype, Hotword, Language, Prompt, Set, Weights
+from asr_serve.config import client_key
+from asr_serve.errors import OptionError
+from asr_serve.units import RATE_HZ, ms_to_samples
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from asr_serve.cli.listening.hearers import Audio, Here, There
+    from asr_serve.cli.listening.inputs import Ears
     from asr_serve.streaming.results import StreamResult
 
-HEAD_BYTES = 12
-"""Enough to see that it is a container and not samples."""
-WAV_HEADER_BYTES = 4_096
-"""A longer one is none that a recorder writes."""
-PIECE_BYTES = 65_536
+DEFAULT_CHUNK_MS = 720
 
 
 @guarded
 def listen(
     source: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="FILE|-",
+            metavar="[FILE|-]",
             help="An audio or video file; or - for samples from stdin: 16-bit mono, raw or as WAV.",
             show_default=False,
         ),
-    ],
-    model: Model = "moonshine-tiny-en",
+    ] = None,
+    file: Annotated[str | None, typer.Option(metavar="FILE", help="The same as FILE.", show_default=False)] = None,
+    mic: Annotated[bool, typer.Option("--mic", help="The microphone, until ctrl-C.")] = False,
+    chosen_input: Annotated[
+        str | None,
+        typer.Option("--input", metavar="NAME|NUMBER", help="Which microphone.", show_default=False),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="An asr-serve that hears it instead of a model in this process: http://127.0.0.1:8000",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Which model; see: asr-serve models list",
+            show_default=f"{DEFAULT_MODEL}, or the server's own",
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     weights: Weights = None,
     language: Language = None,
-    chunk_ms: Annotated[int, typer.Option(help="How much audio between two looks at the text.")] = 720,
+    prompt: Prompt = None,
+    hotword: Hotword = None,
+    chunk_ms: Annotated[
+        int | None,
+        typer.Option(
+            help="How much audio between two looks at the text.",
+            show_default=f"{DEFAULT_CHUNK_MS}, or the server's own",
+        ),
+    ] = None,
     rate_hz: Annotated[
         int | None,
         typer.Option(
@@ -63,227 +89,155 @@ def listen(
         ),
     ] = None,
     real_time: Annotated[
-        bool, typer.Option("--real-time", help="Hear a file as slowly as it was spoken.")
+        bool, typer.Option("--real-time", "--realtime", help="Hear a file as slowly as it was spoken.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a line, for each chunk, instead of text.")
     ] = False,
+    more: Set = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")] = False,
 ) -> int:
     """Show speech as text while it comes.
 
     A segment is printed as a line when a pause has ended it. On a terminal
-    the words since then stand below, dim as long as they may change.
+    the words since then stand below, bright when they are certain, dim as
+    long as they may change, and beside them how loud it is.
     Results go to stdout, everything else to stderr.
 
     \b
     --json     `delta` is what has become fixed since the line before,
                `unfixed_text` what may still change, `segments` the new ones;
-               the last line has `is_final` true and the whole `text`
+               the last line has `is_final` true and the whole `text`;
+               with --server there is a line for each change
+    --server   a connection that is lost is found again, and nothing of
+               the audio or the text with it
 
     \b
     Exit code  0 done, 1 something failed, 2 wrong usage,
                130 ctrl-C: what came from stdin is still finished,
-               unless there is a second one
+               unless there is a second one; --mic ends with it, and with 0
 
     \b
     Examples
+      asr-serve listen --mic
+      asr-serve listen --mic --server http://127.0.0.1:8000 > note.txt
       arecord -f S16_LE -r 16000 | asr-serve listen -
-      sox -d -t raw -r 16000 -e signed -b 16 -c 1 - | asr-serve listen -
       ffmpeg -i rtsp://cam -f s16le -ar 16000 -ac 1 - | asr-serve listen -
       asr-serve listen talk.mp3 --real-time
       asr-serve listen talk.mp3 --json | jq -j .delta
+      asr-serve listen --mic -m armspeech-hy --set engine.beam=8
+      asr-serve listen talk.mp3 -m whisper-tiny-en --hotword Kubernetes
     """
+    from asr_serve.cli.listening.captions import Captions, Level, Lines
+    from asr_serve.cli.listening.inputs import as_spoken, metered
     from asr_serve.cli.progress import Meter
 
-    options: dict[str, Any] = {"chunk_ms": chunk_ms, "language": language, "rate_hz": rate_hz}
-    if silence_schedule is not None:
-        options["silence_schedule"] = silence_schedule
-    stdin = Stdin() if source == "-" else None
-    if stdin is None and rate_hz is not None:
-        raise OptionError("--rate with a file", "it is the rate of raw samples from stdin", "leave it out")
-    if stdin is not None and real_time:
-        raise OptionError("--real-time with stdin", "it is for a file: stdin comes when it comes", "leave it out")
-
-    import asr_serve
-    from asr_serve.streaming.results import StreamOptions
-
-    StreamOptions.of(options)  # a mistake is told before the model is loaded
-    shown = Lines(sys.stdout.buffer) if as_json else Captions(sys.stdout.buffer, live=sys.stdout.isatty())
+    path = one_of(source, file, mic=mic)
+    spoken = real_time or path in ("-", None)
+    expect_sense(path, rate_hz, chosen_input, real_time=real_time)
+    options: dict[str, Any] = {"language": language, "silence_schedule": silence_schedule, "prompt": prompt}
+    options |= {"hotwords": tuple(hotword) if hotword else None}
+    options = {name: value for name, value in options.items() if value is not None}
+    loading = {"device": device, "dtype": dtype, "weights": weights}
+    heard = here_or_there(server, api_key, model, chunk_ms, options, more, **loading)
+    ears = open_ears(path, chosen_input)
+    screen = sys.stdout.buffer if sys.stdout.isatty() else None
+    if screen is None and sys.stderr.isatty() and spoken and not quiet:
+        screen = sys.stderr.buffer
     meter = Meter()
-    with asr_serve.load(model, device=device, dtype=dtype, weights=weights) as loaded:
-        if stdin is not None:
-            if not quiet:
-                say("listening; ctrl-C ends")
-            options["rate_hz"] = stdin.open(rate_hz)
-            stream = loaded.stream(stdin.chunks(), **options)
-        elif real_time:
-            stream = loaded.stream(as_spoken(source, chunk_ms), **options)
+    with heard:
+        if ears is not None and not quiet:
+            say(f"listening{f' to {ears.name}' if ears.name else ''}; ctrl-C ends")
+        rate = RATE_HZ if ears is None else ears.open(rate_hz)
+        level = Level(rate) if spoken else None
+        shown = Lines(sys.stdout.buffer) if as_json else Captions(sys.stdout.buffer, screen, level)
+
+        def show(result: StreamResult) -> None:
+            shown.show(result)
+            meter.update(ms_to_samples(result.audio_duration_ms), None)
+
+        def notice(line: str) -> None:
+            shown.notice(line, say)
+
+        audio: Audio
+        if ears is not None:
+            audio = metered(ears.chunks(notice), shown.hear)
         else:
-            stream = loaded.stream(source, **options)
+            assert path is not None
+            audio = metered(as_spoken(path), shown.hear) if real_time else path
         meter.start()
-        with stream, contextlib.closing(shown):
-            for result in stream:
-                shown.show(result)
-                meter.update(ms_to_samples(result.audio_duration_ms), None)
+        with contextlib.closing(shown):
+            heard.listen(audio, rate, show, notice)
+    if ears is not None and (lost := ears.lost()):
+        say(f"warning: {lost}")
     if not quiet:
         say(meter.describe_done())
-    return INTERRUPTED if stdin is not None and stdin.interrupted else 0
+    return INTERRUPTED if ears is not None and ears.interrupted else 0
 
 
-class Captions:
-    """A line for each segment; below them, where the terminal can, one that changes."""
-
-    def __init__(self, stream: BinaryIO, *, live: bool) -> None:
-        self._stream, self._live, self._below = stream, live, False
-        self._segments = self._characters = 0
-        """That are printed: segments, and characters of the whole text, with the space after each."""
-
-    def show(self, result: StreamResult) -> None:
-        lines = ""
-        for segment in result.segments[self._segments :]:
-            lines += f"{segment.text}\n"
-            self._characters += len(segment.text) + 1
-        self._segments = len(result.segments)
-        live = ""
-        if self._live:
-            fixed = result.fixed_text[self._characters :]
-            open_to_change = result.text[self._characters + len(fixed) :]
-            live = caption(fixed, open_to_change, shutil.get_terminal_size().columns)
-        self._write(f"\r\x1b[K{lines}{live}" if self._live else lines)
-        self._below = bool(live)
-
-    def close(self) -> None:
-        """What was not finished stays to be seen."""
-        if self._below:
-            self._write("\n")
-
-    def _write(self, text: str) -> None:
-        self._stream.write(text.encode("utf-8", "replace"))
-        self._stream.flush()
+def one_of(source: str | None, file: str | None, *, mic: bool) -> str | None:
+    """The file's path, `-` for stdin, None for the microphone. Raises OptionError unless it is one."""
+    given = [name for name in (source, file and f"--file {file}", "--mic" if mic else None) if name]
+    if len(given) != 1:
+        raise OptionError(
+            f"{' and '.join(given)} came" if given else "nothing to listen to came",
+            "one of FILE, - and --mic",
+            "see: asr-serve listen --help",
+        )
+    return None if mic else source or file
 
 
-class Lines:
-    """JSON, a line for each result; nothing but the last line's `text` is said twice."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._segments = self._fixed = 0
-
-    def show(self, result: StreamResult) -> None:
-        line: dict[str, object] = {
-            "audio_duration_ms": result.audio_duration_ms,
-            "is_final": result.is_final,
-            "delta": result.fixed_text[self._fixed :],
-            "unfixed_text": result.unfixed_text,
-            "segments": [
-                {"start": round(each.start_s, 3), "end": round(each.end_s, 3), "text": each.text}
-                for each in result.segments[self._segments :]
-            ],
-        }
-        if result.is_final:
-            line["text"] = result.text
-        self._segments, self._fixed = len(result.segments), len(result.fixed_text)
-        self._stream.write(msgspec.json.encode(line) + b"\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Nothing is left open."""
+def expect_sense(path: str | None, rate_hz: int | None, chosen_input: str | None, *, real_time: bool) -> None:
+    """Raises OptionError for options that say nothing about this source."""
+    what = {"-": "stdin", None: "--mic"}.get(path, "a file")
+    if rate_hz is not None and path != "-":
+        raise OptionError(f"--rate with {what}", "it is the rate of raw samples from stdin", "leave it out")
+    if real_time and path in ("-", None):
+        raise OptionError(
+            f"--real-time with {what}", f"it is for a file: {what} comes when it comes", "leave it out"
+        )
+    if chosen_input is not None and path is not None:
+        raise OptionError(f"--input with {what}", "it says which microphone", "leave it out, or use --mic")
 
 
-def caption(fixed: str, unfixed: str, columns: int) -> str:
-    """The end of the text that fits into one line, the unfixed part dim."""
-    surplus = len(fixed) + len(unfixed) - (columns - 1)
-    if surplus > 0:
-        text = f"…{(fixed + unfixed)[surplus + 1 :]}"
-        at = max(0, len(text) - len(unfixed))
-        fixed, unfixed = text[:at], text[at:]
-    return f"{fixed}\x1b[2m{unfixed}\x1b[0m" if unfixed else fixed
+def here_or_there(
+    server: str | None,
+    api_key: str | None,
+    model: str | None,
+    chunk_ms: int | None,
+    options: dict[str, Any],
+    more: list[str] | None,
+    **loading: str | None,
+) -> Here | There:
+    """A model in this process, or the server. Raises OptionError."""
+    from asr_serve.cli.listening.hearers import Here, There
+
+    if server is None:
+        if api_key is not None:
+            raise OptionError("--api-key without --server", "it is for a server", "leave it out")
+        chunk_ms = DEFAULT_CHUNK_MS if chunk_ms is None else chunk_ms
+        engine = shared.engine(more)
+        return Here(model or DEFAULT_MODEL, options | {"chunk_ms": chunk_ms}, engine=engine, **loading)
+    for name, value in {**loading, "set": more or None}.items():
+        if value not in ("auto", None):
+            raise OptionError(f"--{name} with --server", "the server has the model", "leave it out")
+    if model is not None:
+        options["model"] = model
+    if chunk_ms is not None:
+        options["partial_ms"] = chunk_ms
+    if "hotwords" in options:
+        options["hotwords"] = ",".join(options["hotwords"])
+    return There(server, api_key or client_key(), options)
 
 
-def as_spoken(path: str, chunk_ms: int) -> Iterator[np.ndarray]:
-    """The file's audio, every chunk when it would have been recorded."""
-    from asr_serve.audio.io import open_audio
+def open_ears(path: str | None, chosen_input: str | None) -> Ears | None:
+    """None for a file. Raises OptionError, UnsupportedOption, SourceNotFound."""
+    if path is None:
+        from asr_serve.cli.listening.microphone import Microphone
 
-    chunk_samples, given = ms_to_samples(chunk_ms), 0
-    began_s = time.monotonic()
-    with open_audio(path) as audio:
-        for second in audio:
-            for at in range(0, len(second), chunk_samples):
-                piece = second[at : at + chunk_samples]
-                given += len(piece)
-                time.sleep(max(0.0, began_s + samples_to_s(given) - time.monotonic()))
-                yield piece
+        return Microphone(chosen_input)
+    if path == "-":
+        from asr_serve.cli.listening.inputs import Stdin
 
-
-class Stdin:
-    """Samples from standard input, until its end or ctrl-C."""
-
-    def __init__(self) -> None:
-        """Raises OptionError for a terminal."""
-        if sys.stdin is None or sys.stdin.isatty():
-            raise OptionError(
-                "`-` reads stdin, which is a terminal",
-                "samples from a pipe or a file",
-                "record into it: arecord -f S16_LE -r 16000 | asr-serve listen -",
-            )
-        self._stream = cast(BufferedReader, sys.stdin.buffer)
-        self._head, self._left_bytes = b"", sys.maxsize
-        self._reading = False
-        self.interrupted = False
-
-    def open(self, rate_hz: int | None) -> int:
-        """Wait for the first bytes; returns the rate that they, or the user, tell. Raises UnsupportedAudio,
-        OptionError."""
-        from asr_serve.audio import headers
-
-        while len(self._head) < HEAD_BYTES and self._more():
-            pass
-        container = headers.name_of(self._head)
-        if container is None:
-            return rate_hz or RATE_HZ
-        while (wav := headers.wav_header(self._head)) is None and len(self._head) < WAV_HEADER_BYTES:
-            if container != "wav" or not self._more():
-                break
-        if wav is None or wav.channels != 1 or wav.bytes_per_s != 2 * wav.rate_hz:
-            raise UnsupportedAudio(
-                f"a {container} file came on stdin",
-                "samples are allowed there, 16-bit mono, raw or as WAV",
-                "name the file; or convert it: ffmpeg -i - -f s16le -ar 16000 -ac 1 - | asr-serve listen -",
-            )
-        if rate_hz not in (None, wav.rate_hz):
-            raise OptionError(f"--rate {rate_hz}", f"the WAV on stdin has {wav.rate_hz} Hz", "leave it out")
-        self._head = self._head[wav.data_start_bytes :]
-        self._left_bytes = wav.data_bytes or sys.maxsize
-        return wav.rate_hz
-
-    def chunks(self) -> Iterator[bytes]:
-        """As they come. At the first ctrl-C they end; the next is not ours any more."""
-        before = signal.signal(signal.SIGINT, self._interrupt)
-        try:
-            while self._left_bytes and (self._head or self._read_on()):
-                chunk, self._head = self._head[: self._left_bytes], b""
-                self._left_bytes -= len(chunk)
-                yield chunk
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _read_on(self) -> bool:
-        try:
-            self._reading = True  # before looking: an interrupt from here on is raised, and none is lost
-            return not self.interrupted and self._more()
-        except KeyboardInterrupt:
-            return False
-        finally:
-            self._reading = False
-
-    def _more(self) -> bool:
-        piece = self._stream.read1(PIECE_BYTES)
-        self._head += piece
-        return bool(piece)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if self._reading or self.interrupted:
-            self.interrupted = True
-            raise KeyboardInterrupt
-        self.interrupted = True
+        return Stdin()
+    return None

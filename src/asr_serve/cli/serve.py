@@ -7,9 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from asr_serve.cli.exits import guarded, say
-from asr_serve.config import SECRETS, ServeConfig, environment
+from asr_serve.cli.options import settings
+from asr_serve.config import ServeConfig, client_key, environment
 from asr_serve.errors import OptionError
 from asr_serve.settings import Given, as_toml, build, gather, known
+from asr_serve.values import SECRETS
 
 FLAGS = {
     "--host": "host",
@@ -19,7 +21,11 @@ FLAGS = {
     "--alias": "aliases",
     "--device": "device",
     "--dtype": "dtype",
+    "--quantize": "engine.quantize",
     "--weights": "weights",
+    "--role": "engine.role",
+    "--peer": "engine.peers",
+    "--encode-port": "encode_port",
     "--api-key": "api_keys",
     "--admin-key": "admin_keys",
     "--max-concurrent": "max_concurrent",
@@ -49,7 +55,13 @@ def serve(
     alias: Annotated[list[str] | None, flag("--alias", metavar="NAME=MODEL", more="May be repeated.")] = None,
     device: Annotated[str | None, flag("--device", metavar="DEVICE")] = None,
     dtype: Annotated[str | None, flag("--dtype", metavar="DTYPE")] = None,
+    quantize: Annotated[str | None, flag("--quantize", metavar="none|int8|dynamic")] = None,
     weights: Annotated[str | None, flag("--weights", metavar="DIR")] = None,
+    role: Annotated[str | None, flag("--role", metavar="both|encode|decode")] = None,
+    peer: Annotated[
+        list[str] | None, flag("--peer", metavar="HOST:PORT", more="May be repeated; PORT is theirs for encoding.")
+    ] = None,
+    encode_port: Annotated[str | None, flag("--encode-port", metavar="PORT")] = None,
     api_key: Annotated[
         list[str] | None,
         flag(
@@ -100,6 +112,14 @@ def serve(
       asr-serve serve --config asr-serve.toml
 
     \b
+    On several machines, or in several processes of one: what is heard is
+    encoded by whoever has room, and whoever encodes may die at any time
+      asr-serve serve --role encode --port 8001 --encode-port 8101
+      asr-serve serve --role encode --port 8002 --encode-port 8102
+      asr-serve serve --role decode --peer 127.0.0.1:8101 --peer 127.0.0.1:8102
+    From elsewhere: --host 0.0.0.0 and the same ASR_SERVE_PEER_KEYS for all
+
+    \b
     Then, from anywhere that reaches it
       curl http://127.0.0.1:8000/v1/audio/transcriptions \\
         -F file=@talk.mp3 -F model=moonshine-tiny-en
@@ -113,7 +133,11 @@ def serve(
             "--alias": alias,
             "--device": device,
             "--dtype": dtype,
+            "--quantize": quantize,
             "--weights": weights,
+            "--role": role,
+            "--peer": peer,
+            "--encode-port": encode_port,
             "--api-key": api_key,
             "--admin-key": admin_key,
             "--max-concurrent": max_concurrent,
@@ -150,14 +174,10 @@ def read_flags(flags: dict[str, str | list[str] | None], models: list[str], more
         given["model"] = Given(models[0], "flag --model")
     if models[1:]:
         given["more_models"] = Given(tuple(models[1:]), "flag --model")
-    for text in more:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise OptionError(f"--set {text}", "NAME=VALUE, like --set max_duration_s=600")
-        if name in given:
-            raise OptionError(f"{name} is given twice: {given[name].source} and flag --set", "once")
-        given[name] = Given(value, "flag --set")
-    return given
+    set_by_name = settings(more)
+    for name in set_by_name.keys() & given.keys():
+        raise OptionError(f"{name} is given twice: {given[name].source} and flag --set", "once")
+    return given | set_by_name
 
 
 def warnings(chosen: ServeConfig, given: dict[str, Given]) -> list[str]:
@@ -168,9 +188,18 @@ def warnings(chosen: ServeConfig, given: dict[str, Given]) -> list[str]:
         for name in SECRETS
         if name in given and given[name].source.startswith("flag")
     ]
+    if client_key() and not chosen.api_keys:
+        found.append("ASR_SERVE_API_KEY is what a client brings; what a server asks for is ASR_SERVE_API_KEYS")
     if not chosen.loopback and not chosen.api_keys:
         found.append(
             f"listening on {chosen.host} and asking for no key: whoever reaches this machine may use it; "
             "set api_keys or api_keys_file"
+        )
+    if chosen.engine.role == "decode" and not chosen.engine.peers:
+        found.append("role=decode without peers: this engine encodes everything itself; name some with --peer")
+    if chosen.engine.role == "encode" and not chosen.loopback and not chosen.peer_keys:
+        found.append(
+            f"encoding for others on {chosen.host}:{chosen.encode_port} and asking for no key: whoever reaches "
+            "this machine may ask; set peer_keys or peer_keys_file"
         )
     return found

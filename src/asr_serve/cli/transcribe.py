@@ -6,20 +6,28 @@ import contextlib
 import sys
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol, cast, get_args
 
 import msgspec
 import typer
 
+from asr_serve.cli import options as shared
 from asr_serve.cli.exits import FAILED, guarded, say
-from asr_serve.cli.options import Device, Dtype, Language, Model, Weights
+from asr_serve.cli.options import Device, Dtype, Hotword, Language, Model, Prompt, Quantize, Set, Weights
 from asr_serve.errors import AsrServeError, OptionError
 
 if TYPE_CHECKING:
     from asr_serve.audio.manifest import Item
     from asr_serve.cli.outputs import Sink
     from asr_serve.cli.progress import Bar
-    from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
+    from asr_serve.pipelines.transcribe import (
+        FileDone,
+        FileFailed,
+        LongForm,
+        Progress,
+        SegmentDone,
+        TranscribeOptions,
+    )
 
 
 class Transcriber(Protocol):
@@ -85,8 +93,25 @@ def transcribe(
     model: Model = "moonshine-tiny-en",
     device: Device = "auto",
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     weights: Weights = None,
     language: Language = None,
+    translate: Annotated[
+        bool, typer.Option("--translate", help="Into English, by models that can: a multilingual Whisper.")
+    ] = False,
+    beam: Annotated[
+        int, typer.Option(min=1, help="Hypotheses that a decoder follows at once. 1: greedy, and fastest.")
+    ] = 1,
+    prompt: Prompt = None,
+    hotword: Hotword = None,
+    long_form: Annotated[
+        str,
+        typer.Option(
+            metavar="parallel|sequential",
+            help="parallel: segments that pauses cut, all at once, and fastest. sequential: windows one after the "
+            "other, each knowing what was said before, by models that tell times and read: a Whisper.",
+        ),
+    ] = "parallel",
     form: Annotated[
         str | None,
         typer.Option(
@@ -124,6 +149,7 @@ def transcribe(
     max_duration_s: Annotated[
         float | None, typer.Option(help="Refuse inputs longer than this many seconds.")
     ] = None,
+    more: Set = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what runs where.")] = False,
 ) -> int:
@@ -142,6 +168,9 @@ def transcribe(
       asr-serve transcribe calls/ --format srt --output out/ --resume
       asr-serve transcribe 'calls/**/*.flac' --silence-schedule inf:500
       asr-serve transcribe wav.scp --output results.jsonl
+      asr-serve transcribe calls/ -m armspeech-hy --set engine.beam=8
+      asr-serve transcribe talk.mp3 -m whisper-tiny-en --hotword Kubernetes
+      asr-serve transcribe book.mp3 -m whisper-tiny-en --long-form sequential
       ffmpeg -i rtsp://camera -f wav - | asr-serve transcribe -
     """
     from asr_serve.audio import manifest
@@ -154,6 +183,8 @@ def transcribe(
         raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "name a file instead")
     if max_duration_s is not None and not max_duration_s > 0:
         raise OptionError(f"--max-duration-s {max_duration_s}", "more than 0 seconds")
+    engine = shared.engine(more, quantize)
+    way = choose_long_form(long_form)
     schedule = None if silence_schedule is None else SilenceSchedule.from_text(silence_schedule)
     items = list(manifest.expand(paths))  # all of them, so that a malformed list stops us before any work
     if not items:
@@ -175,12 +206,19 @@ def transcribe(
 
         options = TranscribeOptions(
             language=language,
+            task="translate" if translate else "transcribe",
+            beam=beam,
+            prompt=prompt or "",
+            hotwords=tuple(hotword or ()),
+            long_form=way,
             vad=not no_vad,
             silence_schedule=schedule,
             max_segment_ms=max_segment_ms,
             limits=AudioLimits(max_duration_s=max_duration_s),
         )
-        with asr_serve.load(model, device=device, dtype=dtype, weights=weights) as loaded:
+        with asr_serve.load(
+            model, device=device, dtype=dtype, weights=weights, turn_model="none", engine=engine
+        ) as loaded:
             if verbose:
                 with bar.paused(stderr=True):
                     say("\n".join(f"{name}: {value}" for name, value in loaded.describe().items()))
@@ -198,8 +236,8 @@ def transcribe(
 
 def choose_format(form: str | None, output: str | None) -> str:
     """--format, or what the suffix of --output says, or text. Raises OptionError with the nearest name."""
-    from asr_serve.config import unknown
     from asr_serve.text.subtitles import FORMATS, SUFFIXES
+    from asr_serve.values import unknown
 
     if form is None:
         told = {suffix: name for name, suffix in reversed(SUFFIXES.items())}
@@ -207,6 +245,17 @@ def choose_format(form: str | None, output: str | None) -> str:
     if form not in FORMATS:
         raise unknown("--format", form, list(FORMATS))
     return form
+
+
+def choose_long_form(chosen: str) -> LongForm:
+    """Raises OptionError with the nearest name."""
+    from asr_serve.pipelines.transcribe import LongForm
+    from asr_serve.values import unknown
+
+    for way in get_args(LongForm):
+        if chosen == way:
+            return cast("LongForm", way)
+    raise unknown("--long-form", chosen, get_args(LongForm))
 
 
 def summary(outcome: Outcome, skipped: int, speed: str, output: str | None) -> str:

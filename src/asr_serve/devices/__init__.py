@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 
-from asr_serve.config import unknown
 from asr_serve.devices.base import Device
 from asr_serve.errors import OptionError
+from asr_serve.values import Quantize, unknown
 
+WAYS: dict[str, Quantize] = {way: way for way in get_args(Quantize)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def pick(device: str = "auto", dtype: str = "auto") -> Device:
-    """The device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16.
+def pick(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> Device:
+    """The device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: none, int8 or
+    dynamic.
 
     Raises OptionError for an unknown name, or for a device this machine lacks: never a silent fall-back.
     """
     if dtype not in ("auto", *DTYPES):
         raise unknown("dtype", dtype, ["auto", *DTYPES])
+    if quantize not in WAYS:
+        raise unknown("quantize", quantize, list(WAYS))
+    way = WAYS[quantize]
     kind = device.split(":")[0]
     if kind not in ("auto", "cpu", "cuda") or (kind != "cuda" and device != kind):
         raise unknown("device", device, ["auto", "cpu", "cuda", "cuda:N"])
@@ -29,7 +36,7 @@ def pick(device: str = "auto", dtype: str = "auto") -> Device:
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         from asr_serve.devices.cuda import CudaDevice
 
-        return CudaDevice("cuda" if kind == "auto" else device, wanted)
+        return CudaDevice("cuda" if kind == "auto" else device, wanted, way)
     from asr_serve.devices.cpu import CpuDevice
 
-    return CpuDevice(wanted)
+    return CpuDevice(wanted, way)

@@ -18,6 +18,33 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
         """x (..., in) -> (..., out). `gelu` is the exact one; `add` (..., out) is summed in after."""
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+
+
+class Vocabulary(Protocol):
+    """A vocabulary's vectors, for both ends of a decoder: looked up for tokens that come in, multiplied with for
+    those that go out."""
+
+    @property
+    def weight(self) -> Tensor | None:
+        """(vocab, dim) in the dtype of the logits, for `pick` to decide near ties by; None where the logits come
+        in float32 and need no second look."""
+
+    def __len__(self) -> int:
+        """How many vectors there are."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens (rows,) int64 -> (rows, dim)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (rows, dim) -> logits (rows, vocab)."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+
 
 class Device(Protocol):
     """Implementations: devices/cpu.py, devices/cuda.py."""
@@ -41,7 +68,11 @@ class Device(Protocol):
         """fp32 or bf16."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
-        """A Linear of `weight` (out, in), `bias` (out,), in the device's dtype unless told."""
+        """A Linear of `weight` (out, in), `bias` (out,), in the device's dtype unless told. A device that
+        quantises does so here, but for what a model names a dtype for."""
+
+    def vocabulary(self, weight: Tensor) -> Vocabulary:
+        """The vectors `weight` (vocab, dim). Ask once for an embedding and an output projection that are one."""
 
     def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
         """Full self-attention within each clip of qkv (total, 3, heads, head_dim); out (total, heads *
@@ -61,6 +92,9 @@ class Device(Protocol):
 
     def memory(self, *shape: int) -> Tensor:
         """A large tensor that is kept, not yet filled, in the device's dtype."""
+
+    def pin(self, memory: memoryview) -> None:
+        """Memory of the host that is kept: the device may read and write it by itself from here on."""
 
     def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         """The same function, recorded per shape of its arguments where the device can replay it."""

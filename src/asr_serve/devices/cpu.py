@@ -14,7 +14,10 @@ from torch.nn import functional as F
 
 from asr_serve import native
 from asr_serve.config import threads_wanted
+from asr_serve.devices.base import Linear, Vocabulary
+from asr_serve.devices.int8 import Gate, Int8Linear, Int8Vocabulary
 from asr_serve.models.batch import Packing
+from asr_serve.values import Quantize
 
 
 def bf16_supported() -> bool:
@@ -78,6 +81,7 @@ class PackedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = bias
+        self.nbytes = held(weight, bias)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.product = torch.ops.mkldnn._linear_pointwise.default
         self.product_add = torch.ops.mkldnn._linear_pointwise.binary
@@ -97,12 +101,36 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
+        self.nbytes = held(weight, bias)
 
     def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
         out = F.linear(x, self.weight, self.bias)
         if gelu:
             out = F.gelu(out)
         return out if add is None else out + add
+
+
+class PlainVocabulary:
+    """A Vocabulary in one dtype: rows to look up, and the Linear over them."""
+
+    def __init__(self, weight: Tensor, linear: Linear) -> None:
+        self.weight: Tensor | None = weight
+        self.vectors, self.linear = weight, linear
+        self.nbytes = weight.nbytes + linear.nbytes
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.vectors)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def held(*tensors: Tensor | None) -> int:
+    """Bytes of all of them."""
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class CpuDevice:
@@ -113,7 +141,8 @@ class CpuDevice:
     encode_frames = 1_280
     frame_block = 128
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
+        self.quantize = quantize
         self.chosen_because = "asked for"
         if dtype is None:
             native_bf16 = bf16_supported()
@@ -124,6 +153,7 @@ class CpuDevice:
         self.threads = threads_wanted() or cores
         self.encoders = 0 if self.threads == 1 else self.threads - self.threads // 4
         self.kernels = native.kernels()
+        self.gate = Gate(self.kernels, self.threads)
         self.share(self.threads)
         available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.packs = bool(available) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -132,10 +162,21 @@ class CpuDevice:
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+        if self.quantize != "none" and dtype is None:
+            return Int8Linear(weight, bias, self.kernels, self._bits(weight))
         dtype = dtype or self.dtype
         bias = None if bias is None else bias.to(dtype)
         return (PackedLinear if self.packs else PlainLinear)(weight.to(dtype), bias)
+
+    def vocabulary(self, weight: Tensor) -> Vocabulary:
+        if self.quantize != "none":
+            return Int8Vocabulary(weight, self.kernels, self._bits(weight), self.dtype)
+        weight = weight.to(self.dtype)
+        return PlainVocabulary(weight, self.linear(weight))
+
+    def _bits(self, weight: Tensor) -> int:
+        return self.gate.bits(weight.shape[1], weight.shape[0]) if self.quantize == "dynamic" else 16
 
     def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
         total, _, heads, head_dim = qkv.shape
@@ -184,11 +225,15 @@ class CpuDevice:
         ask_for_huge_pages(held.data_ptr(), held.nbytes)
         return held
 
+    def pin(self, memory: memoryview) -> None:
+        """Nothing: it is the device's memory."""
+
     def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         return function
 
     def describe(self) -> dict[str, Any]:
         core = native.core()
+        products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": self.gate.describe()}
         return {
             "device": self.name,
             "dtype": self.dtype_name,
@@ -197,4 +242,7 @@ class CpuDevice:
             "native": core.isa() if core else "not built: Python twins",
             "native_threads": (self.threads if core.shares_threads() else 1) if core else None,
             "onednn": self.packs,
+            "quantize": self.quantize,
+            "products": products[self.quantize],
+            "int8": core.int8_isa() if core else "Python twins",
         }

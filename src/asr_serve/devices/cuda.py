@@ -7,13 +7,18 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.cpu import PlainLinear
+from asr_serve.devices.base import Linear, Vocabulary
+from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, held
+from asr_serve.devices.int8 import outlying
+from asr_serve.errors import OptionError
 from asr_serve.models.batch import Packing
-from asr_serve.native import twins
+from asr_serve.native import int8_twins, twins
+from asr_serve.values import Quantize
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows a decoding step is padded to, so that a step's graph is recorded once and replayed."""
@@ -54,6 +59,59 @@ class Recorded:
         return graph, inputs, outputs
 
 
+SLAB_OUTPUTS = 8_192
+"""Outputs of an 8-bit weight that are widened at a time: a vocabulary is never 16 bits wide as a whole."""
+
+
+class WidenedLinear:
+    """Linear over a weight of 8 bits, one scale for each output, widened slab by slab inside the product. Whole
+    numbers up to 127 are exact in bf16; sums are float32; the scale comes after.
+
+    Not yet run on a CUDA device: the tests run it on the CPU's tensors, whose operations are the same.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+        """weight (out, in) in any float dtype, where it is to stay; bias (out,); `out_dtype`: of the result."""
+        self.integers, self.scale = int8_twins.quantise(weight)
+        self.bias = None if bias is None else bias.float()
+        self.out_dtype = out_dtype
+        self.nbytes = held(self.integers, self.scale, self.bias)
+
+    def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
+        slabs = torch.split(self.integers, SLAB_OUTPUTS)
+        out = torch.cat([F.linear(x, slab.to(x.dtype)) for slab in slabs], dim=-1).float() * self.scale
+        if self.bias is not None:
+            out += self.bias
+        if gelu:
+            out = F.gelu(out)
+        if add is not None:
+            out += add
+        return out.to(self.out_dtype)
+
+
+class WidenedVocabulary(WidenedLinear):
+    """A Vocabulary of 8 bits; logits in float32."""
+
+    weight: Tensor | None = None
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        """`dtype`: of looked-up vectors."""
+        self.times = outlying(weight)
+        super().__init__(weight if self.times is None else weight.float() / self.times, None, torch.float32)
+        self.nbytes += 0 if self.times is None else self.times.nbytes
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
+        return super().__call__(x if self.times is None else (x * self.times).to(x.dtype), gelu=gelu, add=add)
+
+    def __len__(self) -> int:
+        return len(self.integers)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        vectors = self.integers[tokens] * self.scale[tokens][:, None]
+        return (vectors if self.times is None else vectors * self.times).to(self.dtype)
+
+
 class CudaDevice:
     """See devices/base.py."""
 
@@ -61,8 +119,11 @@ class CudaDevice:
     frame_block = 256
     encoders = 0
 
-    def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None) -> None:
-        self.name = name
+    def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
+        """Raises OptionError for `dynamic`, which is the CPU's."""
+        if quantize == "dynamic":
+            raise OptionError("quantize=dynamic", "on a CUDA device: none or int8", param="quantize")
+        self.name, self.quantize = name, quantize
         self.torch_device = torch.device(name)
         torch.cuda.set_device(self.torch_device)
         self.dtype = dtype or torch.bfloat16
@@ -73,10 +134,19 @@ class CudaDevice:
     def dtype_name(self) -> str:
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> PlainLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+        if self.quantize == "int8" and dtype is None:
+            moved = None if bias is None else bias.to(self.torch_device)
+            return WidenedLinear(weight.to(self.torch_device), moved, self.dtype)
         dtype = dtype or self.dtype
         moved = None if bias is None else bias.to(self.torch_device, dtype)
         return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), moved)
+
+    def vocabulary(self, weight: Tensor) -> Vocabulary:
+        if self.quantize == "int8":
+            return WidenedVocabulary(weight.to(self.torch_device), self.dtype)
+        weight = weight.to(self.torch_device, self.dtype)
+        return PlainVocabulary(weight, self.linear(weight))
 
     def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
         total, _, heads, head_dim = qkv.shape
@@ -109,6 +179,10 @@ class CudaDevice:
     def memory(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.torch_device)
 
+    def pin(self, memory: memoryview) -> None:
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))  # type: ignore[no-untyped-call]
+
     def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         return Recorded(function)
 
@@ -121,4 +195,6 @@ class CudaDevice:
             "dtype": self.dtype_name,
             "threads": self.threads,
             "native": "not used: torch kernels",
+            "quantize": self.quantize,
+            "products": "8-bit weights, widened in the product" if self.quantize == "int8" else self.dtype_name,
         }

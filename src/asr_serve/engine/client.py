@@ -17,22 +17,36 @@ from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, SearchOptions
 from asr_serve.engine.cadence import Cadence
-from asr_serve.engine.session import Utterance, Windows
-from asr_serve.errors import AtCapacity, AudioTooLong, EngineClosed, OptionError, UnsupportedAudio
-from asr_serve.models.card import Card
-from asr_serve.types import Priority
+from asr_serve.engine.session import Piece, Utterance, Wanted, Windows
+from asr_serve.errors import (
+    AtCapacity,
+    AudioTooLong,
+    EmptyAudio,
+    EngineClosed,
+    ModelNotLoaded,
+    OptionError,
+    UnsupportedAudio,
+)
+from asr_serve.models.card import Card, TurnCard
+from asr_serve.types import Found, Priority
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 ASSUMED_SPEED = 50.0
 """Seconds of audio a second, until the engine has shown its own speed."""
 SPEED_OVER_S = 10.0
 """Busy time over which that is measured; what lies further back counts half, then a quarter."""
+MAX_TURNS = 24
+"""Questions to a turn model that may wait: one core answers as many in a second, and later than that nobody wants
+to know."""
+TURN_RETRY_MS = 500
 
 
 class Link(Protocol):
     """The road to one loop. Every method may be called from any thread; all but `close` raise EngineClosed."""
 
     card: Card
+    turn_card: TurnCard | None
+    """Of the turn model, if there is one. `turn` is called only then."""
 
     @property
     def state(self) -> str: ...
@@ -41,6 +55,12 @@ class Link(Protocol):
     def open(self, session: int, live: bool) -> None: ...
     def put(self, windows: Windows) -> None: ...
     def close_session(self, session: int) -> None: ...
+    def open_stream(self, stream: int, live: bool, samples: int | None) -> None:
+        """This and the next two: of a model that carries its state only."""
+
+    def put_piece(self, piece: Piece) -> None: ...
+    def close_stream(self, stream: int) -> None: ...
+    def turn(self, pcm: np.ndarray, answer: Future[float]) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -60,8 +80,8 @@ class Ticket(NamedTuple):
 class VadSession:
     """One caller's voice activity: pieces go in, speech probabilities come out, in order."""
 
-    def __init__(self, client: EngineClient, session_id: int) -> None:
-        self._client, self._id, self._open = client, session_id, True
+    def __init__(self, client: EngineClient, session_id: int, live: bool) -> None:
+        self._client, self._id, self._live, self._open = client, session_id, live, True
 
     def put(self, pcm: np.ndarray) -> Future[np.ndarray]:
         """`pcm` float32 at 16 kHz, whole windows of 512 samples, at most EngineConfig.vad_windows of them.
@@ -81,7 +101,44 @@ class VadSession:
     def close(self) -> None:
         if self._open:
             self._open = False
-            self._client._close_session(self._id)
+            self._client._close_session(self._id, self._live)
+
+
+class Stream:
+    """Audio that a model hears as it comes, what it remembers carried from piece to piece."""
+
+    def __init__(self, client: EngineClient, number: int, live: bool) -> None:
+        self._client, self._number, self._live, self._open = client, number, live, True
+
+    def put(self, pcm: np.ndarray, *, last: bool = False) -> Future[Found]:
+        """`pcm` (n,) float32 at 16 kHz, any n. `last`: nothing follows, and the stream is closed.
+
+        The future holds what can be said of the audio so far that was not said before: some words, or none yet.
+        Frames are the model's, from the stream's start. It may raise StepFailed: then the stream is lost, begin it
+        again. Keep few in flight: what is put is held until it is heard. Raises EngineClosed.
+        """
+        return self._put(pcm, last, None)
+
+    def hear(self, pcm: np.ndarray, wanted: Wanted, *, last: bool = False) -> Future[Recognition]:
+        """The same of a model whose decoder hears all of it each time: a hypothesis of what was put so far, this
+        included."""
+        return self._put(pcm, last, wanted)
+
+    def _put(self, pcm: np.ndarray, last: bool, wanted: Wanted | None) -> Future[Any]:
+        _expect_samples(pcm)
+        assert self._open, "put after the last piece"
+        self._open = not last
+        piece = Piece(self._number, pcm, last, Future(), wanted)
+        if self._live:
+            piece.future.add_done_callback(partial(self._client._answered, time.monotonic()))
+        self._client.link.put_piece(piece)
+        return piece.future
+
+    def close(self) -> None:
+        """What is under way is dropped. Idempotent."""
+        self._open = False
+        with contextlib.suppress(EngineClosed):
+            self._client.link.close_stream(self._number)
 
 
 class EngineClient:
@@ -93,7 +150,7 @@ class EngineClient:
         self.config = config
         self._ids = itertools.count()
         self._room = threading.Condition()
-        self._requests = self._samples = self._sessions = 0
+        self._requests = self._samples = self._sessions = self._live = self._turns = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
         self.cadence = Cadence()
@@ -126,12 +183,7 @@ class EngineClient:
         raise to wait no longer. Not what is `admitted`: it comes from a session, which bounds it.
         Raises AudioTooLong, UnsupportedAudio, EngineClosed.
         """
-        if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
-            raise UnsupportedAudio(
-                f"an array of {pcm.dtype}, shape {pcm.shape}",
-                "one row of finite float32 samples",
-                "open_audio turns anything into that",
-            )
+        _expect_samples(pcm)
         if len(pcm) > self.max_samples:
             raise AudioTooLong(
                 f"an utterance of {units.samples_to_s(len(pcm)):.1f} s",
@@ -179,7 +231,7 @@ class EngineClient:
     ) -> VadSession:
         """A caller's voice-activity state. Full, or `live` and overloaded: raises AtCapacity; or waits for one
         when `wait`, as in `submit`. Raises EngineClosed."""
-        if live:
+        if live and self._live:  # where nobody is on line, nobody waits any more
             self.cadence.expect_room(1_000 * time.monotonic())
         session_id = next(self._ids)
         with self._room:
@@ -193,12 +245,62 @@ class EngineClient:
                     self.retry_after_ms(),
                 )
             self._sessions += 1
+            self._live += live
         try:
             self.link.open(session_id, live)
         except EngineClosed:
-            self._session_ended()
+            self._session_ended(live)
             raise
-        return VadSession(self, session_id)
+        return VadSession(self, session_id, live)
+
+    def stream(self, *, live: bool, samples: int | None = None) -> Stream:
+        """Of a model that carries its state: audio in, words out. It is let in as it is; whoever opens it has
+        been. `samples`: the most that will be put, if that is known: a hypothesis hears no more.
+
+        Raises EngineClosed.
+        """
+        assert self.card.streaming or self.card.grows, f"{self.card.name} hears whole utterances"
+        number = next(self._ids)
+        self.link.open_stream(number, live, samples)
+        return Stream(self, number, live)
+
+    @property
+    def turn_model(self) -> str | None:
+        """Name of the model that `turn` asks; None where there is none."""
+        return self.link.turn_card.name if self.link.turn_card else None
+
+    def turn(self, pcm: np.ndarray) -> Future[float]:
+        """How likely it is that whoever speaks has finished, 0..1. `pcm` (samples,) float32, 16 kHz: what they
+        have said in this turn, up to now. Of more than the model hears, 8 s, the end is used.
+
+        The future cannot be cancelled. It may raise EngineClosed, or StepFailed, also when the engine dies: then
+        do without, for the answer would come too late.
+        Raises ModelNotLoaded, AtCapacity, EmptyAudio, UnsupportedAudio, EngineClosed.
+        """
+        card = self.link.turn_card
+        if card is None:
+            raise ModelNotLoaded(
+                "this engine has no turn model",
+                todo="load it with turn_model='smart-turn': if it is not on this machine, that says how to get it",
+            )
+        _expect_samples(pcm)
+        if not len(pcm):
+            raise EmptyAudio("no samples", "what somebody has said, one sample at least")
+        with self._room:
+            if self._turns >= MAX_TURNS:
+                raise AtCapacity(
+                    f"{self._turns} questions to {card.name} wait", f"up to {MAX_TURNS}", TURN_RETRY_MS
+                )
+            self._turns += 1
+        answer: Future[float] = Future()
+        answer.set_running_or_notify_cancel()  # it is over in a moment: and so what is counted is what waits
+        answer.add_done_callback(self._turn_answered)
+        try:
+            self.link.turn(pcm[-units.ms_to_samples(card.hears_ms) :], answer)
+        except EngineClosed:
+            self._turn_answered(answer)
+            raise
+        return answer
 
     def nudge(self) -> None:
         """Have whoever waits for room look again whether to wait."""
@@ -223,25 +325,30 @@ class EngineClient:
         """Stop the loop; requests still in it raise EngineClosed."""
         self.link.close()
 
-    def _close_session(self, session_id: int) -> None:
+    def _close_session(self, session_id: int, live: bool) -> None:
         # The link keeps its order: whoever is let in from here on opens after this one is gone.
         with contextlib.suppress(EngineClosed):
             self.link.close_session(session_id)
-        self._session_ended()
+        self._session_ended(live)
 
-    def _session_ended(self) -> None:
+    def _session_ended(self, live: bool) -> None:
         with self._room:
             self._sessions -= 1
+            self._live -= live
             self._room.notify_all()
 
     def partial_interval_ms(self, partial_ms: float) -> float:
         """The least time between two partials of a caller who would like one every `partial_ms`."""
         return self.cadence.interval_ms(partial_ms, 1_000 * time.monotonic())
 
-    def _answered(self, asked_s: float, future: Future[Recognition]) -> None:
+    def _answered(self, asked_s: float, future: Future[Any]) -> None:
         if not future.cancelled() and future.exception() is None:
             now_s = time.monotonic()
             self.cadence.answered(1_000 * (now_s - asked_s), 1_000 * now_s)
+
+    def _turn_answered(self, _: Future[float]) -> None:
+        with self._room:
+            self._turns -= 1
 
     def _full(self, samples: int) -> bool:
         over = self._samples + samples > units.s_to_samples(self.config.max_audio_s)
@@ -266,3 +373,12 @@ class EngineClient:
         with self._room:
             self._closed = True
             self._room.notify_all()
+
+
+def _expect_samples(pcm: np.ndarray) -> None:
+    if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
+        raise UnsupportedAudio(
+            f"an array of {pcm.dtype}, shape {pcm.shape}",
+            "one row of finite float32 samples",
+            "open_audio turns anything into that",
+        )

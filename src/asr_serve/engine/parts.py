@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import msgspec
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from asr_serve import devices, units
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.rescoring import Rescored
+from asr_serve.decoding.rnnt import TransducerGreedy
+from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.devices.base import Device
+from asr_serve.engine.chunked.growing import Frames, Growing
+from asr_serve.engine.chunked.streams import Streams
+from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper
 from asr_serve.engine.loop import Loop
-from asr_serve.engine.runner import DecodeRunner, EncodeRunner, VadRunner
+from asr_serve.engine.peers import roles
+from asr_serve.engine.peers.asking import Peers
+from asr_serve.engine.peers.meeting import Meeting
 from asr_serve.engine.stats import Stats
-from asr_serve.errors import WeightsCorrupt
+from asr_serve.engine.tiers import Tiers
+from asr_serve.engine.utterances.encode import EncodeRunner
+from asr_serve.engine.utterances.kept import Kept
+from asr_serve.engine.utterances.runner import DecodeRunner
+from asr_serve.engine.utterances.work import Utterances
+from asr_serve.engine.voice import VadRunner, VoiceMemory
+from asr_serve.engine.work import Work
+from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models import weights as model_weights
-from asr_serve.models.card import Card, card, kinds
+from asr_serve.models.card import Card, Times, card, kinds
+from asr_serve.models.streaming import Search
 from asr_serve.models.vad import silero
 from asr_serve.models.vad.silero import Silero
 from asr_serve.text import tokens
+from asr_serve.text.tokens import Tokenizer
+from asr_serve.transfer.checksum import checksum
+from asr_serve.values import Quantize
+
+LONGEST_CHUNK_MS = 4_000
+"""Of a step. Nobody wants to wait longer for a word, and what a step takes grows with it."""
+SMALL_SHARE = 8
+"""Of the memory for what was heard before, one part in so many is for answers and as much for voice activity; the
+rest is for pages, which are large."""
+WAIT_SHARE = 8
+"""A session whose chunk is there waits for others an eighth of what the chunk lasts."""
 
 
 class Parts(NamedTuple):
@@ -42,7 +73,7 @@ class Checkpoint(NamedTuple):
     folder: Path
     kind: ModuleType
     config: Any
-    text: Callable[[list[int]], str]
+    tokenizer: Tokenizer
 
     @classmethod
     def find(cls, model: str, weights: str | os.PathLike[str] | None) -> Checkpoint:
@@ -54,16 +85,50 @@ class Checkpoint(NamedTuple):
             config = kind.Config.of(json.loads((folder / "config.json").read_text()))
         except json.JSONDecodeError as failure:
             raise WeightsCorrupt(f"{folder / 'config.json'} is no JSON: {failure}") from failure
-        return cls(chosen, folder, kind, config, tokens.load(folder).text)
+        return cls(chosen, folder, kind, config, tokens.load(folder))
 
-    def build(self, device: str, dtype: str) -> Parts:
-        """Load and pack the weights: on the thread that is to compute (decision 0005)."""
-        picked = devices.pick(device, dtype)
+    def looking_ahead(self, frames: int | None) -> Checkpoint:
+        """With another of the look-aheads that a streaming model was trained for, in encoder frames. Raises
+        OptionError."""
+        if frames is None or not self.card.streaming:
+            return self
+        if not hasattr(self.config, "looking_ahead"):
+            raise OptionError(
+                f"lookahead_frames={frames}", f"{self.card.name} has no choice of them", param="lookahead_frames"
+            )
+        return self._replace(config=self.config.looking_ahead(frames))
+
+    def build(self, device: str, dtype: str, quantize: Quantize = "none") -> Parts:
+        """Load and pack the weights: on the thread that is to compute (decision 0005).
+
+        A streaming model computes in fp32 unless told: in bf16 what somebody says may come out otherwise in other
+        company, by a letter where two are equally likely.
+        """
+        picked = devices.pick(device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize)
         try:
             tensors = load_file(self.folder / "model.safetensors")
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
-        return Parts(self.kind.Model(self.config, tensors, picked), silero.load(), picked, self.text)
+        return Parts(self.kind.Model(self.config, tensors, picked), silero.load(), picked, self.tokenizer.text)
+
+    def fingerprint(self) -> int:
+        """Of all that another engine of the same model must share with one whose callers it takes over: files that
+        were replaced since, not one that somebody forged."""
+        names = ("config.json", "model.safetensors", *tokens.FILES)
+        found = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
+        return checksum(repr([(name, _checksum(path)) for name, path in found]).encode())
+
+    def meeting(self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]) -> Meeting | None:
+        """With what an engine of this checkpoint meets others; None where it has to do with none."""
+        return Meeting(roles.digest(self.folder), listen, keys) if roles.wanted(config) else None
+
+
+def _checksum(path: Path) -> int:
+    """Of a file that is no part of ours while it is read: nothing of it stays in memory."""
+    if not path.stat().st_size:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return checksum(content)
 
 
 def assemble(
@@ -76,21 +141,174 @@ def assemble(
     on_start: Callable[[list[int]], None] = lambda _: None,
     stats: Stats | None = None,
     keep_states: bool = False,
+    meeting: Meeting | None = None,
 ) -> Loop:
-    """A loop over these parts. `keep_states`: hand out each caller's state with its probabilities."""
-    model, vad, device, text = parts
+    """A loop over these parts. `keep_states`: hand out each caller's state with its probabilities. `meeting`: with
+    what it meets other engines. Raises OptionError, DiskFailed."""
+    model, vad, device, _ = parts
+    stats = stats or Stats()
+    peers: Peers | None = None
+    if roles.wanted(config):
+        roles.expect(chosen, config)
+        if meeting is None:
+            raise OptionError(f"role={config.role} and {len(config.peers)} peers", "asr-serve serve has them")
+        peers = roles.peers(model, device, chosen, config, meeting, stats.metrics)
+    with contextlib.ExitStack() as unless_made:
+        tiers = None if config.role == "encode" else Tiers.of(config, metrics=stats.metrics, pin=device.pin)
+        if tiers is not None:
+            unless_made.callback(tiers.close)
+        if chosen.streaming:
+            wrapper, sleep = chunked(model, chosen, device, config), sleeping(config, tiers)
+            work: Work = Streams(wrapper, config.shares, on_done, on_start, **sleep)
+        elif config.role == "encode" and meeting is not None:
+            work = roles.encoding(model, device, chosen, config, meeting)
+        elif chosen.grows:
+            work = growing(parts, chosen, config, on_done, on_start, tiers)
+        else:
+            work = utterances(parts, chosen, config, on_done, on_start, peers, tiers)
+        loop = Loop(
+            work,
+            VadRunner(vad, config.max_sessions),
+            config.vad_step_windows,
+            on_stop,
+            stats=stats,
+            keep_states=keep_states,
+            memory=VoiceMemory(config.prefix_bytes // SMALL_SHARE) if config.prefix_bytes else None,
+            tiers=tiers,
+        )
+        unless_made.pop_all()
+    return loop
+
+
+def sleeping(config: EngineConfig, tiers: Tiers | None) -> dict[str, Any]:
+    """For Streams: where and when callers' streams sleep."""
+    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
+
+
+def as_built(chosen: Card, model: Any) -> Card:
+    """The card of the model that was loaded: a user's checkpoint may have other frames or heads than the published
+    one."""
+    if chosen.grows:
+        frame_samples = model.encoder.frame_samples
+        longest_ms = int(units.samples_to_ms(model.longest_frames * frame_samples))
+        return msgspec.structs.replace(
+            chosen,
+            frame_samples=frame_samples,
+            past_samples=_past(model.encoder),
+            max_segment_ms=min(chosen.max_segment_ms, longest_ms),
+        )
+    if not chosen.streaming:
+        special = getattr(model, "special", None)
+        times = Times(special.timestamp_begin, special.eot) if special else None
+        return msgspec.structs.replace(chosen, times=times)
+    return msgspec.structs.replace(
+        chosen,
+        chunk=_whole_blocks(chosen.chunk, model),
+        frame_samples=model.frame_samples,
+        heads=model.heads,
+        past_samples=_past(model),
+    )
+
+
+def _past(model: Any) -> int:
+    window = model.window(model.block)
+    return int(window.samples - window.before - model.block * model.frame_samples)
+
+
+def _whole_blocks(chunk: int, model: Any) -> int:
+    return int(-(-chunk // model.block) * model.block)
+
+
+def growing(
+    parts: Parts,
+    chosen: Card,
+    config: EngineConfig,
+    on_done: Callable[[int], None],
+    on_start: Callable[[list[int]], None],
+    tiers: Tiers | None = None,
+) -> Growing:
+    """Whole utterances, and those that are encoded while they are spoken, over the same pages."""
+    model, _, device, _ = parts
+    whole = utterances(parts, chosen, config, on_done, on_start, None, tiers)
+    longest = min(model.longest_frames, model.frames(units.ms_to_samples(chosen.max_segment_ms)))
+    frames = Frames(model, whole.decode_runner, config.max_sessions, longest)
+    wrapper = _wrapper(model.encoder, frames, chosen, device, config)
+    return Growing(wrapper, frames, whole, config.shares, on_done, on_start, **sleeping(config, tiers))
+
+
+def utterances(
+    parts: Parts,
+    chosen: Card,
+    config: EngineConfig,
+    on_done: Callable[[int], None],
+    on_start: Callable[[list[int]], None],
+    peers: Peers | None = None,
+    tiers: Tiers | None = None,
+) -> Utterances:
+    model, _, device, text = parts
     longest = model.frames(units.ms_to_samples(chosen.max_segment_ms))
-    return Loop(
+    runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
+    kept: Kept | None = None
+    if config.prefix_bytes:
+        answers = config.prefix_bytes // SMALL_SHARE
+        kept = Kept(runner, answers, config.prefix_bytes - 2 * answers, tiers)
+    return Utterances(
         model,
         EncodeRunner(model, device),
-        DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest),
-        VadRunner(vad, config.max_sessions),
+        runner,
         config,
         text,
         chosen.tokens_per_s,
-        on_done=on_done,
-        on_stop=on_stop,
-        on_start=on_start,
-        stats=stats or Stats(),
-        keep_states=keep_states,
+        on_done,
+        on_start,
+        growing=chosen.grows,
+        kept=kept,
+        peers=peers,
     )
+
+
+def chunked(
+    model: Any, chosen: Card, device: Device, config: EngineConfig, **options: Any
+) -> ChunkedInferenceWrapper:
+    """A streaming model with room for as many sessions as memory is given, `config.max_sessions` at most. Raises
+    OptionError for a chunk or a head that is none of the model's."""
+    head = config.head or model.heads[0]
+    if head not in model.heads:
+        raise OptionError(f"head={head}", f"{chosen.name} has {', '.join(model.heads)}", param="head")
+    return _wrapper(model, _search(model, head, config.beam, device), chosen, device, config, **options)
+
+
+def _wrapper(
+    model: Any, search: Search, chosen: Card, device: Device, config: EngineConfig, **options: Any
+) -> ChunkedInferenceWrapper:
+    chunk = config.chunk_frames or _whole_blocks(chosen.chunk, model)
+    chunk_ms = units.samples_to_ms(chunk * model.frame_samples)
+    if chunk % model.block or chunk_ms > LONGEST_CHUNK_MS:
+        raise OptionError(
+            f"chunk_frames={chunk}, {chunk_ms:g} ms",
+            f"{chosen.name} hears {model.block} frames at once: a multiple of that, up to {LONGEST_CHUNK_MS} ms",
+            param="chunk_frames",
+        )
+    return ChunkedInferenceWrapper(
+        model,
+        search,
+        device,
+        kv_bytes=config.kv_bytes,
+        slots=config.max_sessions,
+        chunk=chunk,
+        use_chunked_inference=config.use_chunked_inference,
+        max_rows=config.max_decode_rows,
+        wait_ms=chunk_ms / WAIT_SHARE if config.chunk_wait_ms is None else config.chunk_wait_ms,
+        bulk_frames=config.encode_frames,
+        **options,
+    )
+
+
+def _search(model: Any, head: str, beam: int, device: Device) -> Search:
+    if head == "ctc":
+        if beam == 1:
+            return CtcGreedy(model)
+        search = CtcPrefixBeam(model, beam)
+        return Rescored(search, model) if hasattr(model, "rescore") else search
+    where = device.torch_device
+    return TransducerGreedy(model, device=where) if beam == 1 else TransducerBeam(model, beam, device=where)

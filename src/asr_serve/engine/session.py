@@ -17,6 +17,7 @@ from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 if TYPE_CHECKING:
     from asr_serve.engine.states import Slot, StateCacheManager
+    from asr_serve.engine.voice import VoiceMemory
 
 
 URGENT_MS = 100
@@ -26,7 +27,8 @@ TICK_S, TICK_WINDOWS = 0.06, 128
 
 
 class Utterance(msgspec.Struct):
-    """A segment to recognise. `pcm` (n,) float32, 16 kHz, n >= samples; the loop drops it once encoded."""
+    """A segment to recognise. `pcm` (n,) float32, 16 kHz, n >= samples; the loop drops it once it will not be
+    encoded again."""
 
     id: int
     pcm: np.ndarray | None
@@ -41,11 +43,26 @@ class Utterance(msgspec.Struct):
     submitted_ns: int = msgspec.field(default_factory=time.time_ns)
     encode_start_ns: int = 0
     encode_end_ns: int = 0
+    arrived_s: float = 0.0
+    """By the clock of the engine; that of its process."""
+    whole: bool = False
+    """Whether all of the silence is encoded that fills its window, of a model that has one."""
+    heard: bytes = b""
+    """Its audio's name, where what was heard is kept (engine/names)."""
+    wanted: bytes = b""
+    """That of the answer."""
+    encoded: bool = False
+    """It was, for this request: nothing that was kept would do."""
 
     @property
     def urgent(self) -> bool:
         """Somebody waits for just this, now."""
         return self.within_ms is not None and self.within_ms <= URGENT_MS
+
+    @property
+    def root(self) -> bytes:
+        """What its frames are known by; empty: by nothing."""
+        return self.heard and self.heard + b"whole" * self.whole
 
 
 class Windows(msgspec.Struct):
@@ -54,6 +71,10 @@ class Windows(msgspec.Struct):
     session: int
     pcm: np.ndarray
     future: Future[np.ndarray]
+    heard: bytes = b""
+    """The piece's name, where voice activity is kept (engine/names)."""
+    chain: bytes = b""
+    """That of all pieces up to this one."""
     state: bytes | None = None
     """The caller's row after these windows, where the loop was told to keep it: what another engine needs to
     go on from here."""
@@ -63,20 +84,48 @@ class Windows(msgspec.Struct):
         return len(self.pcm) // WINDOW_SAMPLES
 
 
+class Wanted(msgspec.Struct, frozen=True):
+    """A hypothesis of a stream, from a decoder that hears all of it each time."""
+
+    samples: int
+    """Of the stream, from its start, as far as the hypothesis is to hear it. What the encoder knows only later,
+    because it looks ahead, is left out, unless the stream has ended."""
+    options: SearchOptions
+    draft: Draft
+    priority: Priority
+
+
+class Piece(msgspec.Struct):
+    """Audio of one stream; `last`: the stream ends with it. The future has what all audio up to here says that the
+    pieces before did not; or where something is `wanted`, just that."""
+
+    session: int
+    pcm: np.ndarray
+    last: bool
+    future: Future[Any]
+    wanted: Wanted | None = None
+
+
 class Listener:
     """A caller's voice-activity row, and what it has put that is not yet computed."""
 
     def __init__(self, listener_id: int, slot: Slot, live: bool) -> None:
         self.id, self.slot, self.live = listener_id, slot, live
         self.waiting: deque[Windows] = deque()
+        self.chain = b""
+        """What it has put so far is known by, where voice activity is kept."""
+        self.state: bytes | None = None
+        """It has heard on, in what was kept: its row is to be brought there before the next step."""
+        self.remembers = True
+        """Whether what its row holds comes of all that it has put, and of nothing else."""
 
 
 class Listeners:
     """Callers whose voice activity is followed, and whose turn it is. Belongs to the loop's thread."""
 
-    def __init__(self, states: StateCacheManager, step_windows: int) -> None:
-        """`step_windows`: the most windows in one step, padding included."""
-        self._states, self._step_windows = states, step_windows
+    def __init__(self, states: StateCacheManager, step_windows: int, memory: VoiceMemory | None = None) -> None:
+        """`step_windows`: the most windows in one step, padding included. `memory`: what was heard before."""
+        self._states, self._step_windows, self._memory = states, step_windows, memory
         self._open: dict[int, Listener] = {}
         self.live = 0
         """Those who speak, in real time."""
@@ -91,8 +140,10 @@ class Listeners:
         """`state`: where the caller stood in an engine before this one. Raises AtCapacity."""
         slot = self._states.take()
         if state is not None:
-            self._states.unpack(slot, state)
-        self._open[listener_id] = Listener(listener_id, slot, live)
+            self._states.load(slot, state)
+        listener = self._open[listener_id] = Listener(listener_id, slot, live)
+        if self._memory is not None:
+            self._memory.begin(listener, state)
         self.live += live
 
     def put(self, windows: Windows) -> None:
@@ -102,6 +153,24 @@ class Listeners:
         else:
             listener.waiting.append(windows)
             self.windows += windows.count
+            if self._memory is not None:
+                self._memory.follow(listener, windows)
+                self.recall(listener)
+
+    def recall(self, listener: Listener) -> None:
+        """Answer of what it waits for all that is known."""
+        while self._memory is not None and (known := self._memory.recall(listener)) is not None:
+            windows = listener.waiting.popleft()
+            self.windows -= windows.count
+            windows.state = listener.state = known.state
+            resolve(windows.future, known.probabilities.copy())
+
+    def row(self, listener: Listener) -> Slot:
+        """Its row, for a step."""
+        if listener.state is not None:
+            self._states.load(listener.slot, listener.state)
+            listener.state = None
+        return listener.slot
 
     def close(self, listener_id: int, error: AsrServeError | None = None) -> None:
         listener = self._open.pop(listener_id, None)
@@ -110,6 +179,7 @@ class Listeners:
         for windows in listener.waiting:
             self.windows -= windows.count
             reject(windows.future, error or Cancelled("the session was closed"))
+        listener.waiting.clear()
         self._states.give(listener.slot)
         self.live -= listener.live
 

@@ -1,14 +1,26 @@
-"""Fixed-size streaming state: rows allocated once, lent to sessions, cleared when taken."""
+"""Fixed-size streaming state: rows allocated once, lent to sessions, cleared for each tenant.
+
+A step is told which rows run (`begin`) and reads and writes them in place: no row is gathered, copied or
+allocated, and the addresses never change, so that a CUDA graph may be recorded over them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from asr_serve.engine.saved import Part
 from asr_serve.errors import AtCapacity
+from asr_serve.models.streaming import StateSpec
+
+CPU = torch.device("cpu")
 
 
 class Slot(NamedTuple):
@@ -18,69 +30,168 @@ class Slot(NamedTuple):
     lease: int
 
 
-class StateCacheManager:
-    """Owns every session's rows of one stage's state; nothing else allocates them."""
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's, where they lie if that is the host's memory."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
 
-    def __init__(self, state: tuple[Tensor, ...], retry_after_ms: int = 1_000) -> None:
-        """`state`: the stage's tensors, one row per session in the first dimension."""
-        self.tensors = state
-        self.rows = state[0].shape[0]
-        self.retry_after_ms = retry_after_ms
-        self._free = deque(range(self.rows))
-        self._lease = [0] * self.rows
+
+def from_bytes(tensor: Tensor, part: Part) -> None:
+    """The inverse, into a contiguous tensor of that size."""
+    if not tensor.numel():
+        return
+    into = tensor.detach().view(-1).view(torch.uint8)
+    if into.is_cpu:
+        into.numpy()[:] = np.frombuffer(part, np.uint8)
+    else:
+        into.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
+
+def row_bytes(specs: Mapping[str, StateSpec]) -> int:
+    """What one session's state takes."""
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+
+
+class StateCacheManager:
+    """Owns every session's rows of what a model declares; nothing else allocates them.
+
+    `tensors` are by name (slots + 1, *shape), each contiguous. The last row is nobody's: rows that only fill up a
+    batch point there. Of who had a row before nothing is left in it: what a session has not written is zero,
+    also where it is saved.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, StateSpec],
+        slots: int,
+        device: torch.device = CPU,
+        *,
+        retry_after_ms: int = 1_000,
+        poison: bool = False,
+    ) -> None:
+        """`poison`: what nobody may read holds NaN, or the least number there is, so that a wrong mask shouts."""
+        self.specs, self.slots, self.retry_after_ms = dict(specs), slots, retry_after_ms
+        self.tensors = {
+            name: torch.zeros(slots + 1, *spec.shape, dtype=spec.dtype, device=CPU if spec.on_host else device)
+            for name, spec in specs.items()
+        }
+        self._poison = poison
+        self._free = deque(range(slots))
+        self._lease = [0] * slots
+        self._reset: set[int] = set()
+        """Rows that were taken and have not run: they are cleared when they do, all at once."""
+        self._rows = torch.full((slots + 1,), slots, dtype=torch.int64, device=device)
+        self._cleared = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._host = torch.zeros(slots + 1, dtype=torch.int64)
+        if poison:
+            self._spoil(list(range(slots + 1)))
 
     @property
     def used(self) -> int:
-        return self.rows - len(self._free)
+        return self.slots - len(self._free)
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.specs)
 
     def take(self) -> Slot:
-        """A cleared row. Raises AtCapacity."""
+        """A row that is as good as new. Raises AtCapacity."""
         if not self._free:
             raise AtCapacity(
-                f"all {self.rows} session rows are taken", "wait for a session to end", self.retry_after_ms
+                f"all {self.slots} session rows are taken", "wait for a session to end", self.retry_after_ms
             )
         row = self._free.popleft()
-        for tensor in self.tensors:
-            tensor[row] = 0
+        self._reset.add(row)
         return Slot(row, self._lease[row])
 
     def give(self, slot: Slot) -> None:
         self.expect(slot)
         self._lease[slot.row] += 1
+        self._reset.discard(slot.row)
         self._free.append(slot.row)
+        if self._poison:
+            self._spoil([slot.row])
+        else:
+            self._wipe(slot.row)
 
     def expect(self, slot: Slot) -> None:
         assert self._lease[slot.row] == slot.lease, f"row {slot.row} was given back: its lease has expired"
 
-    def load(self, slots: list[Slot]) -> tuple[Tensor, ...]:
-        """The rows of several sessions as one batch."""
-        for slot in slots:
+    def begin(self, running: Sequence[Slot], size: int | None = None) -> Tensor:
+        """The rows of a step: (size,) int64 on the device, filled up with the row that is nobody's. Those that run
+        for the first time are cleared. It is the same memory at every step."""
+        size = size or len(running)
+        assert len(running) <= size <= self.slots + 1, f"{len(running)} sessions in a step of {size} rows"
+        for slot in running:
             self.expect(slot)
-        rows = torch.tensor([slot.row for slot in slots], device=self.tensors[0].device)
-        return tuple(tensor[rows] for tensor in self.tensors)
+        rows = [slot.row for slot in running]
+        assert len(set(rows)) == len(rows), "a session runs twice in one step"
+        self._clear(self._reset.intersection(rows))
+        return self._index(self._rows, rows + [self.slots] * (size - len(rows)))
 
-    def save(self, slots: list[Slot], state: tuple[Tensor, ...]) -> None:
-        rows = torch.tensor([slot.row for slot in slots], device=self.tensors[0].device)
-        for tensor, new in zip(self.tensors, state, strict=True):
-            tensor[rows] = new
+    def save(self, slot: Slot) -> bytes:
+        """One session as bytes, for another manager of the same state to go on from."""
+        return b"".join(self.parts(slot))
 
-    def pack(self, slot: Slot) -> bytes:
-        """One row as bytes, for another manager of the same stage to go on from."""
+    def parts(self, slot: Slot) -> list[memoryview]:
+        """The same tensor by tensor; of those in the host's memory not a copy, but what the next step changes."""
         self.expect(slot)
-        return b"".join(tensor[slot.row].cpu().contiguous().numpy().tobytes() for tensor in self.tensors)
+        self._clear(self._reset.intersection((slot.row,)))
+        return [as_bytes(tensor[slot.row]) for tensor in self.tensors.values()]
 
-    def unpack(self, slot: Slot, data: bytes) -> None:
-        """The inverse. Raises ValueError for bytes of another shape."""
+    def load(self, slot: Slot, data: bytes) -> None:
+        """The inverse of `save`. Raises ValueError for bytes of another size."""
+        if len(data) != self.row_bytes:
+            raise ValueError(f"{len(data)} bytes of saved state, where a session has {self.row_bytes}")
+        ends = list(accumulate(self.sizes, initial=0))
+        self.load_parts(slot, [memoryview(data)[start:end] for start, end in pairwise(ends)])
+
+    def load_parts(self, slot: Slot, parts: Sequence[Part]) -> None:
+        """The inverse of `parts`. Raises ValueError for parts of other sizes."""
         self.expect(slot)
-        for tensor in self.tensors:
-            row = tensor[slot.row]
-            size_bytes = row.numel() * row.element_size()
-            piece, data = data[:size_bytes], data[size_bytes:]
-            if len(piece) < size_bytes:
-                raise ValueError("the saved state is shorter than the stage's")
-            row.copy_(torch.frombuffer(bytearray(piece), dtype=row.dtype).view(row.shape))
-        if data:
-            raise ValueError("the saved state is longer than the stage's")
+        self.expect_parts(parts)
+        for tensor, part in zip(self.tensors.values(), parts, strict=True):
+            from_bytes(tensor[slot.row], part)
+        self._reset.discard(slot.row)
+
+    def expect_parts(self, parts: Sequence[Part]) -> None:
+        """Raises ValueError."""
+        if (sizes := [len(part) for part in parts]) != self.sizes:
+            raise ValueError(f"saved state of {sizes} bytes, where a session has {self.sizes}")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of a session's row of each tensor."""
+        return [math.prod(spec.shape) * spec.dtype.itemsize for spec in self.specs.values()]
 
     def check(self) -> None:
-        assert len(set(self._free)) == len(self._free), "a row is free twice"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a row is free twice"
+        assert not free & self._reset, "a row is free, and waits to be cleared for a session"
+
+    def _clear(self, rows: set[int]) -> None:
+        if not rows:
+            return
+        index = self._index(self._cleared, list(rows))
+        for name, spec in self.specs.items():
+            if spec.fresh is not None:
+                self.tensors[name].index_fill_(0, self._host[: len(rows)] if spec.on_host else index, spec.fresh)
+        self._reset -= rows
+
+    def _wipe(self, row: int) -> None:
+        """Of what the next tenant would not have cleared."""
+        for name, spec in self.specs.items():
+            if spec.fresh is None:
+                self.tensors[name][row].zero_()
+
+    def _index(self, into: Tensor, rows: list[int]) -> Tensor:
+        """Numbers to the device, through memory that is there already."""
+        self._host.numpy()[: len(rows)] = rows
+        into[: len(rows)].copy_(self._host[: len(rows)])
+        return into[: len(rows)]
+
+    def _spoil(self, rows: list[int]) -> None:
+        for tensor in self.tensors.values():
+            bad = math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
+            tensor[rows] = bad

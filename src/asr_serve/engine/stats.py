@@ -11,13 +11,15 @@ if TYPE_CHECKING:
 
 
 class Stats:
-    """Written by the loop alone, read by anybody."""
+    """Written by the loop, but for the stage `turn`, which is its runner's; read by anybody."""
 
     def __init__(self, metrics: EngineMetrics | None = None) -> None:
         self.metrics = metrics
         self.steps = self.step_rows = self.fallbacks = self.samples = 0
         self.drafted = self.held = 0
-        self.spent_s = {"vad": 0.0, "encode": 0.0, "verify": 0.0, "decode": 0.0}
+        self.found_before = {"answer": 0, "audio": 0, "none": 0}
+        self.positions_reused = self.evictions = 0
+        self.spent_s = {"vad": 0.0, "chunk": 0.0, "encode": 0.0, "verify": 0.0, "decode": 0.0, "turn": 0.0}
 
     def step(self, stage: str, seconds: float, rows: int, fill: float) -> None:
         """One step of a stage: its rows, and the share of the room it had that was used."""
@@ -57,6 +59,43 @@ class Stats:
         if self.metrics is not None:
             self.metrics.fallbacks.inc()
 
+    def found(self, what: str) -> None:
+        """Of an utterance that was answered, what was there already: answer, audio or none."""
+        self.found_before[what] += 1
+        if self.metrics is not None:
+            self.metrics.prefix_requests[what].inc()
+
+    def reused(self, positions: int) -> None:
+        """Of tokens, whose keys and values were there."""
+        self.positions_reused += positions
+        if self.metrics is not None:
+            self.metrics.prefix_tokens.inc(positions)
+
+    def evicted(self) -> None:
+        """Audio that was kept gave way."""
+        self.evictions += 1
+        if self.metrics is not None:
+            self.metrics.prefix_evictions.inc()
+
+    def slept(self) -> None:
+        """A stream."""
+        if self.metrics is not None:
+            self.metrics.sleeps.inc()
+
+    def asleep(self, streams: int) -> None:
+        if self.metrics is not None:
+            self.metrics.streams_asleep.set(streams)
+
+    def woke(self, seconds: float) -> None:
+        """A stream has a slot again, so long after its audio came."""
+        if self.metrics is not None:
+            self.metrics.wake.observe(seconds)
+
+    def lost(self) -> None:
+        """What a sleeping stream knew."""
+        if self.metrics is not None:
+            self.metrics.recomputed.inc()
+
     def describe(self) -> dict[str, Any]:
         return {
             "steps": self.steps,
@@ -64,6 +103,8 @@ class Stats:
             "fallbacks": self.fallbacks,
             "draft_tokens": self.drafted,
             "draft_tokens_held": self.held,
+            **{f"reused_{what}": count for what, count in self.found_before.items() if what != "none"},
+            "reused_positions": self.positions_reused,
             "audio_s": round(units.samples_to_s(self.samples), 2),
             **{f"{stage}_s": round(seconds, 4) for stage, seconds in self.spent_s.items()},
         }

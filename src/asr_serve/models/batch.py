@@ -41,3 +41,15 @@ class Packing:
 def pack(frames: list[int], block: int) -> Packing:
     """Fill the clips up to a multiple of `block`: the fewer shapes there are, the less is compiled."""
     return Packing(frames, -(-sum(frames) // block) * block)
+
+
+def tap_matrix(weight: Tensor) -> Tensor:
+    """Convolution weight (out, in, taps) as a matrix over windows in time order."""
+    return weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
+
+
+def buffer(packing: Packing, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(packing.total, width), for what is to be computed with."""
+    made = torch.empty(packing.total, width, dtype=dtype, device=device)
+    made[sum(packing.frames) :] = 0  # numbers, not whatever lay there
+    return made

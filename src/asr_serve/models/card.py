@@ -1,7 +1,8 @@
 """What every model file offers, and how the folder is read.
 
-A model file `models/<task>/<kind>.py` holds CARDS (one Card per published size), Config, Model, rename and
-tiny. There is no list to edit: a file in the folder is a model.
+A model file `models/<task>/<kind>.py` holds CARDS, one for each published size. One of `asr` has Config, Model,
+rename and tiny beside them, and is_package_folder and convert where weights come in another form than ours; one of
+`turn` has Model. There is no list to edit: a file in the folder is a model.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
+from typing import TypeVar
 
 import msgspec
 
@@ -28,10 +31,12 @@ class Packaged(msgspec.Struct, frozen=True):
     """Folder inside the module that holds the files."""
     sha256: dict[str, str]
     """File name -> sha256 of the files we read."""
+    also: dict[str, str] = {}
+    """Module -> folder, as above, of further packages that hold the rest of the files."""
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """One published set of weights: what it is, where it comes from, what it can take."""
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """One published set of weights: what it is, where it comes from."""
 
     name: str
     task: str
@@ -43,20 +48,91 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """Paper or reference implementation."""
     hub: str
-    """Hugging Face repository."""
+    """Hugging Face repository; empty where there is none."""
     revision: str = "main"
     packaged: Packaged | None = None
+    files: tuple[str, ...] = ("config.json", "model.safetensors", "tokenizer.json")
+    """What is taken from the hub's repository; patterns."""
     rate_hz: int = units.RATE_HZ
+
+    @property
+    def package(self) -> str | None:
+        return self.packaged.requirement if self.packaged else None
+
+
+class Times(msgspec.Struct, frozen=True):
+    """The tokens in which a model says when something was said."""
+
+    first: int
+    """The start of what it hears; each token after this one is `step_samples` later."""
+    words_below: int
+    """Tokens below this are text."""
+    step_samples: int = units.ms_to_samples(20)
+
+
+class Card(Published, frozen=True, kw_only=True):
+    """A recogniser, and what it can take."""
+
     max_segment_ms: int
     """Longest utterance the model was made for; longer speech is cut."""
     min_segment_ms: int
     """Shorter ones are padded with silence."""
     tokens_per_s: float
     """More tokens than this per second of audio are a hallucination; decoding stops there."""
+    heads: tuple[str, ...] = ()
+    """Of a streaming model, how its output may be read: ctc, rnnt, tdt; the first unless told. Others hear an
+    utterance as a whole."""
+    chunk: int = 0
+    """Of a streaming model, the encoder frames of a step."""
+    frame_samples: int = 0
+    """Of a streaming model, from one encoder frame to the next. An engine fills this and the next in again, of
+    what it has loaded."""
+    past_samples: int = 0
+    """Of a streaming model, the audio after a chunk that it hears before it says what is in it. Less than nothing
+    where a frame hears what was before it."""
+
+    tasks: tuple[str, ...] = ("transcribe",)
+    """What may be asked of it: `translate` is into English."""
+    detects: bool = False
+    """It tells which of its languages is spoken, where nobody says."""
+    prompt_tokens: int = 0
+    """So much text it reads before it hears: what was said before, words that may come. 0: none."""
+    times: Times | None = None
+    """None: it does not say when. An engine fills this in, of what it has loaded."""
+
+    def language(self, wanted: str | None = None) -> str:
+        """What is spoken, as far as it is known before anything was heard: empty where the model is to tell."""
+        return wanted or ("" if self.detects else self.languages[0])
 
     @property
-    def package(self) -> str | None:
-        return self.packaged.requirement if self.packaged else None
+    def prompts(self) -> bool:
+        """It reads text beside the audio."""
+        return self.prompt_tokens > 0
+
+    @property
+    def streaming(self) -> bool:
+        return bool(self.heads)
+
+    def lag_samples(self, chunk: int = 0) -> int:
+        """How much later than the audio its words can be known, at most, in steps of so many frames (0: as the
+        card says): the last of a word may be in the first frame of a chunk, and between two frames. 0 of a model
+        that hears utterances as a whole."""
+        return ((chunk or self.chunk) + 1) * self.frame_samples + self.past_samples if self.chunk else 0
+
+    @property
+    def grows(self) -> bool:
+        """Its encoder hears an utterance while that is spoken; its decoder hears all of it each time."""
+        return self.chunk > 0 and not self.heads
+
+
+class TurnCard(Published, frozen=True, kw_only=True):
+    """A model that tells whether a speaker has finished."""
+
+    hears_ms: int
+    """So much of the end of a turn; what was said before is not listened to."""
+
+
+P = TypeVar("P", bound=Published)
 
 
 @cache
@@ -69,14 +145,32 @@ def kinds(task: str = "asr") -> dict[str, ModuleType]:
     }
 
 
-def cards(task: str = "asr") -> dict[str, Card]:
-    """Every published set of weights by name."""
-    return {card.name: card for module in kinds(task).values() for card in module.CARDS}
+def cards() -> dict[str, Card]:
+    """Every recogniser's weights by name."""
+    return {card.name: card for module in kinds("asr").values() for card in module.CARDS}
 
 
-def card(name: str, task: str = "asr") -> Card:
-    """The card of that name. Raises UnknownModel with the nearest name."""
-    known = cards(task)
+def turn_cards() -> dict[str, TurnCard]:
+    """Every turn model's weights by name."""
+    return {card.name: card for module in kinds("turn").values() for card in module.CARDS}
+
+
+def every_card() -> dict[str, Published]:
+    """Of recognisers, then of turn models."""
+    return {**cards(), **turn_cards()}
+
+
+def card(name: str) -> Card:
+    """The recogniser's card of that name. Raises UnknownModel with the nearest name."""
+    return _of(name, cards())
+
+
+def any_card(name: str) -> Published:
+    """Of a recogniser or a turn model. Raises UnknownModel with the nearest name."""
+    return _of(name, every_card())
+
+
+def _of(name: str, known: Mapping[str, P]) -> P:
     if name in known:
         return known[name]
     near = difflib.get_close_matches(name, known, n=1)
@@ -85,3 +179,11 @@ def card(name: str, task: str = "asr") -> Card:
         f"models: {', '.join(known)}",
         f"did you mean {near[0]!r}?" if near else "list them with: asr-serve models list",
     )
+
+
+def turn_card(name: str) -> TurnCard:
+    """The turn model's card of that name. Raises UnknownModel."""
+    known = turn_cards()
+    if name in known:
+        return known[name]
+    raise UnknownModel(f"there is no turn model {name!r}", f"turn models: auto, none, {', '.join(known)}")

@@ -1,4 +1,5 @@
-"""Weights out of ONNX graphs, dequantised, under the names the modules had before export.
+"""ONNX graphs: their weights, dequantised, under the names the modules had before export; or run as they are,
+where a network exists in no other form.
 
 Exporters rename matrices to numbers but keep the module path in the node that uses them; that is what is
 read here. 8-bit matrices come back as scale * (value - zero_point); 8-bit convolutions, whose zero point is
@@ -51,6 +52,27 @@ def read(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
+class Graph:
+    """A graph that runs on the calling thread alone. Any number of threads may call it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises WeightsMissing when the package that runs it is not installed, WeightsCorrupt."""
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as missing:
+            raise _reader_missing(path, missing) from missing
+        options = onnxruntime.SessionOptions()
+        # The cores are torch's: no pool beside its own. And what a run used is given back, for runs are rare.
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = False
+        self._session = _open(path, options)
+
+    def __call__(self, **inputs: np.ndarray) -> np.ndarray:
+        """The graph's first output."""
+        out: np.ndarray = self._session.run(None, inputs)[0]
+        return out
+
+
 def _take(node: Any, constants: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
     matrix = next((i for i in node.input if i in constants and constants[i].ndim >= 2), None)
     if matrix is None:
@@ -90,19 +112,25 @@ def _nodes(graph: Any) -> Iterator[Any]:
 def _resave(path: Path, to: Path) -> Path:
     try:
         import onnxruntime
-        from onnxruntime.capi import onnxruntime_pybind11_state as state
     except ModuleNotFoundError as missing:
         raise _reader_missing(path, missing) from missing
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.save_model_format", "ONNX")
     options.optimized_model_filepath = str(to)
+    _open(path, options)
+    return to
+
+
+def _open(path: Path, options: Any) -> Any:
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as state
+
     options.log_severity_level = 3
     try:
-        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except (state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.InvalidArgument) as failure:
         raise _no_graph(path) from failure
-    return to
 
 
 def _no_graph(path: Path) -> WeightsCorrupt:
@@ -111,6 +139,6 @@ def _no_graph(path: Path) -> WeightsCorrupt:
 
 def _reader_missing(path: Path, missing: ModuleNotFoundError) -> WeightsMissing:
     return WeightsMissing(
-        f"{path.name} needs the Python package {missing.name} to be read once",
+        f"{path.name} needs the Python package {missing.name}",
         todo="pip install 'asr-serve[embedded]'",
     )

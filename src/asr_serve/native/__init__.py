@@ -2,8 +2,9 @@
 
 `kernels` is the compiled core where it was built and `ASR_SERVE_NATIVE=0` is not set, else
 `asr_serve.native.twins`. Both hold the same functions: rope softmax store append attend
-pick tanh_norm lstm, and PAGE. `ring` is the compiled ring, or `asr_serve.native.ring_twin`, by the same rule:
-layout format Ring. Only the kernels need torch: importing this loads none.
+pick tanh_norm lstm window_attention causal_conv Int8Linear, and PAGE. `ring` is the compiled ring, or
+`asr_serve.native.ring_twin`, by the same rule: layout format Ring. Only the kernels need torch: importing this
+loads none.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ def kernels() -> ModuleType:
 def ring() -> ModuleType:
     """The shared-memory ring: compiled, or in Python."""
     return _built("asr_serve.native._ring") or importlib.import_module("asr_serve.native.ring_twin")
+
+
+def search() -> ModuleType:
+    """The CTC search: compiled, or in Python."""
+    import torch  # noqa: F401  # first: it too borrows the OpenMP threads that torch loads
+
+    return _built("asr_serve.native._search") or importlib.import_module("asr_serve.native.search_twin")
+
+
+def disk() -> ModuleType | None:
+    """Reads and writes by io_uring, or None: `transfer.disk` has other roads."""
+    return _built("asr_serve.native._disk")
 
 
 def _built(name: str) -> ModuleType | None:

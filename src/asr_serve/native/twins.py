@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from asr_serve.native import PAGE
+from asr_serve.native.int8_twins import Int8Linear as Int8Linear
+from asr_serve.native.streaming_twins import causal_conv as causal_conv
+from asr_serve.native.streaming_twins import window_attention as window_attention
 
 
 def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -82,15 +85,18 @@ def attend(
     out.copy_((weights @ values).reshape(rows, heads * head_dim))
 
 
-def pick(logits: Tensor, hidden: Tensor, weight: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
+def pick(logits: Tensor, hidden: Tensor | None, weight: Tensor | None, tokens: Tensor, logprobs: Tensor) -> None:
     """The likeliest token of each row and its natural-log probability.
 
-    bf16 logits tie often; the leading candidates are compared again by their float32 product.
+    bf16 logits tie often; the leading candidates are compared again by their float32 product hidden . weight.
+    float32 logits need neither.
     """
     values = logits.float()
     candidates = values.topk(min(16, values.shape[-1]), dim=-1)
     exact = candidates.values
     if logits.dtype == torch.bfloat16:
+        assert hidden is not None
+        assert weight is not None
         exact = (weight[candidates.indices].float() @ hidden.float()[:, :, None])[:, :, 0]
         near = candidates.values >= candidates.values[:, :1] - candidates.values[:, :1].abs() / 128
         exact = exact.masked_fill(~near, float("-inf"))

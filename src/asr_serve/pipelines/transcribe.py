@@ -1,4 +1,4 @@
-"""START HERE: files in, text out. audio -> voice activity -> segments -> engine -> text, in order.
+"""START HERE: files in, text out. audio -> segments, or windows -> engine -> text, in order.
 
 One short clip and a thousand three-hour files are the same code. It runs in the caller's thread as a
 generator: it decodes ahead while the engine computes, within bounds, and sleeps until something finishes.
@@ -7,35 +7,38 @@ generator: it decodes ahead while the engine computes, within bounds, and sleeps
 from __future__ import annotations
 
 import queue
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
-import numpy as np
 
 from asr_serve import units
-from asr_serve.audio.buffers import Kept, Piece
 from asr_serve.audio.io import AudioLimits
 from asr_serve.audio.manifest import Item
-from asr_serve.config import unknown
-from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.decoding.attention import SearchOptions, Task
 from asr_serve.engine.client import EngineClient, Ticket, VadSession
-from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
+from asr_serve.errors import AsrServeError, AtCapacity, Cancelled, OptionError
+from asr_serve.pipelines.cutting import Cutting
+from asr_serve.pipelines.prompts import hotword_tokens, prompt_tokens
 from asr_serve.pipelines.reading import Reading, reading
+from asr_serve.pipelines.sequential import Windows
+from asr_serve.pipelines.spoken import Spoken
 from asr_serve.pipelines.utterance import (
     endpoint_settings,
-    in_context,
+    expect_search,
+    expect_times,
     known_options,
     language,
-    segment,
     segment_limit_ms,
-    speech,
 )
+from asr_serve.pipelines.way import Heard, Request, Way
+from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Phases, Priority, Segment, Span, Transcript
-from asr_serve.vad.endpoint import WINDOW_SAMPLES, EndpointConfig, Endpointer
+from asr_serve.vad.endpoint import EndpointConfig
 from asr_serve.vad.schedule import OFFLINE, SilenceSchedule
+from asr_serve.values import unknown
 
 MAX_OPEN_FILES = 64
 """Files that are read at once; the results of the later ones wait, as text, for the first."""
@@ -43,10 +46,10 @@ MAX_AHEAD_SAMPLES = units.s_to_samples(1_200)
 """Audio cut into segments and not yet recognised."""
 PROMPT_SAMPLES = units.s_to_samples(120)
 """How much of a recording somebody can be waiting for at once."""
-PIECE_WINDOWS = 512
-"""Windows handed to voice activity at once: 16 s."""
-PIECES_AHEAD = 2
-"""Pieces of one file that may wait for voice activity."""
+
+LongForm = Literal["parallel", "sequential"]
+OF_SEGMENTS = ("silence_schedule", "max_segment_ms", "threshold", "pad_before_ms")
+"""What is asked of voice activity, which has no part in windows."""
 
 
 class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +60,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     priority: Priority = "bulk"
     """`interactive` holds for PROMPT_SAMPLES of a recording; the rest is bulk, so that nobody waits for it."""
     vad: bool = True
-    """False: every sample is speech, cut only where the model's limit demands, at the quietest point."""
+    """False: every sample is speech, cut only where the model's limit demands, at the quietest point; windows of
+    `sequential` are then Whisper's own, also over silence."""
     silence_schedule: SilenceSchedule | None = None
     max_segment_ms: int | None = None
     """Cut segments shorter than the model's own limit."""
@@ -66,11 +70,35 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     pad_before_ms: int | None = None
     """Audio before the first window of speech that belongs to a segment."""
     temperatures: tuple[float, ...] = SearchOptions().temperatures
+    task: Task = "transcribe"
+    """`translate`: into English, by models that can."""
+    beam: int = 1
+    """Hypotheses that a decoder follows at once; 1: greedy."""
+    prompt: str = ""
+    """What was said before, for models that read: names, spelling and style go on from it."""
+    hotwords: tuple[str, ...] = ()
+    """Words that may come, for models that read."""
+    long_form: LongForm = "parallel"
+    """`parallel`: segments that voice activity cuts, all at once. `sequential`: windows one after the other, each
+    cut where the model says that a sentence ended, and heard knowing what was said before; by models that say
+    when. What shapes segments is refused there."""
+    condition_on_previous_text: bool = True
+    """False: the windows of `sequential` do not know of each other. Then nothing misheard is carried on."""
     limits: AudioLimits = AudioLimits()
 
     def __post_init__(self) -> None:
         if self.priority not in ("interactive", "bulk"):
             raise unknown("priority", str(self.priority), ["interactive", "bulk"])
+        if self.long_form not in get_args(LongForm):
+            raise unknown("long_form", str(self.long_form), get_args(LongForm))
+        for name in OF_SEGMENTS if self.long_form == "sequential" else ():
+            if getattr(self, name) is not None:
+                raise OptionError(
+                    f"{name} beside long_form=sequential",
+                    "there the model's own times cut a recording, and not voice activity",
+                    f"leave {name} out, or ask for long_form=parallel",
+                    param=name,
+                )
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> TranscribeOptions:
@@ -132,40 +160,48 @@ class Stop:
 
 def events(
     client: EngineClient,
-    text: Callable[[list[int]], str],
+    tokenizer: Tokenizer,
     items: Iterable[Item],
     options: TranscribeOptions,
     stop: Stop | None = None,
 ) -> Generator[Event, None, None]:
     """Transcribe `items`; see Model.events. Raises OptionError at once, Cancelled after `stop`."""
-    return _Transcription(client, text, options, stop or Stop()).run(iter(items))
+    return _Transcription(client, tokenizer, options, stop or Stop()).run(iter(items))
 
 
 class _Transcription:
     """One call: a window of files being read, in order, and one queue on which everything that finishes
     wakes us."""
 
-    def __init__(
-        self, client: EngineClient, text: Callable[[list[int]], str], options: TranscribeOptions, stop: Stop
-    ) -> None:
-        self.client, self.text, self.options = client, text, options
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, options: TranscribeOptions, stop: Stop) -> None:
+        self.client, self.tokenizer, self.options = client, tokenizer, options
         self.stop, self.awake, stop.client = stop, stop.awake, client
         self.language = language(client, options.language)
+        expect_search(client, options.task, options.temperatures, options.beam)
+        self.sequential = options.long_form == "sequential"
+        if self.sequential:
+            expect_times(client)
         self.endpoint = _endpoint(client, options)
-        self.search = SearchOptions(temperatures=options.temperatures)
-        self.piece_samples = min(PIECE_WINDOWS, client.config.vad_windows - 32) * WINDOW_SAMPLES
+        self.hotwords = hotword_tokens(client, tokenizer, options.hotwords)
+        self.said = prompt_tokens(client, tokenizer, options.prompt, ())
+        self.search = SearchOptions(
+            temperatures=options.temperatures,
+            task=options.task,
+            language=self.language,
+            prompt=prompt_tokens(client, tokenizer, options.prompt, options.hotwords),
+            beam=options.beam,
+        )
         self.ahead_samples = 0
         self.done_samples = 0
         self.announced: int | None = 0
 
     def run(self, items: Iterator[Item]) -> Generator[Event, None, None]:
         files: deque[_File] = deque()
-        opened, more = 0, True
-        refused: Item | None = None
+        opened, more, refused = 0, True, None
         try:
             while files or more:
                 self.stop.check()
-                while more and len(files) < MAX_OPEN_FILES and self.ahead_samples < MAX_AHEAD_SAMPLES:
+                while more and len(files) < MAX_OPEN_FILES and self.room:
                     item = refused or next(items, None)
                     if item is None:
                         more = False
@@ -176,7 +212,7 @@ class _Transcription:
                         refused = item
                         break
                     refused = None
-                    files.append(_File(self, opened, item, session))
+                    files.append(_File(self, opened, item, self.way(session)))
                     opened += 1
                 moved = False
                 for file in files:
@@ -198,28 +234,45 @@ class _Transcription:
     def _session(self, *, wait: bool) -> VadSession | None:
         return self.client.session(wait=wait, check=self.stop.check) if self.options.vad else None
 
+    def way(self, session: VadSession | None) -> Way:
+        """Of one file."""
+        client, text = self.client, self.tokenizer.text
+        most_windows = client.config.vad_windows - 32
+        if not self.sequential:
+            return Cutting(client.card, self.endpoint, self.search, session, most_windows, text, self.wake)
+        return Windows(
+            client.card,
+            client.max_samples,
+            self.search,
+            text,
+            hotwords=self.hotwords,
+            said=self.said,
+            remember=self.options.condition_on_previous_text,
+            spoken=Spoken(session, self.endpoint.threshold, most_windows, self.wake) if session else None,
+        )
+
+    @property
+    def room(self) -> bool:
+        return self.ahead_samples < MAX_AHEAD_SAMPLES
+
     def wake(self, _: Future[Any] | None = None) -> None:
         self.awake.put(None)
 
 
 class _File:
-    """One input on its way: chunks read, pieces at voice activity, segments at the engine, text out."""
+    """One input on its way: chunks read, requests at the engine, text out."""
 
-    def __init__(self, call: _Transcription, index: int, item: Item, session: VadSession | None) -> None:
-        self.call, self.index, self.key = call, index, item.key
+    def __init__(self, call: _Transcription, index: int, item: Item, way: Way) -> None:
+        self.call, self.index, self.key, self.way = call, index, item.key, way
         self.over = False
         self.error: AsrServeError | None = None
         self.segments: list[Segment] = []
-        self.announced = self.reported = self.read_samples = 0
+        self.languages: Counter[str] = Counter()
+        """Samples in which each was heard."""
+        self.announced = self.reported = self.cached_samples = 0
         self.source: Reading | None = None
-        self.reading = self.open = True
-        self.session = session
-        self.piece = Piece()
-        self.kept = Kept()
-        self.pieces: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
         self.waiting: deque[tuple[Span, Ticket]] = deque()
-        self.heard: deque[tuple[Span, Recognition]] = deque()
-        self.endpointer = Endpointer(call.endpoint)
+        self.heard: deque[Heard] = deque()
         try:
             self.source = reading(item.source, call.options.limits, call.wake)
             self.announced = self.source.hint_samples or 0
@@ -230,128 +283,84 @@ class _File:
         except AsrServeError as error:
             self._end(error)
 
-    # --- reading ahead ------------------------------------------------------------------------------
+    # --- on the way -----------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; True when something was."""
+        """Do what can be done without waiting, but for room in the engine; True when something was."""
+        if not self.open:
+            return self._take_answers()
+        assert self.source is not None
+        try:
+            moved, requests = self.way.advance(self.source, self.call.room)
+        except AsrServeError as error:
+            self._end(error)
+            return True
+        self.waiting.extend(map(self._submit, requests))
+        return self._take_answers() or moved
+
+    @property
+    def open(self) -> bool:
+        """There is more of it to be asked for."""
+        return self.error is None and not self.way.over
+
+    def _submit(self, request: Request) -> tuple[Span, Ticket]:
+        check, span = self.call.stop.check, request.span
+        check()
+        priority = "bulk" if span.start_samples >= PROMPT_SAMPLES else self.call.options.priority
+        ticket = self.call.client.submit(request.pcm, request.search, priority, wait=True, check=check)
+        self.call.ahead_samples += span.samples
+        ticket.future.add_done_callback(self.call.wake)
+        return span, ticket
+
+    def _take_answers(self) -> bool:
         moved = False
-        while self.reading and len(self.pieces) < PIECES_AHEAD and self._room():
-            if not self._read():
-                break
-            moved = True
-        while self.pieces and self.pieces[0][1].done() and self.error is None:
-            moved = True
-            pcm, future = self.pieces.popleft()
-            try:
-                probabilities = future.result()
-            except AsrServeError as error:
-                self._end(error)
-                break
-            self.kept.add(pcm)
-            self._submit(self.endpointer.push(probabilities))
-        # Not when the last piece is heard: a recording may end where a piece does, and that is seen later.
-        if self.open and not self.reading and not self.pieces:
-            moved, self.open = True, False
-            self._submit(self.endpointer.finish(self.read_samples))
-            self._release()
         while self.waiting and self.waiting[0][1].future.done():
             moved = True
             span, ticket = self.waiting.popleft()
             self.call.ahead_samples -= span.samples
             try:
-                self.heard.append((span, ticket.future.result()))
+                answer = ticket.future.result()
+                heard = self.way.answered(span, answer)
             except AsrServeError as error:
                 self._end(error)
+                break
+            self.heard.append(heard)
+            if answer.reused:
+                self.cached_samples += heard.end_samples - span.start_samples
+            if heard.then:
+                self.waiting.appendleft(self._submit(heard.then))
+        if self.way.over:  # nobody else need wait for its session until the last answer is there
+            self._release()
         return moved
-
-    def _room(self) -> bool:
-        return self.call.ahead_samples < MAX_AHEAD_SAMPLES
-
-    def _read(self) -> bool:
-        """Hand the next piece to voice activity, or end the reading; False when a slow input has too little.
-
-        What a slow input has is handed on as soon as nothing of it is under way, so that its text comes early.
-        """
-        assert self.source is not None
-        try:
-            while self.piece.samples < self.call.piece_samples and (chunk := self.source.take()) is not None:
-                self.piece.add(chunk)
-                self.read_samples += len(chunk)
-            self.reading = not self.source.ended
-        except AsrServeError as error:
-            self._end(error)
-            return True
-        whole_samples = self.piece.samples // WINDOW_SAMPLES * WINDOW_SAMPLES
-        if self.reading and whole_samples < self.call.piece_samples and (self.pieces or not whole_samples):
-            return False
-        pcm = self.piece.take(min(whole_samples, self.call.piece_samples), WINDOW_SAMPLES, last=not self.reading)
-        if len(pcm):
-            future = self._voice_activity(pcm)
-            self.pieces.append((pcm, future))
-            future.add_done_callback(self.call.wake)
-        return True
-
-    def _voice_activity(self, pcm: np.ndarray) -> Future[np.ndarray]:
-        if self.session is not None:
-            return self.session.put(pcm)
-        # Without it every window counts as speech; the louder, the surer, so that a cut falls where it is quiet.
-        loudness = np.sqrt(np.square(pcm.reshape(-1, WINDOW_SAMPLES)).mean(axis=1))
-        future: Future[np.ndarray] = Future()
-        future.set_result(
-            self.call.endpoint.threshold + (1 - self.call.endpoint.threshold) * np.minimum(loudness, 1)
-        )
-        return future
-
-    def _submit(self, spans: list[Span]) -> None:
-        check = self.call.stop.check
-        for span in spans:
-            check()
-            pcm = self._with_context(span)
-            priority = "bulk" if span.start_samples >= PROMPT_SAMPLES else self.call.options.priority
-            ticket = self.call.client.submit(pcm, self.call.search, priority, wait=True, check=check)
-            self.call.ahead_samples += span.samples
-            self.waiting.append((span, ticket))
-            ticket.future.add_done_callback(self.call.wake)
-        self.kept.drop_before(self.endpointer.keep_from_samples)
-
-    def _with_context(self, span: Span) -> np.ndarray:
-        """The audio of `span` between two short pauses."""
-        pcm = self.kept.cut(span)
-        return in_context(pcm) if self.call.options.vad else pcm
 
     # --- results ------------------------------------------------------------------------------------
 
     def ready(self, unopened: bool) -> Iterator[Event]:
         """The events of this file that are due. Only the first file of the window is asked."""
         while self.heard:
-            span, heard = self.heard.popleft()
-            if segment := self._segment(span, heard):
+            heard = self.heard.popleft()
+            for segment in heard.segments:
                 self.segments.append(segment)
+                self.languages[heard.language] += segment.end_samples - segment.start_samples
                 yield SegmentDone(self.index, self.key, segment, heard.phases)
-            yield self._progress(span.end_samples, unopened)
+            yield self._progress(heard.end_samples, unopened)
         if self.waiting or self.open:
             return
+        self._release()
         self.over = True
-        yield self._progress(self.read_samples, unopened)
+        yield self._progress(self.way.read_samples, unopened)
         if self.error is not None:
             yield FileFailed(self.index, self.key, self.error)
         else:
-            spoken = " ".join(s.text for s in self.segments)
-            yield FileDone(
-                self.index,
-                self.key,
-                Transcript(
-                    self.key,
-                    spoken,
-                    self.call.language,
-                    self.read_samples,
-                    tuple(self.segments),
-                    self.call.client.card.name,
-                ),
-            )
+            spoken, model = " ".join(s.text for s in self.segments), self.call.client.card.name
+            length, segments, cached = self.way.read_samples, tuple(self.segments), self.cached_samples
+            transcript = Transcript(self.key, spoken, self._language, length, segments, model, cached)
+            yield FileDone(self.index, self.key, transcript)
 
-    def _segment(self, span: Span, heard: Recognition) -> Segment | None:
-        return segment(span, heard, self.call.text) if speech(heard) else None
+    @property
+    def _language(self) -> str:
+        """The one that was asked for, or most of it was in."""
+        return self.call.language or next((name for name, _ in self.languages.most_common(1)), "")
 
     def _progress(self, position: int, unopened: bool) -> Progress:
         self.call.done_samples += position - self.reported
@@ -368,8 +377,6 @@ class _File:
 
     def abandon(self) -> None:
         """Cancel everything under way."""
-        self.reading = self.open = False
-        self.pieces.clear()
         for span, ticket in self.waiting:
             self.call.ahead_samples -= span.samples
             self.call.client.cancel(ticket)
@@ -377,8 +384,7 @@ class _File:
         self._release()
 
     def _release(self) -> None:
-        if self.session is not None:
-            self.session.close()
+        self.way.close()
         if self.source is not None:
             self.source.close()
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from asr_serve import units
-from asr_serve.config import nearest, unknown
-from asr_serve.decoding.attention import Recognition
+from asr_serve.decoding.attention import Recognition, SearchOptions, Task
 from asr_serve.engine.client import EngineClient
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.models.card import Card
 from asr_serve.types import Segment, Span
+from asr_serve.vad.endpoint import WINDOW_SAMPLES
 from asr_serve.vad.schedule import SilenceSchedule
+from asr_serve.values import nearest, unknown
 
 CONTEXT_MS = 200
 """Digital silence put before and after a segment: a decoder drops words that touch the edge of its audio. Chosen
@@ -26,19 +29,31 @@ Chosen on development speech with tiny (telephone prompts, LJSpeech, LibriSpeech
 nothing, lone words in noise included. It is a backstop: what voice activity lets through of hold music scores as
 high as real lone words, and stays."""
 
+SILENT, SILENT_LOGPROB = 0.6, -0.3
+"""Where the model is surer than the one that nobody speaks, a text is invented unless its tokens are likelier than
+the other.
+
+Chosen with Whisper tiny.en on telephone prompts, lone words in long silence included, of which it drops nothing
+that somebody says, and on silence, hum and music, where it says "you" or "Thank you." """
+
 
 def in_context(pcm: np.ndarray) -> np.ndarray:
     """The audio between two short pauses."""
     return np.pad(pcm, CONTEXT_SAMPLES)
 
 
-def speech(heard: Recognition) -> bool:
+def speech(heard: Recognition, card: Card | None = None, task: Task = "transcribe") -> bool:
     """Whether a recognition is worth believing.
 
     Voice activity lets some noise and music through; what a decoder makes of it is improbable to itself even
-    at its best try.
+    at its best try. A streaming model invents nothing: where it hears no words it says none. Of a translation
+    every word is one of many that would do, and improbable.
     """
-    return bool(heard.tokens) and heard.avg_logprob > INVENTED_LOGPROB
+    certain = card is not None and card.streaming
+    least = -math.inf if certain or task == "translate" else INVENTED_LOGPROB
+    if heard.no_speech_prob > SILENT:
+        least = SILENT_LOGPROB
+    return bool(heard.tokens) and heard.avg_logprob > least
 
 
 def segment(span: Span, heard: Recognition, text: Callable[[list[int]], str]) -> Segment | None:
@@ -55,11 +70,12 @@ def segment(span: Span, heard: Recognition, text: Callable[[list[int]], str]) ->
         heard.temperature,
         heard.finish,
         heard.logprobs,
+        heard.no_speech_prob,
     )
 
 
 def language(client: EngineClient, wanted: str | None) -> str:
-    """The language to hear, of those the model knows. Raises OptionError."""
+    """The language to hear, of those the model knows; empty: whichever it hears. Raises OptionError."""
     languages = client.card.languages
     if wanted is not None and wanted not in languages:
         raise OptionError(
@@ -68,7 +84,58 @@ def language(client: EngineClient, wanted: str | None) -> str:
             nearest(wanted, languages),
             param="language",
         )
-    return wanted or languages[0]
+    return client.card.language(wanted)
+
+
+def expect_task(client: EngineClient, task: str) -> None:
+    """Raises UnsupportedOption."""
+    tasks = client.card.tasks
+    if task not in tasks:
+        raise UnsupportedOption(
+            f"task={task}",
+            f"{client.card.name} can only {' or '.join(tasks)}",
+            "ask a multilingual Whisper",
+            param="task",
+        )
+
+
+def expect_search(client: EngineClient, task: str, temperatures: Sequence[float], beam: int) -> None:
+    """Raises UnsupportedOption for what a model's search cannot do."""
+    expect_task(client, task)
+    if not client.card.streaming:
+        return
+    if any(temperatures) and tuple(temperatures) != SearchOptions().temperatures:
+        raise UnsupportedOption(
+            f"temperature={', '.join(map(str, temperatures))}",
+            f"{client.card.name} says what is likeliest; it has no decoder to sample from",
+            "leave it out, or 0",
+            param="temperature",
+        )
+    if beam != 1:
+        raise UnsupportedOption(
+            f"beam={beam}",
+            f"{client.card.name} has the same for all: its engine's",
+            "set engine.beam where it is loaded",
+            param="beam",
+        )
+
+
+def expect_times(client: EngineClient) -> None:
+    """Raises UnsupportedOption where a recording cannot be heard window by window."""
+    if client.card.times is None:
+        raise UnsupportedOption(
+            "long_form=sequential",
+            f"{client.card.name} does not say when something was said; every Whisper does",
+            "leave it out, or say parallel: segments that voice activity cuts",
+            param="long_form",
+        )
+
+
+def as_if_spoken(pcm: np.ndarray, threshold: float) -> np.ndarray:
+    """Scores of whole windows where nobody asks for voice activity: every one is speech; the louder, the surer, so
+    that a cut falls where it is quiet."""
+    loudness = np.sqrt(np.square(pcm.reshape(-1, WINDOW_SAMPLES)).mean(axis=1))
+    return np.asarray(threshold + (1 - threshold) * np.minimum(loudness, 1))
 
 
 def segment_limit_ms(client: EngineClient, wanted: int | None) -> int:

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from asr_serve.config import nearest
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.text import languages
+from asr_serve.values import nearest
 
 TRUE, FALSE = ("true", "1", "yes", "on", "t", "y"), ("false", "0", "no", "off", "f", "n")
 LONGEST_CHARACTERS = 1_000
@@ -45,11 +45,15 @@ class Fields:
         """Sent, and not empty."""
         return any(value.strip() for value in self._values.get(name, ()))
 
-    def text(self, name: str) -> str | None:
+    def text(self, name: str, longest: int = LONGEST_CHARACTERS) -> str | None:
         value = self._values.get(name, [""])[0].strip()
-        if len(value) > LONGEST_CHARACTERS:
-            raise OptionError(f"{name} holds {len(value)} characters", f"up to {LONGEST_CHARACTERS}", param=name)
+        if len(value) > longest:
+            raise OptionError(f"{name} holds {len(value)} characters", f"up to {longest}", param=name)
         return value or None
+
+    def words(self, name: str, longest: int) -> tuple[str, ...]:
+        """Those between the commas of a text of up to `longest` characters."""
+        return words(self.text(name, longest) or "")
 
     def many(self, name: str) -> list[str]:
         """All values of `name`, which ends in []."""
@@ -102,6 +106,15 @@ class Fields:
     def refuse_true(self, name: str, can: str) -> None:
         if self.flag(name):
             raise UnsupportedOption(f"{name}=true is not supported", can, f"leave {name} out", param=name)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Between commas, those of Chinese and Japanese among them.
+
+    >>> words("Ada, Charles Babbage,")
+    ('Ada', 'Charles Babbage')
+    """
+    return tuple(word.strip() for word in re.split("[,，、]", text) if word.strip())
 
 
 def expect(name: str, value: str, choices: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from asr_serve.pipelines.prompts import MOST_CHARACTERS
 from asr_serve.pipelines.transcribe import TranscribeOptions
 from asr_serve.protocols.fields import Fields
 from asr_serve.types import Transcript
@@ -33,12 +34,15 @@ def ask(sent: Mapping[str, Sequence[str]], *, complete: bool) -> Ask:
     Raises OptionError, UnsupportedOption for what is known and not honoured.
     """
     fields = Fields(sent, FIELDS)
-    fields.refuse("hotwords", "the models here cannot be told which words to expect")
     fields.refuse_true("spk", "the models here hear words, not speakers")
     fields.refuse_true("timestamp", "the models here tell the times of segments, which are always sent")
     return Ask(
         fields.text("model"),
-        TranscribeOptions(language=fields.language("language"), priority="interactive"),
+        TranscribeOptions(
+            language=fields.language("language"),
+            priority="interactive",
+            hotwords=fields.words("hotwords", MOST_CHARACTERS),
+        ),
     )
 
 

@@ -8,23 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 
 from asr_serve import units
-from asr_serve.config import nearest
 from asr_serve.errors import UnknownCommand
-from asr_serve.protocols.fields import shown
+from asr_serve.protocols.fields import shown, words
 from asr_serve.text import languages
 from asr_serve.types import Segment
+from asr_serve.values import nearest
 
 COMMANDS = ("START", "STOP", "LANGUAGE:", "HOTWORDS:")
 LONGEST_CHARACTERS = 65_536
 """Of a text frame: some thousand hotwords."""
-SAMPLE_BYTES = 2
 
 STARTED = '{"event":"started"}'
 STOPPED = '{"event":"stopped"}'
-NOT_USED = "They are kept, and not used yet: the models here cannot be told which words to expect."
+NOT_USED = "They are not used: this model hears audio only. A Whisper can be told which words to expect."
+NOT_YET = "They are used from the next START on: this session is heard as it began."
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -72,7 +71,7 @@ def command(text: str) -> Command:
             automatic = named.casefold() in ("", "auto", "none", "null")
             return Language(named, None if automatic else languages.code(named))
         case "HOTWORDS:":
-            return Hotwords(tuple(word.strip() for word in value.split(",") if word.strip()))
+            return Hotwords(words(value))
     raise UnknownCommand(
         f"the text {shown(text)} is no command",
         f"commands: {', '.join(COMMANDS)}",
@@ -80,40 +79,14 @@ def command(text: str) -> Command:
     )
 
 
-class Pcm16:
-    """Frames cut anywhere to whole samples: a lone last byte waits for the frame that brings its other half."""
-
-    def __init__(self) -> None:
-        self._left = b""
-
-    @property
-    def left(self) -> bool:
-        """A byte waits."""
-        return bool(self._left)
-
-    def whole(self, frame: bytes) -> bytes:
-        """All whole samples so far."""
-        if self._left:
-            frame = self._left + frame
-        if len(frame) % SAMPLE_BYTES:
-            self._left = frame[-1:]
-            return frame[:-1]
-        self._left = b""
-        return frame
-
-
-def samples(pcm: bytes | memoryview) -> np.ndarray:
-    """Whole little-endian 16-bit samples to float32 (n,) in -1..1."""
-    return np.frombuffer(pcm, "<i2") * np.float32(1 / 32_768)
-
-
 def language_set(name: str) -> str:
     return _json({"event": "language_set", "language": name or "auto"})
 
 
-def hotwords_set(words: Iterable[str]) -> str:
-    """What becomes of them is said too, so that nobody waits for an effect."""
-    return _json({"event": "hotwords_set", "hotwords": list(words), "used": False, "message": NOT_USED})
+def hotwords_set(words: Iterable[str], why: str = "") -> str:
+    """`why` they are not used is said, so that nobody waits for an effect; empty: they are."""
+    told = {"message": why} if why else {}
+    return _json({"event": "hotwords_set", "hotwords": list(words), "used": not why, **told})
 
 
 def error(code: str, message: str, retry_after_ms: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""OpenAI's transcription request and answers: form to what is asked, transcript to bytes, errors to their shape.
+"""OpenAI's transcriptions and translations: form to what is asked, transcript to bytes, errors to their shape.
 
 Source  the API reference of POST /v1/audio/transcriptions, as openai 3.52 for Python sends and reads it
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, get_args
 
 import msgspec
 
-from asr_serve.decoding.attention import SearchOptions
+from asr_serve.decoding.attention import MOST_BEAMS, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.pipelines.transcribe import TranscribeOptions
+from asr_serve.pipelines.prompts import MOST_CHARACTERS
+from asr_serve.pipelines.transcribe import LongForm, TranscribeOptions
 from asr_serve.protocols.fields import Fields, expect, shown
 from asr_serve.text import subtitles
 from asr_serve.types import Segment, Transcript
@@ -28,8 +29,8 @@ FORMATS = {
 }
 """response_format -> the type of the answer."""
 SPEAKERS = "diarized_json"
-STREAMED = ("json", "text")
-"""Formats whose words can go out one after another; the others are of one piece."""
+STREAMED = ("json", "text", "verbose_json")
+"""Formats whose words can go out one after another, in verbose_json with times; the others are of one piece."""
 
 STRATEGY = "chunking_strategy"
 STRATEGY_MEMBERS = ("type", "threshold", "prefix_padding_ms", "silence_duration_ms")
@@ -54,11 +55,19 @@ FIELDS = (
     "spk",
     "hotwords",
     # ours
+    "beam",
+    "long_form",
     "vad",
     "max_segment_ms",
     "silence_schedule",
 )
 """Every field but the file."""
+TRANSLATION_FIELDS = (
+    *("model", "prompt", "response_format", "temperature"),
+    "hotwords",  # FunASR's
+    *("beam", "long_form", "vad", "max_segment_ms", "silence_schedule"),  # ours
+)
+"""The same of a translation."""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -71,8 +80,9 @@ class Ask(msgspec.Struct, frozen=True):
     logprobs: bool = False
 
 
-def ask(sent: Mapping[str, Sequence[str]], *, complete: bool) -> Ask:
-    """Read a form. While it is not `complete`, what only a later field can put right is let pass.
+def ask(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MOST_BEAMS) -> Ask:
+    """Read a form. While it is not `complete`, what only a later field can put right is let pass. `max_beam`: the
+    most that one caller may ask for.
 
     Raises OptionError, UnsupportedOption for what is known and not honoured.
     """
@@ -102,14 +112,20 @@ def ask(sent: Mapping[str, Sequence[str]], *, complete: bool) -> Ask:
             "ask for segment",
             param="timestamp_granularities[]",
         )
-    return Ask(fields.text("model"), _options(fields, complete), form, stream, bool(include))
+    return Ask(fields.text("model"), _options(fields, complete, max_beam), form, stream, bool(include))
+
+
+def ask_translation(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MOST_BEAMS) -> Ask:
+    """Read the form of POST /v1/audio/translations. See `ask`."""
+    fields = Fields(sent, TRANSLATION_FIELDS)
+    _refuse(fields)
+    form = fields.choice("response_format", list(FORMATS)) or "json"
+    options = msgspec.structs.replace(_options(fields, complete, max_beam), task="translate")
+    return Ask(fields.text("model"), options, form)
 
 
 def _refuse(fields: Fields) -> None:
     """What no model here does yet."""
-    fields.refuse("prompt", "the models here take no text beside the audio")
-    for name in ("keywords[]", "hotwords"):
-        fields.refuse(name, "the models here cannot be told which words to expect")
     for name in ("known_speaker_names[]", "known_speaker_references[]"):
         fields.refuse(name, "the models here hear words, not speakers")
     fields.refuse_true("spk", "the models here hear words, not speakers")
@@ -119,7 +135,7 @@ def _expect_together(form: str, stream: bool, include: bool, granularities: bool
     if stream and form not in (*STREAMED, SPEAKERS):
         raise OptionError(
             f"stream=true with response_format={form}",
-            f"a stream is of {' or '.join(STREAMED)}",
+            f"a stream is of {', '.join(STREAMED)}",
             f"leave stream out, or ask for {STREAMED[0]}",
             param="stream",
         )
@@ -136,7 +152,7 @@ def _expect_together(form: str, stream: bool, include: bool, granularities: bool
         )
 
 
-def _options(fields: Fields, complete: bool) -> TranscribeOptions:
+def _options(fields: Fields, complete: bool, max_beam: int) -> TranscribeOptions:
     temperature = fields.number("temperature", 0, 1)
     vad = fields.flag("vad")
     threshold, pad_ms, schedule = _strategy(fields, complete)
@@ -164,9 +180,33 @@ def _options(fields: Fields, complete: bool) -> TranscribeOptions:
         silence_schedule=schedule,
         max_segment_ms=longest_ms,
         temperatures=(temperature,) if temperature else SearchOptions().temperatures,
+        beam=_beam(fields, max_beam),
+        prompt=fields.text("prompt", MOST_CHARACTERS) or "",
+        hotwords=_hotwords(fields),
+        long_form=_long_form(fields),
         threshold=threshold,
         pad_before_ms=pad_ms,
     )
+
+
+def _beam(fields: Fields, most: int) -> int:
+    beam = fields.whole("beam", 1, MOST_BEAMS) or 1
+    if beam > most:
+        raise OptionError(f"beam={beam}", f"up to {most} on this server", "see its setting max_beam", param="beam")
+    return beam
+
+
+def _hotwords(fields: Fields) -> tuple[str, ...]:
+    """Under FunASR's name and vLLM's, or under OpenAI's."""
+    hotwords, keywords = fields.words("hotwords", MOST_CHARACTERS), tuple(fields.many("keywords[]"))
+    if hotwords and keywords:
+        raise OptionError("keywords[] came beside hotwords", "one of them is allowed", param="keywords[]")
+    return hotwords or keywords
+
+
+def _long_form(fields: Fields) -> LongForm:
+    chosen: Any = fields.choice("long_form", get_args(LongForm))
+    return chosen or "parallel"
 
 
 def _language(fields: Fields) -> str | None:
@@ -178,7 +218,7 @@ def _language(fields: Fields) -> str | None:
     if len(several) > 1:
         raise UnsupportedOption(
             "several languages[] came",
-            "the models here do not tell languages apart",
+            "one, or none: then a model that knows several hears which it is",
             "name one",
             param="languages[]",
         )
@@ -237,9 +277,12 @@ class Logprob(msgspec.Struct, frozen=True):
     """Natural logarithm."""
 
 
-class Usage(msgspec.Struct, frozen=True, tag_field="type", tag="duration"):
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="duration"):
     seconds: int
     """Of audio, rounded up."""
+    cached_seconds: int = 0
+    """Of these, how many had been heard before, rounded down; left out where it is 0. Ours: OpenAI's clients pass
+    over it."""
 
 
 class Transcription(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -256,12 +299,15 @@ Spell = Callable[[list[int]], str]
 
 def render(transcript: Transcript, asked: Ask, spell: Spell) -> bytes:
     """The answer in the form asked for; FORMATS has its type."""
-    usage = Usage(math.ceil(transcript.duration_s))
+    usage = Usage(math.ceil(transcript.duration_s), math.floor(transcript.cached_s))
+    task = asked.options.task
+    if task == "translate":
+        transcript = msgspec.structs.replace(transcript, language="en")
     if asked.response_format == "json":
         heard = logprobs(transcript.segments, spell) if asked.logprobs else None
         return msgspec.json.encode(Transcription(transcript.text, usage, heard))
     if asked.response_format == "verbose_json":
-        return msgspec.json.encode({**subtitles.verbose(transcript), "usage": usage})
+        return msgspec.json.encode({**subtitles.verbose(transcript), "task": task, "usage": usage})
     if asked.response_format == "text":
         return f"{transcript.text}\n".encode()
     return subtitles.render(transcript, asked.response_format).encode()
@@ -270,6 +316,9 @@ def render(transcript: Transcript, asked: Ask, spell: Spell) -> bytes:
 class TextDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="transcript.text.delta"):
     delta: str
     logprobs: list[Logprob] | None = None
+    start: float | None = None
+    """Of the segment, in seconds. This and `end` are ours, and come with verbose_json."""
+    end: float | None = None
 
 
 class TextDone(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="transcript.text.done"):
@@ -282,12 +331,14 @@ class Deltas:
 
     def __init__(self, asked: Ask, spell: Spell) -> None:
         self._logprobs, self._spell = asked.logprobs, spell
+        self._times = asked.response_format == "verbose_json"
         self._first = True
 
     def segment(self, segment: Segment) -> bytes:
         first, self._first = self._first, False
         heard = logprobs([segment], self._spell, first=first) if self._logprobs else None
-        return event(TextDelta(segment.text if first else f" {segment.text}", heard))
+        times = (segment.start_s, segment.end_s) if self._times else (None, None)
+        return event(TextDelta(segment.text if first else f" {segment.text}", heard, *times))
 
     def done(self, transcript: Transcript) -> bytes:
         heard = logprobs(transcript.segments, self._spell) if self._logprobs else None
@@ -341,24 +392,3 @@ class Problem(msgspec.Struct, frozen=True):
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
     error: Problem
-
-
-class ModelEntry(msgspec.Struct, frozen=True):
-    """A model as OpenAI lists it, and what else is known of it."""
-
-    id: str
-    created: int
-    """Unix seconds: when this server learnt of it."""
-    owned_by: str
-    state: str
-    """ready, restarting, failed, loading, unloading or not_loaded."""
-    languages: tuple[str, ...]
-    parameters: int
-    licence: str
-    aliases: list[str]
-    object: Literal["model"] = "model"
-
-
-class ModelList(msgspec.Struct, frozen=True):
-    data: list[ModelEntry]
-    object: Literal["list"] = "list"

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from asr_serve.protocols import funasr, openai
-from asr_serve.protocols.openai import FORMATS, LONGEST_MS, LONGEST_PADDING_MS, SPEAKERS, STRATEGY
+from asr_serve.decoding.attention import MOST_BEAMS
+from asr_serve.pipelines.prompts import MOST_CHARACTERS
+from asr_serve.pipelines.transcribe import LongForm
+from asr_serve.protocols import funasr, openai, openai_models
+from asr_serve.protocols.openai import (
+    FORMATS,
+    LONGEST_MS,
+    LONGEST_PADDING_MS,
+    SPEAKERS,
+    STRATEGY,
+    TRANSLATION_FIELDS,
+)
 
 Schema = dict[str, Any]
 
@@ -20,7 +30,7 @@ _FILE: Schema = {
     "description": "The audio: wav, flac, mp3, m4a, ogg, opus, webm and whatever else ffmpeg reads. "
     "Sent as a file, with a filename; never a path or an address. It is heard while it arrives.",
 }
-_EMPTY = {"type": "string", "maxLength": 0}
+_ONLY_SOME = "For models that `/v1/models` lists with `prompts`; others refuse it unless it is empty."
 
 
 def components() -> dict[str, Schema]:
@@ -31,8 +41,9 @@ def components() -> dict[str, Schema]:
             openai.TextDelta,
             openai.TextDone,
             openai.ErrorAnswer,
-            openai.ModelEntry,
-            openai.ModelList,
+            openai_models.ModelEntry,
+            openai_models.ModelList,
+            openai_models.ModelRenewal,
             funasr.AsrAnswer,
         ),
         ref_template="#/components/schemas/{name}",
@@ -56,7 +67,16 @@ def server_sent() -> Schema:
 
 
 def openai_form() -> Schema:
-    fields: dict[str, Schema] = {
+    return _form(_openai_fields())
+
+
+def translation_form() -> Schema:
+    fields = _openai_fields()
+    return _form({name: fields[name] for name in ("file", *TRANSLATION_FIELDS)})
+
+
+def _openai_fields() -> dict[str, Schema]:
+    return {
         "file": _FILE,
         "model": {"type": "string", "description": "A model, or an alias of one. Default: the server's."},
         "language": _language(),
@@ -130,14 +150,38 @@ def openai_form() -> Schema:
             "maxItems": 1,
             "description": "As `language`; several are refused: no model here tells languages apart.",
         },
-        "prompt": _EMPTY | {"description": "Refused unless empty: no model here takes one."},
-        "hotwords": _EMPTY | {"description": "FunASR's. Refused unless empty."},
+        "prompt": {
+            **_TEXT,
+            "maxLength": MOST_CHARACTERS,
+            "description": "What was said before: names, spelling and style go on from it. Of a long one, its end "
+            f"is read. {_ONLY_SOME}",
+            "examples": ["A talk about Kubernetes."],
+        },
+        "hotwords": _hotwords("FunASR's, and vLLM's. "),
+        "beam": {
+            **_WHOLE,
+            "minimum": 1,
+            "maximum": MOST_BEAMS,
+            "default": 1,
+            "description": "Ours. Hypotheses that a decoder follows at once, up to the server's max_beam; "
+            "1: greedy.",
+        },
+        "long_form": {
+            "type": "string",
+            "enum": list(get_args(LongForm)),
+            "default": "parallel",
+            "description": "Ours. `parallel`: segments that voice activity cuts, all at once. `sequential`: "
+            "windows one after the other, each heard knowing what was said before.",
+        },
         "spk": {"type": "boolean", "enum": [False], "description": "FunASR's. Refused when true."},
-        "keywords[]": _none(),
+        "keywords[]": {
+            "type": "array",
+            "items": _TEXT,
+            "description": f"As `hotwords`, a word each; one of the two. {_ONLY_SOME}",
+        },
         "known_speaker_names[]": _none(),
         "known_speaker_references[]": _none(),
     }
-    return _form(fields)
 
 
 def funasr_form() -> Schema:
@@ -146,7 +190,7 @@ def funasr_form() -> Schema:
             "file": _FILE,
             "language": _language(),
             "model": {"type": "string", "description": "Ours. A model of GET /v1/models. Default: the server's."},
-            "hotwords": _EMPTY | {"description": "Comma-separated. Refused unless empty."},
+            "hotwords": _hotwords(),
             "spk": {"type": "boolean", "enum": [False], "description": "Speakers. Refused when true."},
             "timestamp": {
                 "type": "boolean",
@@ -175,6 +219,15 @@ def _language() -> Schema:
     }
 
 
+def _hotwords(whose: str = "") -> Schema:
+    return {
+        **_TEXT,
+        "maxLength": MOST_CHARACTERS,
+        "description": f"{whose}Words that may come, with commas between them. {_ONLY_SOME}",
+        "examples": ["Beckett,Godot"],
+    }
+
+
 def _ms(description: str, longest_ms: int = LONGEST_MS) -> Schema:
     return {**_WHOLE, "minimum": 0, "maximum": longest_ms, "description": description}
 
@@ -194,7 +247,10 @@ def _verbose() -> Schema:
         "temperature": _NUMBER,
         "avg_logprob": _NUMBER,
         "compression_ratio": _NUMBER,
-        "no_speech_prob": {**_NUMBER, "description": "Always 0: voice activity has decided before."},
+        "no_speech_prob": {
+            **_NUMBER,
+            "description": "That nobody speaks; 0 of a model that cannot tell.",
+        },
     }
     fields: dict[str, Schema] = {
         "task": {"type": "string", "enum": ["transcribe"]},

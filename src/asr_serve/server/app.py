@@ -15,12 +15,14 @@ from starlette.types import Scope
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import documents, health, models, replies, sockets, transcribe
+from asr_serve.server import documents, health, models, openai_live, sockets, streaming, transcribe
+from asr_serve.server.console import pages
 from asr_serve.server.engines import Engines
-from asr_serve.server.gate import OPEN, Gate, Guard
 from asr_serve.server.jobs import Jobs
+from asr_serve.server.layers import replies
+from asr_serve.server.layers.gate import OPEN, Gate, Guard
+from asr_serve.server.layers.visits import Visits
 from asr_serve.server.telemetry.tracing import Tracer
-from asr_serve.server.visits import Visits
 
 UNMATCHED = "unmatched"
 """The route of requests that match none."""
@@ -31,33 +33,51 @@ def create_app(
 ) -> FastAPI:
     """`gate` is the caller's to drain. Whoever gave `engines` and `tracer` closes them, after the last request."""
     jobs = Jobs(config.max_concurrent)
+    desk = sockets.Desk(config, engines, gate, jobs, metrics)
+    streams = streaming.sessions(desk)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
+        with gate.warned(streams.drain):
+            yield
+        await streams.close()
         jobs.close()
 
+    hears = config.engine.role != "encode"
+    docs = config.docs and hears
     app = FastAPI(
         title="asr-serve",
         version=__version__,
-        docs_url="/docs" if config.docs else None,
-        openapi_url="/openapi.json" if config.docs else None,
+        docs_url="/docs" if docs else None,
+        openapi_url="/openapi.json" if docs else None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
         exception_handlers={HTTPException: replies.not_found, RequestValidationError: replies.invalid},
     )
-    routers = (
-        transcribe.routes(transcribe.Desk.of(config, engines, jobs)),
-        models.routes(engines, admins=bool(config.admin_keys)),
-        health.routes(engines, gate, metrics, with_metrics=config.metrics),
-    )
-    live = sockets.routes(sockets.Desk(config, engines, gate, jobs, metrics))
-    own = [*app.routes, *(route for router in routers for route in router.routes), *live]
+    of_health = health.routes(engines, gate, metrics, with_metrics=config.metrics)
+    if hears:
+        routers = [
+            transcribe.routes(transcribe.Desk.of(config, engines, jobs)),
+            models.routes(engines, admins=bool(config.admin_keys)),
+            of_health,
+            streaming.commands(streams),
+        ]
+        live = [
+            *sockets.routes(desk),
+            openai_live.route(desk),
+            *streaming.routes(streams, config.max_frame_bytes),
+        ]
+    else:
+        routers, live = [of_health], []
+    console = pages.routes() if config.console and hears else []
+    own = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
     for router in routers:
         app.include_router(router)
-    app.router.routes += live
+    app.router.routes += [*live, *console]
+    if not hears:
+        app.router.routes += health.deaf_elsewhere()
     app.openapi = documents.openapi(app, OPEN, keys=gate.keys.needed)  # type: ignore[method-assign]
 
     # From the inside out.

@@ -20,10 +20,12 @@ Speech in, text out. Clients of OpenAI's transcription API and of FunASR's `POST
 
 Errors have OpenAI's shape on every route; every answer carries `x-request-id`.
 
-FunASR's WebSockets, at `/` and `/ws`, are beyond what this document can describe.
+WebSockets are beyond what this document can describe: FunASR's at `/` and `/ws`, OpenAI's at `/v1/realtime`, ours
+at `/v1/stream`. So is `POST /v1/stream`, whose answer comes while its body is sent: see docs/protocols.md.
 """
 TAGS = [
     {"name": "Transcription", "description": "Audio to text."},
+    {"name": "Live", "description": "Text while somebody speaks."},
     {"name": "Models", "description": "What this server can hear with."},
     {"name": "Server", "description": "How it is."},
 ]
@@ -119,6 +121,17 @@ TRANSCRIPTIONS = _route(
         },
     },
 )
+TRANSLATIONS = _route(
+    schemas.translation_form(),
+    {"model": "whisper-base", "response_format": "text"},
+    {
+        _JSON: {
+            "schema": {"anyOf": [ref("Transcription"), ref("VerboseTranscription")]},
+            "example": {"text": _SEGMENT["text"], "usage": _USAGE},
+        },
+        **_texts(),
+    },
+)
 ASR = _route(
     schemas.funasr_form(),
     {"language": "English"},
@@ -135,6 +148,41 @@ ASR = _route(
         }
     },
 )
+
+LIVE_REFUSALS: Document = {
+    **KEY_REFUSALS,
+    **refusal(400, "The body is no JSON of that form, or the session takes no more audio."),
+    **refusal(408, "The body did not come."),
+    **refusal(410, "No such session of this key's, or not any more."),
+}
+_ID: Schema = {
+    "type": "string",
+    "maxLength": 200,
+    "description": "Comes back with `flushed`. Default: one of ours.",
+}
+_NAMED: Schema = {"type": "object", "properties": {"id": _ID}}
+FLUSH: Document = {
+    "response_class": Response,
+    "responses": {
+        202: {
+            "description": "`flushed` will come, with this id.",
+            "content": {_JSON: {"schema": {**_NAMED, "required": ["id"]}, "example": {"id": "1"}}},
+        },
+        **LIVE_REFUSALS,
+        **refusal(429, "Too many flushes of this session are under way.", Retry_After="Seconds."),
+    },
+    "openapi_extra": {"requestBody": {"required": False, "content": {_JSON: {"schema": _NAMED}}}},
+}
+END: Document = {
+    "response_class": Response,
+    "responses": {
+        202: {
+            "description": "`end` will come.",
+            "content": {_JSON: {"schema": {"type": "object"}, "example": {}}},
+        },
+        **LIVE_REFUSALS,
+    },
+}
 
 
 def answer(

@@ -10,15 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asr_serve.config import ServeConfig, nearest
+import msgspec
+
+from asr_serve.config import ServeConfig
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.process.child import RingSize
 from asr_serve.engine.process.link import RemoteLink, remote
+from asr_serve.engine.process.renewal import Renewed
 from asr_serve.engine.process.wire import EngineSpec
 from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel
-from asr_serve.metrics import ServerMetrics
+from asr_serve.metrics import MIGRATIONS, ServerMetrics
 from asr_serve.models.card import Card
 from asr_serve.text import tokens
+from asr_serve.text.tokens import Tokenizer
+from asr_serve.values import nearest
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +33,7 @@ class Parts(NamedTuple):
 
     card: Card
     client: EngineClient
-    text: Callable[[list[int]], str]
+    tokenizer: Tokenizer
     cards: Mapping[str, Card]
     """Every model there is, by name."""
 
@@ -40,25 +45,30 @@ def open_engine(name: str, config: ServeConfig) -> Parts:
         device=config.device,
         dtype=config.dtype,
         weights=config.weights if name == config.model else None,
+        turn_model=config.turn_model,
         threads=config.engine_threads,
+        listen=(config.host, config.encode_port),
+        peer_keys=config.peer_keys,
     )
     connect = remote(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
-    client = EngineClient(config.engine, connect)
+    # Peers have the default model, and no other.
+    alone = msgspec.structs.replace(config.engine, role="both", peers=())
+    client = EngineClient(config.engine if name == config.model else alone, connect)
     assert isinstance(client.link, RemoteLink)
     ready = client.link.ready
     cards = {card.name: card for card in ready.cards}
-    return Parts(ready.card, client, tokens.load(Path(ready.folder)).text, cards)
+    return Parts(ready.card, client, tokens.load(Path(ready.folder)), cards)
 
 
 class Engine:
-    """A loaded model: `client` to its engine, `text` from token ids.
+    """A loaded model: `client` to its engine, `tokenizer` its vocabulary.
 
-    Belongs to the event loop's thread; `client` and `text` may be used from any.
+    Belongs to the event loop's thread; `client` and `tokenizer` may be used from any.
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.card, self.client, self.text, self.cards = parts
-        self._counted: dict[str, int] = {}
+        self.card, self.client, self.tokenizer, self.cards = parts
+        self._counted: dict[object, float] = {}
         self._counting = threading.Lock()
         self._leaving = False
         self._users = 0
@@ -83,14 +93,18 @@ class Engine:
             return b""
         metrics.ring_slots.labels(self.name).set(link.ring.slots)
         metrics.ring_depth.labels(self.name).set(link.ring_depth)
+        moved = {how: metrics.migrations.labels(self.name, *how) for how in MIGRATIONS}
+        counts: list[tuple[object, Any, float]] = [
+            ("restarts", metrics.engine_restarts.labels(self.name), link.restarts),
+            ("waits", metrics.ring_full_waits.labels(self.name), link.ring_full_waits),
+            ("moving", metrics.migration_seconds.labels(self.name), link.moved_s),
+            *((how, counter, link.moved[how]) for how, counter in moved.items()),
+        ]
         with self._counting:  # two who ask at once would count the same twice
-            for what, counter, now in (
-                ("restarts", metrics.engine_restarts, link.restarts),
-                ("waits", metrics.ring_full_waits, link.ring_full_waits),
-            ):
+            for what, counter, now in counts:
                 before, self._counted[what] = self._counted.get(what, 0), now
                 # A new process begins its ring at 0.
-                counter.labels(self.name).inc(now - before if now >= before else now)
+                counter.inc(now - before if now >= before else now)
         report = link.report()
         return report.metrics if report else b""
 
@@ -128,6 +142,7 @@ class Engines:
         self._engines: dict[str, Engine] = {}
         self._loading: dict[str, asyncio.Task[Engine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
+        self._renewing: set[asyncio.Task[Renewed]] = set()
 
     async def start(self) -> None:
         """Load what the configuration names, one after another. Raises what loading raises."""
@@ -223,6 +238,22 @@ class Engines:
         await asyncio.to_thread(engine.client.close)
         del self._engines[engine.name], self._unloading[engine.name]
 
+    async def renew(self, name: str) -> Renewed:
+        """Have another engine process take the place of a model's, while people speak; wait until the old one is
+        gone: `drain_s` after the new one is there at the latest. Raises UnknownModel, ModelNotLoaded, NotAllowed
+        (one is under way), EngineClosed, and what loading raises; then the old one stays."""
+        link = self.get(name).client.link
+        assert isinstance(link, RemoteLink)
+        renewing = asyncio.create_task(asyncio.to_thread(link.renew, self._config.drain_s))
+        self._renewing.add(renewing)
+        renewing.add_done_callback(self._renewed)
+        return await asyncio.shield(renewing)  # it goes on without whoever asked
+
+    def _renewed(self, renewing: asyncio.Task[Renewed]) -> None:
+        self._renewing.discard(renewing)
+        if not renewing.cancelled() and (failure := renewing.exception()) is not None:
+            log.warning("a renewal failed: %s", failure)
+
     async def observe(self, metrics: ServerMetrics) -> list[bytes]:
         """What `Engine.observe` does, for each; of models that are not loaded, nothing is left to see."""
         found = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in self))
@@ -238,4 +269,5 @@ class Engines:
         """Close every engine; requests still in them fail with EngineClosed."""
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(engine.client.close) for engine in self))
+        await asyncio.gather(*self._renewing, return_exceptions=True)
         self._engines.clear()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket
 
 from asr_serve import __version__
-from asr_serve.errors import AsrServeError
+from asr_serve.errors import AsrServeError, NoSuchRoute
 from asr_serve.metrics import CONTENT_TYPE, ServerMetrics, exposition
 from asr_serve.server import documents
 from asr_serve.server.documents import KEY_REFUSALS
 from asr_serve.server.engines import Engines
-from asr_serve.server.gate import DRAIN_RETRY_MS, Gate
-from asr_serve.server.replies import JSON, RESTART_MS
+from asr_serve.server.layers.gate import DRAIN_RETRY_MS, Gate
+from asr_serve.server.layers.replies import JSON, RESTART_MS
 
 _TEXT = {"type": "string"}
 
@@ -68,6 +71,26 @@ def routes(engines: Engines, gate: Gate, metrics: ServerMetrics, *, with_metrics
             return Response(exposition(metrics, await engines.observe(metrics)), media_type=CONTENT_TYPE)
 
     return router
+
+
+def deaf_elsewhere() -> list[BaseRoute]:
+    """Of an engine that encodes for others: whoever brings it speech is told where to go."""
+
+    def refuse(path: str) -> NoReturn:
+        raise NoSuchRoute(
+            f"{path[:100]}: this engine encodes for other engines (role=encode), and hears nobody itself",
+            "it answers at /health, /ready and /metrics",
+            "ask a server that has it as a --peer",
+        )
+
+    async def http(request: Request) -> Response:
+        refuse(request.url.path)
+
+    async def socket(socket: WebSocket) -> None:
+        refuse(socket.url.path)
+
+    methods = ["DELETE", "GET", "PATCH", "POST", "PUT"]
+    return [Route("/{path:path}", http, methods=methods), WebSocketRoute("/{path:path}", socket)]
 
 
 def _told(status: int, found: dict[str, Any], retry_ms: int = 0) -> Response:

@@ -52,7 +52,7 @@ class Job:
         self, threads: ThreadPoolExecutor, engine: Engine, audio: BinaryIO, options: TranscribeOptions
     ) -> None:
         self._stop = Stop()
-        stream = transcribe.events(engine.client, engine.text, [Item("audio", audio)], options, self._stop)
+        stream = transcribe.events(engine.client, engine.tokenizer, [Item("audio", audio)], options, self._stop)
         self._loop = asyncio.get_running_loop()
         self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
         self.transcript: asyncio.Future[Transcript] = self._loop.create_future()

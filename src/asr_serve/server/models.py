@@ -1,4 +1,4 @@
-"""The models: which there are, and loading and unloading them."""
+"""The models: which there are; loading, unloading and renewing them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from asr_serve import units
 from asr_serve.errors import InvalidKey, NotAllowed
-from asr_serve.protocols.openai import ModelEntry, ModelList
+from asr_serve.protocols.openai_models import ModelEntry, ModelList, ModelRenewal
 from asr_serve.protocols.schemas import ref
 from asr_serve.server import documents
 from asr_serve.server.documents import KEY_REFUSALS, refusal
 from asr_serve.server.engines import Engines
-from asr_serve.server.replies import JSON
-from asr_serve.server.visits import visit_of
+from asr_serve.server.layers.replies import JSON
+from asr_serve.server.layers.visits import visit_of
 
 _EXAMPLE = {
     "id": "moonshine-tiny-en",
@@ -26,7 +27,23 @@ _EXAMPLE = {
     "parameters": 27_100_000,
     "licence": "MIT",
     "aliases": ["whisper-1"],
+    "streaming": False,
+    "heads": [],
+    "chunk_ms": None,
+    "lag_ms": None,
+    "prompts": False,
     "object": "model",
+}
+_RENEWED = {
+    "id": "moonshine-tiny-en",
+    "state": "ready",
+    "sessions": 12,
+    "streams": 0,
+    "replayed": 0,
+    "repeated": 0,
+    "load_s": 2.153,
+    "total_s": 2.41,
+    "object": "model.renewal",
 }
 _NOT_FOUND = refusal(404, "No such model.")
 _ADMIN = {**KEY_REFUSALS, **refusal(403, "Not with this key, or not now."), **_NOT_FOUND}
@@ -38,16 +55,25 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
     since = int(time.time())
 
     def entry(name: str) -> ModelEntry:
-        card = engines.known()[name]
+        card, chunk = engines.known()[name], 0
+        for engine in engines:
+            if engine.name == name:  # of what was loaded, and as it was told to hear it
+                card, chunk = engine.card, engine.client.config.chunk_frames or 0
+        chunk = chunk or card.chunk
         return ModelEntry(
             id=name,
             created=since,
-            owned_by=card.hub.partition("/")[0],
+            owned_by=card.hub.partition("/")[0] or card.name,
             state=engines.state(name),
             languages=card.languages,
             parameters=card.parameters,
             licence=card.licence,
             aliases=engines.aliases(name),
+            streaming=card.streaming or card.grows,
+            heads=card.heads,
+            chunk_ms=units.samples_to_ms(chunk * card.frame_samples) if card.chunk else None,
+            lag_ms=units.samples_to_ms(card.lag_samples(chunk)) if card.chunk else None,
+            prompts=card.prompts,
         )
 
     def one(name: str) -> Response:
@@ -58,7 +84,7 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
         if caller is None or not caller.admin:
             todo = "send one" if admins else "set admin_keys or admin_keys_file on the server first"
             kind = NotAllowed if "authorization" in request.headers else InvalidKey
-            raise kind("only administrators load and unload models", "an admin key, as `Bearer KEY`", todo)
+            raise kind("only administrators load, unload and renew models", "an admin key, as `Bearer KEY`", todo)
 
     @router.get(
         "",
@@ -68,8 +94,9 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
         ),
     )
     async def models() -> Response:
-        """Those that are loaded have the state `ready`; only they take work."""
-        found = ModelList([entry(name) for name in engines.known()])
+        """Those that are loaded have the state `ready`, and come first; only they take work."""
+        entries = [entry(name) for name in engines.known()]
+        found = ModelList(sorted(entries, key=lambda each: each.state == "not_loaded"))
         return Response(msgspec.json.encode(found), media_type=JSON)
 
     @router.get(
@@ -106,5 +133,19 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
         await engines.unload(name)
         gone = msgspec.structs.replace(found, state=engines.state(name))
         return Response(msgspec.json.encode(gone), media_type=JSON)
+
+    @router.post(
+        "/{model}/renew",
+        summary="Renew a model's engine",
+        **documents.answer(ref("ModelRenewal"), "Another process has taken over.", _ADMIN, _RENEWED),
+    )
+    async def renew(request: Request, model: str) -> Response:
+        """Starts another engine process for it, and has whoever speaks go over in the middle of a sentence.
+        Answers when the old process is gone, and goes on if the client leaves. For administrators."""
+        expect_admin(request)
+        name = engines.resolve(model)
+        found = await engines.renew(name)
+        told = ModelRenewal(name, engines.state(name), *found)
+        return Response(msgspec.json.encode(told), media_type=JSON)
 
     return router

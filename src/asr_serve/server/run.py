@@ -10,12 +10,15 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
-from granian.constants import Interfaces
+import msgspec
+from granian.constants import Interfaces, SSLProtocols
 from granian.server.embed import Server
 
 from asr_serve import __version__
@@ -24,7 +27,7 @@ from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server.app import create_app
 from asr_serve.server.engines import Engines
-from asr_serve.server.gate import Gate
+from asr_serve.server.layers.gate import Gate
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
 
@@ -47,15 +50,38 @@ CLOSE_S = 5.0
 def serve(config: ServeConfig) -> int:
     """Run until told to stop. The exit code: 0, or 1 when it could not start or ended by itself.
 
-    Raises OptionError when the address cannot be had.
+    Raises OptionError when the address cannot be had, or the certificate not be used.
     """
     logs.setup(config.log_format, config.log_level)
+    _certificate(config)
+    config = _for_others(config)
     _keep_memory()
     _allow_files(config)
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
     return asyncio.run(_serve(config, ports))
+
+
+def _for_others(config: ServeConfig) -> ServeConfig:
+    """The port for peers too is chosen before anything else: an engine that starts anew listens there again.
+    Raises OptionError."""
+    if config.engine.role != "encode":
+        return config
+    if config.more_models:
+        raise OptionError(
+            f"role=encode with {1 + len(config.more_models)} models",
+            "one: who asks names none",
+            "start a process for each model",
+            param="more_models",
+        )
+    for name in ("port", "realtime_port"):
+        if config.encode_port and getattr(config, name) == config.encode_port:
+            raise OptionError(
+                f"encode_port={config.encode_port}, which is {name} too", "two ports", param="encode_port"
+            )
+    port = _free_port(config.host, config.encode_port, "--encode-port")
+    return msgspec.structs.replace(config, encode_port=port)
 
 
 def _allow_files(config: ServeConfig) -> None:
@@ -98,6 +124,32 @@ def _free_port(host: str, port: int, flag: str = "--port") -> int:
         ) from failure
 
 
+def _certificate(config: ServeConfig) -> dict[str, Any]:
+    """What granian is told of TLS: nothing where there is none. Raises OptionError for files that are no good."""
+    if config.tls_cert is None or config.tls_key is None:
+        return {}
+    cert, key = Path(config.tls_cert).expanduser(), Path(config.tls_key).expanduser()
+    for name, file in (("tls_cert", cert), ("tls_key", key)):
+        try:
+            file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as failure:
+            why = failure.strerror if isinstance(failure, OSError) else "not text"
+            raise OptionError(
+                f"{name}={str(file)!r}: {why}", "a file in PEM that may be read", param=name
+            ) from None
+    try:
+        # The password is for a key that has one: without it OpenSSL would ask at the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except ssl.SSLError as failure:
+        raise OptionError(
+            f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r} cannot be used: {failure}",
+            "a certificate and its own key, in PEM, without a password",
+            "look at both: openssl x509 -in CERT -text, openssl pkey -in KEY -check",
+            param="tls_key",
+        ) from None
+    return {"ssl_cert": cert, "ssl_key": key, "ssl_protocol_min": SSLProtocols.tls12}
+
+
 async def _serve(config: ServeConfig, ports: list[int]) -> int:
     """`ports`: the server's own, and perhaps that for FunASR's realtime clients."""
     told = asyncio.Event()
@@ -114,6 +166,7 @@ async def _serve(config: ServeConfig, ports: list[int]) -> int:
             backlog=BACKLOG,
             backpressure=_connections(config),
             log_dictconfig=logs.GRANIAN,
+            **_certificate(config),
         )
         for number, port in enumerate(ports)
     ]
@@ -202,17 +255,36 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float) -> None:
     """What somebody who has just started it wants to know."""
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     host = f"[{host}]" if ":" in host else host
-    url = f"http://{host}:{ports[0]}"
+    secure = "s" if config.tls_cert else ""
+    url = f"http{secure}://{host}:{ports[0]}"
     key = ' -H "Authorization: Bearer KEY"' if config.api_keys else ""
+    took = f"(ready in {took_s:.1f} s; stop with ctrl-C)"
+    health = f"  health    {url}/ready" + (f"   metrics   {url}/metrics" if config.metrics else "")
+    if config.engine.role == "encode":
+        at = f"{host}:{config.encode_port}"
+        lines = [
+            f"asr-serve {__version__} encodes {config.model} for others at {at} {took}",
+            "",
+            f"  ask it    asr-serve serve --role decode --model {config.model} --peer {at}",
+            health,
+        ]
+        _say(config, lines, {"encode_at": at, "url": url, "model": config.model, "load_s": round(took_s, 2)})
+        return
     lines = [
-        f"asr-serve {__version__} serves {config.model} on {url} (ready in {took_s:.1f} s; stop with ctrl-C)",
+        f"asr-serve {__version__} serves {config.model} on {url} {took}",
         "",
+        *([f"  peers     {', '.join(config.engine.peers)} encode for it"] if config.engine.peers else []),
+        *([f"  console   {url}/   (talk to it, or drop a recording)"] if config.console else []),
         "  try it    " + f"curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav",
-        f"  live      ws://{host}:{ports[-1]}   (FunASR's realtime protocol)",
+        f"  live      ws{secure}://{host}:{ports[-1]}   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)",
         *([f"  docs      {url}/docs"] if config.docs else []),
-        f"  health    {url}/ready" + (f"   metrics   {url}/metrics" if config.metrics else ""),
+        health,
     ]
+    _say(config, lines, {"url": url, "model": config.model, "load_s": round(took_s, 2)})
+
+
+def _say(config: ServeConfig, lines: list[str], facts: dict[str, Any]) -> None:
     if config.log_format == "json":
-        log.info("ready", extra={"url": url, "model": config.model, "load_s": round(took_s, 2)})
+        log.info("ready", extra=facts)
     else:
         print("\n".join(lines), file=sys.stderr, flush=True)

@@ -8,29 +8,33 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, Protocol, cast
 from urllib.parse import parse_qs
 
 import msgspec
 from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
+from asr_serve.audio.pcm import SAMPLE_BYTES
 from asr_serve.config import ServeConfig
+from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveMeter, ServerMetrics
-from asr_serve.pipelines.caller import ListenOptions
+from asr_serve.pipelines.live.caller import ListenOptions
+from asr_serve.pipelines.prompts import hotword_tokens
 from asr_serve.pipelines.transcribe import TranscribeOptions
 from asr_serve.pipelines.utterance import language
 from asr_serve.protocols.fields import Fields
-from asr_serve.protocols.funasr_live import SAMPLE_BYTES, Sentences
+from asr_serve.protocols.funasr_live import Sentences
 from asr_serve.server.bodies.spool import Spool, SpoolReader
 from asr_serve.server.engines import Engine, Engines
-from asr_serve.server.gate import Gate
 from asr_serve.server.jobs import Job, Jobs
+from asr_serve.server.layers.gate import Gate
+from asr_serve.server.layers.replies import TOO_BIG, close_code, code_of, hang_up, told_live
+from asr_serve.server.layers.visits import Visit, visit_of
+from asr_serve.server.live.life import Limits
 from asr_serve.server.live.outbox import SEND_S, Outbox
 from asr_serve.server.live.realtime import Realtime
-from asr_serve.server.live.talk import Hearing, Limits, Talk
-from asr_serve.server.replies import TOO_BIG, close_code, code_of, hang_up, told_live
-from asr_serve.server.visits import Visit, visit_of
+from asr_serve.server.live.talk import Hearing, Talk
 from asr_serve.units import RATE_HZ, samples_to_s
 from asr_serve.vad.schedule import SilenceSchedule
 
@@ -70,12 +74,14 @@ class Offline:
         engine: Engine,
         place: AbstractContextManager[None],
         language: str,
+        hotwords: tuple[str, ...],
         visit: Visit,
         meter: LiveMeter,
     ) -> None:
         """`place`: among those for whom work is done, held until `close`. Raises AtCapacity."""
         self.language, self.received_samples, self.full = language, 0, False
         self._jobs, self._engine, self._visit, self._meter = jobs, engine, visit, meter
+        self._options = TranscribeOptions(language=language or None, priority="interactive", hotwords=hotwords)
         self._spool = Spool(MEMORY_BYTES)
         self._job: Job | None = None
         self._begun = asyncio.Event()
@@ -91,8 +97,7 @@ class Offline:
         """Raises AtCapacity when the disk is full."""
         if self._job is None:
             self._spool.append(memoryview(WAV_HEAD))
-            options = TranscribeOptions(language=self.language, priority="interactive")
-            self._job = self._jobs.begin(self._engine, cast(BinaryIO, SpoolReader(self._spool)), options)
+            self._job = self._jobs.begin(self._engine, cast(BinaryIO, SpoolReader(self._spool)), self._options)
             self._begun.set()
         self._spool.append(memoryview(pcm))
         samples = len(pcm) // SAMPLE_BYTES
@@ -123,8 +128,8 @@ class Offline:
         self._held.close()
 
 
-Begin = Callable[[Engine, str, Outbox], Hearing]
-"""Begins a session of a route: in this language, with answers into that outbox."""
+Begin = Callable[[Engine, str, tuple[str, ...], Outbox], Hearing]
+"""Begins a session of a route: in this language, with these hot words, with answers into that outbox."""
 
 
 class Microphone:
@@ -138,8 +143,15 @@ class Microphone:
     def language(self, code: str | None) -> str:
         return language(self._engine().client, code)
 
-    def begin(self, language: str, outbox: Outbox) -> Hearing:
-        return self._begin(self._engine(), language, outbox)
+    def expect(self, hotwords: tuple[str, ...]) -> bool:
+        engine = self._engine()
+        if engine.card.prompts:
+            hotword_tokens(engine.client, engine.tokenizer, hotwords)
+        return engine.card.prompts
+
+    def begin(self, language: str, hotwords: tuple[str, ...], outbox: Outbox) -> Hearing:
+        engine = self._engine()
+        return self._begin(engine, language, hotwords if engine.card.prompts else (), outbox)
 
     def _engine(self) -> Engine:
         engine = self._engines.get(self._model)
@@ -157,18 +169,49 @@ def _realtime(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Beg
         silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
     )
 
-    def begin(engine: Engine, language: str, outbox: Outbox) -> Hearing:
-        chosen = msgspec.structs.replace(options, language=language)
-        return Realtime(engine.client, engine.text, chosen, outbox, meter, engine.used(), only_new=only_new)
+    def begin(engine: Engine, language: str, hotwords: tuple[str, ...], outbox: Outbox) -> Hearing:
+        chosen = msgspec.structs.replace(options, language=language or None, hotwords=hotwords)
+        return Realtime(engine.client, engine.tokenizer, chosen, outbox, meter, engine.used(), only_new=only_new)
 
     return begin
 
 
 def _offline(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Begin:
-    def begin(engine: Engine, language: str, outbox: Outbox) -> Hearing:
-        return Offline(desk.jobs, engine, desk.gate.work(), language, visit, meter)
+    def begin(engine: Engine, language: str, hotwords: tuple[str, ...], outbox: Outbox) -> Hearing:
+        return Offline(desk.jobs, engine, desk.gate.work(), language, hotwords, visit, meter)
 
     return begin
+
+
+class Talking(Protocol):
+    """What is said over one socket."""
+
+    left_in_session: bool
+    left_code: int | None
+
+    @property
+    def received_samples(self) -> int: ...
+
+    def drain(self) -> None: ...
+
+    async def run(self) -> AsrServeError | None: ...
+
+
+async def carry(talk: Talking, gate: Gate, visit: Visit, receive: Receive, send: Send) -> None:
+    """To its end, of which the visit and the client are told."""
+    try:
+        with gate.warned(talk.drain):
+            told = await talk.run()
+    finally:
+        visit.audio_s = samples_to_s(talk.received_samples)
+    if told is not None:
+        visit.ended = code_of(told)
+        await hang_up(receive, send, close_code(told))
+        return
+    visit.ended = "client_gone" if talk.left_in_session else "done"
+    if talk.left_code == NO_CODE:
+        # The only word that reaches a client whose frame granian refused.
+        await hang_up(receive, send, TOO_BIG)
 
 
 class Line:
@@ -197,19 +240,7 @@ class Line:
         talk = Talk(
             receive, Outbox(send, SEND_S), ears, self._limits, partial(told_live, request_id=visit.request_id)
         )
-        try:
-            with desk.gate.warned(talk.drain):
-                told = await talk.run()
-        finally:
-            visit.audio_s = samples_to_s(talk.received_samples)
-        if told is not None:
-            visit.ended = code_of(told)
-            await hang_up(receive, send, close_code(told))
-            return
-        visit.ended = "client_gone" if talk.left_in_session else "done"
-        if talk.left_code == NO_CODE:
-            # The only word that reaches a client whose frame granian refused.
-            await hang_up(receive, send, TOO_BIG)
+        await carry(talk, desk.gate, visit, receive, send)
 
 
 def routes(desk: Desk) -> list[WebSocketRoute]:

@@ -1,10 +1,11 @@
-"""POST /v1/audio/transcriptions and POST /asr: an upload in, its text out, as early as it is there."""
+"""POST /v1/audio/transcriptions, /v1/audio/translations, /asr: an upload in, its text out, early."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -22,8 +23,8 @@ from asr_serve.server import documents
 from asr_serve.server.bodies.uploads import Upload, UploadLimits
 from asr_serve.server.engines import Engine, Engines
 from asr_serve.server.jobs import Job, Jobs
-from asr_serve.server.replies import JSON, told_in_stream
-from asr_serve.server.visits import Visit, visit_of
+from asr_serve.server.layers.replies import JSON, told_in_stream
+from asr_serve.server.layers.visits import Visit, visit_of
 from asr_serve.types import Transcript
 
 KEEP_ALIVE_S = 15.0
@@ -59,6 +60,7 @@ class Desk(NamedTuple):
     jobs: Jobs
     uploads: UploadLimits
     audio: AudioLimits
+    max_beam: int
 
     @classmethod
     def of(cls, config: ServeConfig, engines: Engines, jobs: Jobs) -> Desk:
@@ -67,7 +69,7 @@ class Desk(NamedTuple):
             idle_timeout_s=config.upload_idle_s,
             min_bytes_per_s=config.upload_min_bytes_per_s,
         )
-        return cls(engines, jobs, uploads, AudioLimits(max_duration_s=config.max_duration_s))
+        return cls(engines, jobs, uploads, AudioLimits(max_duration_s=config.max_duration_s), config.max_beam)
 
 
 class Work(Generic[A]):
@@ -207,11 +209,10 @@ class Work(Generic[A]):
     def _options(self, asked: A) -> TranscribeOptions:
         """Language and longest segment as this engine takes them where nothing is said."""
         card, options = self.engine.card, asked.options
-        return msgspec.structs.replace(
-            options,
-            language=options.language or card.languages[0],
-            max_segment_ms=options.max_segment_ms or card.max_segment_ms,
-        )
+        options = msgspec.structs.replace(options, language=card.language(options.language))
+        if options.long_form == "sequential":  # its windows are the model's
+            return options
+        return msgspec.structs.replace(options, max_segment_ms=options.max_segment_ms or card.max_segment_ms)
 
     def _as_heard(self, asked: Any) -> dict[str, Any]:
         """All that shapes what is sent; the model may be called by any of its names."""
@@ -285,10 +286,10 @@ class EventStream(Response):
         deltas: openai.Deltas | None = None
         async for event in work.segments():
             # Not before: until its first segment, a later field may still change what is asked.
-            deltas = deltas or openai.Deltas(work.asked, work.engine.text)
+            deltas = deltas or openai.Deltas(work.asked, work.engine.tokenizer.text)
             visit.text_is_out()
             yield deltas.segment(event.segment)
-        deltas = deltas or openai.Deltas(work.asked, work.engine.text)
+        deltas = deltas or openai.Deltas(work.asked, work.engine.tokenizer.text)
         yield deltas.done(work.transcript)
 
 
@@ -308,25 +309,35 @@ async def _never_quiet(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[by
             yield piece
 
 
+def _answer(request: Request, transcript: Transcript, work: Work[openai.Ask]) -> Response:
+    visit_of(request.scope).text_is_out()
+    body = openai.render(transcript, work.asked, work.engine.tokenizer.text)
+    return Response(body, media_type=openai.FORMATS[work.asked.response_format])
+
+
 def routes(desk: Desk) -> APIRouter:
     router = APIRouter(tags=["Transcription"])
+    ask = partial(openai.ask, max_beam=desk.max_beam)
+    ask_translation = partial(openai.ask_translation, max_beam=desk.max_beam)
 
     @router.post("/v1/audio/transcriptions", summary="Transcribe audio", **documents.TRANSCRIPTIONS)
     async def transcriptions(request: Request) -> Response:
         """OpenAI's route. Audio is heard while it arrives; with `stream=true` before the file, its text comes
         back while it arrives, too."""
         async with contextlib.AsyncExitStack() as held:
-            work = await held.enter_async_context(Work.of(desk, request, openai.ask))
+            work = await held.enter_async_context(Work.of(desk, request, ask))
             if not work.asked.stream:
                 await work.settled()
             if work.asked.stream:
                 return EventStream(work, held.pop_all())
-            transcript = await work.heard()
-            visit_of(request.scope).text_is_out()
-            return Response(
-                openai.render(transcript, work.asked, work.engine.text),
-                media_type=openai.FORMATS[work.asked.response_format],
-            )
+            return _answer(request, await work.heard(), work)
+
+    @router.post("/v1/audio/translations", summary="Translate audio into English", **documents.TRANSLATIONS)
+    async def translations(request: Request) -> Response:
+        """OpenAI's route. For models that translate; the others refuse it by name."""
+        async with Work.of(desk, request, ask_translation) as work:
+            await work.settled()
+            return _answer(request, await work.heard(), work)
 
     @router.post("/asr", summary="Transcribe audio, as FunASR does", **documents.ASR)
     async def asr(request: Request) -> Response:

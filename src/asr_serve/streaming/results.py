@@ -14,9 +14,10 @@ from asr_serve import units
 from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, OptionError
-from asr_serve.pipelines.caller import Event, Finished, ListenOptions, Partial, SegmentDone
-from asr_serve.pipelines.listen import Listening
+from asr_serve.pipelines.live.caller import Event, Finished, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.live.listen import Listening
 from asr_serve.pipelines.utterance import known_options
+from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Segment
 
 LEAST_CHUNK_MS, MOST_CHUNK_MS = 100, 30_000
@@ -92,7 +93,7 @@ class Run:
     def __init__(
         self,
         client: EngineClient,
-        text: Callable[[list[int]], str],
+        tokenizer: Tokenizer,
         options: StreamOptions,
         wake: Callable[[], None],
     ) -> None:
@@ -105,7 +106,7 @@ class Run:
         self._locked = self._fixed = ""
         self._partial = Partial(0, 0)
         self._samples = 0
-        self._listening = Listening(client, text, options.listen, self._woken, self._clock)
+        self._listening = Listening(client, tokenizer, options.listen, self._woken, self._clock)
 
     def put(self, pcm: np.ndarray) -> None:
         self._samples += len(pcm)

@@ -19,9 +19,11 @@ from asr_serve import units
 from asr_serve.audio.io import Source, open_audio
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedAudio
+from asr_serve.pipelines.prompts import prompt_tokens
 from asr_serve.pipelines.utterance import language
 from asr_serve.streaming.chunks import Chunks, Cut, one_source
 from asr_serve.streaming.results import Run, StreamOptions, StreamResult
+from asr_serve.text.tokens import Tokenizer
 
 
 class Stream:
@@ -31,7 +33,7 @@ class Stream:
     def __init__(
         self,
         client: EngineClient,
-        text: Callable[[list[int]], str],
+        tokenizer: Tokenizer,
         source: Source | Chunks,
         options: StreamOptions,
         holder: object,
@@ -39,6 +41,7 @@ class Stream:
         """`holder` lives as long as this. Raises OptionError, UnsupportedAudio; reading raises AtCapacity,
         EngineClosed, and what the source does."""
         language(client, options.listen.language)
+        prompt_tokens(client, tokenizer, options.listen.prompt, options.listen.hotwords)
         self._whole = one_source(source)
         if self._whole and options.rate_hz is not None:
             raise OptionError(
@@ -53,7 +56,7 @@ class Stream:
                 "a path, bytes, a binary stream, an array, (array, rate_hz), or chunks is allowed",
                 "convert it to one of these",
             )
-        self._client, self._text, self._source, self._options = client, text, source, options
+        self._client, self._tokenizer, self._source, self._options = client, tokenizer, source, options
         self._holder = holder
         self._cut = Cut(options.chunk_ms, options.rate_hz or units.RATE_HZ)
         self._run: Run | None = None
@@ -122,7 +125,7 @@ class Stream:
     def _begin(self, wake: Callable[[], None]) -> contextlib.closing[Run]:
         if self._run is not None:
             raise OptionError("a stream is read again", "each is read once", "call model.stream again")
-        self._run = Run(self._client, self._text, self._options, wake)
+        self._run = Run(self._client, self._tokenizer, self._options, wake)
         return contextlib.closing(self._run)
 
     # --- the source ------------------------------------------------------------------------------------

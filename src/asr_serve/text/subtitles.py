@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from asr_serve.config import unknown
 from asr_serve.types import Segment, Transcript
 from asr_serve.units import samples_to_ms
+from asr_serve.values import unknown
 
 LINE_COLUMNS = 42
 """Widest subtitle line. A wide character (Chinese, Japanese, Korean) takes two columns."""
@@ -62,7 +62,7 @@ def verbose_json(transcript: Transcript) -> str:
 
 def verbose(transcript: Transcript) -> dict[str, Any]:
     """OpenAI's `verbose_json` as data. `seek` counts 10 ms frames to the start of the window decoded.
-    `no_speech_prob` is 0: voice activity has decided before, and clients need the number."""
+    `no_speech_prob` is 0 of a model that cannot tell: clients need the number."""
     return {
         "task": "transcribe",
         "language": transcript.language,
@@ -79,7 +79,7 @@ def verbose(transcript: Transcript) -> dict[str, Any]:
                 "temperature": segment.temperature,
                 "avg_logprob": segment.avg_logprob,
                 "compression_ratio": compression_ratio(segment.text),
-                "no_speech_prob": 0.0,
+                "no_speech_prob": segment.no_speech_prob,
             }
             for index, segment in enumerate(transcript.segments)
         ],

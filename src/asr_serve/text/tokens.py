@@ -1,19 +1,41 @@
-"""Token ids to text."""
+"""Token ids to text, and text to ids where a tokeniser can."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from asr_serve.errors import WeightsMissing
+from asr_serve.errors import UnsupportedOption, WeightsMissing
 
 SPACE = "\u2581".encode()
 """SentencePiece's mark for a space."""
 SPECIAL = 3
 """<unk> <s> </s>: never text."""
+MARK = ("<|", "|>")
+"""How special tokens of Whisper's kind begin and end."""
 
 
-class BytePieces:
+class Tokenizer(Protocol):
+    """A model's vocabulary."""
+
+    def text(self, tokens: Iterable[int]) -> str:
+        """Ids that are special or out of range say nothing; bytes that are no UTF-8 become U+FFFD."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, as it stands; what spells a special token in it is left out. Raises UnsupportedOption
+        where the vocabulary can only be read."""
+
+
+class Pieces:
+    """A vocabulary that came without the rules that cut text into it."""
+
+    def encode(self, text: str) -> list[int]:
+        raise UnsupportedOption("text for the model to read", "this model hears audio only", "leave it out")
+
+
+class BytePieces(Pieces):
     """Detokeniser over a list of byte strings, one per id.
 
     Source: the `tokenizer.bin` of Moonshine: pieces one after another, each behind its length in bytes; a
@@ -37,27 +59,57 @@ class BytePieces:
         return cls(pieces)
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Ids that are special or out of range say nothing; bytes that are no UTF-8 become U+FFFD."""
         spoken = b"".join(self.pieces[t] for t in tokens if SPECIAL <= t < len(self.pieces))
         return spoken.replace(SPACE, b" ").decode(errors="replace").strip()
 
 
+class TextPieces(Pieces):
+    """Detokeniser over a list of strings, one per id, in which SentencePiece's mark stands for a space: the
+    `pieces.json` of converted streaming models."""
+
+    def __init__(self, path: Path) -> None:
+        self.pieces: list[str] = json.loads(path.read_text(encoding="utf-8"))
+
+    def text(self, tokens: Iterable[int]) -> str:
+        """Ids out of range say nothing; a model that spells may say several spaces, which are one."""
+        spoken = "".join(self.pieces[t] for t in tokens if 0 <= t < len(self.pieces))
+        return " ".join(spoken.replace(SPACE.decode(), " ").split())
+
+
 class HubTokenizer:
-    """Detokeniser over a Hugging Face `tokenizer.json`."""
+    """Tokeniser over a Hugging Face `tokenizer.json`."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
         self.tokenizer = Tokenizer.from_file(str(path))
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        # Whisper's times are in some files, marked as if they were text, and in others not at all.
+        self.marks = frozenset(
+            token for token, entry in added if entry.special or (entry.content[:2], entry.content[-2:]) == MARK
+        )
 
     def text(self, tokens: Iterable[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
+        return str(self.tokenizer.decode([token for token in tokens if token not in self.marks])).strip()
+
+    def encode(self, text: str) -> list[int]:
+        return [
+            token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks
+        ]
 
 
-def load(folder: Path) -> BytePieces | HubTokenizer:
-    """The detokeniser of a checkpoint folder. Raises WeightsMissing."""
+FILES = ("tokenizer.bin", "pieces.json", "tokenizer.json")
+"""Where a vocabulary may lie; the first that is there is read."""
+
+
+def load(folder: Path) -> Tokenizer:
+    """The vocabulary of a checkpoint folder. Raises WeightsMissing."""
     if (folder / "tokenizer.bin").is_file():
         return BytePieces.read(folder / "tokenizer.bin")
+    if (folder / "pieces.json").is_file():
+        return TextPieces(folder / "pieces.json")
     if (folder / "tokenizer.json").is_file():
         return HubTokenizer(folder / "tokenizer.json")
-    raise WeightsMissing(f"no tokenizer in {folder}", "tokenizer.json or tokenizer.bin beside the weights")
+    raise WeightsMissing(
+        f"no tokenizer in {folder}", "tokenizer.json, tokenizer.bin or pieces.json beside the weights"
+    )

@@ -13,6 +13,9 @@ the audio known to exist. So a span, once given out, depends on nothing that com
 Dropped: a segment whose speech adds up to less than `min_speech_ms`, and which stands alone: before it and
 after it the schedule's whole silence, or the end of the audio. Nothing else that was speech is left out.
 
+Flushed: on request the open segment ends where the audio does, in the middle of a word if need be. The last sound
+of that word, if no more follows, is dropped.
+
 Cut: when one window more would make the span longer than `max_segment_ms`, it ends early, at the longest
 pause in its last 40 %. If that pause is still running, the segment closes there as it would have later.
 If speech has resumed since, both pieces meet in the middle of that pause. Without any pause they meet in
@@ -38,6 +41,8 @@ CALM_MS = 192
 """A pause this long lies between two words; a shorter one may be within one."""
 MIN_MAX_SEGMENT_MS = 1_000
 LOOK_BACK = 0.4
+LEFT_OVER_SAMPLES = 4 * WINDOW_SAMPLES
+"""Speech that goes on behind a flush in its middle, and no longer than this, is what was flushed dying away."""
 NEVER = sys.maxsize
 
 
@@ -105,7 +110,7 @@ class Endpointer:
         self._min_speech = ms_to_samples(config.min_speech_ms)
         limit_ms = config.max_segment_ms
         self._limit = NEVER if limit_ms is None else ms_to_samples(limit_ms)
-        self._settled = NEVER if limit_ms is None else ms_to_samples(limit_ms * (1 - LOOK_BACK))
+        self.settled_samples = NEVER if limit_ms is None else ms_to_samples(limit_ms * (1 - LOOK_BACK))
         """Samples at the start of a span in which it is not cut."""
         look_back = 0 if limit_ms is None else ms_to_samples(limit_ms * LOOK_BACK) // WINDOW_SAMPLES + 1
 
@@ -115,6 +120,8 @@ class Endpointer:
         """End of the last span given out."""
         self._alone_from = 0
         """A segment that starts before this did not have the schedule's silence before it."""
+        self._flushed_at = -WINDOW_SAMPLES
+        """Where a segment was flushed in the middle of speech."""
         self._finished = False
         self._open = False
         self.torn = False
@@ -124,6 +131,8 @@ class Endpointer:
         self._pause: int | None = None
         self._speech = 0
         self._droppable = False
+        self._least = self._min_speech
+        """A droppable one with less speech is dropped."""
         self._pauses: list[Span] = []
         """Pauses that ended, where a cut could still fall."""
         self._recent: deque[float] = deque(maxlen=look_back)
@@ -146,7 +155,7 @@ class Endpointer:
     @property
     def sure(self) -> bool:
         """The open segment has enough speech, or company, not to be dropped."""
-        return self._open and not (self._droppable and self._speech < self._min_speech)
+        return self._open and not (self._droppable and self._speech < self._least)
 
     @property
     def keep_from_samples(self) -> int:
@@ -183,11 +192,27 @@ class Endpointer:
         self._floor = total_samples
         return closed
 
+    def flush(self, at_samples: int) -> list[Span]:
+        """Give out the open segment now, up to `at_samples`, which lies within the next window; the next segment
+        begins there at the earliest. One that is not `sure` stays open: nobody could say yet whether it is
+        speech."""
+        assert not self._finished, "flush after finish"
+        assert 0 <= at_samples - self._now < WINDOW_SAMPLES, f"{self._now} samples scored, flushed at {at_samples}"
+        closed: list[Span] = []
+        if self.sure:
+            if self._pause is None:
+                self._flushed_at = at_samples
+                self._close(at_samples, at_samples, closed)
+            else:
+                self._alone_from = self._enough_at(self._pause)
+                self._close(self._pause, at_samples, closed)
+        return closed
+
     def _hear_speech(self) -> None:
         if not self._open:
             self._begin(max(self._floor, self._now - self._pad_before), droppable=self._now >= self._alone_from)
         elif self._pause is not None:
-            if self._now > self._start + self._settled:
+            if self._now > self._start + self.settled_samples:
                 self._pauses.append(Span(self._pause, self._now))
             self._pause = None
         self._speech += WINDOW_SAMPLES
@@ -207,20 +232,24 @@ class Endpointer:
 
     def _begin(self, start: int, *, droppable: bool) -> None:
         self._open, self._start, self._droppable, self.torn = True, start, droppable, False
+        self._least = self._min_speech
+        if start <= self._flushed_at:
+            self._droppable, self._least = True, LEFT_OVER_SAMPLES
         self._speech = 0  # asked for only if droppable, so a piece need not count what it inherits
-        self._pauses = [pause for pause in self._pauses if pause.end_samples > start + self._settled]
+        self._pauses = [pause for pause in self._pauses if pause.end_samples > start + self.settled_samples]
 
     def _close(self, end_of_speech: int, known: int, closed: list[Span]) -> None:
         """Give the span out, unless it is a lone blip. `known`: audio up to here is known to exist."""
         self._open, self._pause, self._pauses = False, None, []
-        if self._droppable and self._speech < self._min_speech:
+        if self._droppable and self._speech < self._least:
             return
         self._floor = min(end_of_speech + self._pad_after, known)
-        closed.append(Span(self._start, self._floor))
+        if self._floor > self._start:  # it may have been flushed up to the very end
+            closed.append(Span(self._start, self._floor))
 
     def _cut(self, closed: list[Span]) -> None:
         """End the open segment before the window at `now`, which would make it too long."""
-        earliest = self._start + self._settled
+        earliest = self._start + self.settled_samples
         pauses = [Span(max(p.start_samples, earliest), p.end_samples) for p in self._pauses]
         if self._pause is not None:
             pauses.append(Span(max(self._pause, earliest), self._now))

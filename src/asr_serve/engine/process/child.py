@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -19,6 +21,7 @@ from asr_serve.config import engine_environment
 from asr_serve.engine.process import wire
 from asr_serve.errors import EngineClosed
 from asr_serve.transfer import ring
+from asr_serve.transfer.parcel import Label, Parcel
 from asr_serve.transfer.ring import PcmWriter
 
 END_TIMEOUT_S = 10.0
@@ -40,12 +43,39 @@ class RingSize(NamedTuple):
     payload_bytes: int = 16_384
 
 
+class Left(NamedTuple):
+    """wire.Exported, and the parcel that came behind it: whoever takes this closes it."""
+
+    session: int
+    saved: Parcel | None
+
+
+def pass_on(pipe: Connection, parcel: Parcel) -> None:
+    """Behind the message that has its label. Raises OSError."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as line:
+        parcel.send(line)
+
+
+def passed(pipe: Connection, label: Label) -> Parcel:
+    """The parcel behind a message. Raises EOFError, OSError."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as line:
+        return Parcel.receive(line, label)
+
+
 class Child:
     """Made by `start`. `send` is for one thread at a time, `receive` for another."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, writer: PcmWriter) -> None:
         self.process, self.writer = process, writer
         self._pipe = pipe
+        self.sign_s = time.monotonic()
+        """When it last gave a sign of life; `patience_s`: without one for so long, it is of no use."""
+        self.patience_s = math.inf
+
+    @property
+    def silent(self) -> bool:
+        """It lives, and has given no sign of it for too long."""
+        return self.process.returncode is None and time.monotonic() - self.sign_s > self.patience_s
 
     @classmethod
     def start(cls, spec: wire.EngineSpec, size: RingSize) -> Child:
@@ -78,7 +108,7 @@ class Child:
             child._pipe.send_bytes(wire.encode(spec))
         return child
 
-    def wait_ready(self, others: Callable[[wire.ToServer], None]) -> wire.Ready:
+    def wait_ready(self, others: Callable[[wire.ToServer | Left], None]) -> wire.Ready:
         """Until the model is loaded; other messages go to `others`. Raises what loading raised, EngineClosed."""
         while (message := self.receive()) is not None:
             match message:
@@ -91,8 +121,14 @@ class Child:
                     others(message)
         raise EngineClosed(f"the engine process ended while it was loading ({self.end()})", todo="see its log")
 
-    def send(self, message: wire.ToEngine, pcm: np.ndarray | None = None, session: int = 0) -> None:
-        """The message and the samples it announces. Raises OSError or PeerGone."""
+    def send(
+        self,
+        message: wire.ToEngine,
+        pcm: np.ndarray | None = None,
+        session: int = 0,
+        parcel: Parcel | None = None,
+    ) -> None:
+        """The message, and the samples or the parcel that it announces. Raises OSError or PeerGone."""
         # The samples first: then whoever reads the message finds them there and wakes up once. What is larger
         # than the ring would wait for a reader that nobody has told.
         first = pcm is not None and pcm.nbytes <= self.writer.capacity_bytes
@@ -101,14 +137,18 @@ class Child:
         self._pipe.send_bytes(wire.encode(message))
         if pcm is not None and not first:
             self.writer.put(session, pcm)
+        if parcel is not None:
+            pass_on(self._pipe, parcel)
 
-    def receive(self) -> wire.ToServer | None:
+    def receive(self) -> wire.ToServer | Left | None:
         """The next message; None when the process is gone."""
         try:
-            data = self._pipe.recv_bytes()
+            message: wire.ToServer = wire.decode_to_server(self._pipe.recv_bytes())
+            self.sign_s = time.monotonic()
+            if isinstance(message, wire.Exported):
+                return Left(message.session, passed(self._pipe, message.saved) if message.saved else None)
         except (EOFError, OSError):
             return None
-        message: wire.ToServer = wire.decode_to_server(data)
         return message
 
     def kill(self) -> None:

@@ -24,14 +24,23 @@ import numpy as np
 from asr_serve.decoding.attention import Recognition
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.loop import Loop
-from asr_serve.engine.parts import Checkpoint, assemble
+from asr_serve.engine.names import name, name_windows
+from asr_serve.engine.parts import Checkpoint, as_built, assemble
 from asr_serve.engine.process import wire
-from asr_serve.engine.session import Utterance, Windows
+from asr_serve.engine.process.child import pass_on, passed
+from asr_serve.engine.saved import Saved
+from asr_serve.engine.session import Piece, Utterance, Windows
 from asr_serve.engine.stats import Stats
-from asr_serve.errors import AsrServeError, OutOfStep, PeerGone
+from asr_serve.engine.turns.runner import TurnRunner, load
+from asr_serve.engine.work import Attempt
+from asr_serve.errors import AsrServeError, ModelNotLoaded, OutOfStep, PeerGone
 from asr_serve.metrics import EngineMetrics
 from asr_serve.models.card import cards
+from asr_serve.transfer.parcel import POSSIBLE, Parcel
 from asr_serve.transfer.ring import PcmReader
+from asr_serve.types import Found
+
+log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
 """However often somebody scrapes."""
@@ -45,15 +54,19 @@ class Host:
         self._sending = threading.Lock()
         self._stopped = False
         self._loop: Loop | None = None
+        self._turns: TurnRunner | None = None
         self._metrics: EngineMetrics | None = None
         self._text, self._text_at = b"", -math.inf
 
     def run(self, spec: wire.EngineSpec) -> int:
         started = time.perf_counter()
         try:
-            checkpoint = Checkpoint.find(spec.model, spec.weights)
+            checkpoint = Checkpoint.find(spec.model, spec.weights).looking_ahead(spec.config.lookahead_frames)
+            fingerprint = checkpoint.fingerprint()
+            turns = load(spec.turn_model)
             keep_memory()
-            parts = checkpoint.build(spec.device, spec.dtype)
+            parts = checkpoint.build(spec.device, spec.dtype, spec.config.quantize)
+            meeting = checkpoint.meeting(spec.config, spec.listen, spec.peer_keys)
             self._metrics = EngineMetrics(checkpoint.card.name)
             loop = self._loop = assemble(
                 parts,
@@ -64,21 +77,28 @@ class Host:
                 on_start=lambda ids: self._send(wire.Started(tuple(ids))),
                 stats=Stats(self._metrics),
                 keep_states=True,
+                meeting=meeting,
             )
+            if turns:
+                self._turns = TurnRunner(turns, parts.device, loop.stats)
         except AsrServeError as failure:
             self._send(wire.Broken(wire.Failure.of(failure)))
             return 1
         self._send(
             wire.Ready(
-                checkpoint.card,
+                as_built(checkpoint.card, parts.model),
+                turns.card if turns else None,
                 tuple(cards().values()),
                 str(checkpoint.folder),
+                fingerprint,
                 parts.device.describe(),
                 round(time.perf_counter() - started, 3),
             )
         )
         threading.Thread(target=self._read, args=(loop,), name="messages", daemon=True).start()
         loop.run()
+        if self._turns is not None:
+            self._turns.close()
         return 0
 
     # --- from the server, on a thread of its own ----------------------------------------------------------
@@ -86,9 +106,16 @@ class Host:
     def _read(self, loop: Loop) -> None:
         try:
             while True:
-                self._take(loop, wire.decode_to_engine(self._pipe.recv_bytes()))
+                message = wire.decode_to_engine(self._pipe.recv_bytes())
+                if isinstance(message, wire.OpenStream) and message.saved is not None:
+                    self._go_on(loop, message, passed(self._pipe, message.saved))
+                else:
+                    self._take(loop, message)
         except (EOFError, OSError, PeerGone, OutOfStep):
-            loop.inbox.put(Loop.stop)
+            pass
+        except Exception:
+            log.exception("what the server said cannot be taken")
+        loop.inbox.put(Loop.stop)
 
     def _take(self, loop: Loop, message: wire.ToEngine) -> None:
         put = loop.inbox.put
@@ -106,23 +133,72 @@ class Host:
                     message.submitted_ns,
                 )
                 utterance.future.add_done_callback(partial(self._done, message.id))
-                put(lambda loop: loop.submit(utterance))
+                if loop.names:
+                    name(utterance)
+                put(lambda loop: loop.work.submit(utterance))
             case wire.Put(session=session, piece=piece, length=length):
                 windows = Windows(session, self._ring.take(session, length), Future())
                 windows.future.add_done_callback(partial(self._heard, windows, piece))
+                if loop.names:
+                    name_windows(windows)
                 put(lambda loop: loop.listeners.put(windows))
+            case wire.PutPiece(session=session, piece=number, length=length, last=last, wanted=wanted):
+                spoken = Piece(session, self._ring.take(session, length), last, Future(), wanted)
+                spoken.future.add_done_callback(partial(self._said, session, number))
+                put(lambda loop: loop.streams.put(spoken))
             case wire.Cancel(id=request_id):
-                put(lambda loop: loop.cancel(request_id))
+                put(lambda loop: loop.work.cancel(request_id))
             case wire.OpenSession(session=session, live=live, state=state):
                 put(lambda loop: loop.listeners.open(session, live, state))
+            case wire.OpenStream(session=session, live=live, samples=samples):
+                put(lambda loop: loop.streams.open(session, live, samples))
+            case wire.Export(session=session):
+                put(lambda loop: self._export(loop, session))
             case wire.CloseSession(session=session):
-                put(lambda loop: loop.listeners.close(session))
+                put(lambda loop: loop.close(session))
+            case wire.AskTurn(number=number, length=length):
+                pcm, answer = self._ring.take(number, length), Future[float]()
+                answer.add_done_callback(partial(self._turn, number))
+                if self._turns is not None:
+                    self._turns.ask(pcm, answer)
+                else:  # the engine before this one had it
+                    answer.set_exception(ModelNotLoaded("this engine has no turn model"))
             case wire.Ask(number=number):
                 self._report(number, loop)
             case wire.Ping():
                 put(lambda _: self._send(wire.Pong()))
             case wire.Stop():
                 put(Loop.stop)
+
+    # --- streams that come from another process, and go to one; on the loop's thread ----------------------
+
+    def _go_on(self, loop: Loop, message: wire.OpenStream, parcel: Parcel) -> None:
+        def open_saved(loop: Loop) -> None:
+            opened = wire.Opened(message.session)
+
+            def fail(error: AsrServeError) -> None:
+                nonlocal opened
+                opened = wire.Opened(message.session, wire.Failure.of(error))
+
+            with contextlib.closing(parcel), Attempt(loop.stats, "chunk", "going on with a stream", fail):
+                numbers, *parts = parcel.open()
+                loop.streams.open(
+                    message.session, message.live, message.samples, saved=Saved(numbers, tuple(parts))
+                )
+            self._send(opened)
+
+        loop.inbox.put(open_saved)
+
+    def _export(self, loop: Loop, session: int) -> None:
+        parcel: Parcel | None = None
+
+        def fail(error: AsrServeError) -> None:
+            log.warning("a stream has to be heard again from its start: %s", error)
+
+        with Attempt(loop.stats, "chunk", "exporting a stream", fail):
+            if POSSIBLE and (saved := loop.streams.export(session)) is not None:
+                parcel = Parcel.pack([saved.numbers, *saved.parts])
+        self._send(wire.Exported(session, parcel.label if parcel else None), parcel)
 
     # --- to the server, mostly on the loop's thread -------------------------------------------------------
 
@@ -143,6 +219,22 @@ class Host:
             assert isinstance(error, AsrServeError)
             self._send(wire.Failed(windows.session, wire.Failure.of(error), piece))
 
+    def _said(self, session: int, piece: int, future: Future[Found | Recognition]) -> None:
+        error = future.exception()
+        if error is None:
+            self._send(wire.Said(session, piece, future.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self._send(wire.Failed(session, wire.Failure.of(error), piece))
+
+    def _turn(self, number: int, answer: Future[float]) -> None:
+        error = answer.exception()
+        if error is None:
+            self._send(wire.Turn(number, answer.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self._send(wire.NoTurn(number, wire.Failure.of(error)))
+
     def _report(self, number: int, loop: Loop) -> None:
         """On the reading thread: what is read of the loop are single numbers. The text is not made anew for
         everybody who asks."""
@@ -150,19 +242,26 @@ class Host:
         assert metrics is not None
         now = time.monotonic()
         if now - self._text_at > REPORT_EVERY_S:
-            metrics.pages.set(loop.decode_runner.pages.pages)
-            metrics.pages_used.set(loop.decode_runner.pages.used)
+            found = loop.work.report()
+            metrics.pages.set(found["pages"])
+            metrics.pages_used.set(found["pages_used"])
             metrics.sessions.set(loop.vad_runner.states.used)
-            metrics.requests["waiting"].set(len(loop.planner))
-            metrics.requests["decoding"].set(len(loop.decode_runner.rows))
+            metrics.prefix_bytes.set(loop.kept_bytes)
+            metrics.requests["waiting"].set(found["waiting"])
+            metrics.requests["decoding"].set(found["decoding"])
             self._text, self._text_at = metrics.text(), now
         self._send(wire.Report(number, loop.describe(), self._text))
 
-    def _send(self, message: wire.ToServer) -> None:
+    def _send(self, message: wire.ToServer, parcel: Parcel | None = None) -> None:
+        """`parcel`: that the message announces; it is closed."""
         with self._sending:
             if not self._stopped:
                 with contextlib.suppress(OSError):  # the server is gone: the reading thread sees it too
                     self._pipe.send_bytes(wire.encode(message))
+                    if parcel is not None:
+                        pass_on(self._pipe, parcel)
+        if parcel is not None:
+            parcel.close()
 
     def _stop_sending(self) -> None:
         """What the ending loop rejects is not for the callers: the server gives it to the next engine."""

@@ -1,7 +1,7 @@
 """What the server and its engine process say to each other: msgspec structs over a pipe, PCM over the ring.
 
 Order is all the agreement there is: the samples that messages announce lie in the ring in the order of the
-messages, and nothing else does.
+messages, and nothing else does. A parcel (transfer/parcel) follows its message in the pipe.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import msgspec
 from asr_serve import errors
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
+from asr_serve.engine.session import Wanted
 from asr_serve.errors import AsrServeError
-from asr_serve.models.card import Card
-from asr_serve.types import Priority
+from asr_serve.models.card import Card, TurnCard
+from asr_serve.transfer.parcel import Label
+from asr_serve.types import Found, Priority
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +27,12 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     dtype: str = "auto"
     weights: str | None = None
+    turn_model: str = "auto"
     threads: int | None = None
     """CPU threads that compute; None: a thread for every core."""
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    """Where an engine that encodes for others listens for them."""
+    peer_keys: tuple[str, ...] = ()
     config: EngineConfig = EngineConfig()
 
 
@@ -58,6 +64,22 @@ class OpenSession(msgspec.Struct, frozen=True, tag=True):
     state: bytes | None
 
 
+class OpenStream(msgspec.Struct, frozen=True, tag=True):
+    """Through a model that carries its state. `samples`: the most that will come. `saved`: where it stood in
+    another process, in a parcel that follows this message; answered by an Opened."""
+
+    session: int
+    live: bool
+    samples: int | None
+    saved: Label | None = None
+
+
+class Export(msgspec.Struct, frozen=True, tag=True):
+    """A stream all of whose pieces are answered leaves this process. Answered by an Exported."""
+
+    session: int
+
+
 class Put(msgspec.Struct, frozen=True, tag=True):
     """Windows of a session; `length` samples are in the ring. `piece` counts within the session."""
 
@@ -66,8 +88,27 @@ class Put(msgspec.Struct, frozen=True, tag=True):
     length: int
 
 
-class CloseSession(msgspec.Struct, frozen=True, tag=True):
+class PutPiece(msgspec.Struct, frozen=True, tag=True):
+    """The same of a stream. `last`: it ends with these. `wanted`: a hypothesis of it."""
+
     session: int
+    piece: int
+    length: int
+    last: bool
+    wanted: Wanted | None
+
+
+class CloseSession(msgspec.Struct, frozen=True, tag=True):
+    """One of either kind."""
+
+    session: int
+
+
+class AskTurn(msgspec.Struct, frozen=True, tag=True):
+    """Has the speaker finished? `length` samples are in the ring. Answered by a Turn or a NoTurn."""
+
+    number: int
+    length: int
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -91,9 +132,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded. `cards`: every model this installation knows; only the engine can read them."""
 
     card: Card
+    turn_card: TurnCard | None
     cards: tuple[Card, ...]
     folder: str
     """Where the weights lie, and the tokeniser beside them."""
+    fingerprint: int
+    """Of what lies there."""
     device: dict[str, Any]
     load_s: float
 
@@ -120,6 +164,29 @@ class Heard(msgspec.Struct, frozen=True, tag=True):
     piece: int
     probabilities: bytes
     state: bytes
+
+
+class Said(msgspec.Struct, frozen=True, tag=True):
+    """What a stream says, with that piece of it; or the hypothesis that was wanted."""
+
+    session: int
+    piece: int
+    found: Found | Recognition
+
+
+class Exported(msgspec.Struct, frozen=True, tag=True):
+    """A stream has left. `saved`: where it stood, in a parcel that follows this message; None: that can't be told,
+    and it is to be heard again from its start."""
+
+    session: int
+    saved: Label | None
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """A stream goes on from where it stood in another process; or cannot, `failure`."""
+
+    session: int
+    failure: Failure | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -151,6 +218,20 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     piece: int | None = None
 
 
+class Turn(msgspec.Struct, frozen=True, tag=True):
+    """How likely the speaker has finished."""
+
+    number: int
+    probability: float
+
+
+class NoTurn(msgspec.Struct, frozen=True, tag=True):
+    """A question that could not be answered."""
+
+    number: int
+    failure: Failure
+
+
 class Broken(msgspec.Struct, frozen=True, tag=True):
     """The model could not be loaded; the process ends."""
 
@@ -173,8 +254,36 @@ class Log(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-ToEngine = Submit | Cancel | OpenSession | Put | CloseSession | Ask | Ping | Stop
-ToServer = Ready | Broken | Started | Pong | Done | Heard | Failed | Report | Log
+ToEngine = (
+    Submit
+    | Cancel
+    | OpenSession
+    | OpenStream
+    | Export
+    | Put
+    | PutPiece
+    | CloseSession
+    | AskTurn
+    | Ask
+    | Ping
+    | Stop
+)
+ToServer = (
+    Ready
+    | Broken
+    | Started
+    | Pong
+    | Done
+    | Heard
+    | Said
+    | Exported
+    | Opened
+    | Failed
+    | Turn
+    | NoTurn
+    | Report
+    | Log
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.base import Device, Linear
+from asr_serve.devices.base import Device, Linear, Vocabulary
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import onnx_graph
-from asr_serve.models.batch import Packing, Paged, pack
+from asr_serve.models.batch import Packing, Paged, buffer, pack, tap_matrix
 from asr_serve.models.card import Card, Packaged
 
 STEM_STRIDE = 64 * 3 * 2
@@ -130,13 +130,13 @@ class Model:
             config.head_dim,
         )
         self.kernels = device.kernels
-        take = _Weights(config, weights, device)
+        take = Weights(config, weights, device)
         self.stem = _Stem(take)
         self.encoder = [_EncoderLayer(take, i) for i in range(config.encoder_num_hidden_layers)]
         self.encoder_norm = take.vector("model.encoder.layer_norm.weight")
         half = config.rotary_half(config.encoder_num_attention_heads)
         # Grown when a clip longer than 49 s comes.
-        self.encoder_angles = _angles(config, half, 2_048, device.torch_device)
+        self.encoder_angles = rotary_angles(config.rope_theta, 2 * half, 2_048, device)
         self.cross_kv = take.linear(
             *[
                 f"model.decoder.layers.{i}.encoder_attn.{kind}_proj"
@@ -144,13 +144,16 @@ class Model:
                 for kind in "kv"
             ]
         )
-        self.decoder = [_DecoderLayer(take, i) for i in range(config.decoder_num_hidden_layers)]
+        self.decoder = [DecoderLayer(take, i) for i in range(config.decoder_num_hidden_layers)]
         self.decoder_norm = take.vector("model.decoder.norm.weight")
         half = config.rotary_half(config.decoder_num_attention_heads)
-        self.decoder_angles = _angles(config, half, self.max_tokens, device.torch_device)
-        self.embedding = take.matrix("model.decoder.embed_tokens.weight")
-        self.head_weight = take.matrix("proj_out.weight")
-        self.head = device.linear(self.head_weight)
+        self.decoder_angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
+        self.embedding, self.head = take.vocabulary()
+        self.head_weight = self.head.weight
+
+    def start(self, options: object) -> tuple[int, ...]:
+        """The tokens that an answer begins with, whatever is asked for."""
+        return (self.bos,)
 
     def frames(self, samples: int) -> int:
         """Encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
@@ -166,7 +169,7 @@ class Model:
                 what lies past the last clip is noise
         """
         x, packing = self.stem(batch)
-        cos, sin = self._encoder_angles(max(packing.frames))
+        cos, sin = self.angles(max(packing.frames))
         for layer in self.encoder:
             x = layer(x, packing, cos, sin, self.device)
         return F.layer_norm(x, x.shape[-1:], self.encoder_norm), packing
@@ -175,29 +178,33 @@ class Model:
         """Keys and values of every decoder layer: (frames, layers, 2, hidden_size) of hidden (frames, .)."""
         return self.cross_kv(hidden).view(-1, self.layers, 2, self.config.hidden_size)
 
-    def decode(self, tokens: Tensor, own: Paged, audio: Paged) -> tuple[Tensor, Tensor]:
+    def decode(
+        self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One position of each row.
 
         In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
-                with the row's cross keys and values
-        Out     logits (rows, vocab_size), hidden (rows, hidden_size) they were made from
+                with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
+        Out     logits (n, vocab_size), hidden (n, hidden_size) they were made from
         State   writes this token's keys and values into `own`
         """
         positions = own.lengths - 1
-        x = F.embedding(tokens, self.embedding)
+        x = self.embedding.embed(tokens)
         for i, layer in enumerate(self.decoder):
             x = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+        x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
         return self.head(x), x
 
-    def _encoder_angles(self, frames: int) -> tuple[Tensor, Tensor]:
+    def angles(self, frames: int) -> tuple[Tensor, Tensor]:
+        """Of the encoder, for clips of so many frames at least."""
         if frames > self.encoder_angles[0].shape[0]:
-            half = self.encoder_angles[0].shape[1]
-            self.encoder_angles = _angles(self.config, half, 2 * frames, self.device.torch_device)
+            rotary = 2 * self.encoder_angles[0].shape[1]
+            self.encoder_angles = rotary_angles(self.config.rope_theta, rotary, 2 * frames, self.device)
         return self.encoder_angles
 
 
-class _Weights:
+class Weights:
     """A checkpoint's tensors by name, laid out for the device."""
 
     def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
@@ -214,7 +221,11 @@ class _Weights:
     def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         return self.get(name).to(self.device.torch_device, dtype or self.device.dtype)
 
-    matrix = vector
+    def vocabulary(self) -> tuple[Vocabulary, Vocabulary]:
+        """The embedding and the output projection: one, unless the checkpoint says otherwise."""
+        embedding, head = self.get("model.decoder.embed_tokens.weight"), self.get("proj_out.weight")
+        words = self.device.vocabulary(embedding)
+        return words, words if torch.equal(embedding, head) else self.device.vocabulary(head)
 
     def linear(self, *names: str, rotary: int = 0, bias: bool = False) -> Linear:
         """One product for several matrices of the same input, stacked. The first `rotary` of them are
@@ -242,7 +253,7 @@ class _Stem:
     more.
     """
 
-    def __init__(self, take: _Weights) -> None:
+    def __init__(self, take: Weights) -> None:
         self.device = take.device
         first = F.pad(take.get("model.encoder.conv1.weight")[:, 0], (0, 1))  # 127 taps; 128 divide well
         self.first = take.device.linear(first, dtype=torch.float32)
@@ -250,9 +261,12 @@ class _Stem:
         second = take.get("model.encoder.conv2.weight")
         # The norm's scale and shift per channel go into the convolution that follows it.
         bias = take.get("model.encoder.conv2.bias") + (second * shift[None, :, None]).sum((1, 2))
-        self.second = take.device.linear(_taps(second * scale[None, :, None]), bias)
+        # A dtype is named, so that a device that quantises leaves these two alone: few weights, of sizes far
+        # apart, and everything that follows hears through them.
+        dtype = take.device.dtype
+        self.second = take.device.linear(tap_matrix(second * scale[None, :, None]), bias, dtype)
         third = take.get("model.encoder.conv3.weight")
-        self.third = take.device.linear(_taps(third), take.get("model.encoder.conv3.bias"))
+        self.third = take.device.linear(tap_matrix(third), take.get("model.encoder.conv3.bias"), dtype)
 
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, Packing]:
         at = self.device.torch_device
@@ -284,18 +298,11 @@ class _Stem:
 
     def _packed(self, counts: list[int], width: int, dtype: torch.dtype) -> tuple[Tensor, Packing]:
         packing = pack(counts, self.device.frame_block)
-        buffer = torch.empty(packing.total, width, dtype=dtype, device=self.device.torch_device)
-        buffer[sum(counts) :] = 0  # numbers, not whatever lay there: it is computed with
-        return buffer, packing
-
-
-def _taps(weight: Tensor) -> Tensor:
-    """Convolution weight (out, in, taps) as a matrix over windows in time order."""
-    return weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
+        return buffer(packing, width, dtype, self.device.torch_device), packing
 
 
 class _EncoderLayer:
-    def __init__(self, take: _Weights, index: int) -> None:
+    def __init__(self, take: Weights, index: int) -> None:
         at = f"model.encoder.layers.{index}"
         self.heads = take.config.encoder_num_attention_heads
         self.norm1 = take.vector(f"{at}.input_layernorm.weight")
@@ -312,8 +319,10 @@ class _EncoderLayer:
         return self.down(self.up(F.layer_norm(x, (width,), self.norm2), gelu=True), add=x)
 
 
-class _DecoderLayer:
-    def __init__(self, take: _Weights, index: int) -> None:
+class DecoderLayer:
+    """One position of each row: attention to its own tokens, then to its audio; of Moonshine Streaming too."""
+
+    def __init__(self, take: Weights, index: int) -> None:
         at = f"model.decoder.layers.{index}"
         self.heads = take.config.decoder_num_attention_heads
         self.scale = take.config.head_dim**-0.5
@@ -351,10 +360,12 @@ class _DecoderLayer:
         return self.down(F.silu(gate).mul_(up), add=x)
 
 
-def _angles(config: Config, half: int, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    steps = torch.arange(half, dtype=torch.float64) / half
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * config.rope_theta**-steps
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+def rotary_angles(theta: float, rotary: int, positions: int, device: Device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (positions, pairs) float32 of what turns with the position: `rotary` dimensions of a head,
+    in pairs; an odd one takes the next with it."""
+    steps = torch.arange(0, rotary, 2, dtype=torch.float64) / rotary
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * theta**-steps
+    return angles.cos().float().to(device.torch_device), angles.sin().float().to(device.torch_device)
 
 
 # --- the package's graphs, read once -------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.nn import functional
 from asr_serve import native
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.batch import pack
+from asr_serve.models.streaming import StateSpec
 
 WINDOW_SAMPLES = 512
 CONTEXT_SAMPLES = 64
@@ -78,6 +79,10 @@ class Silero(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
         self.register_buffer("hann", torch.hann_window(FFT_SAMPLES), persistent=False)
         self.hann: Tensor
+
+    def state_specs(self) -> dict[str, StateSpec]:
+        """What a row remembers, by its name in SileroState."""
+        return {name: StateSpec(tuple(tensor.shape[1:])) for name, tensor in self.state(1)._asdict().items()}
 
     def state(self, rows: int) -> SileroState:
         """A fresh state: silence before the first sample."""

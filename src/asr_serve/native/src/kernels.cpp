@@ -3,47 +3,12 @@
 #include "kernels.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <vector>
+
+#include "floats.h"
 
 namespace asr_serve::ASR_SERVE_ISA {
 namespace {
-
-inline float load(float x) { return x; }
-inline float load(bf16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-inline void save(float* to, float x) { *to = x; }
-inline void save(bf16* to, float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;          // nearest, ties to even
-  bool nan = (bits & 0x7fffffffu) > 0x7f800000u;                            // rounding must not make it infinity
-  to->bits = uint16_t(nan ? ((bits >> 16) | 0x40u) : rounded);
-}
-
-// exp for x <= 0, 2 ulp: 2^n by exponent bits times a degree-6 polynomial of the remainder. Below -87 it
-// is 0, and NaN stays NaN.
-inline float exp_negative(float x) {
-  float clamped = x < -87.0f ? -87.0f : x;
-  float n = std::nearbyintf(clamped * 1.44269504f);
-  float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return x < -87.0f ? 0.0f : p * power;
-}
 
 // 2^x for x <= 0 when a bf16 is to hold it: 3 terms leave 1e-4, a bf16 rounds at 4e-3.
 inline float exp2_short(float x) {
@@ -79,11 +44,6 @@ inline float hyperbolic(float x) {
   float near = x * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315))));
   float far = 2.0f * sigmoid(2.0f * x) - 1.0f;
   return s < 0.0625f ? near : far;
-}
-
-template <typename F>
-void run(int64_t items, ParallelFor parallel, F& each) {
-  parallel(items, [](void* context, int64_t item) { (*static_cast<F*>(context))(item); }, &each);
 }
 
 template <typename T>

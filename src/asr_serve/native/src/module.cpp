@@ -2,17 +2,21 @@
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "int8_module.h"
 #include "kernels.h"
+#include "streaming.h"
 
 namespace nb = nanobind;
 using namespace asr_serve;
@@ -69,10 +73,19 @@ void pin_threads(const std::vector<int>& cpus) {
       &pinning, unsigned(cpus.size()), 0);
 }
 
-std::string isa = "generic";
-const Kernels<float>* f32 = &generic::kernels_f32;
-const Kernels<bf16>* b16 = &generic::kernels_bf16;
-Lstm lstm_f32 = generic::lstm_f32;
+// Everything that was compiled for one instruction set.
+struct Set {
+  const char* name;
+  const Kernels<float>* f32;
+  const Kernels<bf16>* b16;
+  const StreamingKernels<float>* streaming_f32;
+  const StreamingKernels<bf16>* streaming_b16;
+  Lstm lstm_f32;
+};
+#define ASR_SERVE_SET(isa) \
+  Set { #isa, &isa::kernels_f32, &isa::kernels_bf16, &isa::streaming_f32, &isa::streaming_bf16, isa::lstm_f32 }
+
+Set chosen = ASR_SERVE_SET(generic);
 
 void choose(const std::string& wanted) {
 #ifdef ASR_SERVE_HAS_X86
@@ -83,17 +96,20 @@ void choose(const std::string& wanted) {
   bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
                   __builtin_cpu_supports("f16c");
   if ((wanted == "auto" || wanted == "avx512") && has_avx512) {
-    isa = "avx512", f32 = &avx512::kernels_f32, b16 = &avx512::kernels_bf16, lstm_f32 = avx512::lstm_f32;
+    chosen = ASR_SERVE_SET(avx512);
     return;
   }
   if ((wanted == "auto" || wanted == "avx2") && has_avx2) {
-    isa = "avx2", f32 = &avx2::kernels_f32, b16 = &avx2::kernels_bf16, lstm_f32 = avx2::lstm_f32;
+    chosen = ASR_SERVE_SET(avx2);
     return;
   }
 #endif
   if (wanted != "auto" && wanted != "generic") throw std::invalid_argument("this CPU has no " + wanted);
-  isa = "generic", f32 = &generic::kernels_f32, b16 = &generic::kernels_bf16, lstm_f32 = generic::lstm_f32;
+  chosen = ASR_SERVE_SET(generic);
 }
+
+const StreamingKernels<float>& streaming_of(float) { return *chosen.streaming_f32; }
+const StreamingKernels<bf16>& streaming_of(bf16) { return *chosen.streaming_b16; }
 
 using Tensor = nb::ndarray<nb::device::cpu>;
 template <typename S>
@@ -132,10 +148,10 @@ template <typename F>
 void with_type(const Tensor& x, F call) {
   if (is_bf16(x)) {
     nb::gil_scoped_release release;
-    call(bf16{}, *b16);
+    call(bf16{}, *chosen.b16);
   } else {
     nb::gil_scoped_release release;
-    call(float{}, *f32);
+    call(float{}, *chosen.f32);
   }
 }
 
@@ -236,20 +252,28 @@ void attend(Tensor pool, int64_t layer, Tensor q, Tensor out, Array<int32_t> tab
   });
 }
 
-void pick(Tensor logits, Tensor hidden, Tensor weight, Array<int64_t> tokens, Array<float> logprobs) {
-  require(logits.dtype() == hidden.dtype() && logits.dtype() == weight.dtype(), "one dtype");
+// Without a weight the logits are float, exact enough by themselves, and hidden is not looked at.
+void pick(Tensor logits, std::optional<Tensor> hidden, std::optional<Tensor> weight, Array<int64_t> tokens,
+          Array<float> logprobs) {
   require(logits.ndim() == 2 && contiguous_from(logits, 0), "logits must be (rows, vocab)");
-  require(hidden.ndim() == 2 && contiguous_from(hidden, 0) && hidden.shape(0) == logits.shape(0),
-          "hidden must be (rows, dim)");
-  require(weight.ndim() == 2 && contiguous_from(weight, 0) && weight.shape(0) == logits.shape(1) &&
-              weight.shape(1) == hidden.shape(1),
-          "weight must be (vocab, dim)");
   require(tokens.size() == logits.shape(0) && logprobs.size() == logits.shape(0), "one result per row");
+  if (weight) {
+    require(hidden && logits.dtype() == hidden->dtype() && logits.dtype() == weight->dtype(), "one dtype");
+    require(hidden->ndim() == 2 && contiguous_from(*hidden, 0) && hidden->shape(0) == logits.shape(0),
+            "hidden must be (rows, dim)");
+    require(weight->ndim() == 2 && contiguous_from(*weight, 0) && weight->shape(0) == logits.shape(1) &&
+                weight->shape(1) == hidden->shape(1),
+            "weight must be (vocab, dim)");
+  } else {
+    require(!is_bf16(logits), "bfloat16 logits need hidden and weight");
+    hidden = std::nullopt;
+  }
   with_type(logits, [&](auto type, const auto& kernels) {
     using T = decltype(type);
-    kernels.pick(static_cast<const T*>(logits.data()), static_cast<const T*>(hidden.data()),
-                 static_cast<const T*>(weight.data()), int64_t(logits.shape(0)), int64_t(logits.shape(1)),
-                 int(hidden.shape(1)), tokens.data(), logprobs.data(), parallel_for);
+    kernels.pick(static_cast<const T*>(logits.data()), hidden ? static_cast<const T*>(hidden->data()) : nullptr,
+                 weight ? static_cast<const T*>(weight->data()) : nullptr, int64_t(logits.shape(0)),
+                 int64_t(logits.shape(1)), hidden ? int(hidden->shape(1)) : 0, tokens.data(), logprobs.data(),
+                 parallel_for);
   });
 }
 
@@ -275,8 +299,103 @@ void lstm(Array<float> gates, Array<float> weight, Array<int64_t> offsets, Array
                 lengths.data()[i] <= int64_t(steps) - offsets.data()[i],
             "a row reaches outside the steps");
   nb::gil_scoped_release release;
-  lstm_f32(gates.data(), weight.data(), offsets.data(), lengths.data(), h.data(), c.data(), out.data(), int64_t(rows),
+  chosen.lstm_f32(gates.data(), weight.data(), offsets.data(), lengths.data(), h.data(), c.data(), out.data(), int64_t(rows),
            int(width), parallel_for);
+}
+
+bool has_shape(const Tensor& x, std::initializer_list<int64_t> shape) {
+  return x.ndim() == shape.size() &&
+         std::equal(shape.begin(), shape.end(), x.shape_ptr(), [](int64_t a, size_t b) { return size_t(a) == b; });
+}
+
+// A view whose last axis only is known to be contiguous.
+bool has_view(const Tensor& x, std::initializer_list<int64_t> shape) {
+  return has_shape(x, shape) && contiguous_from(x, x.ndim() - 1);
+}
+
+template <typename T>
+Frames<T> frames_of(const Tensor& x, int64_t head) {
+  return {static_cast<T*>(x.data()), x.stride(0), x.stride(1), head};
+}
+
+// Which rows of the state a step is about: no row may be outside of it.
+Step step_of(int64_t rows, int64_t frames, size_t slots, const Array<int64_t>& slot, const int64_t* seen,
+             const Array<int64_t>& live) {
+  require(slot.ndim() == 1 && live.ndim() == 1 && int64_t(slot.size()) == rows && int64_t(live.size()) == rows,
+          "rows, seen and frames must be (n,)");
+  for (int64_t i = 0; i < rows; ++i) {
+    require(slot.data()[i] >= 0 && slot.data()[i] < int64_t(slots), "a row outside the state");
+    require(live.data()[i] >= 0 && live.data()[i] <= frames, "more frames than the chunk has");
+  }
+  return {rows, frames, slot.data(), seen, live.data()};
+}
+
+void window_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Array<int64_t> rows,
+                      Array<int64_t> seen, Array<int64_t> frames, std::optional<Tensor> bias, int64_t left,
+                      int64_t block, Tensor out) {
+  require(q.ndim() == 4 && keys.ndim() == 4,
+          "q must be (n, E, heads, head_dim), keys (slots, heads, capacity, head_dim)");
+  const int64_t n = q.shape(0), steps = q.shape(1), heads = q.shape(2), dim = q.shape(3);
+  const int64_t slots = keys.shape(0), capacity = keys.shape(2);
+  for (const Tensor* x : {&k, &v, &keys, &values, &out})
+    require(x->dtype() == q.dtype(), "q, k, v, keys, values and out must have one dtype");
+  for (const Tensor* x : {&q, &k, &v})
+    require(has_view(*x, {n, steps, heads, dim}), "q, k, v must be (n, E, heads, head_dim), contiguous along head_dim");
+  for (const Tensor* x : {&keys, &values})
+    require(has_view(*x, {slots, heads, capacity, dim}),
+            "keys, values must be (slots, heads, capacity, head_dim), contiguous along head_dim");
+  require(has_view(out, {n, steps, heads * dim}), "out must be (n, E, heads * head_dim), contiguous along the last");
+  require(dim >= 1, "head_dim must be at least 1");
+  require(block >= 1 && steps % block == 0, "E must be a multiple of block");
+  require(left >= 0 && left <= capacity && steps <= capacity - left, "the ring must hold left + E frames");
+  const Step step = step_of(n, steps, keys.shape(0), rows, seen.data(), frames);
+  require(seen.ndim() == 1 && int64_t(seen.size()) == n, "rows, seen and frames must be (n,)");
+  for (int64_t i = 0; i < n; ++i)
+    require(frames.data()[i] == 0 ||
+                (seen.data()[i] >= 0 && seen.data()[i] < int64_t(1) << 62 && seen.data()[i] % block == 0),
+            "seen must be a multiple of block");
+  Bias scores{};
+  if (bias) {
+    scores.single = bias->dtype() == nb::dtype<float>();
+    require(scores.single || bias->dtype() == q.dtype(), "bias must be float32, or of the dtype of q");
+    require(has_shape(*bias, {n, heads, steps, left + steps}), "bias must be (n, heads, E, left + E)");
+    scores = {bias->data(), scores.single, bias->stride(0), bias->stride(1), bias->stride(2), bias->stride(3)};
+  }
+  with_type(q, [&](auto type, const auto&) {
+    using T = decltype(type);
+    auto ring = [](const Tensor& x) {
+      return Ring<T>{static_cast<T*>(x.data()), x.stride(0), x.stride(1), x.stride(2)};
+    };
+    auto given = [](const Tensor& x) { return frames_of<const T>(x, x.stride(2)); };
+    streaming_of(type).window_attention({step, heads, dim, capacity, left, block, given(q), given(k), given(v),
+                                         ring(keys), ring(values), scores, frames_of<T>(out, dim)},
+                                        parallel_for);
+  });
+}
+
+void causal_conv(Tensor x, Tensor weight, std::optional<Tensor> bias, Tensor tail, Array<int64_t> rows,
+                 Array<int64_t> frames, Tensor out) {
+  require(x.ndim() == 3 && weight.ndim() == 2 && tail.ndim() == 3 && weight.shape(1) >= 1,
+          "x must be (n, E, C), weight (C, K), tail (slots, K - 1, C)");
+  const int64_t n = x.shape(0), steps = x.shape(1), channels = x.shape(2), taps = weight.shape(1);
+  require(weight.dtype() == x.dtype() && tail.dtype() == x.dtype() && out.dtype() == x.dtype() &&
+              (!bias || bias->dtype() == x.dtype()),
+          "x, weight, bias, tail and out must have one dtype");
+  require(has_view(x, {n, steps, channels}) && has_view(out, {n, steps, channels}),
+          "x and out must be (n, E, C), contiguous along C");
+  require(has_shape(weight, {channels, taps}), "weight must be (C, K)");
+  require(!bias || has_view(*bias, {channels}), "bias must be (C,)");
+  require(has_view(tail, {int64_t(tail.shape(0)), taps - 1, channels}),
+          "tail must be (slots, K - 1, C), contiguous along C");
+  const Step step = step_of(n, steps, tail.shape(0), rows, nullptr, frames);
+  with_type(x, [&](auto type, const auto&) {
+    using T = decltype(type);
+    streaming_of(type).causal_conv(
+        {step, channels, taps, frames_of<const T>(x, 0), static_cast<const T*>(weight.data()), weight.stride(0),
+         weight.stride(1), bias ? static_cast<const T*>(bias->data()) : nullptr, static_cast<T*>(tail.data()),
+         tail.stride(0), tail.stride(1), frames_of<T>(out, 0)},
+        parallel_for);
+  });
 }
 
 }  // namespace
@@ -286,7 +405,7 @@ NB_MODULE(_core, m) {
   choose("auto");
   gomp_parallel = reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   m.attr("PAGE") = PAGE;
-  m.def("isa", [] { return isa; }, "The instruction set in use: generic, avx2 or avx512.");
+  m.def("isa", [] { return std::string(chosen.name); }, "The instruction set in use: generic, avx2 or avx512.");
   m.def("choose_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
   m.def("shares_threads", [] { return gomp_parallel != nullptr; }, "Whether torch's OpenMP pool was found.");
   m.def("set_threads", [](unsigned n) { thread_count = n ? n : 1; }, nb::arg("threads"));
@@ -300,6 +419,17 @@ NB_MODULE(_core, m) {
   m.def("tanh_norm", &tanh_norm, nb::arg("x").noconvert(), nb::arg("out").noconvert(), nb::arg("eps"));
   m.def("lstm", &lstm, nb::arg("gates").noconvert(), nb::arg("weight").noconvert(), nb::arg("offsets").noconvert(),
         nb::arg("lengths").noconvert(), nb::arg("h").noconvert(), nb::arg("c").noconvert(), nb::arg("out").noconvert());
-  m.def("pick", &pick, nb::arg("logits").noconvert(), nb::arg("hidden").noconvert(), nb::arg("weight").noconvert(), nb::arg("tokens").noconvert(),
+  m.def("pick", &pick, nb::arg("logits").noconvert(), nb::arg("hidden").noconvert().none(), nb::arg("weight").noconvert().none(), nb::arg("tokens").noconvert(),
         nb::arg("logprobs").noconvert());
+  m.def("window_attention", &window_attention, nb::arg("q").noconvert(), nb::arg("k").noconvert(),
+        nb::arg("v").noconvert(), nb::arg("keys").noconvert(), nb::arg("values").noconvert(), nb::arg("rows").noconvert(),
+        nb::arg("seen").noconvert(), nb::arg("frames").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("left"),
+        nb::arg("block"), nb::arg("out").noconvert());
+  m.def("causal_conv", &causal_conv, nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
+        nb::arg("bias").noconvert().none(), nb::arg("tail").noconvert(), nb::arg("rows").noconvert(),
+        nb::arg("frames").noconvert(), nb::arg("out").noconvert());
+  add_int8(m, parallel_for);
+  m.def(
+      "address", [](Tensor x) { return reinterpret_cast<uintptr_t>(x.data()); }, nb::arg("tensor").noconvert(),
+      "Where a tensor's numbers lie, as the kernels see it. For tests: nothing is copied on the way in.");
 }

@@ -1,0 +1,208 @@
+"""A Whisper of a published shape with random weights: how much audio a device hears at once, and how fast.
+
+    python bench/shape.py --shape large-v3 --device cuda --requests 1,8,32,64 --graphs on,off --json shape.json
+
+What a product costs does not depend on its numbers, so this says what real weights of that shape would cost, on
+machines that no hub is reachable from. Every answer is made as long as --tokens-per-s says: end-of-text is never
+the likeliest, and large positions keep an answer from repeating itself. Each point submits so many clips at once,
+ROUNDS times; the median counts. `graphs off` runs every decoding step operation by operation (CUDA only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import machine
+import msgspec
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from asr_serve import devices
+from asr_serve.config import EngineConfig
+from asr_serve.decoding.attention import SearchOptions
+from asr_serve.devices.cuda import CudaDevice
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.local import local
+from asr_serve.engine.parts import Parts
+from asr_serve.models.asr import whisper
+from asr_serve.models.vad import silero
+
+ROUNDS = 3
+PAGE_POSITIONS = 16
+
+
+class Shape(NamedTuple):
+    width: int
+    heads: int
+    encoder_layers: int
+    decoder_layers: int
+    mels: int = 80
+    vocabulary: int = 51_865
+
+
+SHAPES = {
+    "tiny.en": Shape(384, 6, 4, 4, vocabulary=51_864),
+    "base": Shape(512, 8, 6, 6),
+    "small": Shape(768, 12, 12, 12),
+    "medium": Shape(1_024, 16, 24, 24),
+    "large-v3": Shape(1_280, 20, 32, 32, 128, 51_866),
+    "large-v3-turbo": Shape(1_280, 20, 32, 4, 128, 51_866),
+}
+
+
+def config_of(shape: Shape) -> whisper.Config:
+    return whisper.Config(
+        vocab_size=shape.vocabulary,
+        num_mel_bins=shape.mels,
+        d_model=shape.width,
+        encoder_layers=shape.encoder_layers,
+        encoder_attention_heads=shape.heads,
+        encoder_ffn_dim=4 * shape.width,
+        decoder_layers=shape.decoder_layers,
+        decoder_attention_heads=shape.heads,
+        decoder_ffn_dim=4 * shape.width,
+        eos_token_id=50_256 if shape.vocabulary == 51_864 else 50_257,
+    )
+
+
+def weights(config: whisper.Config, where: str) -> dict[str, torch.Tensor]:
+    """Under the names of a checkpoint, made on the device that will hold them."""
+    torch.manual_seed(0)
+    width = config.d_model
+
+    def normal(*dims: int, std: float | None = None) -> torch.Tensor:
+        return torch.randn(*dims, device=where) * (dims[-1] ** -0.5 if std is None else std)
+
+    found = {
+        "encoder.conv1.weight": normal(width, config.num_mel_bins, 3, std=0.05),
+        "encoder.conv1.bias": normal(width),
+        "encoder.conv2.weight": normal(width, width, 3, std=0.02),
+        "encoder.conv2.bias": normal(width),
+        "encoder.embed_positions.weight": normal(config.max_source_positions, width),
+        "decoder.embed_positions.weight": normal(config.max_target_positions, width, std=3.0),
+        "decoder.embed_tokens.weight": F.normalize(normal(config.vocab_size, width)),
+    }
+    for side, layers in (("encoder", config.encoder_layers), ("decoder", config.decoder_layers)):
+        norms = [f"{side}.layer_norm"]
+        for layer in range(layers):
+            at = f"{side}.layers.{layer}"
+            blocks = ("self_attn", "encoder_attn")[: 1 + (side == "decoder")]
+            norms += [f"{at}.final_layer_norm", *[f"{at}.{block}_layer_norm" for block in blocks]]
+            products = [(f"{b}.{kind}_proj", width, width) for b in blocks for kind in ("q", "k", "v", "out")]
+            for name, rows, columns in (*products, ("fc1", 4 * width, width), ("fc2", width, 4 * width)):
+                found[f"{at}.{name}.weight"] = normal(rows, columns)
+                if not name.endswith("k_proj"):
+                    found[f"{at}.{name}.bias"] = torch.zeros(rows, device=where)
+        for norm in norms:
+            found[f"{norm}.weight"], found[f"{norm}.bias"] = (
+                torch.ones(width, device=where),
+                torch.zeros(width, device=where),
+            )
+    found["decoder.layer_norm.bias"] = away = normal(width, std=1.0)
+    found["decoder.embed_tokens.weight"][config.special.eot] = -F.normalize(away, dim=0)  # never the likeliest
+    return found
+
+
+def clip(seconds: float, seed: int) -> np.ndarray:
+    chance = np.random.default_rng(seed)
+    return (0.1 * chance.standard_normal(int(seconds * 16_000))).astype(np.float32)
+
+
+def start(shape: Shape, args: argparse.Namespace, requests: int) -> EngineClient:
+    config = config_of(shape)
+    card = msgspec.structs.replace(whisper.CARDS[0], name="random", tokens_per_s=args.tokens_per_s)
+
+    def build() -> Parts:
+        device = devices.pick(args.device, args.dtype, args.quantize)
+        model = whisper.Model(config, weights(config, str(device.torch_device)), device)
+        return Parts(model, silero.load(), device, lambda tokens: " ".join(map(str, tokens)))
+
+    positions = config.max_source_positions + config.max_target_positions
+    pages = requests * -(-positions // PAGE_POSITIONS) + 1
+    # With the extra dimension that the CPU's heads have, in float32 at most.
+    bytes_each = 2 * config.decoder_layers * (config.d_model + shape.heads) * PAGE_POSITIONS * 4
+    engine = EngineConfig(
+        max_decode_rows=requests, kv_bytes=max(64 << 20, pages * bytes_each), prefix_bytes=0, max_sessions=1
+    )
+    return EngineClient(engine, local(card, build))
+
+
+def point(shape: Shape, args: argparse.Namespace, requests: int, graphs: bool) -> dict[str, Any]:
+    client = start(shape, args, requests)
+    options = SearchOptions(temperatures=(0.0,), language="en", max_no_speech=1.0)
+    clips = [clip(args.clip_s, seed) for seed in range(requests)]
+    try:
+        walls, tokens = [], 0
+        for round_number in range(ROUNDS + 1):
+            began = time.perf_counter()
+            tickets = [client.submit(pcm, options, "bulk", wait=True, check=lambda: None) for pcm in clips]
+            heard = [ticket.future.result() for ticket in tickets]
+            if round_number:  # the first one records graphs and maps memory
+                walls.append(time.perf_counter() - began)
+            tokens = sum(len(each.tokens) for each in heard)
+        described = client.describe()
+    finally:
+        client.close()
+    wall = statistics.median(walls)
+    return {
+        "requests": requests,
+        "graphs": graphs,
+        "x_real_time": round(requests * args.clip_s / wall, 1),
+        "tokens_per_s": round(tokens / wall, 1),
+        "tokens_each": tokens / requests,
+        "wall_s": round(wall, 4),
+        "walls_s": [round(each, 4) for each in walls],
+        "memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if args.device != "cpu" else None,
+        "engine": described,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny.en")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", help="auto, fp32 or bf16")
+    parser.add_argument("--quantize", default="none", choices=("none", "int8"))
+    parser.add_argument("--requests", default="1,8,32,64", help="clips at once, a point each")
+    parser.add_argument("--clip-s", type=float, default=10.0)
+    parser.add_argument("--tokens-per-s", type=float, default=4.0, help="length of an answer, by its clip's")
+    parser.add_argument("--graphs", default="on", help="on,off: a point each; off is for CUDA")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    rows = []
+    for kind in args.graphs.split(","):
+        recorded = CudaDevice.step
+        if kind == "off":
+            CudaDevice.step = lambda self, function: function
+        try:
+            for requests in map(int, args.requests.split(",")):
+                rows.append(point(SHAPES[args.shape], args, requests, kind == "on"))
+                row = rows[-1]
+                speed = f"{row['x_real_time']:>8} x real time  {row['tokens_per_s']:>8} tokens/s"
+                print(f"{args.shape}  {requests:>4} at once  graphs {kind:<3}  {speed}", flush=True)
+        finally:
+            CudaDevice.step = recorded
+    result = {
+        "bench": "shape",
+        "machine": machine.describe(torch.get_num_threads()),
+        "shape": args.shape,
+        "clip_s": args.clip_s,
+        "quantize": args.quantize,
+        "rows": rows,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,18 @@
+export { SpeechError } from "./errors.js";
+export type {
+  AckEvent,
+  EndEvent,
+  ErrorEvent,
+  FlushedEvent,
+  LockedEvent,
+  PartialEvent,
+  SegmentEvent,
+  ServerEvent,
+  SessionEvent,
+  TurnEvent,
+} from "./events.js";
+export { microphone, type Level, type Microphone, type MicrophoneEvents, type MicrophoneOptions } from "./microphone.js";
+export type { ReconnectOptions, Socket, SocketConstructor, StreamOptions } from "./options.js";
+export { Resampler } from "./resample.js";
+export { SpeechStream, type Restart, type StateDetail, type StreamEvents, type StreamState } from "./stream.js";
+export { Transcript, type Segment } from "./transcript.js";

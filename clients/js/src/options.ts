@@ -1,0 +1,137 @@
+import { SpeechError } from "./errors.js";
+
+/** What a stream needs of a WebSocket: the browser's, Node 22's and that of the package `ws` have it. */
+export interface Socket {
+  binaryType: string;
+  readonly bufferedAmount: number;
+  send(data: string | Uint8Array<ArrayBuffer>): void;
+  close(code?: number, reason?: string): void;
+  // eslint-disable-next-line @typescript-eslint/no-explicit-any -- each has event classes of its own
+  addEventListener(type: "open" | "message" | "close" | "error", listener: (event: any) => void): void;
+}
+export type SocketConstructor = new (url: string) => Socket;
+
+export interface StreamOptions {
+  /** The server, or the route: `http://host:8000` is `ws://host:8000/v1/stream`. */
+  url: string | URL;
+  apiKey?: string;
+  model?: string;
+  language?: string;
+  /** Default s16le. `opus`: each `send` is one packet. */
+  encoding?: "s16le" | "mulaw" | "alaw" | "opus" | "ogg";
+  /** Hz, of s16le, mulaw and alaw. */
+  rate?: number;
+  /** `silence` (default), or the name of a turn model. */
+  turn?: string;
+  eagerThreshold?: number;
+  turnThreshold?: number;
+  partialMs?: number;
+  silenceSchedule?: string;
+  /** Probability from which a sound is speech, 0..1. */
+  threshold?: number;
+  maxSegmentMs?: number;
+  /** What was said before, for models that read (Whisper): names, spelling and style go on from it. */
+  prompt?: string;
+  /** Words that may come, with commas between them, for models that read. */
+  hotwords?: string;
+  /** Where there is no global one (Node 20): the class of the package `ws`. */
+  WebSocket?: SocketConstructor;
+  /** Most audio that is kept, sent or not, until the server has it. Default 4 MiB: two minutes of 16 kHz. */
+  maxBufferedBytes?: number;
+  reconnect?: ReconnectOptions;
+  /** A server that was restarted, or waits no longer, has lost the session: begin another with the audio that is
+   * kept, and say so with `restarted`. Words between them may be missing. Default false: that is an error. Not of `ogg`,
+   * which cannot begin in the middle. */
+  newSession?: boolean;
+}
+
+export interface ReconnectOptions {
+  /** Longest wait between two attempts. Default 5 000. */
+  maxDelayMs?: number;
+  /** Default: as long as the server keeps the session. */
+  giveUpAfterMs?: number;
+  /** A server that owes an answer and says nothing for so long is taken for gone. Default 15 000. */
+  silenceMs?: number;
+}
+
+const QUERY = {
+  model: "model",
+  language: "language",
+  encoding: "encoding",
+  rate: "rate",
+  turn: "turn",
+  eagerThreshold: "eager_threshold",
+  turnThreshold: "turn_threshold",
+  partialMs: "partial_ms",
+  silenceSchedule: "silence_schedule",
+  threshold: "threshold",
+  maxSegmentMs: "max_segment_ms",
+  prompt: "prompt",
+  hotwords: "hotwords",
+} as const satisfies Partial<Record<keyof StreamOptions, string>>;
+const OURS = {
+  url: true,
+  apiKey: true,
+  WebSocket: true,
+  maxBufferedBytes: true,
+  reconnect: true,
+  newSession: true,
+} as const satisfies Record<Exclude<keyof StreamOptions, keyof typeof QUERY>, true>;
+const RECONNECT = {
+  maxDelayMs: true,
+  giveUpAfterMs: true,
+  silenceMs: true,
+} as const satisfies Record<keyof ReconnectOptions, true>;
+
+/** Throws SpeechError for an option that there is not. */
+export function expectOptions(options: StreamOptions): void {
+  expectNames(options, { ...OURS, ...QUERY });
+  expectNames(options.reconnect ?? {}, RECONNECT, "reconnect.");
+}
+
+/** Throws SpeechError for an option that is not among these. */
+export function expectNames(options: object, known: object, of = ""): void {
+  const unknown = Object.keys(options).find((name) => !Object.hasOwn(known, name));
+  if (unknown === undefined) return;
+  throw new SpeechError("bad_option", `There is no option ${of}${unknown}. There are ${Object.keys(known).join(", ")}.`);
+}
+
+/** The address of a new session. Throws SpeechError. */
+export function beginUrl(options: StreamOptions): string {
+  const url = routeUrl(options);
+  for (const [name, field] of Object.entries(QUERY)) {
+    const value = options[name as keyof typeof QUERY];
+    if (value !== undefined) url.searchParams.set(field, String(value));
+  }
+  return url.href;
+}
+
+/** The address that goes on with a session. `after`: the last numbered event that came. */
+export function resumeUrl(options: StreamOptions, session: string, after: number): string {
+  const url = routeUrl(options);
+  url.searchParams.set("session", session);
+  url.searchParams.set("after", String(after));
+  return url.href;
+}
+
+/** The class to connect with. Throws SpeechError. */
+export function socketClass(options: StreamOptions): SocketConstructor {
+  const found = options.WebSocket ?? (globalThis as { WebSocket?: SocketConstructor }).WebSocket;
+  if (found) return found;
+  throw new SpeechError("bad_option", "There is no global WebSocket here. Pass one: `WebSocket` of the package ws.");
+}
+
+function routeUrl(options: StreamOptions): URL {
+  let url: URL;
+  try {
+    url = new URL(options.url);
+  } catch (cause) {
+    throw new SpeechError("bad_option", `${String(options.url)} is no address. Say http://host:port.`, { cause });
+  }
+  const scheme = ({ "http:": "ws:", "https:": "wss:", "ws:": "ws:", "wss:": "wss:" } as const)[url.protocol];
+  if (!scheme) throw new SpeechError("bad_option", `${url.protocol} is no scheme for a stream: http, https, ws or wss.`);
+  url.protocol = scheme;
+  if (url.pathname === "/") url.pathname = "/v1/stream";
+  if (options.apiKey !== undefined) url.searchParams.set("api_key", options.apiKey);
+  return url;
+}

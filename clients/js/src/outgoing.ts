@@ -1,0 +1,111 @@
+/** Most that may be on its way unacknowledged. Acks come every second of audio, so the next one always makes room. */
+const WINDOW_BYTES = 256 * 1024;
+/** Audio that may be cut goes out in messages of at most this. */
+const MESSAGE_BYTES = 32 * 1024;
+
+/** A command, and the byte of audio it stands before. */
+export interface Command {
+  at: number;
+  json: string;
+  /** Sent on a connection that was lost afterwards: the server may have it already. */
+  again: boolean;
+}
+
+type Item = { at: number; bytes: Uint8Array<ArrayBuffer> } | Command;
+
+/** What goes to the server, in order: audio until it is acknowledged, commands until they are answered. */
+export class Outgoing {
+  /** Bytes of audio ever put in. */
+  written = 0;
+  /** Of these, how many the server has. */
+  received = 0;
+  #items: Item[] = [];
+  /** Items before it have been sent on this connection. */
+  #next = 0;
+  #sent = 0;
+
+  constructor(private readonly cuttable: boolean) {}
+
+  /** Bytes of audio that are kept. */
+  get bytes(): number {
+    return this.written - this.received;
+  }
+
+  /** No more may be sent before the server acknowledges. */
+  get full(): boolean {
+    return this.#sent - this.received >= WINDOW_BYTES;
+  }
+
+  /** `audio` is kept as it is: nobody else may write to it. */
+  put(audio: Uint8Array<ArrayBuffer>): void {
+    const step = this.cuttable ? MESSAGE_BYTES : audio.length;
+    for (let from = 0; from < audio.length; from += step) {
+      const bytes = audio.subarray(from, from + step);
+      this.#items.push({ at: this.written, bytes });
+      this.written += bytes.length;
+    }
+  }
+
+  command(body: object): Command {
+    const command = { at: this.written, json: JSON.stringify(body), again: false };
+    this.#items.push(command);
+    return command;
+  }
+
+  /** The next thing to send on this connection; undefined: nothing now. */
+  take(): Uint8Array<ArrayBuffer> | string | undefined {
+    const item = this.#items[this.#next];
+    if (!item || (this.full && "bytes" in item)) return undefined;
+    this.#next++;
+    if (!("bytes" in item)) return item.json;
+    this.#sent = item.at + item.bytes.length;
+    return item.bytes;
+  }
+
+  /** The command has been answered. */
+  drop(command: Command): void {
+    const at = this.#items.indexOf(command);
+    if (at < 0) return;
+    this.#items.splice(at, 1);
+    if (at < this.#next) this.#next--;
+  }
+
+  /** The server has so many bytes, and so every command that stood before the last of them. False: it cannot. */
+  acknowledge(received: number): boolean {
+    if (received < this.received || received > this.written) return false;
+    this.received = received;
+    let gone = 0;
+    for (const item of this.#items) {
+      if ("bytes" in item ? item.at + item.bytes.length > received : item.at >= received) break;
+      gone++;
+    }
+    this.#items.splice(0, gone);
+    this.#next = Math.max(0, this.#next - gone);
+    const first = this.#items.find((item) => "bytes" in item);
+    if (first && "bytes" in first && first.at < received) {
+      first.bytes = first.bytes.subarray(received - first.at);
+      first.at = received;
+    }
+    return true;
+  }
+
+  /** A new session, which has nothing of all this: what is kept goes out from its beginning, and before it those
+   * commands that the other left without an answer. A sample of `sampleBytes` that is torn apart begins with zeros. */
+  renew(unanswered: Command[], sampleBytes: number): void {
+    const torn = this.received % sampleBytes;
+    if (torn) this.#items.unshift({ at: (this.received -= torn), bytes: new Uint8Array(torn) });
+    const gone = unanswered.filter((command) => !this.#items.includes(command));
+    for (const command of gone) command.at = this.received;
+    this.#items.unshift(...gone);
+    for (const command of unanswered) command.again = false;
+    this.#next = 0;
+    this.#sent = this.received;
+  }
+
+  /** A new connection: everything that is left goes out again. */
+  rewind(): void {
+    for (const item of this.#items.slice(0, this.#next)) if (!("bytes" in item)) item.again = true;
+    this.#next = 0;
+    this.#sent = this.received;
+  }
+}

@@ -1,0 +1,97 @@
+import type { ServerEvent } from "./events.js";
+import { cues, srt, vtt } from "./subtitles.js";
+
+/** A final segment; times in seconds since the first sample. */
+export interface Segment {
+  index: number;
+  start: number;
+  end: number;
+  text: string;
+}
+
+/** What has been heard so far: a reducer over the server's events. The exports hold what is final. */
+export class Transcript {
+  segments: Segment[] = [];
+  /** Of the open segment, what will not change. */
+  locked = "";
+  /** Behind it, what may still change. */
+  partial = "";
+  /** Where these two begin, and how far they reach; seconds. */
+  open = { start: 0, end: 0 };
+  model = "";
+  language = "";
+  /** Seconds; 0 until the end. */
+  duration = 0;
+
+  /** All that is known: segments, locked, partial. */
+  get text(): string {
+    return [...this.segments.map((segment) => segment.text), this.locked + this.partial].filter(Boolean).join(" ");
+  }
+
+  apply(event: ServerEvent): void {
+    switch (event.type) {
+      case "session":
+        this.model = event.model;
+        this.language = event.language;
+        break;
+      case "partial":
+        if (event.text) this.#reach(event);
+        this.partial = event.text;
+        break;
+      case "locked":
+        this.#reach(event);
+        this.locked += event.text;
+        // Until the next partial comes, what was locked is not shown twice.
+        this.partial = this.partial.startsWith(event.text) ? this.partial.slice(event.text.length) : "";
+        break;
+      case "segment":
+        this.segments.push({ index: event.index, start: event.start_s, end: event.end_s, text: event.text });
+        this.locked = this.partial = "";
+        this.open = { start: event.end_s, end: event.end_s };
+        break;
+      case "end":
+        this.duration = event.duration_s;
+        this.locked = this.partial = "";
+        break;
+    }
+  }
+
+  /** Nothing more is coming of the open segment: its words will not change any more, and so they are one. */
+  settle(): Segment | undefined {
+    const text = (this.locked + this.partial).trim();
+    this.locked = this.partial = "";
+    if (!text) return undefined;
+    const segment = { index: this.segments.length, ...this.open, text };
+    this.segments.push(segment);
+    return segment;
+  }
+
+  #reach({ start_s, end_s }: { start_s: number; end_s: number }): void {
+    const start = this.locked || this.partial ? this.open.start : start_s;
+    this.open = { start, end: end_s };
+  }
+
+  /** A line for each segment. */
+  toTxt(): string {
+    const lines = this.segments.map((segment) => segment.text.trim().replace(/\s+/g, " ")).filter(Boolean);
+    return lines.map((line) => `${line}\n`).join("");
+  }
+
+  /** SubRip, in cues of at most two lines of 42 columns. */
+  toSrt(): string {
+    return srt(cues(this.segments));
+  }
+
+  /** WebVTT, in the same cues. */
+  toVtt(): string {
+    return vtt(cues(this.segments));
+  }
+
+  /** `{text, language, duration, model, segments: [{start, end, text}]}`, times in seconds. */
+  toJson(): string {
+    const { language, duration, model } = this;
+    const segments = this.segments.map(({ start, end, text }) => ({ start, end, text }));
+    const text = segments.map((segment) => segment.text).filter(Boolean).join(" ");
+    return `${JSON.stringify({ text, language, duration, model, segments }, null, 2)}\n`;
+  }
+}

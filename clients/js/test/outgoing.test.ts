@@ -1,0 +1,94 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { Outgoing, type Command } from "../dist/outgoing.js";
+
+/** Numbers that are the same in every run. */
+function dice(seed: number): (sides: number) => number {
+  return (sides) => {
+    seed = (seed * 1_103_515_245 + 12_345) % 2_147_483_648;
+    return Math.floor((seed / 2_147_483_648) * sides);
+  };
+}
+
+/** What a server that reads the connection has: every byte once, commands where they were given. */
+test("whatever is lost and when, every byte arrives once and commands stand where they stood", () => {
+  for (let seed = 1; seed <= 200; seed++) {
+    const roll = dice(seed);
+    const out = new Outgoing(true);
+    const bytes: number[] = [];
+    const [commands, heard] = [new Map<string, number>(), new Map<string, Set<number>>()];
+    let [received, reading]: [number[], boolean] = [[], true];
+    const open: Command[] = [];
+    const exchange = (most: number): void => {
+      for (let n = 0; n < most; n++) {
+        const data = out.take();
+        if (data === undefined) return;
+        if (!reading) continue; // the connection is lost, and nobody knows yet
+        if (typeof data !== "string") received.push(...data);
+        else heard.set(data, (heard.get(data) ?? new Set()).add(received.length));
+      }
+    };
+    for (let n = 0; n < 120; n++) {
+      switch (roll(7)) {
+        case 0:
+        case 1: {
+          const audio = Uint8Array.from({ length: roll(2_000) }, () => roll(256));
+          bytes.push(...audio);
+          out.put(audio);
+          break;
+        }
+        case 2: {
+          const command = out.command({ type: "flush", id: `${n}` });
+          commands.set(command.json, bytes.length);
+          open.push(command);
+          break;
+        }
+        case 3:
+          exchange(roll(6));
+          break;
+        case 4:
+          reading = false;
+          exchange(roll(6));
+          break;
+        case 5:
+          if (reading) assert.ok(out.acknowledge(Math.max(out.received, received.length - roll(500))));
+          break;
+        case 6: // found out, and connected again; an answer may have come
+          reading = true;
+          if (open.length && roll(2)) {
+            const command = open.shift()!;
+            if (heard.has(command.json)) out.drop(command);
+          }
+          assert.ok(out.acknowledge(received.length));
+          out.rewind();
+      }
+    }
+    assert.ok(out.acknowledge(received.length));
+    out.rewind();
+    reading = true;
+    exchange(Infinity);
+    assert.deepEqual(received, bytes, `seed ${seed}`);
+    for (const [json, at] of commands) assert.deepEqual([...heard.get(json)!], [at], `seed ${seed}: ${json}`);
+  }
+});
+
+test("no more is on its way than a window, and commands do not overtake audio", () => {
+  const out = new Outgoing(true);
+  out.put(new Uint8Array(1_000_000));
+  out.command({ type: "end" });
+  let sent = 0;
+  for (let data = out.take(); data !== undefined; data = out.take()) sent += data.length;
+  assert.ok(sent >= 256 * 1_024 && sent < 300 * 1_024, `${sent} bytes`);
+  assert.ok(out.acknowledge(100_000));
+  assert.equal(out.bytes, 900_000);
+  assert.ok(out.take() instanceof Uint8Array);
+});
+
+test("packets are not cut; a server cannot have what was never sent", () => {
+  const out = new Outgoing(false);
+  out.put(new Uint8Array(100_000));
+  assert.equal(out.take()?.length, 100_000);
+  assert.ok(!out.acknowledge(100_001));
+  assert.ok(out.acknowledge(100_000));
+  assert.ok(!out.acknowledge(99_999));
+});

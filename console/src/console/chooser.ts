@@ -1,0 +1,94 @@
+import { models, type Model } from "../page/api";
+import { byId, keep, make, recall } from "../page/dom";
+import { language } from "../page/words";
+
+const LOOK_AGAIN_MS = 3_000;
+
+/** What to be heard with: model, language, microphone. */
+export class Chooser {
+  readonly #model = byId("model", HTMLSelectElement);
+  readonly #language = byId("language", HTMLSelectElement);
+  readonly #device = byId("device", HTMLSelectElement);
+  #known: Model[] = [];
+  #timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor() {
+    this.#model.addEventListener("change", () => {
+      keep("model", this.#model.value);
+      this.#languages();
+    });
+    this.#language.addEventListener("change", () => keep("language", this.#language.value));
+    this.#device.addEventListener("change", () => keep("device", this.#device.value));
+    navigator.mediaDevices?.addEventListener("devicechange", () => void this.devices());
+  }
+
+  get model(): string {
+    return this.#model.value;
+  }
+
+  get language(): string {
+    return this.#language.value;
+  }
+
+  /** undefined: the browser's choice. */
+  get deviceId(): string | undefined {
+    return this.#device.value || undefined;
+  }
+
+  /** Whether the server has told what it has. */
+  get known(): boolean {
+    return this.#known.length > 0;
+  }
+
+  /** Ask the server what it has, and again while a model loads. Rejects with SpeechError. */
+  async load(): Promise<void> {
+    clearTimeout(this.#timer);
+    this.#known = await models();
+    const chosen = this.#model.value || recall("model"); // without either the browser takes the first that is ready
+    const options = this.#known.map(({ id, state }) => {
+      const option = make("option", { value: id }, state === "ready" ? id : `${id} (${state.replaceAll("_", " ")})`);
+      option.disabled = state !== "ready";
+      option.selected = state === "ready" && id === chosen;
+      return option;
+    });
+    this.#model.replaceChildren(...options);
+    this.#languages();
+    const settled = this.#known.every(({ state }) => state === "ready" || state === "not_loaded");
+    if (!settled || !this.#model.value) this.#timer = setTimeout(() => void this.load().catch(() => {}), LOOK_AGAIN_MS);
+  }
+
+  /** Their names are told once a microphone was allowed. */
+  async devices(): Promise<void> {
+    const found = (await navigator.mediaDevices?.enumerateDevices()) ?? [];
+    const named = found.filter(({ kind, deviceId, label }) => kind === "audioinput" && deviceId && label);
+    const chosen = this.#device.value || recall("device");
+    const options = named
+      .filter(({ deviceId }) => deviceId !== "default" && deviceId !== "communications")
+      .map(({ deviceId, label }) => {
+        const option = make("option", { value: deviceId }, label);
+        option.selected = deviceId === chosen;
+        return option;
+      });
+    this.#device.replaceChildren(make("option", { value: "" }, "The browser's choice"), ...options);
+    if (options.some((option) => option.selected)) this.#device.value = chosen!;
+  }
+
+  /** Not while somebody is heard with them. */
+  enable(on: boolean): void {
+    this.#model.disabled = this.#device.disabled = !on;
+    this.#language.disabled = !on || this.#language.options.length < 2;
+  }
+
+  #languages(): void {
+    const codes = this.#known.find(({ id }) => id === this.#model.value)?.languages ?? [];
+    const chosen = recall("language");
+    this.#language.replaceChildren(
+      ...codes.map((code) => {
+        const option = make("option", { value: code }, language(code));
+        option.selected = code === chosen;
+        return option;
+      }),
+    );
+    this.#language.disabled = codes.length < 2;
+  }
+}

@@ -1,0 +1,92 @@
+import "../styles/page";
+import "../styles/console.css";
+import "../styles/paper.css";
+import "../styles/empty.css";
+import "../styles/rail.css";
+import "../styles/dock.css";
+
+import { byId } from "../page/dom";
+import { themeButton } from "../page/theme";
+import { files } from "./drop";
+import { Keeper } from "./keep";
+import { Recordings } from "./recordings";
+import { sheet } from "./sheet";
+import { shortcuts } from "./shortcuts";
+import { Stage } from "./stage";
+import { Talking } from "./talking";
+
+const SKIP_S = 5;
+
+const stage = new Stage();
+const talking = new Talking(stage);
+const recordings = new Recordings(stage);
+const keeper = new Keeper(() => stage.shown);
+const { player } = stage;
+
+/** The big button: what it does depends on what goes on. */
+function primary(): void {
+  if (stage.plays) player.toggle();
+  else talkOrStop();
+}
+
+function talkOrStop(): void {
+  if (stage.mode === "idle") void start();
+  else if (stage.mode === "live") void talking.stop();
+  else if (stage.mode === "file") recordings.cancel();
+  else void talking.abandon();
+}
+
+function skip(seconds: number): boolean {
+  if (!stage.plays) return false;
+  player.to(player.seconds + seconds);
+  return true;
+}
+
+/** Ask the server what it has, with a key if it wants one. False: that was told. */
+async function known(): Promise<boolean> {
+  if (stage.chooser.known) return true;
+  try {
+    await stage.chooser.load();
+    return true;
+  } catch (failure) {
+    stage.banner.error(failure, () => void known());
+    return false;
+  }
+}
+
+async function start(): Promise<void> {
+  if (await known()) await talking.start();
+}
+
+async function hear(file: File): Promise<void> {
+  if (await known()) await recordings.hear(file);
+}
+
+const browse = files((file) => void hear(file));
+const nextTheme = themeButton();
+const closeSheet = sheet();
+byId("primary").addEventListener("click", primary);
+byId("talk").addEventListener("click", () => void start());
+byId("invite-talk").addEventListener("click", () => void start());
+shortcuts({
+  " ": primary,
+  r: talkOrStop,
+  o: () => (stage.mode === "idle" ? browse() : false),
+  c: () => void keeper.copy(),
+  d: () => keeper.choose(),
+  t: nextTheme,
+  arrowleft: () => skip(-SKIP_S),
+  arrowright: () => skip(SKIP_S),
+  escape: () => {
+    if (closeSheet()) return;
+    if (stage.mode === "file") recordings.cancel();
+    else if (stage.mode === "starting") void talking.abandon();
+    else stage.banner.hide();
+  },
+});
+addEventListener("beforeunload", (event) => {
+  if (stage.mode !== "idle") event.preventDefault();
+});
+stage.refresh();
+void known();
+void stage.chooser.devices();

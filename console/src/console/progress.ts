@@ -1,0 +1,68 @@
+import { byId } from "../page/dom";
+import { clock, size } from "../page/words";
+
+/** How far a recording is: sent, then heard. */
+export class Progress {
+  readonly #room = byId("progress");
+  readonly #what = byId("progress-what");
+  readonly #part = byId("progress-part");
+  readonly #bar = byId("progress-bar");
+  readonly #fill = byId("progress-fill");
+  #whole = false;
+  #durationS: number | undefined;
+  #heardS = 0;
+
+  begin(bytes: number): void {
+    this.#whole = false;
+    this.#durationS = undefined;
+    this.#heardS = 0;
+    this.#room.hidden = false;
+    this.sent(0, bytes);
+  }
+
+  /** Of the upload. */
+  sent(bytes: number, total: number): void {
+    this.#whole = bytes >= total;
+    if (this.#whole) return this.#listen();
+    this.#what.textContent = `Uploading, ${size(bytes)} of ${size(total)}`;
+    this.#show(total ? bytes / total : 0);
+  }
+
+  /** Text is there up to this second. */
+  heard(seconds: number): void {
+    this.#heardS = seconds;
+    if (this.#whole) this.#listen();
+  }
+
+  /** How long the recording is. */
+  lasts(seconds: number): void {
+    this.#durationS = seconds;
+    if (this.#whole) this.#listen();
+  }
+
+  end(): void {
+    this.#room.hidden = true;
+  }
+
+  #listen(): void {
+    const until = this.#heardS ? `, text up to ${clock(this.#heardS)}` : "";
+    this.#what.textContent = `Listening${until}`;
+    this.#show(this.#durationS && this.#heardS ? Math.min(1, this.#heardS / this.#durationS) : undefined);
+  }
+
+  #show(share: number | undefined): void {
+    this.#bar.setAttribute("aria-label", this.#what.textContent);
+    if (share === undefined) {
+      this.#bar.dataset["kind"] = "unknown";
+      this.#bar.removeAttribute("aria-valuenow");
+      this.#fill.style.transform = "";
+      this.#part.textContent = "";
+      return;
+    }
+    const percent = Math.floor(100 * share);
+    delete this.#bar.dataset["kind"];
+    this.#bar.setAttribute("aria-valuenow", String(percent));
+    this.#fill.style.transform = `scaleX(${share})`;
+    this.#part.textContent = `${percent} %`;
+  }
+}

@@ -1,0 +1,128 @@
+import { microphone, SpeechError, SpeechStream, type Level, type Microphone, type Restart, type Segment, type StreamState } from "asr-serve";
+import { address } from "../page/api";
+import { key } from "../page/key";
+import type { Lag } from "./lag";
+import type { Take } from "./take";
+
+const FRAME_MS = 40;
+/** As long as there is room for the sound. */
+const GIVE_UP_MS = 120_000;
+
+export interface TalkOptions {
+  deviceId: string | undefined;
+  model: string;
+  language: string;
+}
+
+export interface TalkEvents {
+  level(level: Level): void;
+  /** The open segment has changed. What was said up to `settledS` will not. */
+  text(settledS?: number): void;
+  segment(segment: Segment): void;
+  /** `lostS`: seconds of sound that found no room while there was no connection. */
+  state(state: StreamState, lostS: number): void;
+  /** The server has lost the session, and another goes on. */
+  restarted(restart: Restart): void;
+  /** The microphone is gone, or the session: `end` is still to be called. */
+  broken(error: SpeechError): void;
+}
+
+/** Somebody talking: a microphone, a stream, and what comes back. */
+export class Talk {
+  #microphone: Microphone | undefined;
+  #stream: SpeechStream | undefined;
+  #rateHz = 16_000;
+  #samples = 0;
+  #lostSamples = 0;
+  #deaf = false;
+  #began = false;
+
+  constructor(
+    private readonly make: (stream: SpeechStream) => Take,
+    private readonly lag: Lag,
+    private readonly events: TalkEvents,
+  ) {}
+
+  /** Seconds of sound so far. */
+  get seconds(): number {
+    return this.#samples / this.#rateHz;
+  }
+
+  /** Sound finds no room now, and is lost. */
+  get deaf(): boolean {
+    return this.#deaf;
+  }
+
+  /** Resolves when the server hears. Sound before that waits for it. Rejects with SpeechError. */
+  async begin({ deviceId, model, language }: TalkOptions): Promise<void> {
+    const opened = await microphone({ ...(deviceId && { deviceId }), frameMs: FRAME_MS });
+    this.#microphone = opened;
+    this.#rateHz = opened.rate;
+    const apiKey = key();
+    const stream = new SpeechStream({
+      url: address("v1/stream"),
+      rate: opened.rate,
+      newSession: true,
+      reconnect: { giveUpAfterMs: GIVE_UP_MS },
+      ...(apiKey !== undefined && { apiKey }),
+      ...(model && { model }),
+      ...(language && { language }),
+    });
+    this.#stream = stream;
+    this.lag.begin(opened.rate);
+    this.#listen(stream, this.make(stream));
+    opened.on("level", (level) => this.events.level(level));
+    opened.on("frame", (frame) => this.#frame(frame));
+    opened.on("ended", (error) => this.events.broken(error));
+    try {
+      await stream.open();
+      this.#began = true;
+    } catch (failure) {
+      await opened.stop();
+      throw failure;
+    }
+  }
+
+  /** No more sound. Resolves when all of it is text; rejects with SpeechError. */
+  async end(): Promise<void> {
+    await this.#microphone?.stop();
+    if (this.#stream && this.#stream.state !== "failed" && this.#stream.state !== "closed") await this.#stream.end();
+  }
+
+  /** Let go of everything. */
+  async abandon(): Promise<void> {
+    this.#stream?.close();
+    await this.#microphone?.stop();
+  }
+
+  #frame(frame: Int16Array): void {
+    const stream = this.#stream!;
+    this.#deaf = !stream.send(frame);
+    if (this.#deaf) {
+      this.#lostSamples += frame.length;
+      return;
+    }
+    this.#samples += frame.length;
+    this.lag.frame(frame.length, frame.byteLength, stream.state !== "open");
+  }
+
+  #listen(stream: SpeechStream, take: Take): void {
+    stream.on("partial", ({ end_s, text }) => {
+      this.events.text();
+      this.lag.text(text, end_s);
+    });
+    stream.on("locked", ({ end_s }) => this.events.text(end_s));
+    stream.on("segment", () => {
+      this.events.segment(take.transcript.segments.at(-1)!);
+    });
+    stream.on("ack", ({ received_bytes }) => this.lag.ack(received_bytes));
+    stream.on("restarted", (restart) => this.events.restarted(restart));
+    stream.on("state", (state) => {
+      this.events.state(state, this.#lostSamples / this.#rateHz);
+      if (state === "open") this.#lostSamples = 0;
+    });
+    stream.on("error", (error) => {
+      if (this.#began) this.events.broken(error);
+    });
+  }
+}

@@ -1,0 +1,49 @@
+import { SpeechError } from "asr-serve";
+import { askForKey, key } from "./key";
+
+/** The address of one of the server's routes, below whatever prefix a proxy gives this page. */
+export function address(route: string): string {
+  return new URL(route, document.baseURI).href;
+}
+
+export function authorization(): Record<string, string> {
+  const held = key();
+  return held === undefined ? {} : { Authorization: `Bearer ${held}` };
+}
+
+/** GET. Asks for a key where one is needed. Rejects with SpeechError. */
+export async function get(route: string, signal?: AbortSignal): Promise<Response> {
+  for (;;) {
+    let answer: Response;
+    try {
+      answer = await fetch(address(route), { headers: authorization(), cache: "no-store", signal: signal ?? null });
+    } catch (cause) {
+      throw new SpeechError("connection_failed", "The server does not answer.", { cause });
+    }
+    if (answer.ok) return answer;
+    const refused = refusal(answer.status, await answer.text(), answer.headers.get("retry-after-ms"));
+    if (refused.code !== "invalid_api_key" || (await askForKey(key() !== undefined)) === undefined) throw refused;
+  }
+}
+
+/** The error in an answer of OpenAI's shape, or in one of a proxy's that has none. */
+export function refusal(status: number, body: string, retryAfterMs: string | null): SpeechError {
+  const retry = { retryAfterMs: retryAfterMs === null ? undefined : Number(retryAfterMs) };
+  try {
+    const { error } = JSON.parse(body) as { error: { code: string | null; type: string; message: string } };
+    return new SpeechError(error.code ?? error.type, error.message, retry);
+  } catch {
+    return new SpeechError(`http_${status}`, `The server, or a proxy before it, answered with status ${status}.`, retry);
+  }
+}
+
+export interface Model {
+  id: string;
+  state: string;
+  languages: string[];
+  parameters: number;
+}
+
+export async function models(): Promise<Model[]> {
+  return ((await (await get("v1/models")).json()) as { data: Model[] }).data;
+}

@@ -1,0 +1,3 @@
+import "./colours.css";
+import "./base.css";
+import "./controls.css";

@@ -1,0 +1,167 @@
+"""Results on the screen while somebody speaks: lines that stay, one that changes, and how loud it is."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+import numpy as np
+
+from asr_serve.units import ms_to_samples
+
+if TYPE_CHECKING:
+    from asr_serve.streaming.results import StreamResult
+
+BRIGHT, DIM, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+ERASE = "\r\x1b[K"
+CELLS = 8
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+QUIETEST_DB = -60.0
+LEAST_COLUMNS = 20
+"""Of a caption: beside less than that no level is shown."""
+
+
+class Level:
+    """How loud the last tenth of a second was."""
+
+    def __init__(self, rate_hz: int) -> None:
+        self._window_samples = ms_to_samples(100, rate_hz)
+        self._squares, self._samples = 0.0, 0
+        self._db = QUIETEST_DB
+
+    def hear(self, pcm: np.ndarray) -> bool:
+        """(n,) float32. Whether there is something new to show."""
+        self._squares += float(np.dot(pcm, pcm))
+        self._samples += len(pcm)
+        if self._samples < self._window_samples:
+            return False
+        mean = self._squares / self._samples
+        self._db = 10 * math.log10(mean) if mean > 0 else QUIETEST_DB
+        self._squares, self._samples = 0.0, 0
+        return True
+
+    def bar(self) -> str:
+        """From silence to full scale."""
+        share = 1 - min(1.0, max(0.0, self._db / QUIETEST_DB))
+        full, rest = divmod(round(share * CELLS * 8), 8)
+        return f"▕{('█' * full + EIGHTHS[rest] * (rest > 0)).ljust(CELLS)}▏"
+
+
+class Captions:
+    """A line for each segment; below them, where there is a screen, one that changes. Any thread may call."""
+
+    def __init__(self, out: BinaryIO, screen: BinaryIO | None = None, level: Level | None = None) -> None:
+        """`screen`: a terminal, which may be `out`."""
+        self._out, self._screen, self._level = out, screen, level
+        self._segments = self._characters = 0
+        """That are printed: segments, and characters of the whole text, with the space after each."""
+        self._fixed = self._unfixed = ""
+        self._below = False
+        self._lock = threading.Lock()
+
+    def show(self, result: StreamResult) -> None:
+        with self._lock:
+            lines = ""
+            for segment in result.segments[self._segments :]:
+                lines += f"{segment.text}\n"
+                self._characters += len(segment.text) + 1
+            self._segments = len(result.segments)
+            self._fixed = result.fixed_text[self._characters :]
+            self._unfixed = result.text[self._characters + len(self._fixed) :]
+            self._print(lines)
+
+    def hear(self, pcm: np.ndarray) -> None:
+        """What is being said right now: (n,) float32."""
+        if self._level is not None and self._level.hear(pcm):
+            with self._lock:
+                self._print()
+
+    def notice(self, line: str, say: Callable[[str], None]) -> None:
+        """`say` a line, on stderr, between the captions."""
+        with self._lock:
+            if self._screen is not None:
+                _write(self._screen, ERASE)
+            say(line)
+            self._print()
+
+    def close(self) -> None:
+        """What was not finished stays to be seen, and the level goes."""
+        with self._lock:
+            self._level = None
+            if self._screen is not None and self._below:
+                live = self._live()
+                _write(self._screen, f"{ERASE}{live}\n" if live else ERASE)
+
+    def _print(self, lines: str = "") -> None:
+        """`lines` above the one that changes."""
+        live = "" if self._screen is None else self._live()
+        if self._screen is self._out:
+            _write(self._out, f"{ERASE}{lines}{live}")
+        else:
+            if self._screen is not None:
+                _write(self._screen, ERASE)
+            if lines:
+                _write(self._out, lines)
+            if self._screen is not None:
+                _write(self._screen, live)
+        self._below = bool(live)
+
+    def _live(self) -> str:
+        columns = shutil.get_terminal_size().columns
+        if self._level is None or columns < LEAST_COLUMNS + CELLS:
+            return caption(self._fixed, self._unfixed, columns)
+        beside = self._level.bar()
+        return f"{beside} {caption(self._fixed, self._unfixed, columns - len(beside) - 1)}"
+
+
+class Lines:
+    """JSON, a line for each result; nothing but the last line's `text` is said twice."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+        self._segments = self._fixed = 0
+
+    def show(self, result: StreamResult) -> None:
+        line: dict[str, object] = {
+            "audio_duration_ms": result.audio_duration_ms,
+            "is_final": result.is_final,
+            "delta": result.fixed_text[self._fixed :],
+            "unfixed_text": result.unfixed_text,
+            "segments": [
+                {"start": round(each.start_s, 3), "end": round(each.end_s, 3), "text": each.text}
+                for each in result.segments[self._segments :]
+            ],
+        }
+        if result.is_final:
+            line["text"] = result.text
+        self._segments, self._fixed = len(result.segments), len(result.fixed_text)
+        self._out.write(msgspec.json.encode(line) + b"\n")
+        self._out.flush()
+
+    def hear(self, pcm: np.ndarray) -> None:
+        """Its level is not shown."""
+
+    def notice(self, line: str, say: Callable[[str], None]) -> None:
+        say(line)
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+def caption(fixed: str, unfixed: str, columns: int) -> str:
+    """The end of the text that fits into one line: the fixed part bright, the rest dim."""
+    surplus = len(fixed) + len(unfixed) - (columns - 1)
+    if surplus > 0:
+        text = f"…{(fixed + unfixed)[surplus + 1 :]}"
+        at = max(0, len(text) - len(unfixed))
+        fixed, unfixed = text[:at], text[at:]
+    return "".join(f"{style}{part}{PLAIN}" for style, part in ((BRIGHT, fixed), (DIM, unfixed)) if part)
+
+
+def _write(stream: BinaryIO, text: str) -> None:
+    stream.write(text.encode("utf-8", "replace"))
+    stream.flush()

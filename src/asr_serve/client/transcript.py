@@ -1,0 +1,53 @@
+"""Events of a session, added up to what is known so far."""
+
+from __future__ import annotations
+
+from asr_serve.client.stream import Event
+from asr_serve.protocols.stream_events import Ack, Ended, Locked, Partial, Segment
+
+
+class Transcript:
+    """What was said: `segments` are final, `locked` is the beginning of the next, `partial` may change."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.locked = self.partial = ""
+        self.heard_s = 0.0
+        """Audio that the server is known to have."""
+        self.ended = False
+
+    def note(self, event: Event) -> bool:
+        """Whether the text has changed."""
+        match event:
+            case Segment():
+                self.segments.append(event)
+                self.locked = self.partial = ""
+            case Locked(text=text):
+                self.locked += text
+                self.partial = ""
+            case Partial(text=text):
+                changed, self.partial = text != self.partial, text
+                return changed
+            case Ack(received_s=received_s):
+                self.heard_s = received_s
+                return False
+            case Ended(duration_s=duration_s):
+                self.heard_s, self.ended = duration_s, True
+            case _:
+                return False
+        return True
+
+    @property
+    def final(self) -> str:
+        """The text of all segments."""
+        return " ".join(segment.text for segment in self.segments)
+
+    @property
+    def certain(self) -> str:
+        """The beginning of `text` that will not change."""
+        return " ".join(part for part in (self.final, self.locked) if part)
+
+    @property
+    def text(self) -> str:
+        """All that is known."""
+        return " ".join(part for part in (self.final, self.locked + self.partial) if part)

@@ -1,0 +1,133 @@
+"""CTC searches over a streaming model's head `ctc`, chunk by chunk: the best path, and a beam of prefixes.
+
+Both work on natural-log probabilities; what a session's rows hold is told where they are declared.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from asr_serve import native
+from asr_serve.errors import OptionError
+from asr_serve.models.streaming import Chunk, State, StateSpec, StreamingModel
+from asr_serve.native import search_twin
+from asr_serve.types import Found, Guess, Token
+
+MAX_BEAM = 256
+MAX_NODES = 1 << 16
+
+
+class CtcGreedy:
+    """The likeliest symbol of every frame, repeats and blanks left out.
+
+    Out     every token at once and for ever, at the first frame of its run, with its log-probability there
+    State   ctc_last (): the last frame's symbol; ctc_score (): log-probability of the path so far
+    Source  Graves et al. 2006, best path decoding
+    """
+
+    def __init__(self, model: StreamingModel) -> None:
+        self.model = model
+
+    def state(self) -> dict[str, StateSpec]:
+        return {
+            "ctc_last": StateSpec((), torch.int64, fresh=float(self.model.blank)),
+            "ctc_score": StateSpec((), torch.float64),
+        }
+
+    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
+        best, ids = self.model.ctc(hidden).max(-1)
+        n, width = ids.shape
+        last, score = state["ctc_last"], state["ctc_score"]
+        before = torch.cat([last[chunk.rows, None], ids], 1)
+        heard = torch.arange(width, device=ids.device) < chunk.frames[:, None]
+        new = (ids != self.model.blank) & (ids != before[:, :-1]) & heard
+        # Summed frame after frame, not as a whole: the same to the last bit for any chunks.
+        scores = torch.cat([score[chunk.rows, None], best.double()], 1).cumsum(1)
+        last[chunk.rows] = before.gather(1, chunk.frames[:, None])[:, 0]
+        score[chunk.rows] = scores.gather(1, chunk.frames[:, None])[:, 0]
+        found: list[Found] = [Found([], []) for _ in range(n)]
+        rows, frames = new.nonzero(as_tuple=True)
+        said = (ids[rows, frames], chunk.seen[rows] + frames, best[rows, frames])
+        for row, *token in zip(rows.tolist(), *(x.tolist() for x in said), strict=True):
+            found[row].fixed.append(Token(*token))
+        return found
+
+    def finish(self, row: int, state: State) -> list[Guess]:
+        return [Guess([], float(state["ctc_score"][row]))]
+
+
+class CtcPrefixBeam:
+    """Prefix beam search: the likeliest texts, each over all its alignments.
+
+    Out     A token's frame is the one at which it was likeliest, against the best entry of that frame, that just
+            this token had been said: the first emission is often an early flank of the peak, and far too early
+            when little is pruned. Its logprob is that frame's. Frames of an entry rise from token to token: where
+            two peaks are in the wrong order, the earlier token is moved before the later.
+            Fixed is what all entries of the beam say; the tail is the rest of the best one. None of it depends on
+            the chunks or on other rows; of equally likely entries those that were there before are better, in
+            their order, then new ones in the order of the entries that they go on from, then by their tokens.
+    State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks, on the host (`native/search_twin.py` draws
+            them): the beam, and the tree of what its entries say after what is fixed. When the tree outgrows
+            `nodes`, the best entry's oldest token is fixed and entries that do not begin with it are dropped.
+    Raises  OptionError for options out of range
+    Source  Hannun et al. 2014, arXiv:1408.2873; tests/decoding/test_ctc.py compares with other searches
+    """
+
+    def __init__(
+        self,
+        model: StreamingModel,
+        beam: int = 16,
+        *,
+        tokens: int = 16,
+        min_logprob: float = -8.0,
+        max_gap: float = 12.0,
+        nodes: int | None = None,
+    ) -> None:
+        """At most `tokens` tokens of a frame, none below `min_logprob`, open new entries; those that are there
+        go on exactly, whatever is said. Entries more than `max_gap` below the best are dropped. `nodes`: 16 for
+        each entry unless told."""
+        nodes = 16 * beam if nodes is None else nodes
+        for name, value, most in (("beam", beam, MAX_BEAM), ("tokens", tokens, None), ("nodes", nodes, MAX_NODES)):
+            if value < 1 or (most and value > most):
+                raise OptionError(f"{name}={value}", f"1 to {most}" if most else "1 or more", param=name)
+        if math.isnan(min_logprob):
+            raise OptionError(f"min_logprob={min_logprob}", "a log-probability, -inf for all", param="min_logprob")
+        if not max_gap >= 0:
+            raise OptionError(f"max_gap={max_gap}", "0 or more, inf for all", param="max_gap")
+        self.model, self.beam, self.nodes = model, beam, nodes
+        self.tokens, self.min_logprob, self.max_gap = tokens, min_logprob, max_gap
+        self._native = native.search()
+
+    def state(self) -> dict[str, StateSpec]:
+        return {
+            "ctc_counts": StateSpec((3,), torch.int64, on_host=True),
+            "ctc_heads": StateSpec((self.beam,), torch.int64, None, on_host=True),
+            "ctc_scores": StateSpec((self.beam, 2), torch.float64, None, on_host=True),
+            "ctc_nodes": StateSpec((self.nodes, 3), torch.int64, None, on_host=True),
+            "ctc_peaks": StateSpec((self.nodes, 2), torch.float64, None, on_host=True),
+        }
+
+    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
+        found = self._native.step(
+            self.model.ctc(hidden).cpu(),
+            chunk.rows.cpu(),
+            chunk.seen.cpu(),
+            chunk.frames.cpu(),
+            *self._tensors(state),
+            self.model.blank,
+            self.tokens,
+            self.min_logprob,
+            self.max_gap,
+            torch.get_num_threads(),
+        )
+        return [Found([Token(*t) for t in fixed], [Token(*t) for t in tail]) for fixed, tail in found]
+
+    def finish(self, row: int, state: State) -> list[Guess]:
+        best = search_twin.nbest(row, self._tensors(state))
+        return [Guess([Token(*t) for t in tokens], logprob) for tokens, logprob in best]
+
+    def _tensors(self, state: State) -> tuple[Tensor, ...]:
+        return tuple(state[name] for name in self.state())

@@ -1,0 +1,107 @@
+"""The n-best list of a search, put in order once more by a decoder that hears the whole.
+
+Source  two-pass decoding: U2, arXiv:2012.05481
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Annotated, Literal, NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from asr_serve.models.streaming import Chunk, Found, Guess, Search, State, StateSpec, Token
+
+MOST_FRAMES = 1 << 14
+"""Of a session, that are kept for its end: ten minutes. One that lasts longer keeps the order of its search."""
+
+
+class _Kept(NamedTuple):
+    """Of a saved session."""
+
+    width: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+    dtype: Literal["fp32", "bf16"]
+    fixed: list[Token]
+
+
+class Rescoring(Protocol):
+    """A model with a second decoder."""
+
+    ctc_weight: float
+
+    def rescore(self, hidden: Tensor, guesses: list[list[int]]) -> list[float]:
+        """Encoder output (frames, width) of a session, at least one frame, and token ids: natural-log
+        probabilities."""
+
+
+class Rescored:
+    """Another search, whose last answer is chosen with `rescore`. See models/streaming.Search.
+
+    What was fixed on the way stays: the choice is among what the search had not decided at the end. Unlike the
+    search's own state the encoder output of a session grows with it, and is kept here until its row is used again.
+    """
+
+    def __init__(self, search: Search, model: Rescoring) -> None:
+        self.search, self.model = search, model
+        self._hidden: dict[int, list[Tensor]] = defaultdict(list)
+        self._fixed: dict[int, list[Token]] = defaultdict(list)
+
+    def state(self) -> dict[str, StateSpec]:
+        return self.search.state()
+
+    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
+        found = self.search.step(hidden, chunk, state)
+        places = zip(chunk.rows.tolist(), chunk.seen.tolist(), chunk.frames.tolist(), strict=True)
+        for index, (row, seen, frames) in enumerate(places):
+            if not seen:
+                self.forget(row)
+            if seen + frames <= MOST_FRAMES:
+                self._hidden[row].append(hidden[index, :frames].clone())  # what a step returns is lent
+            else:
+                self._hidden.pop(row, None)
+            self._fixed[row] += found[index].fixed
+        return found
+
+    @torch.inference_mode()
+    def finish(self, row: int, state: State) -> list[Guess]:
+        guesses = self.search.finish(row, state)
+        hidden, fixed = self._hidden.get(row, []), self._fixed.get(row, [])
+        self.forget(row)
+        if len(guesses) > 1 and hidden:
+            texts = [[token.id for token in (*fixed, *guess.tokens)] for guess in guesses]
+            scores = self.model.rescore(torch.cat(hidden), texts)
+            total = [
+                score + self.model.ctc_weight * guess.logprob for score, guess in zip(scores, guesses, strict=True)
+            ]
+            guesses = [guesses[i] for i in sorted(range(len(guesses)), key=lambda i: -total[i])]
+        return guesses
+
+    def keeps(self, row: int) -> tuple[bytes, Tensor]:
+        hidden = self._hidden.get(row, [])
+        joined = torch.cat(hidden) if hidden else torch.empty(0, 0)
+        kept = _Kept(
+            joined.shape[1], "bf16" if joined.dtype == torch.bfloat16 else "fp32", self._fixed.get(row, [])
+        )
+        return msgspec.msgpack.encode(kept), joined
+
+    def keep(self, row: int, numbers: bytes, tensor: bytes, seen: int, device: torch.device) -> None:
+        try:
+            kept = msgspec.msgpack.decode(numbers, type=_Kept)
+        except msgspec.MsgspecError as failure:
+            raise ValueError(f"numbers of a saved search that cannot be read: {failure}") from failure
+        dtype = torch.bfloat16 if kept.dtype == "bf16" else torch.float32
+        frames = seen if kept.width and seen <= MOST_FRAMES else 0
+        if len(tensor) != frames * kept.width * dtype.itemsize:
+            raise ValueError(f"{len(tensor)} bytes of {seen} frames, each {kept.width} numbers in {kept.dtype}")
+        self.forget(row)
+        if kept.fixed:
+            self._fixed[row] = kept.fixed
+        if frames:
+            hidden = torch.frombuffer(bytearray(tensor), dtype=dtype)
+            self._hidden[row] = [hidden.view(frames, kept.width).to(device)]
+
+    def forget(self, row: int) -> None:
+        self._hidden.pop(row, None)
+        self._fixed.pop(row, None)

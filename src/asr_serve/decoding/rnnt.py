@@ -1,0 +1,260 @@
+"""Greedy search of transducers, RNN-T and TDT, over many sessions at once.
+
+Label looping: the outer loop goes from one token of every session to the next, wherever in the chunk each of
+them stands; the inner loop skips blanks. The predictor, which costs most, thus runs once for each token, with as
+many sessions as still have one in this chunk; and the joint network looks at several frames ahead at a time
+where few sessions run, for most of what it finds is blank.
+
+Source  label looping: arXiv:2406.06220; TDT: arXiv:2304.06795; tokens and frames are those of NeMo's greedy
+        batched search, tests/decoding/generate_rnnt.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from asr_serve.errors import OptionError
+from asr_serve.models.streaming import Chunk, Found, Guess, State, StateSpec, Token, Transducer
+
+AHEAD = 64
+"""Frames, of all sessions together, that one call of the joint network looks at where some may turn out not to be
+needed: with few rows, to read its weights costs more than to reckon with them."""
+BEGUN = "begun"
+PREDICTED = "predicted"
+SCORE = "score"
+SKIP = "skip"
+KEY = "key"
+LENGTH = "length"
+TAIL = ("token", "frame", "logprob")
+RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL}
+"""What searches call their own state; the rest is the predictor's."""
+
+
+class TransducerModel(Transducer, Protocol):
+    """A streaming model with a transducer, as far as searches look at it."""
+
+    vocab: int
+    """With the blank."""
+    blank: int
+
+
+class Start(NamedTuple):
+    """Where every session begins: the predictor has heard the blank."""
+
+    predicted: Tensor
+    """(1, width)."""
+    memory: dict[str, Tensor]
+    """By name (1, *shape)."""
+
+
+@torch.inference_mode()
+def start(model: TransducerModel, device: torch.device) -> Start:
+    fresh = {
+        name: torch.full((1, *spec.shape), spec.fresh or 0.0, dtype=spec.dtype, device=device)
+        for name, spec in model.predictor_state().items()
+    }
+    assert not fresh.keys() & RESERVED, "a predictor's memory has a name that a search has"
+    return Start(*model.predict(torch.tensor([model.blank], device=device), fresh))
+
+
+def load(state: State, rows: Tensor, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A step's rows, by name (n, *shape); `fresh` (1, *shape) for a session that has not begun."""
+    begun = state[BEGUN][rows] == 1
+    return {
+        name: torch.where(begun.view(-1, *[1] * (first.dim() - 1)), state[name][rows], first)
+        for name, first in fresh.items()
+    }
+
+
+def save(state: State, rows: Tensor, own: Mapping[str, Tensor]) -> None:
+    """The inverse: from now on these sessions have begun."""
+    for name, values in own.items():
+        state[name].index_copy_(0, rows, values)
+    state[BEGUN].index_fill_(0, rows, 1)
+
+
+def check_max_symbols(max_symbols: int) -> None:
+    if max_symbols < 1:
+        raise OptionError(f"max_symbols={max_symbols}", "1 or more", param="max_symbols")
+
+
+class _Best(NamedTuple):
+    """The likeliest at some frames: token, or blank, and for how long. Each (m,)."""
+
+    token: Tensor
+    logprob: Tensor
+    """Of the token among all tokens, float32."""
+    frames: Tensor
+    """To go on by: at least 1 after a blank."""
+    score: Tensor
+    """Log-probability of token and duration."""
+
+
+@dataclass
+class _Work:
+    """A step's rows while it runs: n of them."""
+
+    projected: Tensor
+    """(n, frames, joint width)."""
+    first: Tensor
+    """(n,) int64: absolute frame of the chunk's first, as in Chunk.seen."""
+    limit: Tensor
+    """(n,) int64: frames in the chunk."""
+    at: Tensor
+    """(n,) int64: the frame, of the chunk, that is looked at next."""
+    symbols: Tensor
+    """(n,) int64: tokens said at that frame."""
+    score: Tensor
+    """(n,) float64."""
+    predicted: Tensor
+    memory: dict[str, Tensor]
+    token: Tensor
+    """(n,) int64: found at frame `at`, and not said yet."""
+    logprob: Tensor
+    lasts: Tensor
+    """(n,) int64: frames to go on by, once it is said."""
+    said: list[Tensor] = field(default_factory=list)
+    """Each (4, k) float64: row, token, absolute frame, log-probability."""
+
+
+class TransducerGreedy:
+    """`Search`: the likeliest token, or blank, of each frame in turn. Everything found is fixed at once.
+
+    At most `max_symbols` tokens are said at one frame; then the next one's turn has come. TDT: token and duration
+    are the likeliest each; a blank that lasts 0 frames counts as 1.
+
+    State   the predictor's memory and its last output; frames to skip that lie past the chunk's end (TDT);
+            log-probability of the path so far. A chunk ends between two frames, so that nothing need be known
+            of the tokens said at one.
+    """
+
+    def __init__(self, model: TransducerModel, max_symbols: int = 10, device: torch.device | str = "cpu") -> None:
+        """`device`: where the state lies. Raises OptionError."""
+        check_max_symbols(max_symbols)
+        self.model, self.max_symbols = model, max_symbols
+        device = torch.device(device)
+        first = start(model, device)
+        self._fresh = {
+            **first.memory,
+            PREDICTED: first.predicted,
+            SCORE: torch.zeros(1, dtype=torch.float64, device=device),
+            SKIP: torch.zeros(1, dtype=torch.int64, device=device),
+        }
+        self._memory = tuple(first.memory)
+        self._durations = torch.tensor(model.durations, dtype=torch.int64, device=device)
+        self._longest = max(1, *model.durations) if model.durations else 1
+
+    def state(self) -> dict[str, StateSpec]:
+        return {
+            BEGUN: StateSpec((), torch.int64),
+            **{name: StateSpec(tuple(each.shape[1:]), each.dtype, None) for name, each in self._fresh.items()},
+        }
+
+    @torch.inference_mode()
+    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
+        own = load(state, chunk.rows, self._fresh)
+        nothing = torch.zeros_like(chunk.rows)
+        work = _Work(
+            projected=self.model.project(hidden),
+            first=chunk.seen,
+            limit=chunk.frames,
+            at=own[SKIP],
+            symbols=nothing.clone(),
+            score=own[SCORE],
+            predicted=own[PREDICTED],
+            memory={name: own[name] for name in self._memory},
+            token=nothing.clone(),
+            logprob=torch.zeros_like(own[SCORE]),
+            lasts=nothing.clone(),
+        )
+        running = (work.at < work.limit).nonzero().squeeze(1)
+        while len(running):
+            self._seek(work, running)
+            running = running[work.at[running] < work.limit[running]]
+            if len(running):
+                self._say(work, running)
+                if self.model.durations:
+                    running = running[work.at[running] < work.limit[running]]
+        own[SKIP] = (work.at - work.limit).clamp(min=0)
+        save(state, chunk.rows, own)
+        return _read(work.said, len(chunk.rows))
+
+    def finish(self, row: int, state: State) -> list[Guess]:
+        begun = int(state[BEGUN][row]) == 1
+        return [Guess([], float(state[SCORE][row]) if begun else 0.0)]
+
+    def _seek(self, work: _Work, rows: Tensor) -> None:
+        """Moves `rows` on to the frame of their next token, or past the chunk's end."""
+        while len(rows):
+            ahead = max(1, min(work.projected.shape[1], AHEAD // len(rows)))
+            steps = torch.arange(ahead + self._longest, device=rows.device)
+            at = work.at[rows, None] + steps[:ahead]
+            inside = at < work.limit[rows, None]
+            heard = work.projected[rows[:, None], at.clamp(max=work.projected.shape[1] - 1)].flatten(0, 1)
+            best = _Best(
+                *(
+                    each.view(-1, ahead)
+                    for each in self._best(heard, work.predicted[rows].repeat_interleave(ahead, 0))
+                )
+            )
+            # From each frame on to where its blanks lead: twice as far with every turn.
+            blank = inside & (best.token == self.model.blank)
+            to = steps.repeat(len(rows), 1)
+            to[:, :ahead] += torch.where(blank, best.frames, 0)
+            score = work.score.new_zeros(to.shape)
+            score[:, :ahead] = torch.where(blank, best.score.double(), 0.0)
+            for _ in range((ahead - 1).bit_length()):
+                score = score + score.gather(1, to)
+                to = to.gather(1, to)
+            moved = to[:, 0]
+            work.at[rows] += moved
+            work.symbols[rows] = torch.where(moved > 0, 0, work.symbols[rows])
+            there = moved.clamp(max=ahead - 1)[:, None]
+            token, logprob, frames, said = (each.gather(1, there).squeeze(1) for each in best)
+            work.token[rows], work.lasts[rows] = token, frames
+            work.logprob[rows] = logprob.double()
+            found = (moved < ahead) & (work.at[rows] < work.limit[rows])
+            work.score[rows] += score[:, 0] + torch.where(found, said.double(), 0.0)
+            rows = rows[~found & (work.at[rows] < work.limit[rows])]
+
+    def _say(self, work: _Work, rows: Tensor) -> None:
+        """Takes the token that was found in each of `rows`, and moves on by how long it lasts."""
+        token = work.token[rows]
+        work.said.append(
+            torch.stack([rows.double(), token.double(), (work.first + work.at)[rows].double(), work.logprob[rows]])
+        )
+        predicted, memory = self.model.predict(token, {name: each[rows] for name, each in work.memory.items()})
+        work.predicted[rows] = predicted
+        for name, each in memory.items():
+            work.memory[name][rows] = each
+        symbols = work.symbols[rows] + 1
+        lasts = torch.where(symbols < self.max_symbols, work.lasts[rows], work.lasts[rows].clamp(min=1))
+        work.at[rows] += lasts
+        work.symbols[rows] = torch.where(lasts > 0, 0, symbols)
+
+    def _best(self, projected: Tensor, predicted: Tensor) -> _Best:
+        logits = self.model.joint(projected, predicted)
+        tokens, durations = logits[:, : self.model.vocab], logits[:, self.model.vocab :]
+        top, token = tokens.max(-1)
+        logprob = top - tokens.logsumexp(-1)
+        blank = token == self.model.blank
+        if not self.model.durations:
+            return _Best(token, logprob, blank.long(), logprob)
+        top, which = durations.max(-1)
+        frames = self._durations[which]
+        frames = torch.where(blank, frames.clamp(min=1), frames)
+        return _Best(token, logprob, frames, logprob + (top - durations.logsumexp(-1)))
+
+
+def _read(said: list[Tensor], sessions: int) -> list[Found]:
+    """To the host, all at once."""
+    found = [Found([], []) for _ in range(sessions)]
+    if said:
+        for row, token, frame, logprob in torch.cat(said, 1).T.tolist():
+            found[int(row)].fixed.append(Token(int(token), int(frame), logprob))
+    return found

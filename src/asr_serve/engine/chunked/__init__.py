@@ -1,0 +1,1 @@
+"""Streaming models: many sessions, a chunk of each in every step."""

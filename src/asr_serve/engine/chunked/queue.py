@@ -1,0 +1,63 @@
+"""Who waits for a slot, and whose turn it is. Pure: no clock, no slots."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from itertools import chain
+
+from asr_serve.types import Priority
+
+
+class Queue:
+    """Who waits for a slot: each class gets its share of the slots that are given, in the order of coming.
+
+    Source  start-time fair queueing, Goyal et al., SIGCOMM 1996, as for whole utterances (utterances/planner)
+    """
+
+    def __init__(self, shares: Mapping[Priority, float]) -> None:
+        self._shares = shares
+        self._waiting: dict[Priority, dict[int, None]] = {priority: {} for priority in shares}
+        self._given = dict.fromkeys(shares, 0.0)
+        self._due = 0.0
+        self._speaking: dict[int, float] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._waiting.values())
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def count(self, priority: Priority) -> int:
+        return len(self._waiting[priority])
+
+    @property
+    def longest(self) -> tuple[int, float] | None:
+        """Who has waited longest of those whose wait is bounded, and since when."""
+        return next(iter(self._speaking.items()), None)
+
+    def add(self, number: int, priority: Priority, speaking_s: float | None = None) -> None:
+        """`speaking_s`: its wait is bounded, and begins now."""
+        if not self._waiting[priority]:
+            # A class that had nothing to do does not save up slots for later.
+            self._given[priority] = max(self._given[priority], self._due)
+        self._waiting[priority][number] = None
+        if speaking_s is not None:
+            self._speaking[number] = speaking_s
+
+    def remove(self, number: int, priority: Priority) -> None:
+        self._waiting[priority].pop(number, None)
+        self._speaking.pop(number, None)
+
+    def take(self, allowed: Iterable[Priority], but: Container[int] = ()) -> int | None:
+        """Whose turn it is, of these classes, if anybody's. Those in `but` are passed over, and stay."""
+        first: dict[Priority, int] = {}
+        for priority in allowed:
+            if (number := next((each for each in self._waiting[priority] if each not in but), None)) is not None:
+                first[priority] = number
+        if not first:
+            return None
+        chosen = min(first, key=self._given.__getitem__)
+        self._due = self._given[chosen]
+        self._given[chosen] += 1 / self._shares[chosen]
+        self.remove(first[chosen], chosen)
+        return first[chosen]

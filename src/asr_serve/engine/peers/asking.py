@@ -1,0 +1,301 @@
+"""The engines that encode for this one: kept connected, each by a thread of its own, and given batches."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from asr_serve.engine.peers import meeting, said
+from asr_serve.engine.peers.meeting import HELLO_S
+from asr_serve.engine.peers.peer import AT_ONCE, Away, Clip, Connection, Done
+from asr_serve.engine.peers.said import Identity, Line
+from asr_serve.errors import (
+    AsrServeError,
+    MalformedRequest,
+    OptionError,
+    PeerGone,
+    PeerRefused,
+    RoadFailed,
+    RoadTimeout,
+    Torn,
+)
+from asr_serve.metrics import PEER_STATES, EngineMetrics
+from asr_serve.transfer import roads
+from asr_serve.transfer.roads import Landing
+from asr_serve.values import Carried, PeerRoad
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
+"""Before a peer that is not there is tried again, or one that was lost."""
+STEADY_S = 30.0
+"""One that stayed so long was lost over something new: it is tried again soon."""
+REFUSED_PAUSE_S = 60.0
+"""Before one that refuses, or is refused: somebody has to change something first."""
+ATTACH_S = 15.0
+"""For a peer to attach what it is offered: it may have to find out that a network does not lead here."""
+WORDS = {"timeout": "lost, too slow", "torn": "lost, what came is torn", "malformed": "lost, it makes no sense"}
+"""For the log: what is said of a peer for some of metrics.PEER_FAILURES."""
+LANDING_BYTES = 256 << 20
+"""Memory for what one peer may have under way, unless one utterance takes more."""
+
+log = logging.getLogger(__name__)
+
+
+class Asks(NamedTuple):
+    """What every peer is asked for, and how."""
+
+    identity: Identity
+    keys: tuple[str, ...]
+    road: PeerRoad
+    carries: Carried
+    timeout_s: float
+    frame_bytes: dict[str, int]
+    """Of what is carried."""
+    batch_frames: int
+    """The most that is asked for at once, or of one utterance."""
+    longest_frames: int
+    longest_samples: int
+    metrics: EngineMetrics | None
+
+
+class Peers:
+    """Places for batches to be encoded beside the loop. `start` and `cancel` are for the loop's thread."""
+
+    def __init__(self, addresses: Sequence[str], asks: Asks) -> None:
+        """Raises OptionError for a road that this installation has not."""
+        have = beyond_this_process()
+        if asks.road != "auto" and asks.road not in have:
+            raise OptionError(f"peer_road={asks.road}", f"here there are {', '.join(have)}", param="peer_road")
+        self._asks, self.identity = asks, asks.identity
+        self.peers = [Peer(address, asks, self._changed) for address in addresses]
+        self._wake: Callable[[], None] = lambda: None
+        self._turn = 0
+        self._counting = threading.Lock()
+
+    def begin(self, wake: Callable[[], None]) -> None:
+        """Connect. `wake` is called, from any thread, when a peer has come or gone."""
+        self._wake = wake
+        self._changed()
+        for peer in self.peers:
+            peer.begin()
+
+    @property
+    def alive(self) -> bool:
+        return any(peer.state == "ready" for peer in self.peers)
+
+    @property
+    def room(self) -> bool:
+        """One of them could begin with another batch."""
+        return any(peer.room for peer in self.peers)
+
+    def start(self, clips: Sequence[Clip], done: Done) -> tuple[Connection, Away] | None:
+        """Have whoever has most room encode these; of equals each in turn. None where nobody has any more."""
+        self._turn += 1
+        turn = self._turn % len(self.peers)
+        open_ones = [c for peer in self.peers[turn:] + self.peers[:turn] if (c := peer.connection) is not None]
+        for connection in sorted(open_ones, key=lambda each: each.load):
+            if (away := connection.start(clips, done)) is not None:
+                return connection, away
+        return None
+
+    def describe(self) -> dict[str, str]:
+        """Address -> state."""
+        return {peer.address: peer.state for peer in self.peers}
+
+    def close(self) -> None:
+        """Nobody is asked any more; what is under way is told so."""
+        for peer in self.peers:
+            peer.close()
+        for peer in self.peers:
+            peer.join()
+
+    def _changed(self) -> None:
+        if (metrics := self._asks.metrics) is not None:
+            with self._counting:
+                states = [peer.state for peer in self.peers]
+                for state in PEER_STATES:
+                    metrics.peers[state].set(states.count(state))
+        self._wake()
+
+
+class Peer:
+    """One address, and the thread that keeps a connection to it."""
+
+    def __init__(self, address: str, asks: Asks, changed: Callable[[], None]) -> None:
+        self.address, self.state = address, "connecting"
+        self.connection: Connection | None = None
+        self._asks, self._changed = asks, changed
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # of `_line` against `close`
+        self._line: Line | None = None
+        self._said = ""
+        self._thread = threading.Thread(target=self._live, name=f"peer {address}", daemon=True)
+
+    @property
+    def room(self) -> bool:
+        connection = self.connection
+        return connection is not None and connection.room
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            if self._line is not None:
+                self._line.hang_up()
+
+    def join(self) -> None:
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _live(self) -> None:
+        """Whatever goes wrong, ours included: it is tried again."""
+        pause_s, failures = 0.0, 0
+        while not self._closing.wait(pause_s):
+            failures += 1
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures, 10))
+            try:
+                connection = self._meet()
+            except Exception as failure:
+                refused = isinstance(failure, PeerRefused)
+                pause_s = REFUSED_PAUSE_S if refused else pause_s
+                self._trouble("refused" if refused else "unreachable", failure)
+                self._is("refused" if refused else "connecting")
+                continue
+            self._said, met_s = "", time.monotonic()
+            log.info(
+                "peer %s encodes for this engine (%s by %s)",
+                self.address,
+                connection.carries,
+                connection.landing.kind,
+            )
+            self.connection = connection
+            self._is("ready")
+            self._use(connection)
+            if time.monotonic() - met_s > STEADY_S:
+                pause_s, failures = FIRST_PAUSE_S, 0
+
+    def _use(self, connection: Connection) -> None:
+        """Until it is over, however that comes about: what was under way is told."""
+        error: AsrServeError = PeerGone(f"peer {self.address}: the connection has ended")
+        try:
+            connection.run()
+        except Exception as failure:
+            what = f"peer {self.address}: {failure}"
+            error = type(failure)(what) if isinstance(failure, (RoadTimeout, Torn)) else PeerGone(what)
+            if not self._closing.is_set():
+                self._trouble(_reason(failure), failure)
+        self.connection = None
+        lost = connection.end(error)
+        try:
+            connection.close()
+        except Exception:
+            log.exception("what was lent to peer %s cannot be closed", self.address)
+        self._is("connecting")
+        for away in lost:
+            away.done(error)
+
+    def _is(self, state: str) -> None:
+        self.state = state
+        self._changed()
+
+    def _trouble(self, reason: str, failure: Exception) -> None:
+        """Counted each time, and said when it is new."""
+        if (metrics := self._asks.metrics) is not None:
+            metrics.peer_failures[reason].inc()
+        if (text := f"{WORDS.get(reason, reason)}: {failure}") != self._said:
+            self._said = text
+            ours = None if isinstance(failure, (AsrServeError, OSError, UnicodeError)) else failure
+            log.error("peer %s is %s", self.address, text, exc_info=ours)
+
+    # --- meeting it ---------------------------------------------------------------------------------------------
+
+    def _meet(self) -> Connection:
+        """Raises PeerRefused, PeerGone, RoadFailed, MalformedRequest, OSError; UnicodeError for a name that is
+        none."""
+        host, _, port = self.address.rpartition(":")
+        line = Line(socket.create_connection((host.strip("[]"), int(port)), HELLO_S), said.to_asker)
+        with contextlib.ExitStack() as undo:
+            undo.callback(line.close)
+            with self._lock:
+                self._line = line
+            if self._closing.is_set():
+                raise PeerGone("this engine is closed")
+            connection = self._agree(line)
+            undo.pop_all()
+        return connection
+
+    def _agree(self, line: Line) -> Connection:
+        asks = self._asks
+        met = meeting.ask(line, asks.identity, asks.keys)
+        if met.samples < asks.longest_samples:
+            raise PeerRefused(
+                f"it takes {met.samples} samples", f"{asks.longest_samples} are the longest utterance"
+            )
+        whys = []
+        for road in beyond_this_process() if asks.road == "auto" else (asks.road,):
+            if road not in met.roads:
+                whys.append(f"{road}: it has not")
+                continue
+            carries = self._carries(road, met.identity)
+            try:
+                landing = roads.land(road, self._landing_bytes(carries), line.here)
+            except (RoadFailed, OptionError) as failure:
+                whys.append(f"{road}: {failure}")
+                continue
+            with contextlib.ExitStack() as undo:
+                undo.callback(landing.close)
+                line.send(said.Offer(road, landing.offer, carries))
+                answer = line.receive(ATTACH_S)
+                if isinstance(answer, said.Attached):
+                    undo.pop_all()
+                    return self._connected(line, landing, carries, met)
+            if answer is None:
+                raise RoadTimeout(f"no answer to an offer of {road} came in {ATTACH_S:g} s")
+            if not isinstance(answer, said.NotAttached):
+                raise MalformedRequest(f"a message {type(answer).__name__}", "Attached or NotAttached was to come")
+            whys.append(f"{road}: {answer.why[:500]}")
+        raise PeerRefused(f"no road leads from it to here ({'; '.join(whys)})", "peer_road=tcp leads everywhere")
+
+    def _connected(self, line: Line, landing: Landing, carries: str, met: meeting.Met) -> Connection:
+        asks = self._asks
+        return Connection(line, landing, carries, asks.frame_bytes[carries], met, asks.timeout_s, asks.metrics)
+
+    def _carries(self, road: str, theirs: Identity) -> str:
+        """Within a machine keys and values, which this engine then need not make; over a network what is
+        smaller."""
+        same = theirs.cross == self._asks.identity.cross
+        if self._asks.carries == "cross" and not same:
+            raise PeerRefused(
+                f"keys and values: {self._asks.identity.cross} here, {theirs.cross} there", "peer_carries=hidden"
+            )
+        if self._asks.carries != "auto":
+            return self._asks.carries
+        return "cross" if same and road == "shm" else "hidden"
+
+    def _landing_bytes(self, carries: str) -> int:
+        frame_bytes = self._asks.frame_bytes[carries]
+        wanted = min(AT_ONCE * self._asks.batch_frames * frame_bytes, LANDING_BYTES)
+        return max(wanted, self._asks.longest_frames * frame_bytes)
+
+
+def beyond_this_process() -> tuple[str, ...]:
+    """The roads of this installation that lead to another one, the best first."""
+    return tuple(kind for kind in roads.kinds() if kind != "local")
+
+
+def _reason(failure: Exception) -> str:
+    match failure:
+        case RoadTimeout():
+            return "timeout"
+        case Torn():
+            return "torn"
+        case MalformedRequest():
+            return "malformed"
+        case _:
+            return "gone"

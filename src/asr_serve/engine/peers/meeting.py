@@ -1,0 +1,126 @@
+"""How two engines meet: each says who it is and proves that it knows the key, before anything is done for the
+other.
+
+The key never crosses. Both proofs are HMACs over both sides' nonces and what the prover says of itself, so none
+can be used twice or turned round. What follows is not encrypted and not signed: the network between two engines is
+one that its owner trusts, and keys keep out who only reaches the port.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from asr_serve.engine.peers import said
+from asr_serve.engine.peers.said import Hello, Identity, Line
+from asr_serve.errors import PeerRefused
+
+HELLO_S = 5.0
+"""For each message of a meeting."""
+NONCE_BYTES = 32
+ASKER, WORKER = b"asks", b"encodes"
+_facts = msgspec.msgpack.Encoder().encode
+
+log = logging.getLogger(__name__)
+
+
+class Meeting(NamedTuple):
+    """What an engine brings to others beside its model: what its weights are, where it listens when it encodes,
+    and the keys it knows."""
+
+    weights: str
+    listen: tuple[str, int] = ("127.0.0.1", 0)
+    keys: tuple[str, ...] = ()
+
+
+class Met(NamedTuple):
+    """The other side, as it introduced itself."""
+
+    identity: Identity
+    roads: tuple[str, ...]
+    requests: int
+    samples: int
+
+
+def proof(key: str, side: bytes, nonces: bytes, identity: Identity) -> bytes:
+    """That `side` knows the key: of this meeting only, and with this identity only."""
+    return hmac.digest(key.encode(), side + b"\0" + nonces + _facts(identity), "sha256")
+
+
+def difference(asker: Identity, worker: Identity) -> str:
+    """What is not the same of the two, in words; empty where they may work together. The shape of keys and values
+    is compared where these are carried."""
+    found = []
+    for name, word in (("model", "model"), ("weights", "weights"), ("dtype", "dtype"), ("quantize", "quantize")):
+        asks, encodes = getattr(asker, name), getattr(worker, name)
+        if asks != encodes:
+            found.append(f"{word}: {asks[:64]} asks, {encodes[:64]} encodes")
+    if not found and asker.hidden != worker.hidden:
+        found.append(f"an encoded frame: {asker.hidden} asks, {worker.hidden} encodes")
+    return "; ".join(found)
+
+
+def ask(line: Line, identity: Identity, keys: Sequence[str]) -> Met:
+    """The asking side. Raises PeerRefused, PeerGone, RoadTimeout, MalformedRequest."""
+    ours = Hello(said.VERSION, os.urandom(NONCE_BYTES), bool(keys))
+    line.send(ours)
+    theirs = line.expect(Hello, HELLO_S)
+    _compare(ours, theirs)
+    nonces = ours.nonce + theirs.nonce
+    line.send(said.Terms(identity, proof(keys[0], ASKER, nonces, identity) if keys else b""))
+    answer = line.receive(HELLO_S)
+    if isinstance(answer, said.Refused):
+        raise PeerRefused(f"it refuses this engine: {answer.why[:500]}")
+    if not isinstance(answer, said.Welcome):
+        raise PeerRefused(f"it answered {type(answer).__name__} and no Welcome")
+    if keys and not hmac.compare_digest(answer.proof, proof(keys[0], WORKER, nonces, answer.identity)):
+        raise PeerRefused("it does not know the key", "both sides need one of the same peer_keys")
+    if what := difference(identity, answer.identity):
+        raise PeerRefused(what, "both sides need the same model, weights and dtype")
+    if answer.requests < 1 or answer.samples < 1:
+        raise PeerRefused(f"it takes {answer.requests} requests and {answer.samples} samples")
+    return Met(answer.identity, answer.roads, answer.requests, answer.samples)
+
+
+def welcome(line: Line, identity: Identity, keys: Sequence[str], bounds: Met) -> Identity:
+    """The encoding side: who asks. `bounds`: what the other is told. Raises as `ask`; whoever is refused was
+    told."""
+    ours = Hello(said.VERSION, os.urandom(NONCE_BYTES), bool(keys))
+    theirs = line.expect(Hello, HELLO_S)
+    line.send(ours)
+    _compare(theirs, ours)
+    nonces = theirs.nonce + ours.nonce
+    terms = line.expect(said.Terms, HELLO_S)
+    known = [key for key in keys if hmac.compare_digest(terms.proof, proof(key, ASKER, nonces, terms.identity))]
+    if keys and not known:
+        _refuse(line, "it does not know the key; both sides need one of the same peer_keys")
+    if what := difference(terms.identity, identity):
+        _refuse(line, what)
+    mine = proof(known[0], WORKER, nonces, identity) if known else b""
+    line.send(said.Welcome(identity, bounds.roads, bounds.requests, bounds.samples, mine))
+    return terms.identity
+
+
+def _refuse(line: Line, why: str) -> None:
+    line.send(said.Refused(why))
+    raise PeerRefused(why)
+
+
+def _compare(asks: Hello, encodes: Hello) -> None:
+    """What both can see before anything else is said."""
+    if asks.version != encodes.version:
+        raise PeerRefused(
+            f"protocol version: {asks.version} asks, {encodes.version} encodes", "the same release on both sides"
+        )
+    if {len(asks.nonce), len(encodes.nonce)} != {NONCE_BYTES}:
+        raise PeerRefused("a nonce of another length", f"{NONCE_BYTES} bytes")
+    if asks.keyed != encodes.keyed:
+        with_key, without = ("asks", "encodes") if asks.keyed else ("encodes", "asks")
+        raise PeerRefused(
+            f"the engine that {with_key} has peer_keys, the one that {without} has none", "the same on both sides"
+        )

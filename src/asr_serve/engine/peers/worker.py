@@ -1,0 +1,287 @@
+"""An engine whose role is to encode: it listens for others, and encodes what they all want in batches.
+
+It is the work of an ordinary loop (engine/work), so that what supervises an engine process, asks it for a sign of
+life and reads its metrics knows no other kind. Threads beside the loop read what askers want and send back what
+came of it; which requests make the next batch, and the batch itself, are the loop's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asr_serve.config import EngineConfig
+from asr_serve.engine.peers.askers import Asker, Desk, Reply, Request
+from asr_serve.engine.peers.meeting import Meeting, Met
+from asr_serve.engine.peers.said import Identity, Line, to_worker
+from asr_serve.engine.session import Utterance, reject
+from asr_serve.engine.utterances.encode import EncodeRunner
+from asr_serve.engine.utterances.planner import Planner, Waiting
+from asr_serve.engine.work import Attempt, Keeper
+from asr_serve.errors import AsrServeError, MalformedRequest, OptionError
+from asr_serve.transfer import roads
+
+MOST_ASKERS = 16
+MOST_REQUESTS = 256
+"""That one asker may have under way."""
+MOST_SAMPLES = 16 << 20
+"""The same: 64 MiB of audio, or one utterance where that is longer."""
+ROOM = 1 << 30
+"""Rows and pages: whoever decodes has counted them."""
+AGAIN_S = 1.0
+"""Before the port is listened at again when the system has no descriptor left."""
+
+log = logging.getLogger(__name__)
+
+
+class Encoding:
+    """See engine/work.Work. `samples`: the fewest and the most of an utterance."""
+
+    def __init__(
+        self,
+        runner: EncodeRunner,
+        config: EngineConfig,
+        identity: Identity,
+        meeting: Meeting,
+        samples: tuple[int, int],
+        frame_bytes: dict[str, int],
+    ) -> None:
+        """Raises OptionError where the address cannot be listened at."""
+        self.runner, self.device = runner, runner.device
+        self.planner = Planner(config, config.encode_frames or runner.device.encode_frames)
+        self._identity, self._meeting, self._timeout_s = identity, meeting, config.peer_timeout_s
+        self._samples, self._frame_bytes = samples, frame_bytes
+        self._waiting: dict[int, Request] = {}
+        self._keys = itertools.count()
+        self._frame_s = 0.0
+        """What a frame takes, as the last batches went."""
+        self._lock = threading.Lock()
+        self._askers: dict[Asker, None] = {}
+        """In the order in which they came."""
+        self._closing = threading.Event()
+        self._door = _listen(*meeting.listen)
+        self.port: int = self._door.getsockname()[1]
+        self.batches = self.encoded = 0
+
+    def begin(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        most = max(MOST_SAMPLES, self._samples[1])
+        bounds = Met(self._identity, roads.kinds(), MOST_REQUESTS, most)
+        model = self.runner.model
+        windowed = hasattr(model, "window")
+
+        def frames(length: int, whole: bool) -> int:
+            if whole and not windowed:
+                raise MalformedRequest("an utterance with all of its window", "this model has none")
+            return int(model.frames(length, *[True] * whole))
+
+        desk = Desk(
+            self._identity,
+            self._meeting,
+            bounds,
+            self._samples,
+            frames,
+            max(frames(self._samples[1], whole) for whole in {False, windowed}),
+            self._frame_bytes,
+            self._timeout_s,
+            wanted=lambda request: keeper.call(lambda: self._wanted(request)),
+            unwanted=lambda request: keeper.call(lambda: self._unwanted(request)),
+            gone=lambda asker: keeper.call(lambda: self._gone(asker)),
+        )
+        threading.Thread(target=self._accept, args=(desk,), name="peer door", daemon=True).start()
+        log.info("this engine encodes %s for others on port %d", self._identity.model, self.port)
+
+    # --- askers, on the door's thread ---------------------------------------------------------------------
+
+    def _accept(self, desk: Desk) -> None:
+        while not self._closing.is_set():
+            try:
+                end, address = self._door.accept()
+            except OSError as failure:
+                if not self._closing.wait(AGAIN_S):
+                    log.warning("nobody can be let in: %s", failure)
+                continue
+            name = f"{address[0]}:{address[1]}"
+            try:
+                self._let_in(Asker(Line(end, to_worker), name, desk))
+            except (OSError, RuntimeError) as failure:  # it has hung up, or no thread is to be had
+                log.warning("%s cannot be let in: %s", name, failure)
+                end.close()
+
+    def _let_in(self, asker: Asker) -> None:
+        with self._lock:
+            leaves = self._who_leaves(asker)
+            if leaves is not asker:
+                self._askers[asker] = None
+        if leaves is not None:
+            log.warning("%s is hung up on: %d connections are open already", leaves.name, MOST_ASKERS)
+            leaves.line.hang_up()
+        if leaves is asker:
+            asker.line.close()
+            return
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._forget, asker)
+            threading.Thread(target=self._meet, args=(asker,), name="peer asks", daemon=True).start()
+            undo.pop_all()
+
+    def _who_leaves(self, new: Asker) -> Asker | None:
+        """Where there are too many: the first that has not said who it is, or the one that comes."""
+        if self._closing.is_set():
+            return new
+        if len(self._askers) < MOST_ASKERS:
+            return None
+        for asker in self._askers:
+            if not asker.welcome:
+                del self._askers[asker]
+                return asker
+        return new
+
+    def _meet(self, asker: Asker) -> None:
+        try:
+            asker.run()
+        finally:
+            self._forget(asker)
+
+    def _forget(self, asker: Asker) -> None:
+        with self._lock:
+            self._askers.pop(asker, None)
+
+    # --- on the loop's thread -----------------------------------------------------------------------------
+
+    def _wanted(self, request: Request) -> None:
+        """It waits with those of others, each asker's as if it had the engine to itself: who asks for much is
+        late with the last of it, and who asks for little is not."""
+        request.key = next(self._keys)
+        self._waiting[request.key] = request
+        asker, now_s = request.asker, time.monotonic()
+        begins_s = max(now_s, asker.finished_s.get(request.priority, 0.0))
+        asker.finished_s[request.priority] = begins_s + request.frames * self._frame_s
+        self.planner.add(
+            Waiting(request.key, request.frames, 1, request.priority, begins_s * 1_000, request.within_ms)
+        )
+
+    def _unwanted(self, request: Request) -> None:
+        if self._waiting.get(request.key) is request:
+            self._take(request)
+            request.asker.answer(Reply(request, None, "cancelled"))
+
+    def _gone(self, asker: Asker) -> None:
+        for request in [request for request in self._waiting.values() if request.asker is asker]:
+            self._take(request)
+
+    def _take(self, request: Request) -> None:
+        self.planner.remove(request.key)
+        del self._waiting[request.key]
+        if all(each.asker is not request.asker for each in self._waiting.values()):
+            request.asker.finished_s.clear()  # what was not used is not owed
+
+    def step(self) -> bool:
+        batch = [self._waiting[key] for key in self.planner.plan(ROOM, ROOM)]
+        for request in batch:
+            self._take(request)
+        if not batch:
+            return False
+        started_s, started = time.monotonic(), time.perf_counter()
+        for request in batch:
+            self.keeper.stats.queued(request.priority, started_s - request.arrived_s)
+
+        def fail(error: AsrServeError) -> None:
+            for request in batch:
+                request.asker.answer(Reply(request, None, str(error)))
+
+        encoded: list[Tensor] = []
+        with Attempt(self.keeper.stats, "encode", "encoding", fail):
+            encoded = self._encode(batch)
+        if not encoded:
+            return True
+        seconds, frames = time.perf_counter() - started, sum(request.frames for request in batch)
+        self._frame_s = (self._frame_s + seconds / frames) / 2
+        for request, tensor in zip(batch, encoded, strict=True):
+            data = tensor.view(torch.uint8).numpy().reshape(-1)
+            request.asker.answer(Reply(request, data, "", started_s - request.arrived_s, seconds))
+        self.batches, self.encoded = self.batches + 1, self.encoded + len(batch)
+        self.keeper.stats.step("encode", seconds, len(batch), min(1.0, frames / self.planner.encode_frames))
+        return True
+
+    @torch.inference_mode()
+    def _encode(self, batch: list[Request]) -> list[Tensor]:
+        """Of each what its asker takes, (frames, ...) contiguous in the host's memory."""
+        hidden, packing = self.runner.hidden([r.pcm for r in batch], [r.whole for r in batch])
+        carried = {"hidden": hidden}
+        if any(request.asker.carries == "cross" for request in batch):
+            carried["cross"] = self.runner.model.cross(hidden)
+        return [
+            carried[request.asker.carries][offset : offset + frames].contiguous().cpu()
+            for request, offset, frames in zip(batch, packing.offsets, packing.frames, strict=True)
+        ]
+
+    # --- the rest of engine/work.Work -----------------------------------------------------------------------
+
+    def submit(self, utterance: Utterance) -> None:
+        reject(utterance.future, OptionError("this engine encodes for others", "it answers nobody itself"))
+
+    def cancel(self, request_id: int) -> None:
+        """None was ever taken."""
+
+    @property
+    def due_s(self) -> float | None:
+        return None
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def check(self) -> None:
+        assert len(self.planner) == len(self._waiting) == 0, "a request was lost"
+
+    def end(self, error: Exception) -> None:
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)  # `accept` would go on waiting
+        self._door.close()
+        with self._lock:
+            for asker in self._askers:
+                asker.line.hang_up()
+
+    def report(self) -> dict[str, int]:
+        return {"waiting": len(self._waiting), "decoding": 0, "pages": 0, "pages_used": 0}
+
+    def describe(self) -> dict[str, Any]:
+        with self._lock:
+            askers = len(self._askers)
+        return {
+            "pages": 0,
+            "pages_used": 0,
+            "askers": askers,
+            "peer_batches": self.batches,
+            "peer_requests": self.encoded,
+        }
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        door = socket.socket(family, kind, protocol)
+        try:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(address)
+            door.listen(MOST_ASKERS)
+        except OSError:
+            door.close()
+            raise
+    except OSError as failure:
+        raise OptionError(
+            f"{host}:{port} cannot be listened at for peers: {failure.strerror or failure}",
+            "an address of this machine and a free port",
+            "choose another with --encode-port",
+            param="encode_port",
+        ) from failure
+    return door

@@ -1,0 +1,1 @@
+"""What was heard and said before, for whoever brings the same again."""

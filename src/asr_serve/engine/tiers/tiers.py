@@ -1,0 +1,191 @@
+"""Below the device: memory of the host, then a file. What is asleep lies here, and what the cache gave up.
+
+put: copied into memory ---- long unused ----> written to the file     by the disk's thread
+get: where it lies in memory, at once  <------ read, checked           by the disk's thread
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asr_serve.config import EngineConfig
+from asr_serve.engine.tiers.entries import Done, Entry, Place
+from asr_serve.engine.tiers.mover import Mover
+from asr_serve.engine.tiers.sealing import read_key, sealing
+from asr_serve.engine.tiers.shelves import Shelves
+from asr_serve.engine.tiers.tally import Tally
+from asr_serve.transfer.disk import BLOCK, Disk, aligned, open_disk
+
+if TYPE_CHECKING:
+    from asr_serve.metrics import EngineMetrics
+
+Parts = Sequence[memoryview | bytes]
+Pin = Callable[[memoryview], None]
+
+
+class Tiers:
+    """Belongs to the loop's thread. What `get` gives lies in memory that is lent: it stays as it is until the last
+    view of it is gone, whatever else happens, and nobody may write into it."""
+
+    def __init__(
+        self,
+        host_bytes: int,
+        open: Callable[[], Disk] | None,
+        *,
+        key: bytes | None = None,
+        metrics: EngineMetrics | None = None,
+        pin: Pin | None = None,
+        threads: bool = True,
+    ) -> None:
+        """host_bytes: of memory, of which whole blocks are used. key: 32 bytes, with which the file is encrypted.
+        pin: has a device reach the memory by itself. threads: False has the caller do the disk's work, by `work`.
+
+        Raises OptionError, DiskFailed: there can be no such file.
+        """
+        memory = aligned(host_bytes // BLOCK * BLOCK) if host_bytes >= BLOCK else memoryview(bytearray())
+        if pin is not None and memory:
+            pin(memory)
+        self._lock = threading.Lock()
+        closing = sealing(key)
+        self._disk = open() if open is not None else None
+        self._shelves = Shelves(memory, self._disk.nbytes if self._disk else 0, Tally(metrics))
+        self._shelves.tally.watch(self._shelves)
+        self._mover: Mover | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        if self._disk is not None:
+            self._mover = Mover(self._shelves, self._lock, self._disk, closing)
+            if threads:
+                self._thread = threading.Thread(target=self._mover.run, name="asr-serve tiers", daemon=True)
+                self._thread.start()
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, *, metrics: EngineMetrics | None = None, pin: Pin | None = None
+    ) -> Tiers | None:
+        """None where `host_bytes` is 0. Raises OptionError, DiskFailed."""
+        if not config.host_bytes:
+            return None
+        key = read_key(config.disk_key_file) if config.disk_key_file is not None else None
+        opener = partial(open_disk, config.disk_path, config.disk_bytes, config.disk_road)
+        return cls(config.host_bytes, opener if config.disk_bytes else None, key=key, metrics=metrics, pin=pin)
+
+    def put(self, name: bytes, parts: Parts, *, keep: bool) -> bool:
+        """A copy is taken. Whatever had that name is dropped before, also where there is no room for this. keep:
+        it must not be given up for others, until it is dropped; without, the least recently used go first.
+
+        False: there is no room now, and nothing was taken. It does not wait for the disk, which makes some.
+        """
+        flat = [_flat(part) for part in parts]
+        entry = Entry(name, [len(part) for part in flat], keep)
+        self.drop(name)
+        memory = self._room(entry.nbytes)
+        if memory is None:
+            return False
+        _copy(flat, entry, memory)
+        with self._lock:
+            self._shelves.add(entry, memory)
+            self._shelves.tally.moved("device", "host")
+            if self._mover is not None:
+                self._mover.pressed = False
+            self._ring()
+        return True
+
+    def get(self, name: bytes, done: Done) -> None:
+        """done(parts): at once where it lies in memory, else on the disk's thread. None: it is not there, or lost,
+        or dropped meanwhile, or the tiers were closed."""
+        parts: list[memoryview] | None = None
+        with self._lock:
+            entry = self._shelves.entries.get(name)
+            if entry is not None:
+                self._shelves.touch(entry)
+                if entry.memory is not None:
+                    parts = self._shelves.lend(entry, self._mover.bell if self._mover else None)
+                elif self._mover is not None and not self._mover.closing:
+                    entry.waiting.append(done)
+                    self._mover.want(entry)
+                    return
+        done(parts)
+
+    def drop(self, name: bytes) -> None:
+        """It is gone, if it was there. Its places are used again when nobody uses them any more."""
+        with self._lock:
+            entry = self._shelves.entries.get(name)
+            told = self._shelves.remove(entry) if entry is not None else []
+            self._ring()
+        for done in told:
+            done(None)
+
+    def __contains__(self, name: bytes) -> bool:
+        with self._lock:
+            return name in self._shelves.entries
+
+    def close(self) -> None:
+        """Waits for what the disk has under way. Whoever waits for an entry is told that it is lost."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._mover is not None:
+                self._mover.closing = True
+                self._mover.bell.put(None)
+        if self._mover is not None:
+            if self._thread is not None:
+                self._thread.join()
+            self._mover.end()
+        if self._disk is not None:
+            self._disk.close()
+        with self._lock:
+            for entry in list(self._shelves.entries.values()):
+                self._shelves.remove(entry)
+
+    def work(self) -> bool:
+        """A piece of the disk's work, where no thread does it. False: there is none."""
+        assert self._thread is None
+        return self._mover is not None and self._mover.work()
+
+    def describe(self) -> dict[str, int]:
+        with self._lock:
+            shelves = self._shelves
+            nbytes, count = shelves.nbytes(), shelves.count()
+            return {
+                **{f"{tier}_bytes": nbytes[tier] for tier in nbytes},
+                **{f"{tier}_entries": count[tier] for tier in count},
+                **shelves.tally.counts,
+            }
+
+    def _room(self, nbytes: int) -> Place | None:
+        with self._lock:
+            self._shelves.settle()
+            if self._closed:
+                return None
+            memory = self._shelves.room(nbytes, drop=True)
+            if memory is None and self._mover is not None and nbytes <= self._shelves.arena.nbytes:
+                self._mover.pressed = True
+                self._mover.bell.put(None)
+            return memory
+
+    def _ring(self) -> None:
+        if self._mover is not None and self._mover.has_to_do:
+            self._mover.bell.put(None)
+
+
+def _flat(part: memoryview | bytes) -> np.ndarray:
+    """Its bytes, whatever numbers they are."""
+    view = memoryview(part)
+    return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
+
+
+def _copy(parts: Sequence[np.ndarray], entry: Entry, memory: Place) -> None:
+    """With zeros between and after them: of whoever lay there before, nothing goes into the file."""
+    into, end = np.frombuffer(memory.data, np.uint8), 0
+    for part, extent in zip(parts, entry.parts, strict=True):
+        into[end : extent.at] = 0
+        np.copyto(into[extent.at : extent.end], part)
+        end = extent.end
+    into[end:] = 0

@@ -1,0 +1,1 @@
+"""Models that hear an utterance as a whole: encoded in batches, decoded together."""

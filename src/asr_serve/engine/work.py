@@ -1,0 +1,120 @@
+"""What a loop and its work know of each other: the loop keeps the time, the work is what a kind of model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from asr_serve.errors import StepFailed
+
+if TYPE_CHECKING:
+    from asr_serve.devices.base import Device
+    from asr_serve.engine.session import Listeners, Utterance
+    from asr_serve.engine.stats import Stats
+
+
+EACH_TIME, MOST_AT_ONCE = 32, 8_192
+"""Things that are looked through at an idle moment: on average, and at all. Tests have all of them looked through
+each time."""
+
+
+class Keeper(Protocol):
+    """The loop, as its work sees it. On the loop's thread, but for `call`."""
+
+    listeners: Listeners
+    stats: Stats
+
+    @property
+    def running(self) -> bool: ...
+    def drain(self) -> None:
+        """Take what callers want meanwhile."""
+
+    def hear(self) -> bool:
+        """Voice activity of whoever has waited long enough."""
+
+    def call(self, job: Callable[[], None]) -> None:
+        """From any thread: have the loop do it between two steps."""
+
+
+class Work(Protocol):
+    """What a kind of model does with utterances. On the loop's thread."""
+
+    device: Device
+
+    def begin(self, keeper: Keeper) -> None:
+        """Before anything else."""
+
+    def submit(self, utterance: Utterance) -> None: ...
+    def cancel(self, request_id: int) -> None:
+        """At any moment; what the request held is free before the next step."""
+
+    def step(self) -> bool:
+        """One turn; False when there was nothing to do."""
+
+    @property
+    def due_s(self) -> float | None:
+        """When, on the monotonic clock, to step although nobody has called; None: never."""
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is held for anybody but what `check` may count."""
+
+    def check(self) -> None:
+        """Everything that was lent has a holder. When idle."""
+
+    def end(self, error: Exception) -> None:
+        """Reject whatever is left, even when what is left is broken: nobody may wait for ever."""
+
+    def report(self) -> dict[str, int]:
+        """Single numbers that may be read from any thread: waiting, decoding, pages, pages_used."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+class Seldom:
+    """Whether an idle moment is one to look through so many things: at every one where they are few, at some where
+    they are many, and never where somebody who comes just then would notice. What costs the same however much
+    there is needs no such question.
+
+    One thing takes a quarter of a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._saved = 0
+
+    def __call__(self, things: int) -> bool:
+        if things > MOST_AT_ONCE:
+            return False
+        self._saved += EACH_TIME
+        if self._saved < things:
+            return False
+        self._saved = 0
+        return True
+
+
+class Attempt:
+    """A step that fails fails the requests in it, and the loop goes on:
+
+    with Attempt(stats, "encode", "encoding", fail):
+        ...
+    """
+
+    def __init__(self, stats: Stats, stage: str, what: str, fail: Callable[[StepFailed], None]) -> None:
+        self._stats, self._stage, self._what, self._fail = stats, stage, what, fail
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(failure, Exception):
+            return False
+        self._stats.failed(self._stage)
+        error = StepFailed(
+            f"{self._what} failed: {type(failure).__name__}: {failure}", todo="try again; if it stays, report it"
+        )
+        error.__cause__ = failure
+        self._fail(error)
+        return True

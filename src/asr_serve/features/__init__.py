@@ -1,0 +1,1 @@
+"""Samples in, frames of features out: what models hear that do not hear samples."""

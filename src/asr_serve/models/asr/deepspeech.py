@@ -1,0 +1,335 @@
+"""DeepSpeech: letters from 19 frames of cepstra at a time, and an LSTM that looks back.
+
+Three dense layers hear a frame with nine on either side, an LSTM carries what was heard, a dense layer and the
+output follow. A session's audio goes in 320 samples at a time; before its start and after its end lie frames that
+are zero themselves, not frames of silence. Letters of a frame need 9 * 20 + 32 ms of audio from its beginning on.
+
+Source   Hannun et al. 2014 (arXiv:1412.5567) with an LSTM, as Mozilla DeepSpeech 0.9 and Coqui STT 1.4 have it;
+         tests/models/test_deepspeech.py compares with the graph itself, run by LiteRT and fed as they feed it
+Weights  `model.tflite` of such a model, 8-bit, made float32. The graph as published rounds activations to 8 bits
+         too, frame by frame; here they are not rounded
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve import units
+from asr_serve.devices.base import Device, Linear
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.features.mfcc import Mfcc, Shape
+from asr_serve.models import tflite_graph
+from asr_serve.models.card import Card, Packaged
+from asr_serve.models.streaming import Chunk, State, StateSpec, Window
+
+CARDS = (
+    Card(
+        name="armspeech-hy",
+        task="asr",
+        kind="deepspeech",
+        languages=("hy",),
+        parameters=47_250_000,
+        licence="MIT",
+        source="arXiv:1412.5567",
+        hub="",
+        packaged=Packaged(
+            # It says that it is for Python 3.10 at most, and asks for the runtime that it wraps: only its file is
+            # read.
+            requirement="--no-deps --ignore-requires-python armspeech==0.1.4",
+            module="armspeech",
+            folder="model",
+            sha256={"model.tflite": "3b834da11f2d0a1a5079b44dd5d5da2b1955dec56474ba11b4c3793e934787bc"},
+        ),
+        files=("config.json", "model.safetensors", "pieces.json"),
+        heads=("ctc",),
+        chunk=16,
+        frame_samples=320,
+        past_samples=3_072,
+        max_segment_ms=30_000,
+        min_segment_ms=100,
+        # A letter is a token; 25 of them a second is faster than anybody speaks.
+        tokens_per_s=25.0,
+    ),
+)
+GATES = "ifgo"
+"""Input, forget, cell, output: the order of an LSTM's weights here, and in torch."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes."""
+
+    vocab_size: int = 29
+    """With the blank, which is the last."""
+    hidden_size: int = 2_048
+    cell_size: int = 2_048
+    context_frames: int = 9
+    """On each side."""
+    relu_clip: float = 20.0
+    window_samples: int = 512
+    hop_samples: int = 320
+    mels: int = 40
+    coefficients: int = 26
+    low_hz: float = 20.0
+    high_hz: float = 8_000.0
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json; keys that are not ours are skipped."""
+        return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+
+    @property
+    def features(self) -> Shape:
+        return Shape(
+            self.window_samples, self.hop_samples, self.mels, self.coefficients, self.low_hz, self.high_hz
+        )
+
+    @property
+    def heard_frames(self) -> int:
+        """What the first layer hears at once."""
+        return 2 * self.context_frames + 1
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """A checkpoint's tensors."""
+        sizes = {
+            "layers.0": (self.hidden_size, self.heard_frames * self.coefficients),
+            "layers.1": (self.hidden_size, self.hidden_size),
+            "layers.2": (self.hidden_size, self.hidden_size),
+            "lstm.input": (4 * self.cell_size, self.hidden_size),
+            "layers.3": (self.hidden_size, self.cell_size),
+            "head": (self.vocab_size, self.hidden_size),
+        }
+        shapes: dict[str, tuple[int, ...]] = {"lstm.recurrent.weight": (4 * self.cell_size, self.cell_size)}
+        for name, size in sizes.items():
+            shapes |= {f"{name}.weight": size, f"{name}.bias": size[:1]}
+        return shapes
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests."""
+    return Config(vocab_size=7, hidden_size=24, cell_size=16, context_frames=2, mels=20, coefficients=6)
+
+
+class Model:
+    """A StreamingModel (models/streaming.py) with the head ctc.
+
+    Out     what the output layer hears (n, chunk, hidden_size), of the device's dtype
+    State   h, c (cell_size,): the LSTM's output and cell, float32 on every device
+    """
+
+    block = 1
+    heads = ("ctc",)
+
+    def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        self.frame_samples, self.vocab, self.blank = config.hop_samples, config.vocab_size, config.vocab_size - 1
+        for name, shape in config.shapes().items():
+            if name not in tensors:
+                raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a DeepSpeech checkpoint has it")
+            if tensors[name].shape != shape:
+                raise WeightsCorrupt(f"{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
+
+        def linear(name: str, dtype: torch.dtype | None = None) -> Linear:
+            bias = tensors.get(f"{name}.bias")
+            return device.linear(
+                tensors[f"{name}.weight"].float().to(device.torch_device),
+                None if bias is None else bias.float().to(device.torch_device),
+                dtype,
+            )
+
+        self.features = Mfcc(config.features).to(device.torch_device)
+        # Cepstra are large, and differences between them are small: bf16 keeps 8 bits.
+        self.before = [linear("layers.0", torch.float32), linear("layers.1"), linear("layers.2")]
+        self.lstm_input, self.lstm_recurrent = linear("lstm.input"), linear("lstm.recurrent")
+        self.after, self.head = linear("layers.3"), linear("head")
+
+    def frames(self, samples: int) -> int:
+        """A frame for each whole window, and one for what is left after the last; none of no audio."""
+        config = self.config
+        return max(1, (samples - config.window_samples) // config.hop_samples + 2) if samples > 0 else 0
+
+    def window(self, chunk: int) -> Window:
+        config = self.config
+        hops = chunk + 2 * config.context_frames - 1
+        return Window(
+            config.context_frames * config.hop_samples, hops * config.hop_samples + config.window_samples
+        )
+
+    def state(self, chunk: int) -> dict[str, StateSpec]:
+        return {name: StateSpec((self.config.cell_size,)) for name in ("h", "c")}
+
+    def step(self, chunk: Chunk, state: State) -> Tensor:
+        config = self.config
+        cepstra = self.features(chunk.pcm)
+        place = chunk.seen[:, None] - config.context_frames
+        place = place + torch.arange(cepstra.shape[1], device=cepstra.device)
+        count = torch.div(chunk.ends - config.window_samples, config.hop_samples, rounding_mode="floor") + 2
+        there = (place >= 0) & (place < count.clamp(min=1)[:, None])
+        cepstra = torch.where(there[:, :, None], cepstra, 0.0)
+        h, c = state["h"][chunk.rows], state["c"][chunk.rows]
+        hidden, h, c = self._hear(cepstra, chunk.frames, h, c)
+        state["h"][chunk.rows], state["c"][chunk.rows] = h, c
+        return hidden
+
+    def masked(self, pcm: Tensor) -> Tensor:
+        """A whole utterance (samples,) at once: encoder output (1, frames, hidden_size). For comparison."""
+        config = self.config
+        count = self.frames(pcm.shape[0])
+        if not count:
+            return torch.empty(1, 0, config.hidden_size, dtype=self.device.dtype, device=self.device.torch_device)
+        missing = (count - 1) * config.hop_samples + config.window_samples - pcm.shape[0]
+        cepstra = self.features(F.pad(pcm[None].to(self.device.torch_device), (0, missing)))
+        cepstra = F.pad(cepstra, (0, 0, config.context_frames, config.context_frames))
+        fresh = cepstra.new_zeros(1, config.cell_size)
+        return self._hear(cepstra, torch.tensor([count], device=cepstra.device), fresh, fresh)[0]
+
+    def ctc(self, hidden: Tensor) -> Tensor:
+        return F.log_softmax(self.head(hidden).float(), dim=-1).contiguous()
+
+    def _hear(self, cepstra: Tensor, frames: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """cepstra (n, frames + 2 * context, coefficients), h and c (n, cell_size) -> hidden (n, frames,
+        hidden_size), and h and c after so many of each row's frames."""
+        # Frames first: the LSTM takes one of all rows after the other.
+        heard = cepstra.unfold(1, self.config.heard_frames, 1).permute(1, 0, 3, 2).flatten(2)
+        x = heard
+        for layer in self.before:
+            x = self._clipped(layer(x)).to(self.device.dtype)
+        gates = self.lstm_input(x)
+        out = x.new_empty(*x.shape[:2], self.config.cell_size)
+        for at in range(len(gates)):
+            i, f, g, o = self.lstm_recurrent(h.to(x.dtype), add=gates[at]).float().chunk(len(GATES), dim=1)
+            live = (at < frames)[:, None]
+            c = torch.where(live, f.sigmoid() * c + i.sigmoid() * g.tanh(), c)
+            h = torch.where(live, o.sigmoid() * c.tanh(), h)
+            out[at] = h
+        return self._clipped(self.after(out)).transpose(0, 1).contiguous(), h, c
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x.clamp_(0.0, self.config.relu_clip)
+
+
+# --- the package's graph, read once ----------------------------------------------------------------------
+
+_DENSE = ("layers.0", "layers.1", "layers.2", "lstm", "layers.3", "head")
+"""The graph's products, in the order in which they run."""
+
+
+def is_package_folder(folder: Path) -> bool:
+    """Whether `folder` holds a graph as DeepSpeech and Coqui STT publish it."""
+    return folder.is_dir() and len(list(folder.glob("*.tflite"))) == 1
+
+
+def convert(source: Path, target: Path) -> None:
+    """Dequantise the graph of `source` into a checkpoint in `target`. Raises WeightsCorrupt."""
+    (path,) = source.glob("*.tflite")
+    graph = tflite_graph.read(path)
+    tensors = _tensors(graph)
+    alphabet = _alphabet(graph)
+    config = _config(graph, tensors)
+    if config.vocab_size != len(alphabet) + 1:
+        raise WeightsCorrupt(f"{path} has {config.vocab_size} outputs", f"{len(alphabet)} letters and a blank")
+    for name, shape in config.shapes().items():
+        if tensors[name].shape != shape:
+            raise WeightsCorrupt(f"{name} of {path} is {tensors[name].shape}", f"a DeepSpeech has {shape} there")
+    settings = {"model_type": "deepspeech", **msgspec.to_builtins(config)}
+    (target / "config.json").write_text(json.dumps(settings, indent=1))
+    pieces = [*(letter.replace(" ", "\u2581") for letter in alphabet), ""]
+    (target / "pieces.json").write_text(json.dumps(pieces, ensure_ascii=False), encoding="utf-8")
+    save_file(
+        {name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}, target / "model.safetensors"
+    )
+
+
+def _tensors(graph: tflite_graph.Graph) -> dict[str, np.ndarray]:
+    products = {call.inputs[1]: call for call in graph.calls("FULLY_CONNECTED") if len(call.inputs) == 3}
+    if len(products) != len(_DENSE):
+        raise WeightsCorrupt(f"{graph.path} has {len(products)} weight matrices", f"a DeepSpeech: {len(_DENSE)}")
+    by_name = dict(zip(_DENSE, products.values(), strict=True))
+    tensors: dict[str, np.ndarray] = {}
+    for name, (_, weight, bias) in ((name, product.inputs) for name, product in by_name.items()):
+        tensors |= {f"{name}.weight": graph.constant(weight), f"{name}.bias": graph.constant(bias)}
+    # One matrix for what comes in and for what the LSTM said before, its gates in an order of its own.
+    weights, biases = (np.split(tensors.pop(f"lstm.{kind}"), len(GATES)) for kind in ("weight", "bias"))
+    order = _gate_order(graph, by_name["lstm"].inputs[1])
+    whole, inward = np.concatenate([weights[at] for at in order]), weights[0].shape[1] - len(weights[0])
+    return tensors | {
+        "lstm.input.weight": whole[:, :inward],
+        "lstm.input.bias": np.concatenate([biases[at] for at in order]),
+        "lstm.recurrent.weight": whole[:, inward:],
+    }
+
+
+def _gate_order(graph: tflite_graph.Graph, weight: int) -> list[int]:
+    """Which part of the LSTM's product is which gate, for each of GATES: by what its first step does with them."""
+    first = next(call for call in graph.calls("FULLY_CONNECTED") if call.inputs[1] == weight)
+    parts = next((call.outputs for call in graph.calls("SPLIT") if first.outputs[0] in call.inputs), ())
+    joined = graph.maker(first.inputs[0])
+    found = {_gate(graph, part, parts): at for at, part in enumerate(parts)}
+    if not joined or joined.inputs[-1] != graph.named("previous_state_h") or sorted(found) != sorted(GATES):
+        raise WeightsCorrupt(f"{graph.path} has no LSTM as DeepSpeech has it", "gates i f g o, no forget bias")
+    return [found[gate] for gate in GATES]
+
+
+def _gate(graph: tflite_graph.Graph, part: int, parts: tuple[int, ...]) -> str:
+    """One of GATES, or nothing where something is done to the part first: a forget bias added, say."""
+    active = next((call for call in graph.operations if part in call.inputs), None)
+    if active is None or active.name not in ("LOGISTIC", "TANH"):
+        return ""
+    if active.name == "TANH":
+        return "g"
+    product = next((call for call in graph.calls("MUL") if active.outputs[0] in call.inputs), None)
+    if product is None:
+        return ""
+    if graph.named("previous_state_c") in product.inputs:
+        return "f"
+    squashed = [call for i in product.inputs if (call := graph.maker(i)) and call.name == "TANH"]
+    return "i" if any(call.inputs[0] in parts for call in squashed) else "o"
+
+
+def _config(graph: tflite_graph.Graph, tensors: dict[str, np.ndarray]) -> Config:
+    spectrograms, cepstra = graph.calls("AudioSpectrogram"), graph.calls("Mfcc")
+    clip = {float(graph.constant(call.inputs[1])) for call in graph.calls("MINIMUM")}
+    if len(spectrograms) != 1 or len(cepstra) != 1 or len(clip) != 1:
+        raise WeightsCorrupt(f"{graph.path} is no DeepSpeech", "AudioSpectrogram, Mfcc, and ReLUs clipped alike")
+    window, bands = spectrograms[0].option, cepstra[0].option
+    rate_hz = int(graph.constant(cepstra[0].inputs[1]))
+    if rate_hz != units.RATE_HZ or not window("magnitude_squared"):
+        raise WeightsCorrupt(f"{graph.path} hears {rate_hz} Hz", f"{units.RATE_HZ} Hz, squared magnitudes")
+    coefficients = int(bands("dct_coefficient_count"))
+    return Config(
+        vocab_size=len(tensors["head.weight"]),
+        hidden_size=len(tensors["layers.0.weight"]),
+        cell_size=tensors["lstm.recurrent.weight"].shape[1],
+        context_frames=(tensors["layers.0.weight"].shape[1] // coefficients - 1) // 2,
+        relu_clip=clip.pop(),
+        window_samples=int(window("window_size")),
+        hop_samples=int(window("stride")),
+        mels=int(bands("filterbank_channel_count")),
+        coefficients=coefficients,
+        low_hz=bands("lower_frequency_limit"),
+        high_hz=bands("upper_frequency_limit"),
+    )
+
+
+def _alphabet(graph: tflite_graph.Graph) -> list[str]:
+    """Letters by id: how many, then number, length in bytes and bytes of each, all numbers of 16 bits."""
+    asked = graph.maker(graph.named("metadata_alphabet"))
+    data = graph.text(asked.inputs[0] if asked else graph.named("metadata_alphabet"))
+    try:
+        (count,), at, letters = struct.unpack_from("<H", data), 2, {}
+        for _ in range(count):
+            letter, length = struct.unpack_from("<HH", data, at)
+            letters[letter] = data[at + 4 : at + 4 + length].decode()
+            at += 4 + length
+        return [letters[i] for i in range(count)]
+    except (struct.error, UnicodeDecodeError, KeyError) as failure:
+        raise WeightsCorrupt(f"{graph.path} has no alphabet: {failure!r}", "as DeepSpeech writes it") from failure

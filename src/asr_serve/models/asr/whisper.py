@@ -1,0 +1,399 @@
+"""Whisper: encoder-decoder recognition and translation of 30 s windows, with tasks and times among the tokens.
+
+Source  arXiv:2212.04356; numbers match transformers' WhisperForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.devices.base import Device, Linear
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.features.logmel import PackedLogMel
+from asr_serve.models import whisper_files
+from asr_serve.models.batch import Packing, Paged, buffer, pack, tap_matrix
+from asr_serve.models.card import Card, Packaged
+from asr_serve.models.whisper_vocabulary import ENGLISH_TEXT, LANGUAGES, Special, Wanted
+from asr_serve.models.whisper_window import SILENCE_STRIDE, Window
+
+PROMPT_TOKENS = 223
+"""Of the 448 positions of every published decoder, half a row less the mark before it."""
+
+
+def _card(size: str, parameters: int, packaged: Packaged | None = None, hub: str = "") -> Card:
+    english = size.endswith(".en")
+    return Card(
+        name=f"whisper-{size.replace('.', '-')}",
+        task="asr",
+        kind="whisper",
+        languages=("en",) if english else LANGUAGES[: None if "v3" in size else -1],
+        tasks=("transcribe",) if english else ("transcribe", "translate"),
+        detects=not english,
+        prompt_tokens=PROMPT_TOKENS,
+        parameters=parameters,
+        licence="MIT",
+        source="arXiv:2212.04356",
+        hub=hub or f"openai/whisper-{size}",
+        packaged=packaged,
+        max_segment_ms=30_000,
+        min_segment_ms=100,
+        # Of the multilingual vocabulary a letter of some languages takes three.
+        tokens_per_s=10.0 if english else 24.0,
+    )
+
+
+CARDS = (
+    _card("tiny.en", 37_760_256, whisper_files.ENGLISH),
+    _card("base.en", 72_593_408),
+    _card("small.en", 241_734_144),
+    _card("medium.en", 763_856_896),
+    _card("tiny", 37_760_640),
+    _card("base", 72_593_920, whisper_files.MULTILINGUAL),
+    _card("small", 241_734_912),
+    _card("medium", 763_857_920),
+    _card("large-v3", 1_543_490_560),
+    _card("large-v3-turbo", 808_878_080),
+    msgspec.structs.replace(
+        _card("large-v3", 756_405_760, hub="distil-whisper/distil-large-v3"),
+        name="distil-large-v3",
+        languages=("en",),
+        tasks=("transcribe",),
+        detects=False,
+        source="arXiv:2311.00430",
+    ),
+)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, under the names a checkpoint's config.json uses."""
+
+    vocab_size: int = 51_865
+    num_mel_bins: int = 80
+    d_model: int = 384
+    encoder_layers: int = 4
+    encoder_attention_heads: int = 6
+    encoder_ffn_dim: int = 1_536
+    decoder_layers: int = 4
+    decoder_attention_heads: int = 6
+    decoder_ffn_dim: int = 1_536
+    max_source_positions: int = 1_500
+    max_target_positions: int = 448
+    eos_token_id: int = ENGLISH_TEXT + 1
+    silence_stride: int = SILENCE_STRIDE
+    """See models/whisper_window. 1: every position of the window is encoded, as in training."""
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json; keys that do not change the maths are skipped."""
+        if settings.get("activation_function", "gelu") != "gelu":
+            raise WeightsCorrupt(f"activation_function={settings['activation_function']!r}", "gelu")
+        if settings.get("scale_embedding"):
+            raise WeightsCorrupt("scale_embedding=true", "no published Whisper does: false")
+        found = cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+        _ = found.special  # a vocabulary that is none of Whisper's is told now
+        return found
+
+    @property
+    def special(self) -> Special:
+        # Among the published vocabularies only the smallest is the English one, whatever their files say.
+        text = {51_864: ENGLISH_TEXT, 51_865: ENGLISH_TEXT + 1, 51_866: ENGLISH_TEXT + 1}.get(
+            self.vocab_size, self.eos_token_id
+        )
+        return Special.of(text, self.vocab_size, self.max_source_positions + 1)
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests: 2 s windows, 64 text tokens, two languages."""
+    return Config(
+        vocab_size=64 + 2 + 2 + 6 + 101,
+        num_mel_bins=80,
+        d_model=32,
+        encoder_layers=2,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_source_positions=100,
+        max_target_positions=64,
+        eos_token_id=64,
+    )
+
+
+class Model:
+    """Encoder and decoder, with the contract of Moonshine's: `frames encode cross decode`, `eos max_tokens layers
+    heads head_dim head_weight`. What Whisper has beside it, for the search:
+
+        start(options)   tokens that a row begins with; `decode` is given them one after another, or as so many
+                         rows of one step, and the answer is what it says after the last of them. Without a
+                         language, a multilingual model's ends with `sot`: the next token is a language; ask again
+                         when it is known
+        special          ids by name: eot sot languages {code: id} translate transcribe sot_lm sot_prev no_speech
+                         no_timestamps timestamp_begin; `multilingual`. Token t >= timestamp_begin is
+                         (t - timestamp_begin) * 20 ms. The probability of `no_speech` is read after `sot`
+        suppress         ids that are never said; suppress_first: nor as the first token of an answer
+        max_tokens       positions of a row, those of `start` among them
+
+    State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
+            caller owns and lends at every step.
+    """
+
+    def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device, self.kernels = config, device, device.kernels
+        self.special = config.special
+        self.bos, self.eos = self.special.sot, self.special.eot
+        self.suppress, self.suppress_first = self.special.suppress, self.special.suppress_first
+        self.max_tokens = config.max_target_positions
+        self.layers, self.heads = config.decoder_layers, config.decoder_attention_heads
+        take = _Weights(tensors, device)
+        self.head_dim = config.d_model // self.heads + take.extra
+        self.window = Window(config.max_source_positions, config.silence_stride)
+        self.stem = _Stem(config, take)
+        self.encoder = [
+            _EncoderLayer(take, f"encoder.layers.{i}", config.encoder_attention_heads)
+            for i in range(config.encoder_layers)
+        ]
+        self.encoder_norm = take.norm("encoder.layer_norm")
+        self.cross_kv = take.heads(
+            self.heads,
+            *[
+                f"decoder.layers.{i}.encoder_attn.{kind}_proj"
+                for i in range(config.decoder_layers)
+                for kind in "kv"
+            ],
+        )
+        self.decoder = [
+            _DecoderLayer(take, f"decoder.layers.{i}", self.heads) for i in range(config.decoder_layers)
+        ]
+        self.decoder_norm = take.norm("decoder.layer_norm")
+        self.positions = take.vector("decoder.embed_positions.weight")
+        self.embedding = self.head = device.vocabulary(take.get("decoder.embed_tokens.weight"))
+        self.head_weight = self.head.weight
+
+    def start(self, options: Wanted) -> tuple[int, ...]:
+        """The tokens that an answer begins with: what was said before (the end of it, half a row at most), start,
+        language, task, and `no_timestamps` unless times are wanted. A prefix that the answer must begin with comes
+        after these.
+
+        Raises OptionError for a language the model has not, UnsupportedOption for a task.
+        """
+        return self.special.start(options, self.max_tokens // 2 - 1)
+
+    def frames(self, samples: int, whole: bool = False) -> int:
+        """Encoder positions of a clip; `whole`: with all of the silence that fills its window. What is longer than
+        the window is cut."""
+        return self.window.frames(samples, whole)
+
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, Packing]:
+        """Hidden states of several clips end to end, each as if it were alone.
+
+        In      batch: clips (samples,) float32 in -1..1, 16 kHz; whole: which of them with all of the silence that
+                fills its window, none unless told
+        Out     hidden (packing.total, d_model + 1), of which the last number is the logarithm of how many
+                positions one stands for: clip i is hidden[packing.offsets[i] :][: packing.frames[i]]; what lies
+                past the last clip is noise
+        """
+        wanted = whole or [False] * len(batch)
+        real = [self.window.real(len(pcm), all_of_it) for pcm, all_of_it in zip(batch, wanted, strict=True)]
+        x, counts, packing = self.stem(batch, real, self.window)
+        for layer in self.encoder:
+            x = layer(x, counts, packing, self.device)
+        return torch.cat([F.layer_norm(x, x.shape[-1:], *self.encoder_norm), counts[:, None]], 1), packing
+
+    def cross(self, hidden: Tensor) -> Tensor:
+        """Keys and values of every decoder layer, (frames, layers, 2, heads * head_dim), of hidden (frames, .)."""
+        made = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
+        made[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
+        return made.flatten(3)
+
+    def decode(
+        self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One position of each row.
+
+        In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
+                with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
+        Out     logits (n, vocab_size), hidden (n, d_model) they were made from
+        State   writes this token's keys and values into `own`
+        """
+        positions = own.lengths - 1
+        x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
+        for i, layer in enumerate(self.decoder):
+            x = layer(i, x, positions, own, audio, self.kernels)
+        x = x if wanted is None else x[wanted]
+        x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
+        return self.head(x), x
+
+
+class _Weights:
+    """A checkpoint's tensors by name, laid out for the device.
+
+    Heads get `extra` dimensions. In the last one every query is 1, and a key that stands for n positions has the
+    logarithm of n there, over the scale of scores: so it weighs as much as n equal keys in any kernel.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], device: Device) -> None:
+        self.device = device
+        self.extra = 1 if device.torch_device.type == "cpu" else 8  # fused kernels elsewhere want multiples of 8
+        # Some write them without the outer object's name.
+        self.tensors = {key.removeprefix("model."): value for key, value in tensors.items()}
+
+    def get(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise WeightsCorrupt(f"the checkpoint has no tensor model.{name}", "a Whisper checkpoint has it")
+        return self.tensors[name].float()
+
+    def vector(self, name: str) -> Tensor:
+        return self.get(name).to(self.device.torch_device, self.device.dtype)
+
+    def norm(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
+
+    def linear(self, name: str) -> Linear:
+        return self.device.linear(self.get(f"{name}.weight"), self.get(f"{name}.bias"))
+
+    def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
+        """One product for queries, keys and values of the same input, extended; queries times `scale`. Keys
+        have no bias."""
+        weights, biases = [], []
+        for name in names:
+            weight = self.get(f"{name}.weight")
+            bias = weight.new_zeros(len(weight)) if name.endswith("k_proj") else self.get(f"{name}.bias")
+            times, last = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
+            each = (weight * times).view(heads, -1, weight.shape[1])
+            weights.append(F.pad(each, (0, 0, 0, self.extra)).flatten(0, 1))
+            biases.append(F.pad((bias * times).view(heads, -1), (0, self.extra)))
+            biases[-1][:, -1] = last
+        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
+
+    def out(self, heads: int, name: str) -> Linear:
+        """What comes after attention: nothing of the extra dimensions."""
+        weight = self.get(f"{name}.weight")
+        each = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
+        return self.device.linear(each.flatten(1), self.get(f"{name}.bias"))
+
+
+class _Stem:
+    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions."""
+
+    def __init__(self, config: Config, take: _Weights) -> None:
+        self.device, self.most = take.device, config.max_source_positions
+        self.mel = PackedLogMel(config.num_mel_bins, 2 * self.most, take.device.torch_device)
+        # The spectrogram in float32: bf16 keeps 8 bits.
+        self.first = take.device.linear(
+            tap_matrix(take.get("encoder.conv1.weight")), take.get("encoder.conv1.bias"), dtype=torch.float32
+        )
+        self.second = take.device.linear(
+            tap_matrix(take.get("encoder.conv2.weight")), take.get("encoder.conv2.bias")
+        )
+        self.positions = take.vector("encoder.embed_positions.weight")
+
+    def __call__(self, batch: Sequence[Tensor], real: list[int], window: Window) -> tuple[Tensor, Tensor, Packing]:
+        """Positions, the logarithms of how many each stands for (total,), and how the clips lie: `real` of each
+        that stand for themselves, then of the silence what `window` encodes."""
+        x, offsets = self._convolved(batch, real)
+        taken, places, stands = [], [], []
+        for offset, count in zip(offsets, real, strict=True):
+            taken.append(torch.arange(offset, offset + count))
+            places.append(self.positions[:count])
+            stands.append(torch.ones(count))
+            if count < self.most:
+                starts, sizes = window.rest(count)
+                # Silence is the same everywhere, but for the window's last position: both were convolved.
+                silence = torch.full_like(starts, offset + count)
+                silence[-1] += 1
+                taken.append(silence)
+                # Of positions that are one the mean: it is nearer to all of them than any one is.
+                left = torch.arange(count, self.most, device=x.device)
+                places.append(F.embedding_bag(left, self.positions, (starts - count).to(x.device), mode="mean"))
+                stands.append(sizes)
+        packing = pack([window.encoded(count) for count in real], self.device.frame_block)
+        filler = packing.total - sum(packing.frames)
+        index = F.pad(torch.cat(taken), (0, filler)).to(x.device)
+        counts = F.pad(torch.cat(stands), (0, filler), value=1.0).log_().to(x.device, self.device.dtype)
+        return x[index] + F.pad(torch.cat(places), (0, 0, 0, filler)), counts, packing
+
+    def _convolved(self, batch: Sequence[Tensor], real: list[int]) -> tuple[Tensor, list[int]]:
+        """`real` positions of each clip; of one that does not fill the window two more, silence and the last."""
+        # Silence behind a clip goes on until nothing else is heard, and then comes the end: the padding's zeros.
+        positions = [count if count == self.most else count + 2 for count in real]
+        seen = [2 * count for count in positions]
+        mels = torch.split(self.mel([clip[: self.mel.window_samples] for clip in batch], seen), seen)
+        counts = [2 * count + 1 for count in positions]
+        windows, spread = self._packed(counts, 3 * mels[0].shape[1], torch.float32)
+        for offset, count, clip in zip(spread.offsets, counts, mels, strict=True):
+            padded = F.pad(clip, (0, 0, 1, count - len(clip)))
+            width = padded.shape[1]
+            windows[offset] = 0
+            windows[offset + 1 : offset + count] = padded.as_strided((count - 1, 3 * width), (width, 1))
+        x = self.first(windows, gelu=True).to(self.device.dtype)
+        x[spread.offsets] = 0  # the second convolution's padding
+        width = x.shape[1]
+        windows, packing = self._packed(positions, 3 * width, x.dtype)
+        for start, offset, count in zip(spread.offsets, packing.offsets, positions, strict=True):
+            view = x.as_strided((count, 3 * width), (2 * width, 1), x.storage_offset() + start * width)
+            windows[offset : offset + count] = view
+        return self.second(windows, gelu=True), packing.offsets
+
+    def _packed(self, counts: list[int], width: int, dtype: torch.dtype) -> tuple[Tensor, Packing]:
+        packing = pack(counts, self.device.frame_block)
+        return buffer(packing, width, dtype, self.device.torch_device), packing
+
+
+class _EncoderLayer:
+    def __init__(self, take: _Weights, at: str, heads: int) -> None:
+        self.heads = heads
+        self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
+        head_dim = len(self.norm1[0]) // heads
+        self.extended = head_dim + take.extra
+        # The device scales scores by what it takes for the size of a head.
+        self.qkv = take.heads(
+            heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"], scale=(self.extended / head_dim) ** 0.5
+        )
+        self.out = take.out(heads, f"{at}.self_attn.out_proj")
+        self.norm2 = take.norm(f"{at}.final_layer_norm")
+        self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
+
+    def __call__(self, x: Tensor, counts: Tensor, packing: Packing, device: Device) -> Tensor:
+        width = x.shape[1]
+        qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(-1, 3, self.heads, self.extended)
+        qkv[:, 1, :, -1] = counts[:, None] * self.extended**0.5
+        x = self.out(device.attention(qkv, packing), add=x)
+        return self.down(self.up(F.layer_norm(x, (width,), *self.norm2), gelu=True), add=x)
+
+
+class _DecoderLayer:
+    def __init__(self, take: _Weights, at: str, heads: int) -> None:
+        self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
+        self.scale = (len(self.norm1[0]) // heads) ** -0.5
+        self.qkv = take.heads(heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"])
+        self.own_out = take.out(heads, f"{at}.self_attn.out_proj")
+        self.norm2 = take.norm(f"{at}.encoder_attn_layer_norm")
+        self.query = take.heads(heads, f"{at}.encoder_attn.q_proj")
+        self.audio_out = take.out(heads, f"{at}.encoder_attn.out_proj")
+        self.norm3 = take.norm(f"{at}.final_layer_norm")
+        self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
+
+    def __call__(self, index: int, x: Tensor, positions: Tensor, own: Paged, audio: Paged, kernels: Any) -> Tensor:
+        rows, width = x.shape
+        qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(rows, 3, -1)
+        kernels.append(own.pool, index, qkv, own.tables, positions)
+        mixed = torch.empty_like(qkv[:, 0])
+        kernels.attend(own.pool, index, qkv[:, 0], mixed, own.tables, own.lengths, self.scale)
+        x = self.own_out(mixed, add=x)
+        query = self.query(F.layer_norm(x, (width,), *self.norm2))
+        kernels.attend(audio.pool, index, query, mixed, audio.tables, audio.lengths, self.scale)
+        x = self.audio_out(mixed, add=x)
+        return self.down(self.up(F.layer_norm(x, (width,), *self.norm3), gelu=True), add=x)
+
+
+# Checkpoints of other forms are read once.
+rename = whisper_files.rename
+is_package_folder = whisper_files.is_package_folder
+convert = whisper_files.convert

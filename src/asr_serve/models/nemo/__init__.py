@@ -1,0 +1,1 @@
+"""What models of NeMo are made of, and how their archives are read."""

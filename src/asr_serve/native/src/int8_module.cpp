@@ -1,0 +1,177 @@
+#include "int8_module.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "int8.h"
+
+#if defined(ASR_SERVE_HAS_NEON) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace nb = nanobind;
+
+namespace asr_serve {
+namespace {
+
+const Int8Kernels* chosen = &generic::int8;
+ParallelFor threads = nullptr;
+
+#if defined(ASR_SERVE_HAS_NEON)
+bool has_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  return true;  // every Apple processor
+#endif
+}
+#endif
+
+// What this CPU has of what was compiled, the fastest first.
+std::vector<const Int8Kernels*> usable() {
+  std::vector<const Int8Kernels*> found;
+#if defined(ASR_SERVE_HAS_X86)
+  __builtin_cpu_init();
+  bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+                  __builtin_cpu_supports("f16c");
+  bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                    __builtin_cpu_supports("avx512cd");
+  if (has_avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(&avx512_vnni::int8);
+  if (has_avx512) found.push_back(&avx512::int8);
+#if defined(ASR_SERVE_HAS_AVX_VNNI)
+  if (has_avx2 && __builtin_cpu_supports("avxvnni")) found.push_back(&avx_vnni::int8);
+#endif
+  if (has_avx2) found.push_back(&avx2::int8);
+#elif defined(ASR_SERVE_HAS_NEON)
+  if (has_dot_products()) found.push_back(&neon_dot::int8);
+  found.push_back(&neon::int8);
+#endif
+  found.push_back(&generic::int8);
+  return found;
+}
+
+void choose(const std::string& wanted) {
+  for (const Int8Kernels* kernels : usable())
+    if (wanted == "auto" || wanted == kernels->name) {
+      chosen = kernels;
+      return;
+    }
+  throw std::invalid_argument("this CPU has no " + wanted);
+}
+
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+// A tensor's numbers, asked of torch itself: DLPack takes microseconds for each, which is what a product of one row
+// takes.
+struct Numbers {
+  void* data = nullptr;
+  bool bf16 = false;
+  int64_t count = 0;
+};
+
+struct Torch {
+  PyObject *float32, *bfloat16;
+  nb::object dtype = nb::str("dtype"), data_ptr = nb::str("data_ptr"), numel = nb::str("numel"),
+             is_contiguous = nb::str("is_contiguous"), is_cpu = nb::str("is_cpu"), shape = nb::str("shape");
+};
+
+const Torch& torch() {
+  static const Torch* names = [] {  // never let go: Python may end before us
+    nb::module_ module = nb::module_::import_("torch");
+    return new Torch{nb::object(module.attr("float32")).release().ptr(), nb::object(module.attr("bfloat16")).release().ptr()};
+  }();
+  return *names;
+}
+
+Numbers numbers(nb::handle x) {
+  const Torch& names = torch();
+  PyObject* dtype = nb::object(x.attr(names.dtype)).ptr();
+  require(dtype == names.float32 || dtype == names.bfloat16, "dtype must be float32 or bfloat16");
+  require(nb::cast<bool>(x.attr(names.is_cpu)), "tensors must be the CPU's");
+  require(nb::cast<bool>(x.attr(names.is_contiguous)()), "tensors must be contiguous");
+  return {reinterpret_cast<void*>(nb::cast<uintptr_t>(x.attr(names.data_ptr)())), dtype == names.bfloat16,
+          nb::cast<int64_t>(x.attr(names.numel)())};
+}
+
+int64_t last(nb::handle x) {
+  nb::object shape = x.attr(torch().shape);
+  size_t n = nb::len(shape);
+  require(n > 0, "a tensor of no dimension");
+  return nb::cast<int64_t>(shape[n - 1]);
+}
+
+template <typename S, size_t N>
+using Array = nb::ndarray<S, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+
+class Int8Linear {
+ public:
+  Int8Linear(Array<int8_t, 4> packed, Array<float, 1> scale, std::optional<Array<float, 1>> bias, int64_t in)
+      : packed_(packed), scale_(scale), bias_(bias) {
+    int64_t out = int64_t(scale.size()), blocks = (out + INT8_OUTPUTS - 1) / INT8_OUTPUTS;
+    int64_t groups = (in + INT8_INPUTS - 1) / INT8_INPUTS;
+    require(out > 0 && in > 0 && in <= 65536, "a product has 1 to 65536 inputs, and an output");
+    require(int64_t(packed.shape(0)) == blocks && int64_t(packed.shape(1)) == groups &&
+                packed.shape(2) == INT8_OUTPUTS && packed.shape(3) == INT8_INPUTS,
+            "packed must be (outputs / 16, inputs / 4, 16, 4)");
+    require(!bias || int64_t(bias->size()) == out, "one bias for each output");
+    weights_ = {packed.data(), scale.data(), bias ? bias->data() : nullptr, in, out};
+  }
+
+  void product(nb::handle x, nb::handle out, nb::handle add, bool gelu, int bits) const {
+    Numbers from = numbers(x), to = numbers(out), more;
+    require(bits == 8 || bits == 16, "bits must be 8 or 16");
+    require(last(x) == weights_.in, "x must be (..., in)");
+    int64_t rows = from.count / weights_.in;
+    require(last(out) == weights_.out && to.count == rows * weights_.out, "out must be (..., out), a row for each of x");
+    require(from.bf16 || !to.bf16, "float32 is not rounded to bfloat16 here");
+    if (!add.is_none()) {
+      more = numbers(add);
+      require(more.bf16 == from.bf16 && last(add) == weights_.out && more.count == to.count,
+              "add must have the shape of out and the dtype of x");
+    }
+    nb::gil_scoped_release release;
+    chosen->product({weights_, from.data, to.data, more.data, from.bf16, to.bf16, rows, bits, gelu}, threads);
+  }
+
+  int64_t nbytes() const { return int64_t(packed_.nbytes() + scale_.nbytes() + (bias_ ? bias_->nbytes() : 0)); }
+
+ private:
+  Array<int8_t, 4> packed_;
+  Array<float, 1> scale_;
+  std::optional<Array<float, 1>> bias_;
+  Int8Weights weights_;
+};
+
+}  // namespace
+
+void add_int8(nb::module_& m, ParallelFor parallel) {
+  threads = parallel;
+  choose("auto");
+  m.def("int8_isa", [] { return std::string(chosen->name); }, "The instruction set of 8-bit products.");
+  m.def("int8_isas", [] {
+    nb::list names;
+    for (const Int8Kernels* kernels : usable()) names.append(kernels->name);
+    return names;
+  }, "Those that this CPU has, the fastest first.");
+  m.def("int8_dots", [] { return chosen->dots; }, "Whether it multiplies integers of 8 bits by 8 in one go.");
+  m.def("choose_int8_isa", &choose, nb::arg("isa"), "Force an instruction set, or 'auto'. For tests.");
+  nb::class_<Int8Linear>(m, "Int8Linear", "See int8_twins.Int8Linear.")
+      .def(nb::init<Array<int8_t, 4>, Array<float, 1>, std::optional<Array<float, 1>>, int64_t>(),
+           nb::arg("packed").noconvert(), nb::arg("scale").noconvert(), nb::arg("bias").noconvert().none(),
+           nb::arg("inputs"))
+      .def("__call__", &Int8Linear::product, nb::arg("x"), nb::arg("out"), nb::arg("add").none(), nb::arg("gelu"),
+           nb::arg("bits"))
+      .def_prop_ro("nbytes", &Int8Linear::nbytes);
+}
+
+}  // namespace asr_serve

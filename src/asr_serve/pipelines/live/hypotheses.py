@@ -1,0 +1,238 @@
+"""One live segment on its way from sound to locked words: what is owed to it, what is under way, what is known.
+
+What ends up in the transcript depends on the audio alone, never on when it came or how busy the engine was:
+
+anchors    hypotheses of the segment's first so many milliseconds, at places that voice activity fixes. Words that
+           three anchors in a row agree on are locked, and every later hypothesis starts with them.
+final      the hypothesis of the whole segment. It says the locked words, and what the model hears after them.
+partials   hypotheses in between, as often as the load allows. They are shown, and serve as drafts; a draft makes
+           the next hypothesis cheaper and changes nothing in it.
+
+Anchors and the final are owed: each is made, in order. Partials are made when nothing is owed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal
+
+import msgspec
+
+from asr_serve import units
+from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, passes
+from asr_serve.pipelines.live.hearing import Hearing
+from asr_serve.pipelines.utterance import segment, speech
+from asr_serve.text.agreement import Text, agreed_tokens, seam, word_ends
+from asr_serve.types import Segment, Span
+
+OVERLAP_MS = 1_200
+"""How far two segments that were cut apart in the middle of speech reach into each other: three or four words,
+enough to see where one ends and the other begins."""
+OVERLAP_SAMPLES = units.ms_to_samples(OVERLAP_MS)
+AGREEING = 3
+"""Anchors in a row that lock what they agree on. Chosen on untranscribed LibriSpeech training speech: with two,
+clearly more words of the transcripts were others than without locking."""
+TRIES = 3
+"""For what is owed, when the engine fails a step."""
+
+Kind = Literal["partial", "anchor", "early", "final"]
+"""`early`: the final, made as soon as its audio is known, while the pause may still turn out too short."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A hypothesis under way, of the audio of `span`."""
+
+    kind: Kind
+    span: Span
+    answer: Future[Recognition]
+    cancel: Callable[[], None]
+    tries: int = 1
+
+
+class Hypotheses:
+    """What is known of one segment."""
+
+    def __init__(self, start: int, torn: bool, text: Text, hearing: Hearing, earliest: int = 0) -> None:
+        """`torn`: it begins in the middle of speech, where the segment before was cut off. `earliest`: of the
+        audio that segment is heard in."""
+        self.start, self.torn, self._text, self.hearing = start, torn, text, hearing
+        self.audio_from = max(earliest, start - OVERLAP_SAMPLES) if torn else start
+        self.end: int | None = None
+        """Where it closed; None while it is open."""
+        self.decided = 0
+        """Audio up to here had been heard when it closed."""
+        self.cut_off = False
+        """It closed in the middle of speech."""
+        self.reach = OVERLAP_SAMPLES
+        """How far past its end a segment that was cut off is heard."""
+        self.owed: deque[int] = deque()
+        """Ends of anchors yet to be made."""
+        self.anchored = start
+        self.job: Job | None = None
+        self.asked = False
+        """Some hypothesis was, at least."""
+        self.tokens: tuple[int, ...] = ()
+        """The newest hypothesis."""
+        self._shown: tuple[int, ...] = ()
+        """The newest one that is to be believed. It starts with what is fixed."""
+        self.language = ""
+        """What the newest anchor was heard in: the language of what is fixed."""
+        self.heard = start
+        """Audio up to here is in it."""
+        self.final: Recognition | None = None
+        self.early: tuple[Span, Recognition] | None = None
+        self.joined = not torn
+        """Which of its first words the segment before says is known."""
+        self.skip = 0
+        """Tokens that the segment before says."""
+        self.fixed = 0
+        """Tokens that will not change any more, those to skip among them."""
+        self.fixed_to = start
+        """The words of these were spoken before: the first of the anchors that agree on them ended here."""
+        self._head: int | None = None
+        """Of a torn segment: the end of the anchor that shows how it begins."""
+        self._anchors: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=AGREEING - 1)
+        """The last ones: where each ended, and its tokens."""
+
+    # --- what is owed ----------------------------------------------------------------------------------
+
+    def grow(self, end: int, lock: int) -> None:
+        """It is speech up to `end`: an anchor is owed if the last one was `lock` before, or longer ago."""
+        first = max(lock, OVERLAP_SAMPLES) if self.torn and self.anchored == self.start else lock
+        if end - self.anchored >= first:
+            self.owed.append(end)
+            self.anchored = end
+
+    @property
+    def closed(self) -> bool:
+        return self.end is not None
+
+    @property
+    def done(self) -> bool:
+        """Its words are known, all of them."""
+        return self.final is not None and self.joined
+
+    @property
+    def waits_for_seam(self) -> bool:
+        """Enough is known to see where it meets the segment before; nothing else is owed until that is done."""
+        return not self.joined and (bool(self._anchors) or self.final is not None)
+
+    def final_span(self, known: int, *, all_known: bool) -> Span | None:
+        """The audio of the final; None while not all of it is there."""
+        assert self.end is not None
+        end = self.end + (self.reach if self.cut_off else 0)
+        if all_known:
+            end = min(end, known)
+        return Span(self.audio_from, end) if end <= known else None
+
+    @property
+    def draft(self) -> Draft:
+        return Draft(self.tokens, self.fixed) if self.tokens else NO_DRAFT
+
+    def language_for(self, kind: Kind) -> str:
+        """In which it is to be heard; empty: in whichever the audio is. Of all hypotheses the final hears most of
+        it; but no answer changes its language after words that are fixed."""
+        return self.language if self.fixed or kind == "partial" else ""
+
+    @property
+    def busy(self) -> bool:
+        return self.job is not None
+
+    @property
+    def text_to(self) -> int:
+        return self.early[0].end_samples if self.early else 0
+
+    def reach_to(self, position: int) -> None:
+        """A flush: past its end it is heard up to there at most, and waits for no audio that may never come."""
+        if self.end is not None:
+            self.reach = min(self.reach, max(0, position - self.end))
+
+    # --- what comes back -------------------------------------------------------------------------------
+
+    def take(self, job: Job, heard: Recognition) -> None:
+        self.heard = min(job.span.end_samples, self.end or job.span.end_samples)
+        self.tokens = heard.tokens
+        if job.kind == "final" or speech(heard):
+            self._shown = heard.tokens
+        match job.kind:
+            case "anchor":
+                self._take_anchor(job, heard)
+            case "early":
+                self.early = (job.span, heard)
+            case "final":
+                self.final = heard
+
+    def _take_anchor(self, job: Job, heard: Recognition) -> None:
+        if not (passes(heard) and speech(heard)):
+            return  # what a decoder says that has lost its place, or where nobody speaks, locks nothing
+        self.language = heard.language
+        if self.joined and len(self._anchors) == AGREEING - 1:
+            agreed = min(agreed_tokens(each, heard.tokens, self._text) for _, each in self._anchors)
+            if agreed > self.fixed:
+                self.fixed, self.fixed_to = agreed, self._anchors[0][0]
+        self._anchors.append((job.span.end_samples, heard.tokens))
+        self._head = self._head or job.span.end_samples
+
+    # --- where it meets its neighbour ------------------------------------------------------------------
+
+    def join(self, after: Hypotheses) -> None:
+        """This one was cut off and has its final; `after` goes on from there and shows how it begins.
+
+        They keep the words up to the seam and from there on. Where they have no words in common, both are heard
+        again as they were cut, without overlap: so nothing is lost, and at worst a torn word is odd.
+        """
+        assert self.final is not None
+        assert after.waits_for_seam
+        beginning = after.final.tokens if after.final is not None else after._anchors[0][1]
+        ours, theirs = word_ends(self.final.tokens, self._text), word_ends(beginning, self._text)
+        after.joined = True
+        found = seam(self._words(self.final.tokens), self._words(beginning))
+        if found is None:
+            self.reach, self.final = 0, None
+            after._begin_at_cut()
+            return
+        kept = max(found[0], sum(end <= self.fixed for end in ours))
+        self.final = _first(self.final, ours[kept - 1] if kept else 0)
+        after.skip = after.fixed = theirs[found[1] - 1] if found[1] else 0
+
+    def _begin_at_cut(self) -> None:
+        """Hear the beginning again, without what lies before the cut."""
+        self.audio_from, self.final, self._shown = self.start, None, ()
+        self._anchors.clear()
+        if self._head is not None:
+            self.owed.appendleft(self._head)
+
+    def _words(self, tokens: tuple[int, ...]) -> list[str]:
+        return self._text(list(tokens)).split()
+
+    # --- what is shown ---------------------------------------------------------------------------------
+
+    @property
+    def fixed_text(self) -> str:
+        return self._text(list(self.tokens[self.skip : self.fixed]))
+
+    @property
+    def shown_text(self) -> str:
+        """It starts with `fixed_text`."""
+        return self._text(list(self._shown[self.skip :]))
+
+    def own(self) -> Recognition:
+        """The final, without what the segment before says."""
+        assert self.final is not None
+        skip = self.skip
+        return msgspec.structs.replace(
+            self.final, tokens=self.final.tokens[skip:], logprobs=self.final.logprobs[skip:]
+        )
+
+    def segment(self) -> Segment | None:
+        heard = self.own()
+        assert self.end is not None
+        if not (self.fixed or self.skip or self.cut_off) and not speech(heard):
+            return None
+        return segment(Span(self.start, self.end), heard, self._text)
+
+
+def _first(heard: Recognition, tokens: int) -> Recognition:
+    return msgspec.structs.replace(heard, tokens=heard.tokens[:tokens], logprobs=heard.logprobs[:tokens])

@@ -1,0 +1,98 @@
+"""The members of a JSON object, read by name. Every refusal is an OptionError that names its member."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from asr_serve.errors import MissingOption, OptionError, UnknownOption, UnsupportedOption
+from asr_serve.protocols.fields import SHOWN_CHARACTERS, expect, shown
+from asr_serve.values import nearest
+
+
+class Members:
+    """Those of a JSON object, taken by name; one that is null is as good as none. Raises OptionError, whose
+    `param` names the member as OpenAI does, for a value of the wrong kind."""
+
+    def __init__(self, value: Any, path: str = "") -> None:
+        if not isinstance(value, dict):
+            raise OptionError(f"{path} is {_said(value)}", "an object", param=path)
+        self._left, self._path, self._asked = dict(value), path, list[str]()
+
+    def name(self, member: str) -> str:
+        return f"{self._path}.{member}" if self._path else member
+
+    def __contains__(self, member: str) -> bool:
+        """Sent, be it null."""
+        return member in self._left
+
+    def take(self, member: str) -> Any:
+        self._asked.append(member)
+        return self._left.pop(member, None)
+
+    def object(self, member: str) -> Members | None:
+        value = self.take(member)
+        return None if value is None else Members(value, self.name(member))
+
+    def text(self, member: str) -> str | None:
+        value = self.take(member)
+        if value is None or isinstance(value, str):
+            return value or None
+        raise OptionError(f"{self.name(member)} is {_said(value)}", "text", param=self.name(member))
+
+    def choice(self, member: str, choices: tuple[str, ...]) -> str | None:
+        value = self.text(member)
+        if value is not None:
+            expect(self.name(member), value, choices)
+        return value
+
+    def required(self, member: str, choices: tuple[str, ...]) -> str:
+        """Raises MissingOption."""
+        value = self.choice(member, choices)
+        if value is None:
+            name = self.name(member)
+            raise MissingOption(f"{name} is missing", f"one of: {', '.join(choices)}", param=name)
+        return value
+
+    def texts(self, member: str) -> list[str]:
+        value = self.take(member)
+        if value is None:
+            return []
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            return value
+        raise OptionError(f"{self.name(member)} is {_said(value)}", "a list of texts", param=self.name(member))
+
+    def number(self, member: str, low: float, high: float, usual: float) -> float:
+        value, name = self.take(member), self.name(member)
+        if value is None:
+            return usual
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise OptionError(f"{name} is {_said(value)}", f"a number from {low:g} to {high:g}", param=name)
+        return value
+
+    def whole(self, member: str, high: int, usual: int) -> int:
+        value = self.number(member, 0, high, usual)
+        if value != int(value):
+            name = self.name(member)
+            raise OptionError(f"{name} is {value}", f"a whole number from 0 to {high}", param=name)
+        return int(value)
+
+    def refuse(self, member: str, can: str, todo: str = "leave it out") -> None:
+        """For what nothing here honours: null, false and what is empty ask for nothing. Raises
+        UnsupportedOption."""
+        value, name = self.take(member), self.name(member)
+        if value:
+            raise UnsupportedOption(f"{name} is not supported", can, todo, param=name)
+
+    def end(self) -> None:
+        """Raises UnknownOption for what nobody asked for."""
+        for member in self._left:
+            name, known = self.name(member), ", ".join(sorted(set(self._asked)))
+            near = nearest(member, self._asked)
+            raise UnknownOption(f"unknown parameter {shown(name)}", f"known here: {known}", near, param=name[:200])
+
+
+def _said(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

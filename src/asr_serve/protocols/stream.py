@@ -1,0 +1,161 @@
+"""What a client of /v1/stream asks for: its query to options, its texts to commands. No sockets, no HTTP."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from asr_serve.audio.live import DEFAULT_RATES_HZ, ENCODINGS, MAX_RATE_HZ, MIN_RATE_HZ
+from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand, UnsupportedOption
+from asr_serve.pipelines.live.caller import ListenOptions, TurnOptions
+from asr_serve.pipelines.prompts import MOST_CHARACTERS
+from asr_serve.protocols.fields import Fields, shown
+from asr_serve.vad.schedule import SilenceSchedule
+from asr_serve.values import nearest
+
+PATH = "/v1/stream"
+QUERY = (
+    *("model", "language", "encoding", "rate", "partial_ms", "max_segment_ms", "silence_schedule", "threshold"),
+    *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "api_key", "session", "after"),
+)
+RESUME = ("session", "after", "api_key")
+SILENCE = "silence"
+PACKETS = "opus"
+"""The encoding that needs its packets kept apart, as WebSockets do and bodies do not."""
+MOST_EVENTS = 10**12
+LONGEST_ID = 200
+LONGEST_CHARACTERS = 4_096
+"""Of a command."""
+COMMANDS = ("flush", "end")
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """A new session."""
+
+    model: str | None
+    encoding: str
+    rate_hz: int | None
+    options: ListenOptions
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """To go on with a session."""
+
+    session_id: str
+    after: int
+    """The last numbered event that its client has; 0 for none."""
+
+
+def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
+    """Read a query. `packets`: whether the transport keeps them apart. Raises OptionError."""
+    fields = Fields(query, QUERY)
+    session = fields.text("session")
+    if session is not None:
+        return _resume(fields, session)
+    if "after" in fields:
+        raise OptionError("after came without session", "a session goes on", "send both, or none", param="after")
+    encoding = fields.choice("encoding", ENCODINGS) or ENCODINGS[0]
+    if encoding == PACKETS and not packets:
+        raise OptionError(
+            "encoding=opus over HTTP",
+            "a body does not tell where a packet ends",
+            "send encoding=ogg, or use the WebSocket",
+            param="encoding",
+        )
+    rate_hz = fields.whole("rate", MIN_RATE_HZ, MAX_RATE_HZ)
+    if rate_hz is not None and encoding not in DEFAULT_RATES_HZ:
+        raise OptionError(
+            f"rate={rate_hz} with encoding={encoding}", "Opus tells its rate itself", "leave it out", param="rate"
+        )
+    partial_ms, schedule = fields.whole("partial_ms", 100, 60_000), fields.text("silence_schedule")
+    options = ListenOptions(
+        language=fields.language("language"),
+        partial_ms=ListenOptions().partial_ms if partial_ms is None else partial_ms,
+        max_segment_ms=fields.whole("max_segment_ms", 1_000, 86_400_000),
+        silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
+        threshold=fields.number("threshold", 0, 1),
+        turn=_turn(fields),
+        prompt=fields.text("prompt", MOST_CHARACTERS) or "",
+        hotwords=fields.words("hotwords", MOST_CHARACTERS),
+    )
+    return Ask(fields.text("model"), encoding, rate_hz, options)
+
+
+def _resume(fields: Fields, session: str) -> Resume:
+    for name in QUERY:
+        if name in fields and name not in RESUME:
+            raise OptionError(
+                f"{name} came with session", "a session goes on as it was opened", "leave it out", param=name
+            )
+    return Resume(session, fields.whole("after", 0, MOST_EVENTS) or 0)
+
+
+def _turn(fields: Fields) -> TurnOptions:
+    chosen, threshold = fields.text("turn") or SILENCE, fields.number("turn_threshold", 0, 1)
+    model = None if chosen == SILENCE else chosen
+    if model is None and threshold is not None:
+        raise UnsupportedOption(
+            f"turn_threshold={threshold:g} with turn={SILENCE}",
+            "a pause ends a turn by its length: see silence_schedule",
+            "name a turn model, or leave it out",
+            param="turn_threshold",
+        )
+    return TurnOptions(
+        model=model,
+        threshold=TurnOptions().threshold if threshold is None else threshold,
+        eager_threshold=fields.number("eager_threshold", 0, 1),
+    )
+
+
+class Flush(msgspec.Struct, frozen=True):
+    id: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """No more audio will come."""
+
+
+class _Sent(msgspec.Struct, frozen=True):
+    type: str = ""
+    id: str = ""
+
+
+def command(text: str | bytes) -> Flush | End:
+    """Read a text message. Raises MalformedRequest, UnknownCommand; OptionError for a flush's id."""
+    sent = _read(text)
+    match sent.type:
+        case "flush":
+            return _flush(sent)
+        case "end":
+            return End()
+    raise UnknownCommand(
+        f"the type {shown(sent.type)} is no command", f"types: {', '.join(COMMANDS)}", nearest(sent.type, COMMANDS)
+    )
+
+
+def flush(body: bytes) -> Flush:
+    """Read the body of a request to flush; it may be empty. Raises MalformedRequest, OptionError."""
+    return _flush(_read(body) if body else _Sent())
+
+
+def _read(text: str | bytes) -> _Sent:
+    if len(text) > LONGEST_CHARACTERS:
+        raise MalformedRequest(
+            f"a command of {len(text)} characters came",
+            f"up to {LONGEST_CHARACTERS} are allowed",
+            "send audio in binary messages",
+        )
+    try:
+        return msgspec.json.decode(text, type=_Sent)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise MalformedRequest(
+            f"a command came that cannot be read: {error}", 'commands are JSON, like {"type":"flush","id":"1"}'
+        ) from None
+
+
+def _flush(sent: _Sent) -> Flush:
+    if len(sent.id) > LONGEST_ID:
+        raise OptionError(f"an id of {len(sent.id)} characters", f"up to {LONGEST_ID}", param="id")
+    return Flush(sent.id or f"flush_{secrets.token_hex(8)}")

@@ -1,0 +1,161 @@
+"""What a client of /v1/stream is told. Both transports say the same, WebSocket and server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from asr_serve.pipelines.live import caller
+from asr_serve.units import samples_to_s
+
+
+class Told(NamedTuple):
+    """One event, as it goes over the wire. `seq` None: it is not numbered, and not sent again."""
+
+    type: str
+    seq: int | None
+    json: bytes
+
+    @property
+    def sse(self) -> bytes:
+        """As a server-sent event."""
+        number = b"" if self.seq is None else b"id: %d\n" % self.seq
+        return b"event: %s\n%sdata: %s\n\n" % (self.type.encode(), number, self.json)
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
+    """Times `*_s` are seconds since the session's first sample, each a whole number of samples at 16 kHz."""
+
+    @property
+    def type(self) -> str:
+        return str(self.__struct_config__.tag)
+
+    def told(self) -> Told:
+        return Told(self.type, None, msgspec.json.encode(self))
+
+
+class Session(Event, frozen=True):
+    """The first of every connection."""
+
+    session_id: str
+    resumed: bool
+    model: str
+    language: str
+    encoding: str
+    rate_hz: int
+    received_bytes: int
+    last_seq: int
+    resume_s: float
+
+
+class Partial(Event, frozen=True):
+    """What is known beyond segments and locked text; it replaces the one before. The open segment begins at
+    `start_s`, and audio up to `end_s` has been heard."""
+
+    start_s: float
+    end_s: float
+    text: str
+
+
+class Ack(Event, frozen=True):
+    """So much audio was taken: none of it need be kept for a resume."""
+
+    received_bytes: int
+    received_s: float
+
+
+class Error(Event, frozen=True, omit_defaults=True):
+    code: str
+    message: str
+    retry_after_ms: int | None = None
+    param: str | None = None
+
+
+class Numbered(Event, frozen=True, kw_only=True):
+    """Each is told once, in order, and again after a resume."""
+
+    seq: int = 0
+
+    def told(self) -> Told:
+        return Told(self.type, self.seq, msgspec.json.encode(self))
+
+
+class Locked(Numbered, frozen=True, kw_only=True):
+    """Text that the open segment will keep, behind what was locked of it before. Its words were spoken between
+    `start_s`, where the segment begins, and `end_s`."""
+
+    start_s: float
+    end_s: float
+    text: str
+
+
+class Segment(Numbered, frozen=True, kw_only=True):
+    """Its text begins with all that was locked since the segment before."""
+
+    index: int
+    start_s: float
+    end_s: float
+    text: str
+
+
+class Flushed(Numbered, frozen=True, kw_only=True):
+    id: str
+    position_s: float
+
+
+class Turn(Numbered, frozen=True, kw_only=True):
+    state: caller.TurnState
+    position_s: float
+    probability: float | None
+    by: str
+
+
+class Ended(Numbered, frozen=True, kw_only=True, tag="end"):
+    """Nothing follows."""
+
+    duration_s: float
+    segments: int
+
+
+def error(code: str, message: str, retry_after_ms: int | None = None, param: str | None = None) -> str:
+    """Something was refused or has failed. What `message` says: what came, what is allowed, what to do."""
+    told = Error(code=code, message=message, retry_after_ms=retry_after_ms, param=param)
+    return msgspec.json.encode(told).decode()
+
+
+class Script:
+    """A caller's events in the words of this protocol. `seq` is given elsewhere."""
+
+    def __init__(self) -> None:
+        self._locked = ""
+        self._segments = 0
+
+    def lines(self, event: caller.Event) -> Iterator[Numbered | Partial]:
+        match event:
+            case caller.Partial():
+                yield from self._partial(event)
+            case caller.SegmentDone(segment):
+                yield Segment(
+                    index=self._segments,
+                    start_s=samples_to_s(segment.start_samples),
+                    end_s=samples_to_s(segment.end_samples),
+                    text=segment.text,
+                )
+                self._segments += 1
+                self._locked = ""
+            case caller.Turn(state, position, probability, by):
+                yield Turn(state=state, position_s=samples_to_s(position), probability=probability, by=by)
+            case caller.Flushed(name, position):
+                yield Flushed(id=name, position_s=samples_to_s(position))
+            case caller.Finished(duration):
+                yield Ended(duration_s=samples_to_s(duration), segments=self._segments)
+
+    def _partial(self, event: caller.Partial) -> Iterator[Numbered | Partial]:
+        start_s, end_s = samples_to_s(event.start_samples), samples_to_s(event.heard_samples)
+        if len(event.fixed) > len(self._locked):
+            spoken_s = samples_to_s(event.fixed_samples)
+            yield Locked(start_s=start_s, end_s=spoken_s, text=event.fixed[len(self._locked) :])
+            self._locked = event.fixed
+        yield Partial(start_s=start_s, end_s=end_s, text=event.unfixed)

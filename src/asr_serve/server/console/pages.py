@@ -1,0 +1,95 @@
+"""`/`, `/status` and their assets: files made by `make console`, read once, sent with the headers they need."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import re
+from pathlib import Path
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+STATIC = Path(__file__).parent / "static"
+PAGES = {"/": "index.html", "/status": "status.html", "/favicon.svg": "favicon.svg"}
+"""Path -> file."""
+ASSETS = "/assets/{name}"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "media-src blob:",  # a recording is played from the page's own memory
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+SECURITY = {
+    "Content-Security-Policy": POLICY,
+    "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_HASHED = re.compile(r".+-[\w-]{8}\.\w+")
+"""The name of a file whose content never changes: the build puts its hash there."""
+_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
+"""Taken: named, and not with the weight 0."""
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A file as it is sent, plain and packed."""
+
+    body: bytes
+    packed: bytes
+    headers: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        body = path.read_bytes()
+        headers = {
+            **SECURITY,
+            "Cache-Control": (
+                "public, max-age=31536000, immutable" if _HASHED.fullmatch(path.name) else "no-cache"
+            ),
+            "Content-Type": TYPES[path.suffix],
+            "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',  # weak: one tag for both forms
+            "Vary": "Accept-Encoding",
+        }
+        return cls(body, gzip.compress(body, mtime=0), headers)
+
+    def answer(self, asked: Headers) -> Response:
+        tags = {tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")}
+        if tags & {self.headers["ETag"].removeprefix("W/"), "*"}:
+            return Response(status_code=304, headers=self.headers)
+        if _GZIP.search(asked.get("accept-encoding", "")):
+            return Response(self.packed, headers={**self.headers, "Content-Encoding": "gzip"})
+        return Response(self.body, headers=self.headers)
+
+
+def routes() -> list[Route]:
+    pages = {path: Page.read(STATIC / name) for path, name in PAGES.items()}
+    assets = {path.name: Page.read(path) for path in sorted((STATIC / "assets").iterdir())}
+
+    async def page(request: Request) -> Response:
+        return pages[request.scope["path"]].answer(request.headers)
+
+    async def asset(request: Request) -> Response:
+        found = assets.get(request.path_params["name"])
+        if found is None:
+            raise HTTPException(404)
+        return found.answer(request.headers)
+
+    return [*(Route(path, page) for path in PAGES), Route(ASSETS, asset)]

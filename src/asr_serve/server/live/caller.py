@@ -1,0 +1,161 @@
+"""One live caller on the event loop: drives `pipelines/live/listen`, hands its events on, and measures them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from asr_serve import units
+from asr_serve.engine.client import EngineClient
+from asr_serve.metrics import LiveMeter
+from asr_serve.pipelines.live.caller import Event, Finished, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.live.listen import Listening
+from asr_serve.text.tokens import Tokenizer
+
+MARK_SAMPLES = units.ms_to_samples(100)
+"""Arrivals are noted this often."""
+MARKS = 1_024
+"""How many of them are kept: what is said reaches less far back."""
+
+
+class Arrivals:
+    """When audio came: sample positions to the clock of `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[int, float]] = deque(maxlen=MARKS)
+        self._next_samples = 0
+
+    def note(self, received_samples: int) -> None:
+        """That many are here now."""
+        if received_samples >= self._next_samples:
+            self._next_samples = received_samples + MARK_SAMPLES
+            self._marks.append((received_samples, time.perf_counter()))
+
+    def before(self, position_samples: int) -> float | None:
+        """When the sample at that position was not here yet, for the last time that was noted; forgets what was
+        before it. None: that was not noted any more."""
+        found = None
+        while self._marks and self._marks[0][0] < position_samples:
+            found = self._marks.popleft()[1]
+        return found
+
+
+class Caller:
+    """`wake` comes from any thread; the rest belongs to the event loop's."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        options: ListenOptions,
+        meter: LiveMeter,
+        using: AbstractContextManager[None],
+        hear: Callable[[list[Event]], None],
+    ) -> None:
+        """`hear` gets the events, some at a time. `using`: the engine's, held until `close`. Raises what Listening
+        does."""
+        self.language = client.card.language(options.language)
+        self._loop = asyncio.get_running_loop()
+        self._awake, self._changed = asyncio.Event(), asyncio.Event()
+        self._called = self._finished = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._meter, self._hear = meter, hear
+        self._arrivals = Arrivals()
+        self._partial: Partial | None = None
+        self._partial_s: float | None = None
+        with contextlib.ExitStack() as held:
+            held.enter_context(using)
+            self._listening = Listening(client, tokenizer, options, self._wake)
+            self._held = held.pop_all()
+
+    @property
+    def received_samples(self) -> int:
+        return self._listening.received_samples
+
+    @property
+    def full(self) -> bool:
+        """Put no more before `room` has come back."""
+        return self._listening.full
+
+    def put(self, pcm: np.ndarray) -> None:
+        """`pcm` (n,) float32 at 16 kHz. Raises what ends this caller."""
+        self._listening.put(pcm)
+        self._meter.audio.inc(units.samples_to_s(len(pcm)))
+        self._arrivals.note(self._listening.received_samples)
+        self._advance()
+
+    def flush(self, name: str) -> None:
+        """What was put is to be final soon; `Flushed` follows. Raises AtCapacity."""
+        self._listening.flush(name)
+        self._awake.set()
+
+    async def room(self) -> None:
+        """Wait for a change: `full` may have ended."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def finish(self) -> None:
+        """No more audio will come."""
+        self._listening.finish()
+        self._awake.set()
+
+    async def run(self) -> None:
+        """Until `Finished` was handed on. Raises what ends this caller."""
+        while not self._finished:
+            await self._awake.wait()
+            self._awake.clear()
+            self._called = False  # before advancing: a call from now on tells of something new
+            self._advance()
+
+    async def close(self) -> None:
+        """At any time, idempotent: give everything back."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._listening.close()
+        self._held.close()
+
+    def _wake(self) -> None:
+        if not self._called:
+            self._called = True
+            self._loop.call_soon_threadsafe(self._awake.set)
+
+    def _advance(self) -> None:
+        events = self._listening.advance()
+        for event in events:
+            match event:
+                case SegmentDone():
+                    self._note_final(event)
+                case Partial():
+                    self._note_partial(event)
+                case Finished():
+                    self._finished = True
+                    self._awake.set()
+        if events:
+            self._hear(events)
+        self._changed.set()
+        due_s = self._listening.due_s
+        if due_s is not None and self._timer is None:
+            self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        self._awake.set()
+
+    def _note_final(self, done: SegmentDone) -> None:
+        came_s = self._arrivals.before(done.decided_samples)
+        if came_s is not None:
+            self._meter.final.observe(time.perf_counter() - came_s)
+        if self._partial is not None and self._partial.start_samples < done.segment.end_samples:
+            self._partial = self._partial_s = None
+
+    def _note_partial(self, partial: Partial) -> None:
+        now_s, before = time.perf_counter(), self._partial
+        if before is not None and self._partial_s is not None and before.start_samples == partial.start_samples:
+            self._meter.interval.observe(now_s - self._partial_s)
+        self._partial, self._partial_s = partial, now_s

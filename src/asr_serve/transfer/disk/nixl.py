@@ -1,0 +1,103 @@
+"""NIXL's back ends for files: POSIX (io_uring below it), and GPUDirect Storage."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from asr_serve.errors import DiskFailed, OptionError, PeerGone, RoadFailed
+from asr_serve.transfer.disk.file import Extent, NamelessFile, address
+from asr_serve.transfer.disk.road import Piece, Road, pieces
+from asr_serve.transfer.nixl_agent import Agent, Backend, Span, Transfer
+
+UNDER_WAY, PIECE_BYTES = 32, 4 << 20
+PAUSE_S = 100e-6
+"""Between two rounds of questions in which nothing had come: shorter than a disk takes for what is under way."""
+LATEST_S = 60.0
+"""So long what is under way is waited for after a failure."""
+
+PARAMS: dict[Backend, dict[str, str]] = {"POSIX": {"use_uring": "true"}, "GDS": {}}
+
+
+class NixlRoad(Road):
+    """Raises OptionError where NIXL is not installed, or cannot load the back end."""
+
+    name = "nixl"
+    backend: Backend = "POSIX"
+
+    def __init__(self, file: NamelessFile) -> None:
+        self._idle: list[Agent] = []
+        super().__init__(file)
+        try:
+            self._idle.append(self._agent())
+        except OptionError as error:
+            raise OptionError(
+                f"disk_road {self.name}: {error.came}", error.allowed, error.todo, param="disk_road"
+            ) from error
+
+    def _agent(self) -> Agent:
+        return Agent(self.backend, PARAMS[self.backend])
+
+    def _move(self, fd: int, extents: list[Extent], write: bool) -> Iterator[int]:
+        try:
+            agent = self._idle.pop()
+        except IndexError:
+            agent = self._agent()
+        try:
+            yield from self._carried(agent, fd, extents, write)
+        except (RoadFailed, PeerGone) as error:
+            raise DiskFailed(f"the disk cannot {'write' if write else 'read'} ({error.came})") from error
+        finally:
+            self._idle.append(agent)
+
+    def _carried(self, agent: Agent, fd: int, extents: list[Extent], write: bool) -> Iterator[int]:
+        yield from (index for index, (_, memory) in enumerate(extents) if not memory.nbytes)
+        left = [memory.nbytes for _, memory in extents]
+        with contextlib.ExitStack() as held:
+            spans = {(address(memory), memory.nbytes) for _, memory in extents if memory.nbytes}
+            for at, nbytes in spans:
+                held.callback(agent.forget, agent.register(at, nbytes))
+            held.callback(agent.forget, agent.register(0, self.nbytes, kind="FILE", device=fd))
+            under_way: list[tuple[Piece, Transfer]] = []
+            held.callback(_drain, under_way)
+            coming = pieces(extents, PIECE_BYTES)
+            while True:
+                while len(under_way) < UNDER_WAY and (piece := next(coming, None)):
+                    under_way.append((piece, self._start(agent, fd, piece, write)))
+                if not under_way:
+                    return
+                finished = [each for each in under_way if each[1].done()]
+                self._file.expect_open()
+                if not finished:
+                    time.sleep(PAUSE_S)
+                for piece, transfer in finished:
+                    under_way.remove((piece, transfer))
+                    transfer.release()
+                    left[piece.extent] -= piece.memory.nbytes
+                    if not left[piece.extent]:
+                        yield piece.extent
+
+    def _start(self, agent: Agent, fd: int, piece: Piece, write: bool) -> Transfer:
+        here = Span(address(piece.memory), piece.memory.nbytes)
+        there = Span(piece.offset, piece.memory.nbytes, fd)
+        return agent.start("WRITE" if write else "READ", [here], [there], remote_kind="FILE")
+
+    def _gone(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class GdsRoad(NixlRoad):
+    """The same by NVIDIA's cuFile. Not tried: no machine of ours has a GPU with nvidia-fs."""
+
+    name = "gds"
+    backend: Backend = "GDS"
+
+
+def _drain(under_way: list[tuple[Piece, Transfer]]) -> None:
+    """Until the disk touches none of this memory any more."""
+    for _, transfer in under_way:
+        with contextlib.suppress(RoadFailed, PeerGone):
+            transfer.wait(LATEST_S)
+        transfer.release()

@@ -1,0 +1,63 @@
+"""io_uring: many pieces under way at once, from one thread and without a copy. The native module `_disk`.
+
+Memory and file are not registered with the ring: what counts is in how many pieces the memory lies
+(`file.aligned`), and pinning it ahead would cost as much as it spares for memory that is used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from asr_serve import native
+from asr_serve.errors import OptionError
+from asr_serve.transfer.disk.file import Extent, NamelessFile
+from asr_serve.transfer.disk.road import Road
+
+DEPTH, PIECE_BYTES = 32, 2 << 20
+"""64 MiB under way: the disk has enough to do while somebody looks at the extent before."""
+ALL, NONE_YET = -2, -1
+
+
+class UringRoad(Road):
+    """Raises OptionError where the module was not built, or the kernel or the container allows no io_uring."""
+
+    name = "uring"
+
+    def __init__(self, file: NamelessFile) -> None:
+        self._idle: list[Any] = []
+        super().__init__(file)
+        module = native.disk()
+        if module is None:
+            raise OptionError(
+                "disk_road uring: the native module was not built",
+                todo="install a C++ compiler and asr-serve again, or take disk_road threads",
+                param="disk_road",
+            )
+        self._uring = module.Uring
+        try:
+            self._idle.append(self._uring(DEPTH, PIECE_BYTES))
+        except OSError as error:
+            raise OptionError(
+                f"disk_road uring: this kernel or container allows no io_uring ({error.strerror})",
+                todo="allow io_uring_setup, io_uring_enter and io_uring_register, or take disk_road threads",
+                param="disk_road",
+            ) from error
+
+    def _move(self, fd: int, extents: list[Extent], write: bool) -> Iterator[int]:
+        try:
+            queue = self._idle.pop()
+        except IndexError:
+            queue = self._uring(DEPTH, PIECE_BYTES)
+        try:
+            queue.begin(fd, write, extents)
+            while (index := queue.wait()) != ALL:
+                self._file.expect_open()
+                if index != NONE_YET:
+                    yield index
+        finally:
+            queue.finish()
+            self._idle.append(queue)
+
+    def _gone(self) -> None:
+        self._idle.clear()

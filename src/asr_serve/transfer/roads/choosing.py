@@ -1,0 +1,43 @@
+"""Which roads there are, and a road by its name: that of its file."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import get_args
+
+from asr_serve.errors import OptionError
+from asr_serve.transfer.roads.base import MOST_BYTES, Kind, Landing, Sender, read_offer
+from asr_serve.values import nearest
+
+
+def kinds() -> tuple[str, ...]:
+    """The roads that this installation has, the best first. `local` leads no further than this process."""
+    return tuple(kind for kind in get_args(Kind) if _road(kind).is_here())
+
+
+def land(kind: str, nbytes: int, host: str) -> Landing:
+    """Memory of so many bytes for one sender. `host`: the address at which the other side reaches this one.
+
+    Raises OptionError where that road is not here, or cannot be made with this size or address.
+    """
+    if kind not in (here := kinds()):
+        raise OptionError(f"road {kind!r}", f"what this installation has: {', '.join(here)}", nearest(kind, here))
+    if not 1 <= nbytes <= MOST_BYTES:
+        raise OptionError(f"a landing memory of {nbytes} bytes", f"1 to {MOST_BYTES}")
+    landing: Landing = _road(kind).land(nbytes, host)
+    return landing
+
+
+def attach(offer: bytes) -> Sender:
+    """The sending side of a landing that another process, or this one, offers.
+
+    Raises RoadFailed where it cannot be attached: a road that is not here, another machine's memory, nobody there.
+    """
+    read = read_offer(offer)
+    sender: Sender = _road(read.kind).attach(read)
+    return sender
+
+
+def _road(kind: str) -> ModuleType:
+    return importlib.import_module(f"asr_serve.transfer.roads.{kind}")

@@ -1,0 +1,165 @@
+"""The JavaScript client's own tests, run by Node against a real server; and its exports beside ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asr_serve.text import subtitles
+from asr_serve.types import Segment, Transcript
+
+PACKAGE = Path(__file__).resolve().parents[2] / "clients" / "js"
+FILES = sorted(PACKAGE.glob("test/*.test.ts"))
+WAIT_S = 300.0
+"""Longer than any file's tests take; only a hang reaches it."""
+EXPORT = """
+import { Transcript } from "asr-serve";
+let sent = "";
+for await (const part of process.stdin) sent += part;
+const made = JSON.parse(sent).map(({ segments, duration }) => {
+  const transcript = Object.assign(new Transcript(), { segments, duration, language: "en", model: "m" });
+  return [transcript.toTxt(), transcript.toSrt(), transcript.toVtt(), transcript.toJson()];
+});
+console.log(JSON.stringify(made));
+"""
+WORDS = [
+    *(
+        "a",
+        "I",
+        "of",
+        "the",
+        "times",
+        "wisdom",
+        "'twas",
+        "--",
+        "&",
+        "<b>",
+        "-->",
+        "naïve",
+        "Größe",
+        "3,000",
+        "end.",
+    ),
+    *("東京", "東京都渋谷区の最良の時代であり最悪の時代でもあったのです", "한국어", "👍"),
+    "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft",
+]
+
+
+def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, cwd=PACKAGE, capture_output=True, text=True, timeout=WAIT_S, **options)
+    except subprocess.TimeoutExpired as hung:
+        raise AssertionError(f"{command} hangs:\n{(hung.stdout or b'').decode()[-8_000:]}") from hung
+
+
+@pytest.fixture(scope="session")
+def built() -> None:
+    """The package and its tests are compiled."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node is None or npm is None:
+        pytest.skip("there is no node, or no npm")
+    version = run(node, "--version").stdout
+    if int(version.removeprefix("v").split(".")[0]) < 20:
+        pytest.skip(f"node {version.strip()} is too old: 20 or newer")
+    if not (PACKAGE / "node_modules").is_dir():
+        fetched = run(npm, "ci", "--ignore-scripts")
+        if fetched.returncode:
+            pytest.skip(f"npm ci got no packages: {fetched.stderr[-300:]}")
+    for script in ("build", "build:test"):
+        compiled = run(npm, "run", "--silent", script)
+        assert compiled.returncode == 0, compiled.stdout + compiled.stderr
+
+
+def serve(*settings: str) -> list[str]:
+    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve"]
+    for setting in ("engine_threads=1", "log_level=error", *settings):
+        command += ["--set", setting]
+    return command
+
+
+@contextmanager
+def server(*settings: str) -> Iterator[str]:
+    """Its address."""
+    command = [*serve(*settings), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr
+            said = ""
+            while not (ready := re.search(r" on (http://\S+) \(ready", said)):
+                line = process.stderr.readline()
+                assert line, f"the server ended: {said}"
+                said += line
+            yield ready[1]
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def environment(built: None, packaged_speech: Path) -> Iterator[dict[str, str]]:
+    """What the tests are told."""
+    with server("cors_origins=*") as url, server("session_idle_s=1.5", "resume_s=1") as hasty:
+        told = {"ASR_SERVE_URL": url, "ASR_SERVE_HASTY_URL": hasty, "ASR_SERVE_COMMAND": json.dumps(serve())}
+        yield os.environ | told | {"ASR_SERVE_CLIP": str(packaged_speech / "two_cities.wav")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * WAIT_S)  # Node has its own, and says what hangs
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".test.ts"))
+def test_of_the_package(path: Path, environment: dict[str, str]) -> None:
+    compiled = f"build/{path.name.removesuffix('.ts')}.js"
+    done = run("node", "--test", "--test-reporter=spec", compiled, env=environment)
+    assert done.returncode == 0, done.stdout[-8_000:] + done.stderr[-2_000:]
+
+
+def test_exports_are_those_of_the_server(built: None) -> None:
+    roll = random.Random(5)
+    transcripts = [made(roll, segments) for segments in (0, 1, 2, 5, 9) for _ in range(12)]
+    sent = [
+        {
+            "duration": each.duration_s,
+            "segments": [
+                {"index": n, "start": s.start_s, "end": s.end_s, "text": s.text}
+                for n, s in enumerate(each.segments)
+            ],
+        }
+        for each in transcripts
+    ]
+    answer = run("node", "--input-type=module", "--eval", EXPORT, input=json.dumps(sent))
+    assert answer.returncode == 0, answer.stderr
+    for each, (txt, srt, vtt, as_json) in zip(transcripts, json.loads(answer.stdout), strict=True):
+        assert txt == subtitles.text(each)
+        assert srt == subtitles.srt(each)
+        assert vtt == subtitles.vtt(each)
+        ours = json.loads(subtitles.json(each))
+        del ours["key"]  # the name of a file, which a stream has not
+        assert json.loads(as_json) == ours
+
+
+def made(roll: random.Random, segments: int) -> Transcript:
+    """A transcript with everything that is hard to lay out: long words, wide ones, no time, control characters."""
+    at, found = 0, []
+    for _ in range(segments):
+        start = at + roll.choice([0, 1, 8, roll.randrange(50_000)])
+        at = start + roll.choice([0, 1, 24, roll.randrange(200_000)])
+        text = roll.choice(["", " ", "\t\x07 "]) + " ".join(roll.choices(WORDS, k=roll.randrange(40)))
+        found.append(Segment(start, at, text))
+    return Transcript(
+        key="",
+        text=" ".join(s.text for s in found if s.text),
+        language="en",
+        duration_samples=at,
+        segments=tuple(found),
+        model="m",
+    )

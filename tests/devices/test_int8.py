@@ -1,0 +1,270 @@
+"""Quantisation is the device's: what it holds, what its products come to, and that models need not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve import devices, native
+from asr_serve.devices.cpu import CpuDevice, PlainVocabulary
+from asr_serve.devices.cuda import WidenedLinear, WidenedVocabulary
+from asr_serve.devices.int8 import Choice, Gate, Int8Linear, Int8Vocabulary, outlying
+from asr_serve.errors import OptionError
+from asr_serve.models.asr import moonshine
+
+MODES = ("int8", "dynamic")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
+@pytest.fixture(params=["native", "twins"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native" and native.core() is None:
+        pytest.skip("the native core is not built here")
+    monkeypatch.setenv("ASR_SERVE_NATIVE", "1" if request.param == "native" else "0")
+    return str(request.param)
+
+
+def relative(came: Tensor, expected: Tensor) -> float:
+    return float((came.float() - expected).norm() / expected.norm())
+
+
+def test_an_unknown_way_is_refused_by_name() -> None:
+    with pytest.raises(OptionError, match="none, int8, dynamic"):
+        devices.pick("cpu", "auto", "int4")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_linear_is_act_of_product_plus_bias(mode: str, dtype: str, kernels: str) -> None:
+    device = devices.pick("cpu", dtype, mode)
+    weight, bias, x, more = torch.randn(96, 64), torch.randn(96), torch.randn(2, 7, 64), torch.randn(2, 7, 96)
+    linear = device.linear(weight, bias)
+    assert isinstance(linear, Int8Linear)
+    x, more = x.to(device.dtype), more.to(device.dtype)
+    expected = F.linear(x.float(), weight, bias)
+    most = 0.02 if mode == "int8" else 0.03
+    assert linear(x).dtype == device.dtype
+    assert relative(linear(x), expected) < most
+    assert relative(linear(x, gelu=True), F.gelu(expected)) < most
+    assert relative(linear(x, add=more), expected + more.float()) < most
+    assert relative(linear(x.transpose(0, 1)), expected.transpose(0, 1)) < most
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_linear_whose_dtype_a_model_names_keeps_it(mode: str) -> None:
+    weight, x = torch.randn(32, 16), torch.randn(5, 16)
+    linear = devices.pick("cpu", "fp32", mode).linear(weight, dtype=torch.float32)
+    torch.testing.assert_close(linear(x), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["none", *MODES])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_vocabulary_looks_up_and_multiplies(mode: str, dtype: str, kernels: str) -> None:
+    device = devices.pick("cpu", dtype, mode)
+    vectors, x, tokens = torch.randn(100, 48), torch.randn(3, 48), torch.tensor([99, 0, 17, 17])
+    words = device.vocabulary(vectors)
+    assert len(words) == 100
+    assert isinstance(words, PlainVocabulary if mode == "none" else Int8Vocabulary)
+    assert words.embed(tokens).dtype == device.dtype
+    assert relative(words.embed(tokens), vectors[tokens]) < 0.02
+    logits = words(x.to(device.dtype))
+    assert relative(logits, x @ vectors.T) < 0.03
+    # Near ties want the weight, or logits that are not rounded.
+    assert (logits.dtype == torch.float32) if words.weight is None else (words.weight.dtype == logits.dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_dimension_that_reaches_far_does_not_coarsen_the_others(mode: str, dtype: str, kernels: str) -> None:
+    device = devices.pick("cpu", dtype, mode)
+    vectors, x = torch.randn(100, 48), torch.randn(3, 48)
+    far = vectors.clone()
+    far[:, 7] = 60.0 + vectors[:, 7]
+    plain, words, tokens = device.vocabulary(vectors), device.vocabulary(far), torch.arange(100)
+    others = torch.arange(48) != 7
+    off = relative(words.embed(tokens)[:, others], far[:, others])
+    assert off < 1.5 * relative(plain.embed(tokens)[:, others], vectors[:, others])
+    assert relative(words.embed(tokens)[:, 7], far[:, 7]) < 0.02
+    x[:, 7] = 0.1  # what a model multiplies it with is small in turn
+    assert relative(words(x.to(device.dtype)), x @ far.T) < 0.03
+    assert words.nbytes == plain.nbytes + 48 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_s_vocabulary_does_the_same_about_it(dtype: torch.dtype) -> None:
+    far, x, tokens = torch.randn(100, 48), torch.randn(3, 48), torch.arange(100)
+    far[:, 7] += 60.0
+    x[:, 7] = 0.1
+    x = x.to(dtype)
+    here = Int8Vocabulary(far, native.kernels(), 16, dtype)
+    there = WidenedVocabulary(far, dtype)
+    torch.testing.assert_close(there.embed(tokens), here.embed(tokens), rtol=0, atol=0)
+    assert there(x).dtype == torch.float32
+    assert relative(there(x), here(x)) < (1e-3 if dtype == torch.float32 else 0.01)
+    assert there.nbytes == here.nbytes - 48 * 12  # those are filled up to whole blocks of 16 outputs
+
+
+def test_vectors_without_such_a_dimension_are_rounded_as_they_are() -> None:
+    """Those of a checkpoint that was in 8 bits before keep their very numbers."""
+    assert outlying(torch.randn(500, 48)) is None
+
+
+class Recording(CpuDevice):
+    """Remembers what it handed out, and how much that would have been in 16 bits, held once."""
+
+    def __init__(self, quantize: Any) -> None:
+        super().__init__(torch.bfloat16, quantize)
+        self.held = self.in_16_bits = 0
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Any:
+        made = super().linear(weight, bias, dtype)
+        return self.count(made, weight, bias)
+
+    def vocabulary(self, weight: Tensor) -> Any:
+        return self.count(super().vocabulary(weight), weight, None)
+
+    def count(self, made: Any, weight: Tensor, bias: Tensor | None) -> Any:
+        self.held += made.nbytes
+        self.in_16_bits += 2 * (weight.numel() + (0 if bias is None else bias.numel()))
+        return made
+
+
+def checkpoint(config: moonshine.Config) -> dict[str, Tensor]:
+    """Random weights of that size, by a checkpoint's names."""
+    wide, inner, taps = config.hidden_size, config.intermediate_size, {1: 127, 2: 7, 3: 3}
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.encoder.conv1.weight": (wide, 1, taps[1]),
+        "model.encoder.conv2.weight": (2 * wide, wide, taps[2]),
+        "model.encoder.conv3.weight": (wide, 2 * wide, taps[3]),
+        "model.encoder.conv2.bias": (2 * wide,),
+        "model.encoder.conv3.bias": (wide,),
+        "model.decoder.embed_tokens.weight": (config.vocab_size, wide),
+        **dict.fromkeys(("model.encoder.groupnorm.weight", "model.encoder.groupnorm.bias"), (wide,)),
+        **dict.fromkeys(("model.encoder.layer_norm.weight", "model.decoder.norm.weight"), (wide,)),
+    }
+    for side, layers, norms, attentions, up in (
+        ("encoder", config.encoder_num_hidden_layers, ("input", "post_attention"), ("self_attn",), inner),
+        (
+            "decoder",
+            config.decoder_num_hidden_layers,
+            ("input", "post_attention", "final"),
+            ("self_attn", "encoder_attn"),
+            2 * inner,
+        ),
+    ):
+        for i in range(layers):
+            at = f"model.{side}.layers.{i}"
+            sizes |= {f"{at}.{norm}_layernorm.weight": (wide,) for norm in norms}
+            sizes |= {f"{at}.{name}.{part}_proj.weight": (wide, wide) for name in attentions for part in "qkvo"}
+            sizes |= {f"{at}.mlp.fc1.weight": (up, wide), f"{at}.mlp.fc1.bias": (up,)}
+            sizes |= {f"{at}.mlp.fc2.weight": (wide, inner), f"{at}.mlp.fc2.bias": (wide,)}
+    return {name: torch.randn(*size) / size[-1] ** 0.5 for name, size in sizes.items()}
+
+
+def tensors_of(thing: Any, seen: set[int]) -> list[Tensor]:
+    """Every tensor that a model's own objects hold, once."""
+    if id(thing) in seen:
+        return []
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, list | tuple):
+        return [t for item in thing for t in tensors_of(item, seen)]
+    ours = type(thing).__module__.startswith("asr_serve") and not isinstance(thing, CpuDevice)
+    held = getattr(thing, "__dict__", {}) if ours else {}
+    return [t for item in held.values() for t in tensors_of(item, seen)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_of_8_bits_takes_55_percent_at_most(mode: str) -> None:
+    """Moonshine tiny as published, scales, biases and what stays in 16 bits included; held once."""
+    if native.core() is None:
+        pytest.skip("the native core is not built here")
+    config = moonshine.Config()
+    device = Recording(mode)
+    device.gate._choose = lambda *_: Choice(8, 2.0)  # type: ignore[method-assign]
+    model = moonshine.Model(config, checkpoint(config), device)
+    assert device.in_16_bits > 50e6
+    assert device.held <= 0.55 * device.in_16_bits
+    beside = [t for t in tensors_of(model, set()) if t.numel() >= config.vocab_size * config.hidden_size]
+    assert all(t.dtype == torch.int8 for t in beside), "a copy of the vocabulary beside its 8 bits"
+
+
+def test_the_gate_takes_8_bits_only_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.core() is None:
+        pytest.skip("the native core is not built here")
+    times = {8: 1.0, 16: 1.0}
+    monkeypatch.setattr("asr_serve.devices.int8._timed", lambda call: times[call.args[-1]])
+    for seconds, bits in ((2.0, 8), (1.1, 16), (0.5, 16)):
+        times[16] = seconds
+        gate = Gate(native.kernels(), 1)
+        if not native.kernels().int8_dots():
+            bits = 16
+        assert gate.bits(64, 96) == bits
+        assert gate.bits(64, 96) == bits
+        assert len(gate.choices) == 1, "a shape is timed once"
+        assert f"{1 if bits == 8 else 0} of 1 shapes" in gate.describe()
+        assert "64x96" in gate.shapes()
+
+
+def test_without_instructions_for_it_nothing_is_rounded_to_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
+    assert devices.pick("cpu", "fp32", "dynamic").gate.bits(64, 96) == 16  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_cuda_multiplies_with_on_the_cpu_s_tensors(dtype: torch.dtype) -> None:
+    """No CUDA device is needed for its arithmetic: 8-bit weights widened slab by slab."""
+    weight, bias, x, more = torch.randn(96, 64), torch.randn(96), torch.randn(7, 64), torch.randn(7, 96)
+    linear = WidenedLinear(weight, bias, dtype)
+    x, more = x.to(dtype), more.to(dtype)
+    expected = F.linear(x.float(), weight, bias)
+    assert linear(x).dtype == dtype
+    assert relative(linear(x), expected) < 0.02
+    assert relative(linear(x, gelu=True), F.gelu(expected)) < 0.02
+    assert relative(linear(x, add=more), expected + more.float()) < 0.02
+    words = WidenedVocabulary(weight, dtype)
+    assert relative(words.embed(torch.tensor([5, 95])), weight[[5, 95]]) < 0.02
+    assert words(x).dtype == torch.float32
+    assert linear.nbytes < 0.75 * 2 * weight.numel()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_cuda_s_products_are_the_cpu_s() -> None:
+    weight, x = torch.randn(96, 64), torch.randn(7, 64)
+    device = devices.pick("cuda", "fp32", "int8")
+    came = device.linear(weight)(x.cuda()).cpu()
+    torch.testing.assert_close(came, devices.pick("cpu", "fp32", "int8").linear(weight)(x), rtol=1e-3, atol=1e-3)
+    with pytest.raises(OptionError, match="none or int8"):
+        devices.pick("cuda", "fp32", "dynamic")
+
+
+@pytest.mark.slow
+def test_words_of_8_bits_are_those_of_16(packaged_speech: Path, speech_data: Path) -> None:
+    """On real speech, error rates over 50 clips: weight-only is bf16's to a few words, dynamic to a few more."""
+    import asr_serve
+    from asr_serve.config import EngineConfig
+    from asr_serve.evaluate.wer import normalize, wer
+
+    folder = speech_data / "librispeech-test-other"
+    if not (folder / "transcripts.tsv").is_file():
+        pytest.skip(f"no librispeech-test-other in {speech_data}")
+    pairs = [line.split("\t") for line in (folder / "transcripts.tsv").read_text().splitlines()]
+    paths, said = [str(folder / path) for path, _ in pairs], [normalize(text) for _, text in pairs]
+    rates = {}
+    for mode in ("none", *MODES):
+        with asr_serve.load(engine=EngineConfig(quantize=mode), turn_model="none") as model:
+            assert model.describe()["quantize"] == mode
+            rates[mode] = wer(said, [normalize(t.text) for t in model.transcribe(paths, vad=False)]).percent
+    assert abs(rates["int8"] - rates["none"]) < 0.35
+    assert abs(rates["dynamic"] - rates["none"]) < 0.7

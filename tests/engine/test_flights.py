@@ -1,0 +1,312 @@
+"""Whoever wants the same waits for one: whatever becomes of that one, everybody is answered, once and rightly."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.engine.session import Utterance
+from asr_serve.engine.utterances.flights import Sharing, urgency
+from asr_serve.types import Priority
+
+PRIORITIES: tuple[Priority, ...] = ("live", "interactive", "bulk")
+NOTHING = np.zeros(0, np.float32)
+
+
+def answer_to(wanted: bytes) -> Recognition:
+    return Recognition(tuple(wanted), 0.0, 0.0, "stop", 1.0)
+
+
+class Shelf:
+    """What is kept, without pages: of each root its own name, so that one can see whose it is."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.answers: dict[bytes, Recognition] = {}
+        self.tree: dict[bytes, bytes] = {}
+        self.tiers: dict[bytes, bytes] = {}
+        self.coming: list[tuple[bytes, Callable[[Any], None]]] = []
+        self.room = True
+
+    def audio(self, root: bytes) -> bytes | None:
+        return self.tree.get(root)
+
+    def below(self, root: bytes) -> bool:
+        return root in self.tiers
+
+    def fetch(self, root: bytes, came: Callable[[Any], None]) -> None:
+        self.coming.append((root, came))
+
+    def restore(self, root: bytes, parts: bytes | None, room: int) -> None:
+        if parts is not None and self.room:
+            self.tree[root] = parts
+
+    def heard(self, row: bytes) -> None:
+        if self.room:
+            self.tree[row] = row
+
+    def encoded(self, root: bytes, result: object) -> None:
+        if result == "unkept":
+            raise RuntimeError("the device hiccuped")
+        self.heard(root)
+
+    def answered(self, wanted: bytes, answer: Recognition) -> None:
+        if self.room:
+            self.answers[wanted] = answer
+
+
+class Engine:
+    """What engine/utterances/work does with it, without a model."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.kept = Shelf(self.chance)
+        self.open: dict[int, Utterance] = {}
+        self.planned: dict[int, Utterance] = {}
+        self.encoding: list[list[Utterance]] = []
+        self.rows: list[Utterance] = []
+        self.started: set[int] = set()
+        self.told: dict[int, object] = {}
+        self.encodes: list[bytes] = []
+        self.inbox: list[Callable[[], None]] = []
+        self.now_s = 0.0
+        self.sharing = Sharing(
+            cast("Any", self.kept),
+            self.plan,
+            lambda each: self.planned.pop(each.id, None) is not None,
+            self.started.update,
+            self.finish,
+            lambda: 100,
+            self.inbox.append,
+        )
+
+    def plan(self, each: Utterance, like: Utterance) -> None:
+        assert each.id in self.open
+        assert each.id not in self.planned, "it waits twice"
+        assert each not in self.rows
+        assert not any(each in batch for batch in self.encoding), "it is encoded, and waits for that"
+        self.planned[each.id] = like
+
+    def finish(self, each: Utterance, answer: Recognition) -> None:
+        assert self.open.pop(each.id) is each
+        assert each.id not in self.planned
+        assert answer == answer_to(each.wanted)
+        assert each.id not in self.told, "told twice"
+        self.told[each.id] = answer
+
+    def enter(self, clip: int, options: int, priority: Priority, within_ms: int | None) -> Utterance:
+        heard, wanted = b"clip%d" % clip, b"clip%d options%d" % (clip, options)
+        each = Utterance(len(self.told) + len(self.open), NOTHING, 1, SearchOptions(), priority, Future())
+        each.within_ms, each.heard, each.wanted, each.arrived_s = within_ms, heard, wanted, self.now_s
+        self.now_s += 0.01
+        self.open[each.id] = each
+        self.sharing.enter(each)
+        return each
+
+    def leave(self, each: Utterance, why: str = "gone") -> None:
+        if each.id not in self.open:
+            return
+        self.planned.pop(each.id, None)
+        self.rows = [row for row in self.rows if row is not each]
+        del self.open[each.id]
+        self.told[each.id] = why
+        self.sharing.leave(each, any(each in batch for batch in self.encoding))
+
+    def turn(self, count: int, beside: bool) -> None:
+        batch = sorted(self.planned, key=lambda number: urgency(self.planned[number]))[:count]
+        begun = []
+        for number in batch:
+            del self.planned[number]
+            begun.append(self.open[number])
+            begun[-1].encode_start_ns = 1
+        self.started.update(batch)
+        self.sharing.started(begun)
+        left = [each for each in begun if not self.join_kept(each)]
+        self.encodes += [each.root for each in left]
+        if beside and left:
+            self.encoding.append(left)
+        else:
+            self.join(left)
+
+    def join_kept(self, each: Utterance) -> bool:
+        held: Any = self.sharing.frames(each)
+        assert held in (None, each.root), "frames of something else"
+        if held is not None:
+            self.rows.append(each)
+        return held is not None
+
+    def join(self, batch: list[Utterance]) -> None:
+        for each in batch:
+            self.rows.append(each)
+            self.sharing.encoded(each, cast("Any", each.root))
+
+    def deliver(self, how: str) -> None:
+        if not self.encoding:
+            return
+        batch = self.encoding.pop(self.chance.randrange(len(self.encoding)))
+        here = [each for each in batch if each.id in self.open]
+        if how == "lost":
+            for each in here:
+                self.sharing.plan(each)
+        elif how == "failed":
+            for each in here:
+                self.leave(each, "failed")
+        else:
+            self.join(here)
+        for each in batch:
+            with contextlib.suppress(RuntimeError):
+                self.sharing.adopt(each.id, cast("Any", None if how in ("lost", "failed") else how))
+
+    def settle(self, again: bool) -> None:
+        if not self.rows:
+            return
+        each = self.rows.pop(self.chance.randrange(len(self.rows)))
+        if again and not each.whole:
+            each.whole = True
+            self.sharing.seek(each)
+            return
+        answer = answer_to(each.wanted)
+        self.finish(each, answer)
+        self.sharing.answered(each, answer)
+
+    def come(self, lost: bool) -> None:
+        if self.kept.coming:
+            root, came = self.kept.coming.pop(self.chance.randrange(len(self.kept.coming)))
+            came(None if lost else self.kept.tiers.get(root))
+        while self.inbox:
+            self.inbox.pop(0)()
+
+    def evict(self, into_tiers: bool) -> None:
+        if self.kept.tree:
+            root = self.chance.choice(sorted(self.kept.tree))
+            found = self.kept.tree.pop(root)
+            if into_tiers:
+                self.kept.tiers[root] = found
+
+    def forget(self) -> None:
+        if self.kept.answers:
+            del self.kept.answers[self.chance.choice(sorted(self.kept.answers))]
+
+    def do(self) -> None:
+        """Anything that may happen."""
+        chance = self.chance
+        match chance.choices(range(9), weights=[8, 3, 5, 4, 5, 3, 2, 1, 1])[0]:
+            case 0:
+                within_ms = chance.choice([None, None, 0, 10_000])
+                self.enter(chance.randrange(3), chance.randrange(3), chance.choice(PRIORITIES), within_ms)
+            case 1 if self.open:
+                self.leave(self.open[chance.choice(sorted(self.open))])
+            case 2:
+                self.turn(chance.randrange(1, 4), chance.random() < 0.6)
+            case 3:
+                self.deliver(chance.choice(["kept", "kept", "unkept", "lost", "failed"]))
+            case 4:
+                self.settle(chance.random() < 0.2)
+            case 5:
+                self.come(chance.random() < 0.3)
+            case 6:
+                self.evict(chance.random() < 0.6)
+            case 7:
+                self.forget()
+            case 8:
+                self.kept.room = not self.kept.room
+        self.expect_order()
+
+    def expect_order(self) -> None:
+        """Whoever waits is where it counts; and nobody waits behind one that is less urgent and only waits too."""
+        sharing, found = self.sharing, 0
+        for flights in (sharing._answers, sharing._audio):
+            for wanted, others in flights._others.items():
+                first = flights._first[wanted]
+                assert others, "an empty list"
+                found += len(others)
+                for other in others:
+                    assert self.open[other.id] is other, "who left still waits"
+                    if (like := self.planned.get(first.id)) is not None:
+                        assert urgency(like) <= urgency(other), "it waits behind one that is less urgent"
+                    if first.id in self.open and first.encode_start_ns:
+                        assert other.id in self.started, "it depends on what is worked on"
+        encoded = sum(each.id in self.open for batch in self.encoding for each in batch)
+        assert found + len(self.planned) + len(sharing._coming) + len(self.rows) + encoded == len(self.open)
+
+    def end(self) -> None:
+        """Nothing more comes: everybody is answered."""
+        for _ in range(200):
+            if not self.open and not self.encoding:
+                break
+            self.come(lost=False)
+            self.deliver("kept")
+            self.turn(8, beside=False)
+            self.settle(again=False)
+            self.expect_order()
+        assert not self.open, "somebody waits for ever"
+        self.sharing.check(idle=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 1 << 40))
+def test_whatever_happens_everybody_is_told_once(seed: int) -> None:
+    engine = Engine(seed)
+    for _ in range(80):
+        engine.do()
+    engine.end()
+    asked = len(engine.told)
+    assert asked == len(set(engine.told))
+
+
+def test_who_cannot_be_kept_does_not_make_others_wait_in_line() -> None:
+    engine = Engine(0)
+    engine.kept.room = False
+    for options in range(6):
+        engine.enter(0, options, "bulk", None)
+    assert len(engine.planned) == 1, "they wait for one"
+    engine.turn(8, beside=False)
+    assert len(engine.planned) == 5, "which was in vain: all of them go at once"
+    engine.turn(8, beside=False)
+    assert len(engine.rows) == 6
+    engine.end()
+
+
+@pytest.mark.parametrize("options", [0, 1])
+def test_what_somebody_on_line_waits_for_is_not_behind_files(options: int) -> None:
+    """A file's audio comes from the tiers, and is lost there; a caller wants the same. Or a peer loses it."""
+    engine = Engine(0)
+    engine.kept.tiers[b"clip0"] = b"clip0"
+    engine.enter(0, 0, "bulk", None)
+    caller = engine.enter(0, options, "live", None)
+    engine.come(lost=True)
+    assert [like.id for like in engine.planned.values()] == [caller.id]
+    engine.turn(1, beside=True)
+    engine.deliver("lost")
+    assert [like.id for like in engine.planned.values()] == [caller.id]
+    engine.end()
+
+
+def test_who_waits_for_frames_that_could_not_be_kept_goes_on() -> None:
+    engine = Engine(0)
+    first = engine.enter(0, 0, "live", None)
+    engine.turn(1, beside=True)
+    other = engine.enter(0, 1, "live", None)
+    engine.leave(first)
+    engine.deliver("unkept")
+    assert other.id in engine.planned
+    engine.end()
+
+
+def test_one_who_asks_the_same_takes_what_is_encoded_already() -> None:
+    engine = Engine(0)
+    first = engine.enter(0, 0, "live", None)
+    engine.turn(1, beside=True)
+    engine.enter(0, 0, "live", None)
+    engine.leave(first)
+    engine.end()
+    assert engine.encodes == [b"clip0"]

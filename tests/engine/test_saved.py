@@ -1,0 +1,223 @@
+"""A session that is saved and goes on elsewhere is, bit for bit, the one that never was; odd bytes are refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from tiny_streaming import SEARCHES, clips, model
+
+from asr_serve.decoding.ctc import CtcPrefixBeam
+from asr_serve.decoding.rescoring import Rescored
+from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper, Session
+from asr_serve.engine.saved import Saved
+from asr_serve.models.streaming import FOREVER, Token
+
+CASES = [
+    ("fastconformer 8,1", "ctc"),
+    ("fastconformer 8,1", "ctc beam"),
+    ("fastconformer 8,1", "rnnt"),
+    ("fastconformer 8,3", "rnnt beam"),
+    ("tdt 8,1", "rnnt"),
+    ("u2pp 2", "ctc beam"),
+    ("u2pp 2", "rescored"),
+    ("deepspeech", "ctc"),
+    ("moonshine", "none"),
+]
+
+
+def rescored(network: Any) -> Rescored:
+    return Rescored(CtcPrefixBeam(network, 4), network)
+
+
+def wrapper(name: str, search: str, blocks: int = 1, **options: Any) -> ChunkedInferenceWrapper:
+    network = model(name)
+    made = rescored(network) if search == "rescored" else SEARCHES[search](network)
+    return ChunkedInferenceWrapper(
+        network, made, network.device, slots=4, chunk=blocks * network.block, poison=True, **options
+    )
+
+
+class Heard:
+    """A session and what it says; it moves when it is told to."""
+
+    def __init__(self, wrapper: ChunkedInferenceWrapper) -> None:
+        self.wrapper = wrapper
+        self.session: Session = wrapper.open()
+        self.tokens: list[Token] = []
+        self.tails: list[list[Token]] = []
+
+    def put(self, pcm: np.ndarray, last: bool) -> None:
+        self.wrapper.put(self.session, pcm, 0.0)
+        if last:
+            self.wrapper.finish(self.session, 0.0)
+
+    def step(self) -> bool:
+        if not (running := self.wrapper.next(1e9)):
+            return False
+        ((_, found),) = self.wrapper.step(running, 0.0)
+        self.tokens += found.fixed
+        self.tails.append(found.tail)
+        return True
+
+    def move(self, to: ChunkedInferenceWrapper) -> None:
+        saved = self.wrapper.save(self.session)
+        self.wrapper.close(self.session)  # what it leaves behind is poison
+        to.open()  # so that it is another row
+        self.wrapper, self.session = to, to.load(saved, live=True)
+        assert to.save(self.session) == saved
+
+
+@pytest.mark.parametrize(("name", "search"), CASES)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_it_goes_on_to_the_bit(name: str, search: str, blocks: int) -> None:
+    said = 0
+    for seed in range(3):
+        chance = random.Random(seed)
+        clip = clips(seed)[(0, 1, 4)[seed]]
+        stays, moves = Heard(wrapper(name, search, blocks)), Heard(wrapper(name, search, blocks))
+        at, last = 0, False
+        while not stays.session.over:
+            piece = chance.choice((1, 160, 5_121, 20_000))
+            if not last:
+                last = at + piece >= len(clip)
+                for each in (stays, moves):
+                    each.put(clip[at : at + piece], last)
+                at += piece
+            for _ in range(chance.choice((0, 1, 2, 100))):  # also with chunks that wait
+                moves.move(wrapper(name, search, blocks))
+                assert stays.step() == moves.step()
+                if moves.session.ready_ms is None:
+                    break
+            assert moves.wrapper.save(moves.session) == stays.wrapper.save(stays.session)
+        moves.move(wrapper(name, search, blocks))
+        assert (moves.tokens, moves.tails) == (stays.tokens, stays.tails)
+        assert moves.session.over
+        assert moves.session.guesses == stays.session.guesses
+        said += len(moves.tokens) + len(moves.session.guesses[0].tokens)
+    assert said > 1 or search == "none", "the model is silent"
+
+
+def test_a_row_is_copied_once() -> None:
+    here = wrapper("fastconformer 8,1", "rnnt")
+    session = here.open()
+    held = here.held(session)
+    here.states.tensors["audio"][session.slot.row, 0] = 7.0
+    first = next(iter(here.states.specs))
+    assert first == "audio"
+    assert np.frombuffer(held.parts[0], np.float32)[0] == 7.0, "it is looked at where it lies"
+    assert np.frombuffer(held.saved().parts[0], np.float32)[0] == 7.0
+    saved = here.save(session)
+    here.states.tensors["audio"][session.slot.row, 0] = 8.0
+    assert np.frombuffer(saved.parts[0], np.float32)[0] == 7.0, "what is saved does not change"
+
+
+def test_the_search_forgets_who_is_gone() -> None:
+    here = wrapper("u2pp 2", "rescored")
+    session = here.open()
+    here.put(session, clips(3)[0][:16_000], 0.0)
+    while running := here.next(1e9):
+        here.step(running, 0.0)
+    assert here.search._hidden
+    here.close(session)
+    assert not here.search._hidden
+    assert not here.search._fixed
+
+
+@pytest.fixture(scope="module")
+def saved() -> Saved:
+    here = wrapper("fastconformer 8,1", "rnnt")
+    session = here.open()
+    here.put(session, np.concatenate(clips(3)), 0.0)
+    here.step(here.next(1e9), 0.0)
+    assert session.audio.waiting.size
+    return here.save(session)
+
+
+def numbers(saved: Saved, **changes: Any) -> Saved:
+    layout, place, guesses = msgspec.msgpack.decode(saved.numbers)
+    known = dict(zip(("seen", "samples", "filled", "ended"), place, strict=True))
+    guesses = changes.pop("guesses", guesses)
+    return msgspec.structs.replace(
+        saved, numbers=msgspec.msgpack.encode((layout, tuple((known | changes).values()), guesses))
+    )
+
+
+def parts(saved: Saved, change: Any) -> Saved:
+    found = list(saved.parts)
+    change(found)
+    return msgspec.structs.replace(saved, parts=tuple(found))
+
+
+HOSTILE = {
+    "no numbers": lambda s: msgspec.structs.replace(s, numbers=b""),
+    "other numbers": lambda s: msgspec.structs.replace(s, numbers=msgspec.msgpack.encode({"seen": 1})),
+    "noise": lambda s: msgspec.structs.replace(s, numbers=bytes(range(200, 256))),
+    "a layout of another model": lambda s: wrapper_saved("tdt 8,1"),
+    "another chunk": lambda s: wrapper_saved("fastconformer 8,1", 40),
+    "no parts": lambda s: msgspec.structs.replace(s, parts=()),
+    "a part less": lambda s: parts(s, lambda p: p.pop()),
+    "a part more": lambda s: parts(s, lambda p: p.append(b"")),
+    "a short row": lambda s: parts(s, lambda p: p.__setitem__(0, p[0][:-1])),
+    "a long row": lambda s: parts(s, lambda p: p.__setitem__(2, p[2] + b"x")),
+    "rows in another order": lambda s: parts(s, lambda p: p.insert(0, p.pop(1))),
+    "half a sample": lambda s: parts(s, lambda p: p.__setitem__(-1, p[-1] + b"x")),
+    "a sample more": lambda s: parts(s, lambda p: p.__setitem__(-1, p[-1] + bytes(4))),
+    "seen less than nothing": lambda s: numbers(s, seen=-1),
+    "seen more": lambda s: numbers(s, seen=3),
+    "samples without end": lambda s: numbers(s, samples=FOREVER),
+    "a row more than full": lambda s: numbers(s, filled=1 << 20, samples=16_000 + (1 << 20)),
+    "a negative fill": lambda s: numbers(s, filled=-1),
+    "over, and not ended": lambda s: numbers(s, guesses=[((), 0.0)]),
+    "a guess that is none": lambda s: numbers(s, ended=True, guesses=["no"]),
+}
+
+
+def wrapper_saved(name: str, blocks: int = 1) -> Saved:
+    here = wrapper(name, "rnnt", blocks)
+    return here.save(here.open())
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_what_is_none_of_ours_is_refused(saved: Saved, how: str) -> None:
+    there = wrapper("fastconformer 8,1", "rnnt")
+    with pytest.raises(ValueError, match=r"saved|session"):
+        there.load(HOSTILE[how](saved), live=True)
+    assert there.free == there.states.slots, "nobody has a slot"
+    there.states.check()
+    there.close(there.load(saved, live=True))
+
+
+@pytest.mark.parametrize("how", ["numbers", "fewer", "dtype"])
+def test_what_a_search_never_kept_is_refused(how: str) -> None:
+    here, there = wrapper("u2pp 2", "rescored"), wrapper("u2pp 2", "rescored")
+    session = here.open()
+    here.put(session, clips(3)[0][:16_000], 0.0)
+    while running := here.next(1e9):
+        here.step(running, 0.0)
+    made = here.save(session)
+    width, dtype, fixed = msgspec.msgpack.decode(made.parts[-2])
+    assert dtype == "fp32"
+    changed = {
+        "numbers": lambda p: p.__setitem__(-2, b"\xc1"),
+        "fewer": lambda p: p.__setitem__(-1, p[-1][: -4 * width]),
+        "dtype": lambda p: p.__setitem__(-2, msgspec.msgpack.encode((width, "bf16", fixed))),
+    }[how]
+    with pytest.raises(ValueError, match=r"saved search|bytes of"):
+        there.load(parts(made, changed), live=True)
+    assert there.free == there.states.slots
+    there.load(made, live=True)
+
+
+def test_every_kind_of_memory_goes_through_bytes() -> None:
+    from asr_serve.engine.states import as_bytes, from_bytes
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.bool, torch.int64, torch.float16):
+        row = torch.arange(24).view(2, 3, 4).to(dtype)
+        other = torch.zeros_like(row)
+        from_bytes(other, bytes(as_bytes(row)))
+        assert torch.equal(row, other)

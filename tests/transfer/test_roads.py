@@ -1,0 +1,647 @@
+"""Every road between two real processes: every byte, credits, damage, cancelling, and the death of either side."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from road_peer import bytes_of
+
+from asr_serve.errors import AsrServeError, Cancelled, OptionError, PeerGone, RoadFailed, RoadTimeout, Torn
+from asr_serve.transfer import roads
+from asr_serve.transfer.checksum import checksum
+from asr_serve.transfer.roads import Landing, Spot, shm, tcp
+from asr_serve.transfer.roads.base import MOST_BYTES, Offer, read_offer
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+LANDING_BYTES = 80 << 20
+SIZES = (1, 63, 64, 65, 4_097, (1 << 20) + 7, 64 << 20)
+BETWEEN = [
+    pytest.param(
+        kind, marks=pytest.mark.skipif(kind not in roads.kinds(), reason=f"no {kind} in this installation")
+    )
+    for kind in ("shm", "tcp", "nixl")
+]
+between = pytest.mark.parametrize("kind", BETWEEN)
+here_and_there = pytest.mark.parametrize("kind", BETWEEN[:2])
+"""What every road has from `base`: an agent of NIXL takes a second to start, and would show nothing else."""
+
+
+class Peer:
+    """The other process. `tell` gives an order, `ask` waits for what came of it."""
+
+    def __init__(self, *before: str) -> None:
+        here, there = socket.socketpair()
+        with there:
+            command = [*before, sys.executable, str(Path(__file__).with_name("road_peer.py")), str(there.fileno())]
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+            self.process = subprocess.Popen(command, pass_fds=[there.fileno()], env=env)
+        self._line = Connection(here.detach())
+        assert self.heard() == "here"
+
+    def tell(self, order: str, *args: object) -> None:
+        self._line.send((order, args))
+
+    def heard(self) -> Any:
+        assert self._line.poll(TIMEOUT_S * 2), "the other process says nothing"
+        said = self._line.recv()
+        if isinstance(said, AsrServeError):
+            raise said
+        return said
+
+    def ask(self, order: str, *args: object) -> Any:
+        self.tell(order, *args)
+        return self.heard()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait(TIMEOUT_S)
+        elif number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._line.close()
+
+
+@pytest.fixture
+def undo() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def peer(undo: contextlib.ExitStack) -> Peer:
+    peer = Peer()
+    undo.callback(peer.close)
+    return peer
+
+
+def land(kind: str, undo: contextlib.ExitStack, nbytes: int = LANDING_BYTES) -> Landing:
+    landing = roads.land(kind, nbytes, HOST)
+    undo.callback(landing.close)
+    return landing
+
+
+def attach(offer: bytes, undo: contextlib.ExitStack) -> roads.Sender:
+    sender = roads.attach(offer)
+    undo.callback(sender.close)
+    return sender
+
+
+def lent(landing: Landing, nbytes: int) -> Spot:
+    spot = landing.lend(nbytes)
+    assert spot is not None
+    return spot
+
+
+def put_until_it_fails(sender: roads.Sender, spot: Spot, data: np.ndarray) -> None:
+    while True:
+        sender.put(spot, data, TIMEOUT_S)
+
+
+def changed(offer: bytes, **fields: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.structs.replace(read_offer(offer), **fields))
+
+
+def name_of(offer: bytes) -> Path:
+    return shm.FOLDER / read_offer(offer).where.decode()
+
+
+# --- bytes, credits, checksums ------------------------------------------------------------------------
+
+
+@between
+def test_every_byte_arrives(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo)
+    peer.ask("attach", landing.offer)
+    spots = []
+    for nbytes in SIZES:
+        spots.append(lent(landing, nbytes))
+        found = peer.ask("put", spots[-1], nbytes, nbytes)
+        view = landing.arrived(spots[-1], nbytes, found)
+        assert view.dtype == np.uint8
+        assert np.array_equal(view, bytes_of(nbytes, nbytes))
+        assert found == checksum(view)
+    for spot in spots:
+        landing.give(spot)
+    assert landing.lend(LANDING_BYTES) == Spot(0, LANDING_BYTES)
+
+
+@here_and_there
+def test_this_process_may_send_and_the_other_one_receive(
+    kind: str, peer: Peer, undo: contextlib.ExitStack
+) -> None:
+    sender = attach(peer.ask("land", kind, 1 << 20), undo)
+    spot = peer.ask("lend", 1 << 20)
+    for nbytes in (1 << 20, 5):  # less than the spot is fine
+        found = sender.put(spot, bytes_of(nbytes, nbytes), TIMEOUT_S)
+        if nbytes == 5:
+            assert peer.ask("arrived", spot, nbytes, found, nbytes)
+
+
+@between
+def test_many_at_once_do_not_mix(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo)
+    peer.ask("attach", landing.offer)
+    sizes = [1 + 7_919 * number for number in range(64)]
+    spots = [lent(landing, nbytes) for nbytes in sizes]
+    orders = [(spot, spot.nbytes, number) for number, spot in enumerate(spots)]
+    for (spot, nbytes, seed), found in zip(orders, peer.ask("put_many", orders, 4), strict=True):
+        assert np.array_equal(landing.arrived(spot, nbytes, found), bytes_of(nbytes, seed))
+
+
+@here_and_there
+def test_without_a_credit_nothing_is_lent_and_nothing_lost(
+    kind: str, peer: Peer, undo: contextlib.ExitStack
+) -> None:
+    landing = land(kind, undo, 4 * 4_096)
+    peer.ask("attach", landing.offer)
+    spots = [lent(landing, 4_096) for _ in range(4)]
+    assert landing.lend(1) is None
+    views = [landing.arrived(spot, 4_096, peer.ask("put", spot, 4_096, spot.at)) for spot in spots]
+    landing.give(spots[2])
+    again = lent(landing, 4_000)
+    assert again.at == spots[2].at
+    assert landing.lend(4_096) is None
+    landing.arrived(again, 4_000, peer.ask("put", again, 4_000, 99))
+    for number in (0, 1, 3):
+        assert np.array_equal(views[number], bytes_of(4_096, spots[number].at))
+
+
+@here_and_there
+def test_memory_that_was_changed_behind_its_back_is_torn(
+    kind: str, peer: Peer, undo: contextlib.ExitStack
+) -> None:
+    landing = land(kind, undo, 1 << 16)
+    peer.ask("attach", landing.offer)
+    spot = lent(landing, 1 << 16)
+    found = peer.ask("put", spot, 1 << 16, 1)
+    landing._memory[40_000] ^= 1
+    with pytest.raises(Torn, match="another checksum"):
+        landing.arrived(spot, 1 << 16, found)
+    landing.give(spot)  # answered it is, so the memory is free
+    assert landing.lend(1 << 16) == spot
+
+
+@here_and_there
+def test_less_than_was_sent_is_torn(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo, 1 << 16)
+    peer.ask("attach", landing.offer)
+    spot = lent(landing, 1 << 16)
+    with pytest.raises(Torn):
+        landing.arrived(spot, 100, peer.ask("put", spot, 101, 1))
+
+
+@here_and_there
+def test_part_by_part(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo, 1 << 16)
+    peer.ask("attach", landing.offer)
+    lent(landing, 64)
+    spot = lent(landing, 3_000)
+    for layer in range(3):
+        part = spot.part(1_000 * layer, 1_000)
+        view = landing.arrived(part, 1_000, peer.ask("put", part, 1_000, layer))
+        assert np.array_equal(view, bytes_of(1_000, layer))
+    landing.give(spot)
+    with pytest.raises(Cancelled):
+        landing.arrived(spot.part(0, 10), 10, 0)
+    rest = landing._extents.free_bytes
+    landing.answered(spot)
+    assert landing._extents.free_bytes == rest + 3_008
+    with pytest.raises(RoadFailed):
+        landing.answered(spot)
+
+
+@here_and_there
+def test_a_session_that_moves_is_bytes_in_a_spot(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    """What `engine/saved` makes of a stream: numbers, and parts of any length, none included."""
+    sender = attach(peer.ask("land", kind, 1 << 20), undo)
+    parts = [secrets.token_bytes(nbytes) for nbytes in (211, 70_001, 1)]
+    parts[2] = b""
+    lengths = [len(part) for part in parts]
+    spot = peer.ask("lend", sum(lengths))
+    at, sums = 0, []
+    for part in filter(None, parts):
+        sums.append(sender.put(spot.part(at, len(part)), np.frombuffer(part, np.uint8), TIMEOUT_S))
+        at += len(part)
+    assert sums == [checksum(part) for part in parts if part]
+    whole = np.frombuffer(b"".join(parts), np.uint8)
+    assert sender.put(spot, whole, TIMEOUT_S) == checksum(whole)
+
+
+# --- cancelling ---------------------------------------------------------------------------------------
+
+
+@here_and_there
+@pytest.mark.parametrize("how", ["arrived", "answered"])
+def test_a_spot_is_lent_again_only_when_its_sender_has_answered(
+    kind: str, how: str, peer: Peer, undo: contextlib.ExitStack
+) -> None:
+    landing = land(kind, undo, 4_096)
+    peer.ask("attach", landing.offer)
+    spot = lent(landing, 4_096)
+    landing.give(spot)  # cancelled
+    assert landing.lend(1) is None, "its sender may still write"
+    found = peer.ask("put", spot, 4_096, 1)  # and it did
+    assert landing.lend(1) is None
+    if how == "arrived":
+        with pytest.raises(Cancelled):
+            landing.arrived(spot, 4_096, found)
+    else:
+        landing.answered(spot)
+    assert landing.lend(4_096) == spot
+
+
+def test_what_must_not_happen_twice(undo: contextlib.ExitStack) -> None:
+    landing = land("tcp", undo, 4_096)
+    spot, other = lent(landing, 100), lent(landing, 100)
+    landing.arrived(spot, 100, checksum(landing._memory[:100]))
+    for came in (
+        spot,
+        Spot(4_000, 10),
+        Spot(50, 100),  # in two of them
+        Spot(MOST_BYTES, 1),
+        Spot(other.at, 101),
+    ):
+        with pytest.raises(RoadFailed, match="no such spot is lent"):
+            landing.arrived(came, 1, 0)
+    for nbytes in (0, 101, -1):
+        with pytest.raises(RoadFailed):
+            landing.arrived(other, nbytes, 0)
+    landing.give(spot)
+    with pytest.raises(AssertionError):
+        landing.give(spot)
+    landing.give(other)
+    with pytest.raises(AssertionError, match="twice"):
+        landing.give(other)
+    with pytest.raises(RoadFailed, match="for a landing memory of"):
+        landing.lend(4_097)
+
+
+# --- death, silence, and what comes late --------------------------------------------------------------
+
+
+@between
+def test_the_sender_is_killed_in_the_middle_of_a_put(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo)
+    peer.ask("attach", landing.offer)
+    spot = lent(landing, 64 << 20)
+    peer.tell("put_again_and_again", spot)
+    assert peer.heard() == "going"
+    peer.signal(signal.SIGKILL)
+    landing.give(spot)
+    assert landing.lend(64 << 20) is None, "it did not answer: nobody knows that it is gone, but its control line"
+    landing.close()
+    landing.close()
+    with pytest.raises(PeerGone):
+        landing.lend(1)
+    with pytest.raises(PeerGone):
+        landing.arrived(spot, 1, 0)
+    landing.answered(spot)
+    landing.give(spot)
+
+
+@between
+def test_the_receiver_is_killed_in_the_middle_of_a_put(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    sender = attach(peer.ask("land", kind, 64 << 20), undo)
+    spot, data = peer.ask("lend", 64 << 20), bytes_of(64 << 20, 1)
+    sender.put(spot, data, TIMEOUT_S)
+    killer = subprocess.Popen(["sh", "-c", f"sleep 0.05; kill -KILL {peer.process.pid}"])
+    with pytest.raises(PeerGone):
+        put_until_it_fails(sender, spot, data)
+    assert killer.wait(TIMEOUT_S) == 0
+    with pytest.raises(PeerGone):
+        sender.put(spot, data[:1], TIMEOUT_S)
+    sender.close()
+
+
+@pytest.mark.parametrize("kind", [each for each in BETWEEN if each.values[0] != "shm"])
+def test_a_receiver_that_stands_still_is_a_timeout(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    sender = attach(peer.ask("land", kind, 64 << 20), undo)
+    spot, data = peer.ask("lend", 64 << 20), bytes_of(64 << 20, 1)
+    sender.put(spot, data, TIMEOUT_S)
+    peer.signal(signal.SIGSTOP)
+    with pytest.raises(RoadTimeout):
+        sender.put(spot, data, 0.5)
+    with pytest.raises(PeerGone):
+        sender.put(spot, data[:1], TIMEOUT_S)
+
+
+@pytest.mark.skipif("shm" not in roads.kinds(), reason="no shm in this installation")
+def test_over_shared_memory_the_receiver_may_stand_still(peer: Peer, undo: contextlib.ExitStack) -> None:
+    sender = attach(peer.ask("land", "shm", 4_096), undo)
+    spot = peer.ask("lend", 4_096)
+    peer.signal(signal.SIGSTOP)
+    found = sender.put(spot, bytes_of(4_096, 7), 0.5)
+    peer.signal(signal.SIGCONT)
+    assert peer.ask("arrived", spot, 4_096, found, 7)
+
+
+@between
+def test_what_comes_late_finds_nothing(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo, 64 << 20)
+    peer.ask("attach", landing.offer)
+    spot = lent(landing, 64 << 20)
+    peer.tell("put_again_and_again", spot)
+    assert peer.heard() == "going"
+    peer.signal(signal.SIGSTOP)
+    landing.close()
+    fresh = land(kind, undo, 64 << 20)
+    fresh._memory[:] = 0
+    peer.signal(signal.SIGCONT)
+    with pytest.raises(PeerGone):
+        peer.heard()
+    assert not fresh._memory.any()
+
+
+@between
+def test_a_sender_that_is_closed_sends_no_more(kind: str, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo, 4_096)
+    sender = attach(landing.offer, undo)
+    spot = lent(landing, 4_096)
+    sender.close()
+    sender.close()
+    with pytest.raises(PeerGone):
+        sender.put(spot, bytes_of(4_096, 1), TIMEOUT_S)
+
+
+# --- who is let in ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"",
+        b"\xff" * 100,
+        b"\x91" * 100_000,
+        msgspec.msgpack.encode({"kind": "tcp"}),
+        msgspec.msgpack.encode(Offer("pigeon", 1, b"t" * 32, b"")),  # type: ignore[arg-type]
+        msgspec.msgpack.encode(Offer("tcp", 0, b"t" * 32, b"")),
+        msgspec.msgpack.encode(Offer("tcp", MOST_BYTES + 1, b"t" * 32, b"")),
+        msgspec.msgpack.encode(Offer("tcp", 1, b"", b"")),
+        msgspec.msgpack.encode(Offer("tcp", 1, b"t" * 32, b"x" * 70_000)),
+        msgspec.msgpack.encode(Offer("tcp", 1, b"t" * 32, b"no msgpack")),
+        msgspec.msgpack.encode(Offer("tcp", 1, b"t" * 32, msgspec.msgpack.encode(("localhost", 1)))),
+        msgspec.msgpack.encode(Offer("tcp", 1, b"t" * 32, msgspec.msgpack.encode((HOST, 70_000)))),
+        msgspec.msgpack.encode(Offer("tcp", 1, b"t" * 32, msgspec.msgpack.encode((HOST + "\0", 1)))),
+        msgspec.msgpack.encode(Offer("local", 1, b"t" * 32, b"")),
+        msgspec.msgpack.encode(Offer("shm", 1, b"t" * 32, b"/../../etc/passwd")),
+        msgspec.msgpack.encode(Offer("shm", 1, b"t" * 32, b"asr-serve-road-" + b"0" * 32)),
+        msgspec.msgpack.encode(Offer("nixl", 1, b"t" * 32, b"no msgpack")),
+        msgspec.msgpack.encode(Offer("nixl", 1, b"t" * 32, msgspec.msgpack.encode((b"no metadata" * 9, 1, HOST)))),
+    ],
+)
+def test_offers_that_lead_nowhere(offer: bytes) -> None:
+    with pytest.raises(RoadFailed):
+        roads.attach(offer)
+
+
+@pytest.mark.parametrize("kind", ["local", *BETWEEN])
+def test_spots_that_are_not_in_the_landing_memory(kind: str, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo, 4_096)
+    sender = attach(landing.offer, undo)
+    lent(landing, 4_096)
+    for spot, nbytes in (
+        (Spot(0, 4_097), 1),
+        (Spot(1, 4_096), 1),
+        (Spot(4_096, 1), 1),
+        (Spot(-1, 2), 1),
+        (Spot(0, 10), 11),
+        (Spot(0, 10), 0),
+    ):
+        with pytest.raises(RoadFailed, match="in a spot that is large enough"):
+            sender.put(spot, np.zeros(nbytes, np.uint8), TIMEOUT_S)
+
+
+@pytest.mark.parametrize("kind", ["local", *BETWEEN[:2]])
+def test_one_landing_has_one_sender(kind: str, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo, 4_096)
+    sender = attach(landing.offer, undo)
+    with pytest.raises(RoadFailed):
+        roads.attach(landing.offer)
+    spot = lent(landing, 9)
+    assert (
+        landing.arrived(spot, 9, sender.put(spot, bytes_of(9, 1), TIMEOUT_S)).tolist() == bytes_of(9, 1).tolist()
+    )
+
+
+@pytest.mark.parametrize("kind", BETWEEN[:2])
+def test_a_wrong_token_is_refused_and_the_right_one_still_taken(kind: str, undo: contextlib.ExitStack) -> None:
+    landing = land(kind, undo, 4_096)
+    with pytest.raises(RoadFailed):
+        roads.attach(changed(landing.offer, token=b"t" * 32))
+    attach(landing.offer, undo)
+
+
+def test_strangers_who_say_nothing_do_not_keep_the_sender_out(undo: contextlib.ExitStack) -> None:
+    landing = land("tcp", undo, 4_096)
+    address = msgspec.msgpack.decode(read_offer(landing.offer).where, type=tuple[str, int])
+    for _ in range(3 * tcp.STRANGERS):
+        undo.enter_context(socket.create_connection(address))
+    spot, sender = lent(landing, 5), attach(landing.offer, undo)
+    landing.arrived(spot, 5, sender.put(spot, bytes_of(5, 1), TIMEOUT_S))
+
+
+def test_a_landing_nobody_came_to_is_closed(undo: contextlib.ExitStack) -> None:
+    landing = land("tcp", undo, 4_096)
+    address = msgspec.msgpack.decode(read_offer(landing.offer).where, type=tuple[str, int])
+    undo.enter_context(socket.create_connection(address))
+    landing.close()
+    with pytest.raises(RoadFailed):
+        roads.attach(landing.offer)
+
+
+@pytest.mark.parametrize("spot", [Spot(64, 64), Spot(0, 65), Spot(0, 0), Spot(2**63, 2**63), Spot(2**64 - 1, 2)])
+def test_a_sender_that_writes_where_nothing_was_lent_is_cut(spot: Spot, undo: contextlib.ExitStack) -> None:
+    landing = land("tcp", undo, 4_096)
+    landing._memory[:] = 0
+    lent(landing, 64)
+    offer = read_offer(landing.offer)
+    with socket.create_connection(msgspec.msgpack.decode(offer.where, type=tuple[str, int])) as line:
+        line.sendall(tcp.HELLO + offer.token)
+        assert line.recv(1) == tcp.TAKEN
+        line.sendall(struct.pack("!QQ", spot.at, spot.nbytes) + b"x")
+        assert line.recv(1) == tcp.REFUSED
+        with contextlib.suppress(ConnectionError):
+            assert line.recv(1) == b""
+    assert not landing._memory.any()
+
+
+def test_a_spot_that_is_not_lent_is_refused_by_tcp(undo: contextlib.ExitStack) -> None:
+    landing = land("tcp", undo, 4_096)
+    sender = attach(landing.offer, undo)
+    with pytest.raises((RoadFailed, PeerGone)):
+        sender.put(Spot(0, 64), bytes_of(64, 1), TIMEOUT_S)
+
+
+# --- this installation --------------------------------------------------------------------------------
+
+
+def test_kinds() -> None:
+    assert roads.kinds()[0] == "local"
+    assert "tcp" in roads.kinds()
+    with pytest.raises(OptionError, match="did you mean 'tcp'"):
+        roads.land("tpc", 1, HOST)
+    with pytest.raises(OptionError, match="a landing memory of 0 bytes"):
+        roads.land("tcp", 0, HOST)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "::ffff:192.0.2.1"])
+def test_an_address_that_is_not_ours(host: str) -> None:
+    with pytest.raises(OptionError, match="an address of this machine"):
+        roads.land("tcp", 4_096, host)
+
+
+def test_locally_what_nobody_may_change_is_handed_over(undo: contextlib.ExitStack) -> None:
+    landing = land("local", undo, 1 << 20)
+    sender = attach(landing.offer, undo)
+    spot, data = lent(landing, 1_000), bytes_of(1_000, 1)
+    found = sender.put(spot, data, TIMEOUT_S)
+    view = landing.arrived(spot, 1_000, found)
+    assert not np.shares_memory(view, data)
+    assert np.array_equal(view, data)
+    landing.give(spot)
+    spot = lent(landing, 1_000)
+    data.flags.writeable = False
+    view = landing.arrived(spot, 900, sender.put(spot, data, TIMEOUT_S))
+    assert np.shares_memory(view, data)
+    assert np.array_equal(view, data[:900])
+    landing.give(spot)
+    spot = lent(landing, 1_000)
+    sender.put(spot, data, TIMEOUT_S)
+    sender.put(spot.part(0, 10), data[10:20], TIMEOUT_S)
+    assert np.array_equal(landing.arrived(spot, 10, 0), data[10:20]), "the last that was put there"
+    with pytest.raises(RoadFailed):
+        sender.put(Spot(spot.at + 1_024, 8), data[:8], TIMEOUT_S)
+    landing.close()
+    with pytest.raises(PeerGone):
+        sender.put(spot, data, TIMEOUT_S)
+
+
+# --- /dev/shm -----------------------------------------------------------------------------------------
+
+needs_shm = pytest.mark.skipif("shm" not in roads.kinds(), reason="no shm in this installation")
+
+
+@needs_shm
+def test_a_name_lives_until_the_other_side_has_attached(peer: Peer, undo: contextlib.ExitStack) -> None:
+    landing = land("shm", undo, 4_096)
+    assert name_of(landing.offer).stat().st_mode & 0o777 == 0o600
+    peer.ask("attach", landing.offer)
+    assert not name_of(landing.offer).exists()
+    unmet = land("shm", undo, 4_096)
+    unmet.close()
+    assert not name_of(unmet.offer).exists()
+
+
+@needs_shm
+def test_what_a_killed_process_left_is_removed_by_the_next_landing(peer: Peer, undo: contextlib.ExitStack) -> None:
+    offer = peer.ask("land", "shm", 4_096)
+    land("shm", undo, 4_096)
+    assert name_of(offer).exists(), "a landing that lives keeps its name"
+    peer.signal(signal.SIGKILL)
+    assert name_of(offer).exists()
+    land("shm", undo, 4_096)
+    assert not name_of(offer).exists()
+
+
+@needs_shm
+def test_other_files_are_never_taken_for_the_one_that_was_offered(undo: contextlib.ExitStack) -> None:
+    landing = land("shm", undo, 4_096)
+    path = name_of(landing.offer)
+    other = path.with_name(path.name[:-32] + secrets.token_hex(16))
+    undo.callback(other.unlink, missing_ok=True)
+    offer = changed(landing.offer, where=other.name.encode())
+    other.symlink_to(path)
+    with pytest.raises(RoadFailed):
+        roads.attach(offer)
+    other.unlink()
+    whole = path.read_bytes()
+    other.touch(0o600)
+    with pytest.raises(RoadFailed):
+        roads.attach(offer)  # of no bytes
+    other.write_bytes(whole)
+    other.chmod(0o644)
+    with pytest.raises(RoadFailed):
+        roads.attach(offer)  # open to others
+    other.chmod(0o600)
+    other.write_bytes(bytes(len(whole)))
+    with pytest.raises(RoadFailed, match="not the one"):
+        roads.attach(offer)
+    other.unlink()
+    os.mkfifo(other, 0o600)
+    with pytest.raises(RoadFailed):
+        roads.attach(offer)
+
+
+@needs_shm
+def test_shared_memory_that_is_too_small_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undo: contextlib.ExitStack
+) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    undo.callback(subprocess.run, ["umount", "-l", str(tmp_path)], check=True)
+    monkeypatch.setattr(shm, "FOLDER", tmp_path)
+    with pytest.raises(OptionError, match="--shm-size"):
+        roads.land("shm", 8 << 20, HOST)
+    assert not list(tmp_path.iterdir())
+    land("shm", undo, 1 << 19)
+
+
+# --- two networks -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(undo: contextlib.ExitStack) -> tuple[list[str], str]:
+    """What runs a command in another network namespace, and our address as one sees it there."""
+
+    def ip(*args: str) -> None:
+        done = subprocess.run(["ip", *args], capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no network of its own here: ip {' '.join(args)}: {done.stderr.strip()}")
+
+    if shutil.which("ip") is None:
+        pytest.skip("no network of its own here: there is no `ip`")
+    mark = secrets.token_hex(3)
+    space, here, there = f"road{mark}", f"ra{mark}", f"rb{mark}"
+    net = f"10.{203 + secrets.randbelow(40)}.{secrets.randbelow(256)}"
+    ip("netns", "add", space)
+    undo.callback(subprocess.run, ["ip", "netns", "del", space], check=False)
+    ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", space)
+    ip("addr", "add", f"{net}.1/30", "dev", here)
+    ip("link", "set", here, "up")
+    ip("-n", space, "addr", "add", f"{net}.2/30", "dev", there)
+    ip("-n", space, "link", "set", there, "up")
+    ip("-n", space, "link", "set", "lo", "up")
+    return ["ip", "netns", "exec", space], f"{net}.1"
+
+
+@pytest.mark.parametrize("kind", BETWEEN[1:])
+def test_between_two_networks(kind: str, elsewhere: tuple[list[str], str], undo: contextlib.ExitStack) -> None:
+    before, host = elsewhere
+    sender, receiver = Peer(*before), Peer()  # both new: UCX reads a machine's routes once a process
+    undo.callback(sender.close)
+    undo.callback(receiver.close)
+    sender.ask("attach", receiver.ask("land", kind, 16 << 20, host))
+    for nbytes in (1, 8 << 20):
+        spot = receiver.ask("lend", nbytes)
+        assert receiver.ask("arrived", spot, nbytes, sender.ask("put", spot, nbytes, nbytes), nbytes)

@@ -18,9 +18,18 @@ PACKAGE = ROOT / "src" / "asr_serve"
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
 
 ALL = {"Exception", "BaseException"}
-BROAD_EXCEPT = {"engine/loop.py", "server/layers/replies.py"}
-"""The end of an engine; one request gets an answer whatever happens. A step that fails its own sessions only is an
-Attempt (engine/work)."""
+BROAD_EXCEPT = {
+    "engine/loop.py",
+    "engine/peers/askers.py",
+    "engine/peers/asking.py",
+    "engine/peers/peer.py",
+    "engine/process/host.py",
+    "engine/process/processes.py",
+    "server/layers/replies.py",
+}
+"""The end of an engine; one request gets an answer whatever happens; the tops of threads that speak for another
+process, where whoever waits for that one must be told. A step that fails its own sessions only is an Attempt
+(engine/work)."""
 
 LEAVES = {
     "av": {"audio/media.py", "audio/opus.py", "cli/doctor.py"},  # files, packets; the doctor lists its codecs

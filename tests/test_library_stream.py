@@ -44,7 +44,9 @@ PAUSES = [(float("inf"), 300)]
 def loaded(**options: Any) -> Iterator[Model]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")  # threads that wait for each other crawl on a busy machine
-        model = asr_serve.load("moonshine-tiny-en", dtype="fp32", **options)
+        model = asr_serve.load(
+            "moonshine-tiny-en", dtype="fp32", **{"engine": EngineConfig(prefix_bytes=0), **options}
+        )
     with model:
         yield model
 
@@ -557,7 +559,7 @@ async def test_sources_that_fail(model: Model, tmp_path: Path) -> None:
 
 
 async def test_a_full_and_a_closed_engine(packaged_speech: Path, pcm16: np.ndarray) -> None:
-    with loaded(engine=EngineConfig(max_sessions=1)) as model:
+    with loaded(engine=EngineConfig(max_sessions=1, prefix_bytes=0)) as model:
         first = iter(model.stream(pcm16))
         next(first)
         second = model.stream(pcm16)

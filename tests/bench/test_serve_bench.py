@@ -254,4 +254,6 @@ def test_serve_options(bench: SimpleNamespace, tmp_path: Path) -> None:
     )
     assert args.clients == [8, 1]
     setting = bench.serve_peers.Setting(5, 2, tmp_path, args.server)
-    assert bench.serve_peers.asr_serve(setting).command[-3:] == ["5", "--set", "engine.max_decode_rows=64"]
+    command = bench.serve_peers.asr_serve(setting).command
+    assert "--set engine.prefix_bytes=0" in " ".join(command)
+    assert command[-2:] == ["--set", "engine.max_decode_rows=64"]

@@ -51,6 +51,8 @@ class Served:
             "serve",
             "--port",
             str(self.port),
+            "--set",
+            "engine.prefix_bytes=0",  # a recording that comes again is worked for again
         ]
         with log.open("w") as out:
             self.process = subprocess.Popen(

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from asr_serve import devices, native
+from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import CpuDevice, PackedLinear, PlainLinear, bf16_supported
 from asr_serve.errors import OptionError
 from asr_serve.models.batch import pack
@@ -99,7 +100,7 @@ def test_cuda_graphs_give_the_cpu_s_words(packaged_speech: object) -> None:
 
     clip = f"{packaged_speech}/two_cities.wav"
     with (
-        asr_serve.load(device="cpu", dtype="fp32") as cpu,
-        asr_serve.load(device="cuda", dtype="fp32") as gpu,
+        asr_serve.load(device="cpu", dtype="fp32", engine=EngineConfig(prefix_bytes=0)) as cpu,
+        asr_serve.load(device="cuda", dtype="fp32", engine=EngineConfig(prefix_bytes=0)) as gpu,
     ):
         assert [t.text for t in gpu.transcribe([clip] * 5)] == [t.text for t in cpu.transcribe([clip] * 5)]

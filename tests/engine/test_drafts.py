@@ -15,6 +15,7 @@ from tiny_moonshine import CARD, WAIT_S, build, clip, expect_empty, held, outcom
 
 import asr_serve
 from asr_serve.audio import read_audio
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import NO_DRAFT, Draft, Hypothesis, Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.utterances import runner as runners
@@ -382,7 +383,7 @@ def test_a_draft_that_fixes_more_than_it_says_hurts_nobody(begin):
 def real(packaged_speech: Path) -> Iterator[tuple[EngineClient, list[np.ndarray]]]:
     sound = read_audio(packaged_speech / "two_cities.wav")
     clips = [sound[at * 16_000 : (at + seconds) * 16_000] for at, seconds in ((1, 4), (5, 7), (9, 2), (14, 9))]
-    with asr_serve.load("moonshine-tiny-en", dtype="fp32") as model:
+    with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0)) as model:
         yield model._client, clips
 
 

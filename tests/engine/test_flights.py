@@ -233,10 +233,17 @@ class Engine:
                     assert self.open[other.id] is other, "who left still waits"
                     if (like := self.planned.get(first.id)) is not None:
                         assert urgency(like) <= urgency(other), "it waits behind one that is less urgent"
-                    if first.id in self.open and first.encode_start_ns:
+                    if self.worked_on(first):
                         assert other.id in self.started, "it depends on what is worked on"
         encoded = sum(each.id in self.open for batch in self.encoding for each in batch)
         assert found + len(self.planned) + len(sharing._coming) + len(self.rows) + encoded == len(self.open)
+
+    def worked_on(self, each: Utterance) -> bool:
+        """Itself, or what it waits for. Who was encoded in vain and waits once more is not."""
+        busy = [*self.rows, *(one for batch in self.encoding for one in batch)]
+        audio = self.sharing._audio
+        waits = any(other is each for other in audio._others.get(each.root, []))
+        return any(one is each or (waits and one is audio.first(each.root)) for one in busy)
 
     def end(self) -> None:
         """Nothing more comes: everybody is answered."""

@@ -14,6 +14,7 @@ from streaming_moonshine import MODEL, write
 
 import asr_serve
 from asr_serve.audio import read_audio
+from asr_serve.config import EngineConfig
 from asr_serve.errors import StepFailed
 from asr_serve.library import Model
 from asr_serve.pipelines import utterance
@@ -33,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")
         folder = write(tmp_path_factory.mktemp("moonshine-streaming"))
-        loaded = asr_serve.load(MODEL, weights=folder, dtype="fp32")
+        loaded = asr_serve.load(MODEL, weights=folder, dtype="fp32", engine=EngineConfig(prefix_bytes=0))
     with loaded:
         yield loaded
 

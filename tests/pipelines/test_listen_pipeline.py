@@ -42,7 +42,7 @@ from asr_serve.pipelines.live.listen import Finished, Partial, SegmentDone
 def model(packaged_speech: Path) -> Iterator[Model]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")
-        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32")
+        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0))
     with loaded:
         yield loaded
 
@@ -324,7 +324,9 @@ def test_abrupt_leaving_of_many_at_once(model, beckett):
 
 
 def test_sessions_are_bounded(beckett):
-    with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(max_sessions=1)) as small:
+    with asr_serve.load(
+        "moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0, max_sessions=1)
+    ) as small:
         first = Caller(small)
         with pytest.raises(AtCapacity):
             Caller(small)
@@ -334,7 +336,7 @@ def test_sessions_are_bounded(beckett):
 
 
 def test_an_engine_that_closes_says_so(beckett):
-    with asr_serve.load("moonshine-tiny-en", dtype="fp32") as short:
+    with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0)) as short:
         caller = Caller(short)
         caller.put(beckett[: 2 * RATE_HZ])
         short._client.close()

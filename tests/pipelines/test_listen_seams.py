@@ -17,6 +17,7 @@ from listen_caller import RATE_HZ, expect_empty, hear, plain
 
 import asr_serve
 from asr_serve.audio import read_audio
+from asr_serve.config import EngineConfig
 from asr_serve.library import Model
 
 PAUSES_S = (0.0, 0.1, 0.3, 1.0, 3.0)
@@ -29,7 +30,7 @@ SENTENCES = 15
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
-    with asr_serve.load("moonshine-tiny-en", dtype="fp32") as loaded:
+    with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0)) as loaded:
         yield loaded
         expect_empty(loaded._client)
 

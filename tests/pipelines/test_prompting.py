@@ -15,6 +15,7 @@ from listen_caller import Caller
 
 import asr_serve
 from asr_serve.audio.io import read_audio
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.library import Model
@@ -164,7 +165,9 @@ def test_special_tokens_in_a_text_are_left_out(folder: Path):
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Iterator[Model]:
-    with asr_serve.load(TINY.name, device="cpu", dtype="fp32", turn_model="none") as loaded:
+    with asr_serve.load(
+        TINY.name, device="cpu", dtype="fp32", turn_model="none", engine=EngineConfig(prefix_bytes=0)
+    ) as loaded:
         yield loaded
 
 

@@ -15,6 +15,7 @@ import pytest
 import asr_serve
 from asr_serve.audio.io import AudioLimits, read_audio
 from asr_serve.audio.manifest import Item
+from asr_serve.config import EngineConfig
 from asr_serve.errors import CorruptAudio, EmptyAudio, NotAudio
 from asr_serve.library import Model
 from asr_serve.pipelines.reading import Ahead, Straight, reading
@@ -25,7 +26,7 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    with asr_serve.load() as loaded:
+    with asr_serve.load(engine=EngineConfig(prefix_bytes=0)) as loaded:
         yield loaded
 
 

@@ -33,7 +33,7 @@ WAIT_S = 120.0
 def model(packaged_speech: Path) -> Iterator[Model]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")  # threads that wait for each other crawl on a busy machine
-        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32")
+        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0))
     with loaded:
         yield loaded
 
@@ -193,7 +193,9 @@ def test_many_files_share_what_may_be_ahead(model, speech, monkeypatch):
 
 
 def test_more_files_than_sessions_take_turns(speech):
-    with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(max_sessions=2)) as small:
+    with asr_serve.load(
+        "moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0, max_sessions=2)
+    ) as small:
         found = small.transcribe([speech[: 4 * RATE_HZ]] * 5)
         assert len(found) == 5
         expect_empty(small)

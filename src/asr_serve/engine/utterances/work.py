@@ -333,9 +333,8 @@ class Utterances:
             self._verify(drafted)
         if not runner.rows:
             return bool(drafted)
-        started = time.perf_counter()
+        started, rows = time.perf_counter(), len(runner.rows)
         self._decoded_s = time.monotonic()
-        rows = len(runner.rows)
         ended: list[Row] | None = None
         with self._attempt("decode", "decoding", list(dict.fromkeys(row.request_id for row in runner.rows))):
             ended = runner.step()

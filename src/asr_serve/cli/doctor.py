@@ -26,6 +26,7 @@ NATIVE = {
     "_ring": "the ring between server and engine (a slower one in Python stands in for it)",
     "_search": "the search of CTC models (a slower one in Python stands in for it)",
     "_disk": "the disk by io_uring (threads in Python stand in for it)",
+    "_copy": "copies of much at once to another process (numpy stands in for it)",
 }
 """The compiled modules."""
 PACKAGES = ("torch", "numpy", "av", "soxr", "safetensors", "tokenizers", "huggingface_hub", "onnxruntime")

@@ -58,6 +58,11 @@ def disk() -> ModuleType | None:
     return _built("asr_serve.native._disk")
 
 
+def copy() -> ModuleType | None:
+    """Copies past the caches, or None: numpy copies through them."""
+    return _built("asr_serve.native._copy")
+
+
 def _built(name: str) -> ModuleType | None:
     if not native_wanted():
         return None

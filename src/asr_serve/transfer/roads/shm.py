@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from asr_serve.errors import OptionError, PeerGone, RoadFailed
-from asr_serve.transfer.checksum import checksum
+from asr_serve.transfer.checksum import copy_and_sum
 from asr_serve.transfer.roads import base
 from asr_serve.transfer.roads.base import Offer, Spot
 
@@ -117,8 +117,7 @@ class Sender(base.Sender):
         """Raises RoadFailed, PeerGone; never RoadTimeout."""
         self._expect(spot, data)
         self._expect_landing()
-        np.copyto(self._memory[spot.at : spot.at + data.nbytes], data)
-        found = checksum(data)
+        found = copy_and_sum(self._memory[spot.at : spot.at + data.nbytes], data)
         self._expect_landing()
         return found
 

@@ -168,6 +168,15 @@ def test_every_variable_that_the_project_reads_is_known() -> None:
         ("concurrent_per_key = 0", ["concurrent_per_key=0", "1 or more; or none"]),
         ("[engine]\nencode_padding = 1.0", ["engine.encode_padding=1.0", ":2)", "more than 0, less than 1"]),
         ("[engine]\nvad_windows = 63", ["64 or more"]),
+        (
+            "[engine]\nhost_bytes = 0\ndisk_bytes = 8_000_000",
+            ["engine.disk_bytes=8000000 with host_bytes=0 (", ":3)", "host_bytes=1048576 or more"],
+        ),
+        ("[engine]\nhost_bytes = 1_048_575\ndisk_bytes = 1", ["with host_bytes=1048575 ("]),
+        ("[engine]\nrole = 'encode'\ndisk_bytes = 1", ["engine.disk_bytes=1 with role=encode (", ":3)"]),
+        ("[engine]\ndisk_path = '/tmp'", ["engine.disk_path='/tmp' without disk_bytes", ":2)", "set disk_bytes"]),
+        ("[engine]\ndisk_key_file = 'k'", ["engine.disk_key_file='k' without disk_bytes"]),
+        ("[engine]\ndisk_road = 'uring'", ["engine.disk_road='uring' without disk_bytes"]),
         ("port = \n", ["asr-serve.toml: ", "line 1"]),
     ],
 )
@@ -228,6 +237,14 @@ def test_an_object_made_by_hand_meets_the_same_rules(wrong: dict[str, Any], para
     with pytest.raises(OptionError) as error:
         ServeConfig(**wrong)
     assert error.value.param == param
+
+
+def test_a_disk_and_all_that_belongs_to_it() -> None:
+    whole = {"disk_bytes": 1, "disk_path": "/tmp", "disk_key_file": "k", "disk_road": "threads"}
+    made = serve_config(None, {}, {f"engine.{name}": value for name, value in whole.items()}).engine
+    assert {name: getattr(made, name) for name in whole} == whole
+    assert EngineConfig(host_bytes=1 << 20, disk_bytes=1, role="decode").disk_bytes == 1
+    assert EngineConfig(host_bytes=0, role="encode").host_bytes == 0
 
 
 def test_fields_settle_to_their_types() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from asr_serve.values import (
     Name,
     Origin,
     Peer,
+    PeerKey,
     PeerRoad,
     Port,
     Positive,
@@ -32,11 +32,14 @@ from asr_serve.values import (
     Text,
     Url,
     Window,
+    loopback,
     settle,
     unknown,
 )
 
 PREFIX = "ASR_SERVE_"
+LEAST_HOST_BYTES = 1 << 20
+"""Of memory, above a file: what goes there or comes back is checked in it, so much at a time (engine/tiers)."""
 OTHER_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "DATA", "MOONSHINE_BASE")
 """Variables with the prefix that are no setting of the server. The last two are for tests."""
 
@@ -87,7 +90,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     """Memory of the host for what sleeps and for what the cache gives up. 0: nothing sleeps."""
     disk_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Of a file, for what does not fit there any more. 0: there is no file."""
+    """Of a file, for what does not fit there any more; it wants 1 MiB of `host_bytes`, through which all goes. 0:
+    there is no file."""
     disk_path: Text | None = None
     """Folder of that file, on a disk of this machine. None: the system's folder for temporary files."""
     disk_road: DiskRoad = "auto"
@@ -106,7 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What comes back: cross, keys and values as the decoder reads them; hidden, the encoder's frames, which are
     smaller and from which this engine makes them; or auto: hidden over a network, cross within a machine."""
     peer_timeout_s: Positive = 30.0
-    """A peer that has not answered by then is taken for dead, and what it had is encoded elsewhere."""
+    """A peer that has not answered by then is taken for dead, and what it had is encoded elsewhere; so is one that
+    leaves a single clip unanswered for four times as long, whatever else it answers."""
     max_requests: Count = 2_048
     """Requests that may be in the engine, waiting or running; one more is refused with AtCapacity."""
     max_audio_s: Positive = 7_200.0
@@ -124,6 +129,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         settle(self)
+        for name, without in (("disk_path", None), ("disk_road", "auto"), ("disk_key_file", None)):
+            if not self.disk_bytes and getattr(self, name) != without:
+                raise OptionError(
+                    f"{name}={getattr(self, name)!r} without disk_bytes, and so without a file",
+                    "both, or none",
+                    "set disk_bytes",
+                    param=name,
+                )
+        if self.disk_bytes and self.role == "encode":
+            raise OptionError(
+                f"disk_bytes={self.disk_bytes} with role=encode",
+                "0: for an engine that encodes, nothing sleeps",
+                "set it where the role is to decode",
+                param="disk_bytes",
+            )
+        if self.disk_bytes and self.host_bytes < LEAST_HOST_BYTES:
+            raise OptionError(
+                f"disk_bytes={self.disk_bytes} with host_bytes={self.host_bytes}",
+                f"host_bytes={LEAST_HOST_BYTES} or more: what goes into the file goes through memory",
+                "set host_bytes, or disk_bytes to 0",
+                param="disk_bytes",
+            )
 
     @property
     def shares(self) -> dict[Priority, float]:
@@ -243,7 +270,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size of one of these pieces."""
     encode_port: Port = 8_100
     """Port on which an engine whose role is to encode listens for others; 0 takes any free one."""
-    peer_keys: tuple[Key, ...] = ()
+    peer_keys: tuple[PeerKey, ...] = ()
     """Keys of which an engine that asks another to encode must know one; it proves that with its own first.
     Without any, whoever reaches the port may ask."""
     peer_keys_file: Text | None = None
@@ -285,10 +312,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name
-            return self.host == "localhost"
+        return loopback(self.host)
 
 
 def environment() -> dict[str, str]:

@@ -26,7 +26,7 @@ from msgspec import inspect
 from asr_serve import config
 from asr_serve.config import OTHER_VARIABLES, PREFIX, EngineConfig, ServeConfig
 from asr_serve.errors import OptionError
-from asr_serve.values import SECRETS, Key, allowed, nearest
+from asr_serve.values import SECRETS, Key, PeerKey, allowed, nearest
 
 SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 """What follows the prefix in variables that Kubernetes sets in pods beside a service called asr-serve."""
@@ -246,16 +246,16 @@ def read_keys(file: str, name: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise OptionError(f"{name}={file!r}: {why}", "a file with a key on each line", param=name) from None
-    keys = []
+    keys, kind = [], PeerKey if name == "peer_keys_file" else Key
     for number, line in enumerate(lines, 1):
         key = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip()
         if not key:
             continue
         try:
-            keys.append(msgspec.convert(key, Key))
+            keys.append(msgspec.convert(key, kind))
         except msgspec.ValidationError:
-            kind = allowed(inspect.type_info(Key))
-            raise OptionError(f"{name}={file!r}: line {number} is no key", kind, param=name) from None
+            fitting = allowed(inspect.type_info(kind))
+            raise OptionError(f"{name}={file!r}: line {number} is no key", fitting, param=name) from None
     if not keys:
         raise OptionError(f"{name}={file!r} holds no key", "a key on each line", param=name)
     return keys

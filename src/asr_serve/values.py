@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
@@ -26,6 +27,12 @@ Host = Annotated[
 Key = Annotated[
     str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of visible ASCII, without spaces or commas")
 ]
+PeerKey = Annotated[
+    str,
+    Meta(
+        pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas"
+    ),
+]
 Quantize = Literal["none", "int8", "dynamic"]
 Window = Literal["packed", "checked", "whole"]
 Role = Literal["both", "encode", "decode"]
@@ -48,6 +55,14 @@ Origin = Annotated[
 
 SECRETS = ("api_keys", "admin_keys", "peer_keys")
 """Fields that are never printed."""
+
+
+def loopback(host: str) -> bool:
+    """Whether a host is this machine, and nothing that is sent there leaves it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def settle(config: msgspec.Struct) -> None:

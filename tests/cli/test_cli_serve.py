@@ -136,6 +136,18 @@ def test_wrong_settings_stop_it(started: list[ServeConfig], arguments: list[str]
         (["--host", "localhost"], []),
         (["--role", "encode", "--host", "0.0.0.0", "--api-key", "k"], ["can see api_keys", "set peer_keys"]),
         (["--role", "encode"], []),
+        (
+            ["--peer", "one:8100", "--peer", "127.0.0.1:8100", "--peer", "[2001:db8::1]:8100"],
+            ["what callers say goes to one:8100, [2001:db8::1]:8100, whoever answers there"],
+        ),
+        (["--peer", "127.0.0.1:8100", "--peer", "[::1]:8100", "--peer", "localhost:8100"], []),
+        (["--peer", "one:8100", "--set", "peer_keys=secret-of-these-two"], ["can see peer_keys"]),
+        (["--encode-port", "8100"], ["encode_port=8100 with role=both: nobody listens there"]),
+        (["--peer", "localhost:1", "--encode-port", "0"], ["encode_port=0 with role=both"]),
+        (["--role", "encode", "--encode-port", "8101"], []),
+        (["--set", "engine.peer_road=tcp"], ["engine.peer_road without peers does nothing"]),
+        (["--role", "encode", "--set", "engine.peer_road=tcp"], []),
+        (["--peer", "localhost:1", "--set", "engine.peer_road=tcp"], []),
     ],
 )
 def test_what_is_unsafe_is_said(started: list[ServeConfig], arguments: list[str], warned: list[str]) -> None:
@@ -154,6 +166,16 @@ def test_keys_of_the_environment_are_not_warned_about(
     assert started[0].api_keys == ("secret",)
 
 
+def test_keys_for_peers_without_any_peer(started: list[ServeConfig], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret-of-these-two\n")
+    keys = ("--set", f"peer_keys_file={tmp_path / 'keys'}")
+    said = invoke(*keys).stderr
+    assert "warning: peer_keys without peers does nothing" in said
+    assert "secret" not in said
+    assert invoke(*keys, "--role", "encode").stderr == ""
+    assert invoke(*keys, "--role", "decode", "--peer", "one:8100").stderr == ""
+
+
 def test_what_is_printed_is_a_file_for_config(started: list[ServeConfig], tmp_path: Path) -> None:
     flags = ("--port", "9000", "--alias", "whisper-1=moonshine-tiny-en", "--set", "engine.max_requests=9")
     page = invoke(*flags, "--print-config").stdout
@@ -162,7 +184,7 @@ def test_what_is_printed_is_a_file_for_config(started: list[ServeConfig], tmp_pa
     assert not started
     file = tmp_path / "asr-serve.toml"
     file.write_text(page)
-    invoke("--config", str(file))
+    assert invoke("--config", str(file)).stderr == "", "nobody asked for what is as it always is"
     invoke(*flags)
     assert started[0] == started[1]
 

@@ -119,7 +119,7 @@ def environment(built: None, packaged_speech: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.removesuffix(".test.ts"))
 def test_of_the_package(path: Path, environment: dict[str, str]) -> None:
     compiled = f"build/{path.name.removesuffix('.ts')}.js"
-    # Node 20 may spin for ever when it closes the sockets that the tests' network has broken: it just exits instead.
+    # Node 20 may spin for ever as it closes the sockets that the tests' network has broken: it just exits instead.
     leave = ["--test-force-exit"] if "--test-force-exit" in run("node", "--help").stdout else []
     done = run("node", "--test", *leave, "--test-reporter=spec", compiled, env=environment)
     assert done.returncode == 0, done.stdout[-8_000:] + done.stderr[-2_000:]

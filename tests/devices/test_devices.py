@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,6 +13,9 @@ from torch.nn import functional as F
 from asr_serve import devices, native
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import CpuDevice, PackedLinear, PlainLinear, bf16_supported
+from asr_serve.devices.cuda import CudaDevice
+from asr_serve.engine.stats import Stats
+from asr_serve.engine.turns.runner import TurnModel, TurnRunner
 from asr_serve.errors import OptionError
 from asr_serve.models.batch import pack
 
@@ -91,6 +98,32 @@ def test_a_step_is_filled_up_to_few_sizes() -> None:
     sizes = {device.rows(live) for live in range(1, 65)}
     assert all(device.rows(live) >= live for live in range(1, 65))
     assert len(sizes) <= 12
+
+
+@pytest.mark.parametrize("kind", [CpuDevice, CudaDevice])
+def test_a_turn_model_answers_on_one_thread(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another thread takes more before it has computed anything."""
+    before = torch.get_num_threads()
+    device = object.__new__(kind)  # what it does to threads needs no device to be there
+    device.threads = 8
+    found: list[int] = []
+
+    def finished(pcm: np.ndarray) -> float:
+        found.append(torch.get_num_threads())
+        return 0.5
+
+    torch.set_num_threads(4)
+    turns = TurnRunner(TurnModel(None, SimpleNamespace(finished=finished)), device, Stats())  # type: ignore[arg-type]
+    try:
+        answers: list[Future[float]] = [Future() for _ in range(4)]
+        for answer in answers:
+            turns.ask(np.zeros(1, np.float32), answer)
+        assert [answer.result(60) for answer in answers] == [0.5] * 4
+        assert found == [1] * 4
+        assert torch.get_num_threads() == 4, "it is the loop's"
+    finally:
+        turns.close()
+        torch.set_num_threads(before)
 
 
 @pytest.mark.cuda

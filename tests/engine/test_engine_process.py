@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,8 +24,12 @@ from asr_serve.decoding.attention import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import local
 from asr_serve.engine.parts import Checkpoint
+from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import RingSize
+from asr_serve.engine.process.given import Given
 from asr_serve.engine.process.link import RemoteLink, remote
+from asr_serve.engine.process.processes import Processes
+from asr_serve.engine.process.sending import Letter
 from asr_serve.engine.process.wire import EngineSpec
 from asr_serve.errors import Cancelled, EngineClosed, EngineCrashed, UnknownModel, WeightsCorrupt
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
@@ -30,7 +37,7 @@ from asr_serve.vad.endpoint import WINDOW_SAMPLES
 MODEL = "moonshine-tiny-en"
 CONFIG = EngineConfig(max_decode_rows=8, kv_bytes=1 << 20, max_sessions=6)
 RING = RingSize(slots=64, payload_bytes=16_384)
-"""Small, so that a load of clips goes round it several times; yet it holds what one that is stopped is sent."""
+"""Small, so that a load of clips goes round it several times."""
 ONCE = SearchOptions(temperatures=(0.0,))
 CLIPS = [clip(seed, 16_000 + 7_919 * seed) for seed in range(12)]
 Begin = Callable[..., EngineClient]
@@ -233,6 +240,91 @@ def test_a_process_that_hangs_while_it_loads_is_killed(begin, alone, monkeypatch
     expect_answers(client, alone, while_waiting=lambda: None)
 
 
+def fill(client: EngineClient) -> None:
+    """More small messages than its pipe holds; they mean nothing to it."""
+    with link(client)._lock:
+        for _ in range(2_000):
+            link(client)._current.send(wire.Cancel(1 << 30))
+
+
+def unsent(client: EngineClient) -> list[Letter]:
+    return list(link(client)._current.child._sender._letters)
+
+
+def test_an_engine_that_hangs_with_a_full_pipe_is_noticed(begin, alone, monkeypatch):
+    monkeypatch.setattr("asr_serve.engine.process.processes.HUNG_S", 1.0)
+    client = begin()
+    stop_engine(client)
+    fill(client)
+    assert unsent(client)
+    until(lambda: link(client).restarts == 1)
+    expect_answers(client, alone, while_waiting=lambda: None)
+
+
+def test_an_engine_that_nobody_listens_to_still_listens(begin, alone, monkeypatch):
+    """What it says waits, and what it is told is heard: else both sides would wait for ever."""
+    client = begin()
+    hold, take = threading.Event(), Processes._take
+
+    def late(self: Processes, given: Given, message: Any) -> None:
+        assert hold.wait(WAIT_S)
+        take(self, given, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Processes, "_take", late)
+        reports: list[Future[wire.Report]] = [Future() for _ in range(60)]
+        with link(client)._lock:
+            for answer in reports:  # several times what its pipe holds
+                link(client)._current.ask(answer)
+        fill(client)
+        until(lambda: not unsent(client))
+        hold.set()
+    assert [each.result(WAIT_S).number for each in reports] == sorted(each.result().number for each in reports)
+    expect_answers(client, alone, while_waiting=lambda: None)
+    expect_idle(client)
+
+
+def test_callers_do_not_wait_for_an_engine_that_hangs(begin, alone):
+    """The server's event loop puts what live callers say: one recording must not hold up everybody."""
+    client = begin()
+    files = [client.session() for _ in range(3)]
+    live = client.session(live=True)
+    pieces = [clip(seed, 512 * WINDOW_SAMPLES) for seed in range(3)]  # each fills the ring
+    stop_engine(client)
+    came = [session.put(piece) for session, piece in zip(files, pieces, strict=True)]
+    said = clip(7, WINDOW_SAMPLES)
+    came.append(live.put(said))
+    assert link(client).restarts == 0, "it was killed first"
+    assert psutil.Process(process(client)).status() == psutil.STATUS_STOPPED
+    assert not any(answer.done() for answer in came)
+    os.kill(process(client), signal.SIGCONT)
+    for session, piece, answer in zip([*files, live], [*pieces, said], came, strict=True):
+        other = alone.session()
+        np.testing.assert_array_equal(answer.result(WAIT_S), other.put(piece).result(WAIT_S))
+        other.close()
+        session.close()
+    expect_idle(client)
+
+
+def test_what_is_given_up_before_it_was_sent_is_not_held(begin, alone):
+    client = begin()
+    session = client.session()
+    stop_engine(client)
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]  # more than the ring holds
+    answer = session.put(clip(1, 8 * WINDOW_SAMPLES))
+    assert any(letter.pcm is not None for letter in unsent(client))
+    for ticket in tickets:
+        client.cancel(ticket)
+    session.close()
+    assert not any(letter.pcm is not None for letter in unsent(client))
+    assert {outcome(ticket) for ticket in tickets} == {Cancelled}
+    with pytest.raises(Cancelled):
+        answer.result(WAIT_S)
+    os.kill(process(client), signal.SIGCONT)
+    expect_answers(client, alone, while_waiting=lambda: None)
+    expect_idle(client)
+
+
 def test_closing_an_engine_that_hangs(begin, monkeypatch):
     monkeypatch.setattr("asr_serve.engine.process.processes.END_TIMEOUT_S", 0.5)
     client = begin()
@@ -243,7 +335,7 @@ def test_closing_an_engine_that_hangs(begin, monkeypatch):
 def test_cancelled_while_the_engine_stands_still(begin, alone):
     client = begin()
     stop_engine(client)
-    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:2]]  # as much as the ring and the pipe hold
+    tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:2]]  # they are in the ring and the pipe
     for ticket in tickets:
         client.cancel(ticket)
         assert outcome(ticket) is Cancelled

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asr_serve.decoding.attention import Recognition, SearchOptions
 from asr_serve.engine.session import Utterance
-from asr_serve.engine.utterances.flights import Sharing, urgency
+from asr_serve.engine.utterances.flights import LATE_S, Sharing, urgency
 from asr_serve.types import Priority
 
 PRIORITIES: tuple[Priority, ...] = ("live", "interactive", "bulk")
@@ -87,6 +87,7 @@ class Engine:
             self.finish,
             lambda: 100,
             self.inbox.append,
+            lambda: self.now_s,
         )
 
     def plan(self, each: Utterance, like: Utterance) -> None:
@@ -185,6 +186,15 @@ class Engine:
         while self.inbox:
             self.inbox.pop(0)()
 
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        late = {id(each) for each, due_s in self.sharing._coming.values() if due_s <= self.now_s}
+        self.sharing.overdue()
+        assert self.sharing.due_s is None or self.sharing.due_s > self.now_s, "the loop would spin"
+        assert {id(each) for each in self.open.values() if each.id in self.planned} >= late, (
+            "late, and not planned"
+        )
+
     def evict(self, into_tiers: bool) -> None:
         if self.kept.tree:
             root = self.chance.choice(sorted(self.kept.tree))
@@ -199,7 +209,7 @@ class Engine:
     def do(self) -> None:
         """Anything that may happen."""
         chance = self.chance
-        match chance.choices(range(9), weights=[8, 3, 5, 4, 5, 3, 2, 1, 1])[0]:
+        match chance.choices(range(10), weights=[8, 3, 5, 4, 5, 3, 2, 1, 1, 2])[0]:
             case 0:
                 within_ms = chance.choice([None, None, 0, 10_000])
                 self.enter(chance.randrange(3), chance.randrange(3), chance.choice(PRIORITIES), within_ms)
@@ -219,6 +229,8 @@ class Engine:
                 self.forget()
             case 8:
                 self.kept.room = not self.kept.room
+            case 9:
+                self.wait(chance.choice([LATE_S / 3, LATE_S]))
         self.expect_order()
 
     def expect_order(self) -> None:
@@ -245,18 +257,25 @@ class Engine:
         waits = any(other is each for other in audio._others.get(each.root, []))
         return any(one is each or (waits and one is audio.first(each.root)) for one in busy)
 
-    def end(self) -> None:
-        """Nothing more comes: everybody is answered."""
+    def end(self, *, disk: bool = True) -> None:
+        """Nothing more comes: everybody is answered. Without `disk` nothing comes from there either, until nobody
+        needs it any more."""
         for _ in range(200):
             if not self.open and not self.encoding:
                 break
-            self.come(lost=False)
+            if disk:
+                self.come(lost=False)
+            self.wait(LATE_S / 2)
             self.deliver("kept")
             self.turn(8, beside=False)
             self.settle(again=False)
             self.expect_order()
         assert not self.open, "somebody waits for ever"
         self.sharing.check(idle=True)
+        while self.kept.coming:
+            self.come(lost=False)
+        self.sharing.check(idle=True)
+        assert not self.planned, "what came late was planned once more"
 
 
 @settings(max_examples=300, deadline=None)
@@ -265,7 +284,7 @@ def test_whatever_happens_everybody_is_told_once(seed: int) -> None:
     engine = Engine(seed)
     for _ in range(80):
         engine.do()
-    engine.end()
+    engine.end(disk=engine.chance.random() < 0.5)
     asked = len(engine.told)
     assert asked == len(set(engine.told))
 
@@ -317,3 +336,34 @@ def test_one_who_asks_the_same_takes_what_is_encoded_already() -> None:
     engine.leave(first)
     engine.end()
     assert engine.encodes == [b"clip0"]
+
+
+def test_a_disk_that_never_answers_is_waited_for_that_long_and_no_longer() -> None:
+    engine = Engine(0)
+    engine.kept.tiers[b"clip0"] = b"clip0"
+    first = engine.enter(0, 0, "live", None)
+    for options in (0, 1):
+        engine.enter(0, options, "live", None)
+    engine.wait(LATE_S - engine.now_s)
+    assert not engine.planned, "it may still come"
+    engine.wait(0.05)
+    assert [*engine.planned] == [first.id], "and whoever wants the same waits for that one"
+    assert engine.sharing.due_s is None
+    engine.end(disk=False)
+    assert engine.encodes == [b"clip0"]
+
+
+@pytest.mark.parametrize("when", ["planned", "encoding"])
+def test_what_comes_late_is_used_and_plans_nobody_twice(when: str) -> None:
+    engine = Engine(0)
+    engine.kept.tiers[b"clip0"] = b"clip0"
+    first = engine.enter(0, 0, "live", None)
+    engine.enter(0, 1, "live", None)
+    engine.wait(LATE_S)
+    if when == "encoding":
+        engine.turn(1, beside=True)
+    engine.come(lost=False)
+    assert [*engine.planned] == ([first.id] if when == "planned" else [])
+    assert b"clip0" in engine.kept.tree
+    engine.end()
+    assert engine.encodes == ([] if when == "planned" else [b"clip0"])

@@ -69,23 +69,56 @@ def config_of(kind: str) -> EngineConfig:
     return EngineConfig(**({"max_sessions": 8, "chunk_wait_ms": 1.0, "kv_bytes": 1 << 24} | KINDS[kind]))
 
 
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[str, EngineClient]]:
+    """One of each kind, renewed by one test after the other: a start takes longer than most of them."""
+    running: dict[str, EngineClient] = {}
+    before = set(psutil.Process().children(recursive=True))
+    yield running
+    for client in running.values():
+        close(client)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
 @pytest.fixture
-def begin(weights: Callable[[str], tuple[str, Path]]) -> Iterator[Callable[[str], EngineClient]]:
-    """Starts engine processes, and sees that none is left."""
+def begin(
+    weights: Callable[[str], tuple[str, Path]], engines: dict[str, EngineClient]
+) -> Iterator[Callable[..., EngineClient]]:
+    """An engine in a process of its own. It stays for the next test if no process of it has died; `fresh`: it is
+    this test's alone. Sees that one process is left of each that stays, and none of the others."""
     started: list[EngineClient] = []
+    used: list[str] = []
     before = set(psutil.Process().children(recursive=True))
 
-    def starting(kind: str) -> EngineClient:
+    def starting(kind: str, fresh: bool = False) -> EngineClient:
+        used.append(kind)
+        if not fresh and kind in engines:
+            return engines[kind]
         model, folder = weights(kind)
-        spec = EngineSpec(model=model, device="cpu", dtype="fp32", weights=str(folder), threads=1)
-        started.append(EngineClient(config_of(kind), remote(spec, RingSize(256, 16_384))))
-        return started[-1]
+        spec = EngineSpec(
+            model=model, device="cpu", dtype="fp32", weights=str(folder), turn_model="none", threads=1
+        )
+        client = EngineClient(config_of(kind), remote(spec, RingSize(256, 16_384)))
+        if fresh:
+            started.append(client)
+        else:
+            engines[kind] = client
+        return client
 
     yield starting
+    for kind in used:
+        client = engines.get(kind)
+        if client is not None and (client.state != "ready" or link(client).restarts or not idle(client)):
+            started.append(engines.pop(kind))
     for client in started:
-        client.close()
-        assert client.state == "closed"
-    assert set(psutil.Process().children(recursive=True)) <= before
+        close(client)
+    stay = {psutil.Process(pid(client)) for client in engines.values()}
+    assert set(psutil.Process().children(recursive=True)) <= before | stay
+
+
+def close(client: EngineClient) -> None:
+    client.close()
+    assert client.state == "closed"
 
 
 @pytest.fixture(scope="module")
@@ -264,16 +297,15 @@ class Caller:
         return self._says.came
 
 
-def expect_empty(client: EngineClient) -> None:
+def idle(client: EngineClient) -> bool:
+    told = client.describe()
     held = ("requests", "sessions", "pages_used", "slots_used", "sessions_used")
+    return link(client)._current.idle and not any(told.get(each, 0) for each in held)
 
-    def empty() -> bool:
-        told = client.describe()
-        return not any(told.get(each, 0) for each in held)
 
-    until(empty)
+def expect_empty(client: EngineClient) -> None:
+    until(lambda: idle(client))
     assert link(client).ring_depth == 0
-    assert link(client)._current.idle
     assert link(client)._processes.renewal is None
 
 
@@ -285,29 +317,27 @@ def test_words_are_those_of_an_engine_that_stays(begin, still, kind):
     client, roll = begin(kind), random.Random(kind)
     on: list[Caller] = []
     gone: list[Caller] = []
-    for _ in range(2):
-        before, renewing = pid(client), Renewing(client)
-        while not renewing.done.done() or len(gone) < 4:
-            while len(on) < 5:
-                on.append(Caller(client, kind, roll.randrange(len(CLIPS)), len(on) + len(gone)))
-            for caller in list(on):
-                if roll.random() < 0.3:
-                    caller.go_on(wait=roll.random() < 0.3)
-                if caller.over:
-                    caller.said()
-                    on.remove(caller)
-                    gone.append(caller)
-            time.sleep(roll.choice([0.001, 0.01, 0.05]))
-        found = renewing.result()
-        assert pid(client) != before
-        assert not psutil.pid_exists(before)
-        assert (found.replayed, found.repeated) == (0, 0), found
+    before, renewing = pid(client), Renewing(client)
+    while not renewing.done.done() or len(gone) < 4:
+        while len(on) < 5:
+            on.append(Caller(client, kind, roll.randrange(len(CLIPS)), len(on) + len(gone)))
+        for caller in list(on):
+            if roll.random() < 0.3:
+                caller.go_on(wait=roll.random() < 0.3)
+            if caller.over:
+                caller.said()
+                on.remove(caller)
+                gone.append(caller)
+        time.sleep(roll.choice([0.001, 0.01, 0.05]))
+    found = renewing.result()
+    assert pid(client) != before
+    assert not psutil.pid_exists(before)
+    assert (found.replayed, found.repeated) == (0, 0), found
+    assert (found.sessions if kind == "whole" else found.streams) > 0
     for caller in on:
         caller.finish()
     for caller in [*gone, *on]:
         caller.expect(still, kind)
-    moved = link(client).moved
-    assert moved["session" if kind == "whole" else "stream", "state"] > 0
     assert link(client).restarts == 0
     expect_empty(client)
 
@@ -446,8 +476,15 @@ def test_more_streams_than_may_move_at_once(begin, still, monkeypatch):
 # --- what cannot go on from where it stood ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["torn", "of another model", "nothing was saved"])
-@pytest.mark.parametrize("kind", ["rnnt beam", "growing"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("rnnt beam", "torn"),
+        ("rnnt beam", "of another model"),
+        ("growing", "of another model"),
+        ("growing", "nothing was saved"),
+    ],
+)
 def test_a_stream_whose_state_is_lost_is_heard_again(begin, still, kind, how, monkeypatch):
     client = begin(kind)
     callers = [Caller(client, kind, index, index) for index in range(3)]
@@ -598,6 +635,24 @@ def test_the_new_one_dies_while_it_loads(begin, still, monkeypatch):
     expect_empty(client)
 
 
+def test_the_old_one_dies_while_the_new_one_hangs_in_loading(begin, still, monkeypatch):
+    """Nobody waits as long as weights over a slow line may take: what hangs is killed, and another is started."""
+    monkeypatch.setattr(processes, "HUNG_S", 1.0)
+    client = begin("rnnt", fresh=True)
+    caller, old = Caller(client, "rnnt", 2, 2), pid(client)
+    caller.go_on(wait=True)
+    renewing = Renewing(client)
+    until(lambda: (coming := link(client)._processes._coming) is not None and coming.child is not None)
+    os.kill(link(client)._processes._coming.process.pid, signal.SIGSTOP)
+    os.kill(old, signal.SIGKILL)
+    with pytest.raises(EngineClosed, match="ended while it was loading"):
+        renewing.result()
+    caller.finish()
+    caller.expect(still, "rnnt")
+    assert link(client).restarts == 1
+    expect_empty(client)
+
+
 @pytest.mark.parametrize("kind", ["ctc", "growing", "whole"])
 def test_the_new_one_dies_while_streams_are_on_their_way(begin, still, kind, monkeypatch):
     client = begin(kind)
@@ -719,11 +774,10 @@ def test_twice_at_once(begin, monkeypatch):
     expect_empty(client)
 
 
-@pytest.mark.timeout(1_800)
-def test_of_twenty_nothing_is_left(begin, still):
-    """No process, descriptor, thread or memory."""
+def test_of_many_nothing_is_left(begin, still):
+    """No process, descriptor, thread or memory: what each left behind would be counted after the first."""
     client, me = begin("rnnt"), psutil.Process()
-    caller = Caller(client, "rnnt", 4, 4)
+    caller, went = Caller(client, "rnnt", 4, 4), 0
     caller.go_on(wait=True)
     link(client).renew()
 
@@ -733,12 +787,12 @@ def test_of_twenty_nothing_is_left(begin, still):
         return me.num_fds(), len(me.children(recursive=True)), threading.active_count(), ours
 
     before = held()
-    for _ in range(20):
+    for _ in range(4):
         if not caller.over:
             caller.go_on()
-        link(client).renew()
+        went += link(client).renew().streams
     until(lambda: held() == before)
-    assert link(client).moved["stream", "state"] >= 5
+    assert went >= 3
     caller.finish()
     caller.expect(still, "rnnt")
     expect_empty(client)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import random
 import threading
+import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -15,10 +19,13 @@ import tiny_moonshine
 import tiny_whisper
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_disk import MemoryDisk
 from tiny_moonshine import WAIT_S, clip, expect_empty, held, on_loop, outcome
 
 from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient, Ticket
+from asr_serve.engine.tiers import tiers
+from asr_serve.engine.utterances.flights import LATE_S
 from asr_serve.errors import Cancelled, OptionError, PeerGone, StepFailed
 from asr_serve.models.vad.silero import WINDOW_SAMPLES
 from asr_serve.native import PAGE
@@ -741,3 +748,149 @@ def test_who_leaves_while_its_audio_is_on_its_way_is_followed(begin):
     expect_same(outcome(stays), expected("moonshine", (2, 5, 0)))
     on_loop(client, lambda loop: come[0]())
     expect_empty(client)
+
+
+def gave_way(client: EngineClient) -> bytes:
+    """The name of audio that lies in the tiers."""
+    for each in [(2, 0, 0), (2, 3, 0)]:
+        expect_same(outcome(ask(client, "moonshine", each)), expected("moonshine", each))
+    crowd(client)
+
+    def find(loop: Any) -> bytes:
+        kept = loop.work.sharing.kept
+        (root,) = kept._came_again._values
+        assert kept.below(root)
+        return root
+
+    return on_loop(client, find)
+
+
+def test_a_disk_that_never_answers_is_given_up_and_the_audio_encoded_again(begin, monkeypatch):
+    disk, answers, asked_for = MemoryDisk(8 << 20), threading.Event(), threading.Event()
+    monkeypatch.setattr(tiers, "open_disk", lambda *_: disk)
+    settings = {"prefix_bytes": 200_000, "kv_bytes": 200_000, "host_bytes": 1 << 20, "disk_bytes": 8 << 20}
+    client = begin("moonshine", **settings)
+    root = gave_way(client)
+
+    def in_file_only(loop: Any) -> bool:
+        shelves = loop.work.sharing.kept._tiers._shelves
+        (entry,) = [each for name, each in shelves.entries.items() if name.endswith(root)]
+        return entry.memory is None and entry.file is not None
+
+    for number in itertools.count():  # others want the host's memory
+        name = b"other %d" % number
+        on_loop(
+            client, lambda loop, name=name: loop.work.sharing.kept._tiers.put(name, [bytes(99_999)], keep=True)
+        )
+        if on_loop(client, in_file_only):
+            break
+        assert number < 60
+        time.sleep(0.01)
+
+    def stuck() -> None:
+        asked_for.set()
+        assert answers.wait(WAIT_S)
+
+    disk.between = stuck
+    seen = counted(client)
+    tickets = [(2, options, 0) for options in (4, 5, 4)]
+    try:
+        with held(client):
+            waiting = [(each, ask(client, "moonshine", each)) for each in tickets]
+        for each, ticket in waiting:
+            expect_same(outcome(ticket), expected("moonshine", each))
+        assert asked_for.is_set(), "the disk was asked"
+        assert sum(seen) == 1, "for all of them at once"
+    finally:
+        answers.set()
+    phases = outcome(waiting[0][1]).phases
+    assert (phases.encode_start_ns - phases.submitted_ns) / 1e9 >= LATE_S, "it might have come"
+    expect_same(outcome(ask(client, "moonshine", (2, 1, 0))), expected("moonshine", (2, 1, 0)))
+    assert sum(seen) == 1
+    expect_empty(client)
+
+
+def test_what_gave_way_holds_nothing_of_who_had_its_pages_before(begin):
+    """Its last page is not full, and what nobody holds is no number here."""
+    client = small(begin)
+    root = gave_way(client)
+
+    def look(loop: Any) -> None:
+        kept, runner = loop.work.sharing.kept, loop.work.decode_runner
+        came: list[list[memoryview]] = []
+        kept.fetch(root, came.append)
+        ((head, data),) = came
+        frames = int.from_bytes(head, "little")
+        assert frames % PAGE
+        layers, _, heads, block = runner.pool.shape[1:]
+        pages = np.frombuffer(data, np.float32).reshape(-1, layers, 2, heads, block)
+        assert np.isfinite(pages).all()
+        keys = pages[:, :, 0].reshape(-1, layers, heads, block // PAGE, PAGE)
+        values = pages[:, :, 1].reshape(-1, layers, heads, PAGE, block // PAGE)
+        held = frames % PAGE
+        assert not keys[-1, ..., held:].any()
+        assert not values[-1, :, :, held:].any()
+        assert keys[-1, ..., :held].all(axis=(0, 1, 2)).all(), "what it heard is there"
+        assert values[-1, :, :, :held].all(axis=(0, 1, 3)).all()
+
+    on_loop(client, look)
+    expect_empty(client)
+
+
+def test_what_comes_back_is_read_where_it_lies(begin):
+    """And nobody looks at it any more when it is there."""
+    client = small(begin)
+    root = gave_way(client)
+
+    def restore(loop: Any) -> None:
+        kept, pool = loop.work.sharing.kept, loop.work.decode_runner.pages
+        came: list[list[memoryview]] = []
+        kept.fetch(root, came.append)
+        nbytes = len(came[0][1])
+        tracemalloc.start()
+        try:
+            kept.restore(root, came[0], pool.free)
+            assert tracemalloc.get_traced_memory()[1] < nbytes // 2
+        finally:
+            tracemalloc.stop()
+        assert root in kept.tree
+        assert kept._tiers._shelves.returned.empty()
+        came.clear()
+        assert not kept._tiers._shelves.returned.empty(), "somebody looks at it still"
+
+    on_loop(client, restore)
+    seen = counted(client)
+    expect_same(outcome(ask(client, "moonshine", (2, 4, 0))), expected("moonshine", (2, 4, 0)))
+    assert seen == []
+    expect_empty(client)
+
+
+# --- too little memory for one recording --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", STARTS)
+def test_who_asks_at_once_shares_audio_that_cannot_be_kept(begin, model):
+    client = begin(model, prefix_bytes=20_000)
+    seen = counted(client)
+    with held(client):
+        tickets = [(asked, ask(client, model, asked)) for asked in [(2, 0, 0), (2, 3, 0), (2, 5, 0), (2, 0, 0)]]
+    for asked, ticket in tickets:
+        expect_same(outcome(ticket), expected(model, asked))
+    assert sum(seen) == 1
+    assert on_loop(client, lambda loop: loop.work.sharing.kept.tree.pages) == 0
+    expect_empty(client)
+
+
+def test_too_little_memory_for_one_recording_is_said_at_the_start(begin, caplog):
+    with caplog.at_level(logging.WARNING):
+        begin("moonshine", prefix_bytes=20_000)
+    (record,) = [record for record in caplog.records if "prefix_bytes=20000" in record.getMessage()]
+    least = record.args[-1]
+    assert str(least) in record.getMessage()
+    caplog.clear()
+    client = begin("moonshine", prefix_bytes=least, kv_bytes=4 << 20)
+    begin("moonshine", prefix_bytes=0)
+    assert not [record for record in caplog.records if "prefix_bytes" in record.getMessage()]
+    longest = clip(70, tiny_moonshine.MAX_SAMPLES)
+    assert client.submit(longest, ONCE).future.result(WAIT_S).reused == ""
+    assert client.submit(longest, OPTIONS["moonshine"][3]).future.result(WAIT_S).reused == "audio"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
 import random
+import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,16 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_disk import MemoryDisk
+from memory_disk import Extents, MemoryDisk
 from prometheus_client.parser import text_string_to_metric_families
 
-from asr_serve.config import EngineConfig
-from asr_serve.engine.tiers import Tiers
-from asr_serve.engine.tiers.entries import CHUNK_BYTES
+from asr_serve.config import LEAST_HOST_BYTES, EngineConfig
+from asr_serve.engine.tiers import Tiers, mover
+from asr_serve.engine.tiers.entries import CHUNK_BYTES, Entry, Place
 from asr_serve.engine.tiers.sealing import Sealed, read_key
-from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.errors import DiskFailed, OptionError, RoadTimeout, UnsupportedOption
 from asr_serve.metrics import EngineMetrics
-from asr_serve.transfer.disk import BLOCK, Disk, open_disk
+from asr_serve.transfer.disk import BLOCK, Disk, aligned, open_disk
+from asr_serve.transfer.disk.file import address
 
 KEY = bytes(range(32))
 BLOB = b"\x5e" * (4 * BLOCK)
@@ -362,6 +367,184 @@ def test_a_disk_that_cannot_write_loses_nothing(tiers: Tiers, disk: MemoryDisk) 
     assert tiers.describe()["disk_bytes"] == 0
 
 
+def test_memory_that_the_machine_has_not_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    entry = 16 << 20
+    disk = MemoryDisk(2 * entry)
+    tiers = Tiers(2 * entry, lambda: disk, threads=False)
+    for name in (b"a", b"b", b"c", b"d"):  # memory and file are full of what must be kept
+        if not tiers.put(name, [name * entry], keep=True):
+            work(tiers)
+            assert tiers.put(name, [name * entry], keep=True)
+    got = Got(tiers, b"a")
+    with no_more_memory():
+        work(tiers)
+        work(tiers)
+    assert not got.told
+    assert caplog.text.count("it waits") == 1
+    work(tiers)
+    content = got.content()
+    assert content is not None
+    assert content == b"a" * entry
+    tiers.close()
+
+
+def test_a_disks_thread_asks_again_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "AGAIN_S", 0.01)
+    disk = MemoryDisk(8 * BLOCK)
+    tiers = Tiers(8 * BLOCK, lambda: disk)
+    for name in (b"a", b"b", b"c", b"d"):
+        _put(tiers, name, [name * (4 * BLOCK)])
+    room, asked, enough = tiers._shelves.room_beside, [], threading.Event()
+
+    def short(entry: Entry) -> Place | None:
+        asked.append(entry)
+        if len(asked) < 4:
+            raise OSError(12, "Cannot allocate memory")
+        enough.set()
+        return room(entry)
+
+    monkeypatch.setattr(tiers._shelves, "room_beside", short)
+    assert Got(tiers, b"a").content() == b"a" * (4 * BLOCK)
+    assert enough.is_set()
+    tiers.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("who", ["disk", "caller"])
+def test_a_disks_thread_that_fails_says_so_and_tells_everybody(who: str, caplog: pytest.LogCaptureFixture) -> None:
+    disk = MemoryDisk(64 * BLOCK)
+    tiers = Tiers(8 * BLOCK, lambda: disk, threads=False)
+    for name in (b"a", b"b", b"c"):
+        tiers.put(name, [name * BLOCK], keep=True)
+    sink(tiers)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("nobody thought of this")
+
+    if who == "caller":
+        tiers.get(b"a", fails)
+    else:
+        meanwhile(disk, fails)
+    gots = [Got(tiers, name) for name in (b"a", b"a", b"c", b"b")]
+    really = tiers._mover._read
+
+    def read(reading: list[mover.Reading]) -> None:
+        tiers.drop(b"b")  # it is being read, and nobody finds it by its name any more
+        really(reading)
+
+    tiers._mover._read = read
+    with caplog.at_level(logging.ERROR, "asr_serve.engine.tiers"):
+        tiers._thread = threading.Thread(target=tiers._mover.run)
+        tiers._thread.start()
+        told = [got.content() for got in gots]
+        tiers._thread.join(TIMEOUT_S)
+    assert told[3] is None
+    assert told[:3] == [None] * 3 or who == "caller"
+    assert "what sleeps in the file is lost" in caplog.text
+    assert "nobody thought of this" in caplog.text
+    assert tiers.put(b"d", [BLOB], keep=True), "memory is left"
+    assert Got(tiers, b"d").content() == BLOB
+    assert who == "caller" or Got(tiers, b"c").content() is None
+    tiers.close()
+
+
+class Astray(MemoryDisk):
+    """One read goes on after it was given up; from then on nothing is carried."""
+
+    lost = False
+    late: tuple[memoryview, ...] = ()
+
+    def read(self, extents: Extents) -> Iterator[int]:
+        self._expect_alive()
+        self.lost, self.late = True, tuple(memory for _, memory in extents)
+        raise DiskFailed("it did not end in time") from RoadTimeout("nothing more came")
+        yield
+
+    def write(self, extents: Extents) -> Iterator[int]:
+        self._expect_alive()
+        yield from super().write(extents)
+
+    def _expect_alive(self) -> None:
+        if self.lost:
+            raise DiskFailed("it is not used any more")
+
+
+def test_what_the_disk_may_still_write_to_is_nobody_elses() -> None:
+    disk = Astray(64 * BLOCK)
+    tiers = Tiers(8 * BLOCK, lambda: disk, threads=False)
+    for name in (b"a", b"b"):
+        tiers.put(name, [name * BLOCK], keep=True)
+    sink(tiers)
+    gots = [Got(tiers, b"a"), Got(tiers, b"b")]
+    work(tiers)
+    assert [got.content() for got in gots] == [None, None]
+    there = [
+        name for name in (b"%d" % number for number in range(8)) if tiers.put(name, [name * BLOCK], keep=True)
+    ]
+    assert len(there) == 6
+    for memory in disk.late:
+        memory[:] = b"!" * len(memory)  # it came after all
+    assert {name: Got(tiers, name).content() for name in there} == {name: name * BLOCK for name in there}
+    assert Got(tiers, b"a").content() is None
+    assert not tiers.work()
+    tiers.close()
+
+
+# --- memory that a device reaches ---------------------------------------------------------------------
+
+
+class Pins:
+    """A device that reaches memory by itself."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def __call__(self, memory: memoryview) -> Callable[[], None]:
+        at = address(memory)
+        self.pinned[at] = memory.nbytes
+
+        def unpin() -> None:
+            assert mapped(at), "it went before"
+            del self.pinned[at]
+
+        return unpin
+
+
+def mapped(at: int) -> bool:
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+    return any(int(start, 16) <= at < int(end, 16) for start, end in ranges)
+
+
+def test_memory_is_unpinned_when_nobody_looks_at_it_any_more(disk: MemoryDisk) -> None:
+    pins = Pins()
+    tiers = Tiers(8 << 20, lambda: disk, pin=pins)
+    tiers.put(b"a", [BLOB], keep=True)
+    got, later = Got(tiers, b"a"), Got(tiers, b"a")
+    tiers.close()
+    later.told.clear()
+    assert list(pins.pinned.values()) == [8 << 20], "somebody looks at it"
+    assert got.content() == BLOB
+    got.told.clear()
+    gc.collect()
+    assert not pins.pinned
+
+
+def test_nothing_stays_pinned_where_the_disk_cannot_be_opened(tmp_path: Path) -> None:
+    pins = Pins()
+    with pytest.raises(OptionError):
+        Tiers(8 << 20, lambda: open_disk(str(tmp_path / "none"), BLOCK), pin=pins)
+    assert not pins.pinned
+
+
+def test_a_disk_is_closed_where_the_memory_cannot_be_pinned(disk: MemoryDisk) -> None:
+    def refuse(_: memoryview) -> Callable[[], None]:
+        raise OptionError("so much cannot be pinned")
+
+    with pytest.raises(OptionError, match="pinned"):
+        Tiers(8 * BLOCK, lambda: disk, pin=refuse)
+    assert disk.closed
+
+
 # --- at rest ------------------------------------------------------------------------------------------
 
 
@@ -498,15 +681,16 @@ def test_many_come_and_go_while_the_disk_works(file: Callable[[], Disk], key: by
 def test_as_the_settings_say(tmp_path: Path) -> None:
     pytest.importorskip("cryptography", reason="the extra encryption is not installed")
     (tmp_path / "key").write_text(KEY.hex())
-    assert Tiers.of(EngineConfig(host_bytes=0, disk_bytes=1 << 20)) is None
-    pinned: list[int] = []
+    assert LEAST_HOST_BYTES >= CHUNK_BYTES
+    assert Tiers.of(EngineConfig(host_bytes=0)) is None
+    pins = Pins()
     config = EngineConfig(
         host_bytes=1 << 20, disk_bytes=1 << 20, disk_path=str(tmp_path), disk_key_file=str(tmp_path / "key")
     )
     metrics = EngineMetrics("m")
-    tiers = Tiers.of(config, metrics=metrics, pin=lambda memory: pinned.append(memory.nbytes))
+    tiers = Tiers.of(config, metrics=metrics, pin=pins)
     assert tiers is not None
-    assert pinned == [1 << 20]
+    assert list(pins.pinned.values()) == [1 << 20]
     _put(tiers, b"a", [b"x" * 700_000])
     found = {
         (sample.name, *sample.labels.values()): sample.value
@@ -517,6 +701,7 @@ def test_as_the_settings_say(tmp_path: Path) -> None:
     assert found["asr_serve_tier_bytes", "m", "host"] == 700_416
     assert found["asr_serve_tier_moves_total", "device", "m", "host"] == 1
     tiers.close()
+    assert not pins.pinned
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
     with pytest.raises(OptionError, match="disk_path"):
         Tiers.of(EngineConfig(disk_bytes=1 << 20, disk_path=str(tmp_path / "none")))
@@ -529,18 +714,30 @@ def test_a_gpu_reads_the_memory_by_itself() -> None:
         pytest.skip("no CUDA device")
     from asr_serve.devices.cuda import CudaDevice
 
-    tiers = Tiers(64 << 20, None, pin=CudaDevice().pin)
+    device = CudaDevice()
     blob = np.random.default_rng(3).bytes(8 << 20)
-    tiers.put(b"a", [b"before", blob], keep=True)
-    got = Got(tiers, b"a")
-    (parts,) = got.told
-    assert parts is not None
-    there = torch.frombuffer(parts[1], dtype=torch.uint8)
-    assert there.is_pinned()
-    moved = there.to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
-    assert moved.cpu().numpy().tobytes() == blob
-    tiers.close()
+    for _ in range(3):  # the system gives the same address again: nothing of the time before may be pinned there
+        tiers = Tiers(64 << 20, None, pin=device.pin)
+        tiers.put(b"a", [b"before", blob], keep=True)
+        got = Got(tiers, b"a")
+        (parts,) = got.told
+        assert parts is not None
+        there = torch.frombuffer(parts[1], dtype=torch.uint8)
+        assert there.is_pinned()
+        moved = there.to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        assert moved.cpu().numpy().tobytes() == blob
+        tiers.close()
+        assert there.is_pinned(), "somebody still looks at it"
+        del tiers, got, parts, there
+        gc.collect()
+    memory = aligned(1 << 20)
+    unpin = device.pin(memory)
+    with pytest.raises(OptionError, match=r"set engine\.host_bytes") as said:
+        device.pin(memory)
+    assert said.value.param == "engine.host_bytes"
+    unpin()
+    device.pin(memory)()
 
 
 def _put(tiers: Tiers, name: bytes, parts: list[bytes]) -> None:
@@ -551,6 +748,18 @@ def _put(tiers: Tiers, name: bytes, parts: list[bytes]) -> None:
             return
         until.wait(0.001)
     raise AssertionError("there never was room")
+
+
+@contextlib.contextmanager
+def no_more_memory() -> Iterator[None]:
+    """For anything large."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (8 << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _pass(gate: threading.Event) -> None:

@@ -180,7 +180,10 @@ class Bench:
         had = bool(self.keeper.jobs)
         while self.keeper.jobs:
             self.keeper.jobs.popleft()()
-        return self.streams.step() or had
+        stepped = self.streams.step()
+        kept = sum(pcm.nbytes for each in self.streams._streams.values() for pcm in each.heard or ())
+        assert self.kept_bytes == kept, "audio is kept that nobody counts"
+        return stepped or had
 
     def settle(self) -> None:
         """Until there is nothing to do now, and nothing would be due: a loop would not spin."""
@@ -199,6 +202,11 @@ class Bench:
     def asleep(self) -> set[int]:
         return set(self.streams._sleepers.asleep)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of audio, should somebody have to be heard again."""
+        return self.streams._kept.nbytes
+
     def metric(self, name: str) -> float:
         value = self.keeper.metrics.registry.get_sample_value(name, {"model": "tiny"})
         assert value is not None
@@ -208,5 +216,6 @@ class Bench:
         self.streams.check()
         assert not self.streams._streams
         assert self.wrapper.states.used == 0
+        assert self.kept_bytes == 0
         assert shelf is None or not shelf.held, "a stream that is gone left something"
         assert self.metric("asr_serve_streams_asleep") == 0

@@ -93,7 +93,7 @@ def encoder(wire: Wire, packaged_speech: Path, tmp_path_factory: pytest.TempPath
         "--encode-port",
         "8100",
         "--set",
-        "peer_keys=between-us",
+        "peer_keys=between-us-two-only",
     )
     started = Serving(tmp_path_factory.mktemp("encoder") / "log", *flags, within=wire.within(wire.encoder))
     yield started
@@ -126,7 +126,7 @@ def test_over_a_wire_that_is_pulled_out(
     if road not in roads.kinds():
         pytest.skip(f"this installation has no {road}")
     assert encoder.encodes_at == f"{ENCODER}:8100"
-    flags = ("--role", "decode", "--peer", encoder.encodes_at, *PLAIN, "--set", "peer_keys=between-us")
+    flags = ("--role", "decode", "--peer", encoder.encodes_at, *PLAIN, "--set", "peer_keys=between-us-two-only")
     settings = ("--set", f"engine.peer_road={road}", "--set", "engine.peer_timeout_s=8")
     door = Serving(tmp_path / "door", *flags, *settings, within=wire.within(wire.decoder))
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import logging
 import os
 import shutil
@@ -12,20 +13,22 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr_serve.errors import DiskFailed, DiskFull, OptionError
+from asr_serve.errors import DiskFailed, DiskFull, OptionError, RoadFailed, RoadTimeout
 from asr_serve.transfer import nixl_agent
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.disk import BLOCK, aligned, file, nixl, open_disk, threads, uring
-from asr_serve.transfer.disk.road import Road
+from asr_serve.transfer.disk.road import Road, still_under_way
 
 ROADS = ("uring", "threads", "nixl")
 MIB = 1 << 20
@@ -541,6 +544,85 @@ def test_nixl_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(OptionError, match="NIXL is not installed"):
         open_disk(str(tmp_path), BLOCK, "nixl")
+
+
+class StuckAgent:
+    """NIXL's, with a back end that stops in the middle. What it still knows of, its disk may touch."""
+
+    all: ClassVar[list[StuckAgent]] = []
+
+    def __init__(self, backend: str, params: object = None) -> None:
+        self.registered: list[tuple[int, int, str]] = []
+        self.started = self.released = 0
+        self.good = 1 << 30
+        self.closed = False
+        self.all.append(self)
+
+    def register(self, at: int, nbytes: int, *, kind: str = "DRAM", device: int = 0) -> object:
+        self.registered.append((at, nbytes, kind))
+        return self.registered[-1]
+
+    def forget(self, entry: tuple[int, int, str]) -> None:
+        self.registered.remove(entry)
+
+    def start(self, operation: str, local: object, remote: object, remote_kind: str = "") -> StuckTransfer:
+        self.started += 1
+        return StuckTransfer(self, self.started)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class StuckTransfer:
+    def __init__(self, agent: StuckAgent, number: int) -> None:
+        self.agent, self.number = agent, number
+
+    def done(self) -> bool:
+        if self.number == self.agent.good + 1:
+            raise RoadFailed("this one failed")
+        return self.number <= self.agent.good
+
+    def wait(self, timeout_s: float) -> None:
+        if not self.done():
+            raise RoadTimeout(f"nothing more came from NIXL in {timeout_s:g} s")
+
+    def release(self) -> None:
+        self.agent.released += 1
+
+
+def test_a_transfer_that_never_ends_keeps_what_it_may_touch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nixl, "Agent", StuckAgent)
+    monkeypatch.setattr(nixl, "ASTRAY", astray := [])
+    disk = open_disk(str(tmp_path), 8 * nixl.PIECE_BYTES, "nixl")
+    agent = StuckAgent.all[-1]
+    agent.good = agent.started + 1
+    owner = np.frombuffer(aligned(4 * nixl.PIECE_BYTES), np.uint8)
+    gone = weakref.ref(owner)
+    reading = disk.read([(0, owner.data)])
+    del owner
+    with caplog.at_level(logging.ERROR, "asr_serve.disk"), pytest.raises(DiskFailed) as said:
+        list(reading)
+    assert still_under_way(said.value)
+    assert "not used any more" in str(said.value)
+    assert f"{4 * nixl.PIECE_BYTES} bytes of memory are never used again" in caplog.text
+    assert len(agent.registered) == 2, "memory and file"
+    assert agent.started - agent.released == 2, "those after the one that failed"
+    started = len(StuckAgent.all), agent.started
+    for work in (disk.read, disk.write):
+        with pytest.raises(DiskFailed, match="not used any more") as again:
+            list(work([(0, aligned(BLOCK))]))
+        assert not still_under_way(again.value), "it was not begun"
+    assert started == (len(StuckAgent.all), agent.started)
+    disk.close()
+    del reading, said, again, disk
+    gc.collect()
+    assert gone() is not None, "the memory is the disk's for ever"
+    assert len(descriptors(tmp_path)) == 1, "and so is the file"
+    assert not agent.closed
+    os.close(descriptors(tmp_path)[0])
+    assert astray
 
 
 def test_the_checksum() -> None:

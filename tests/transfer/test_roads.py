@@ -25,7 +25,7 @@ from asr_serve.errors import AsrServeError, Cancelled, OptionError, PeerGone, Ro
 from asr_serve.transfer import roads
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.roads import Landing, Spot, shm, tcp
-from asr_serve.transfer.roads.base import MOST_BYTES, Offer, read_offer
+from asr_serve.transfer.roads.base import MOST_BYTES, Offer, expect_at, read_offer
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
@@ -449,6 +449,39 @@ def test_a_wrong_token_is_refused_and_the_right_one_still_taken(kind: str, undo:
     with pytest.raises(RoadFailed):
         roads.attach(changed(landing.offer, token=b"t" * 32))
     attach(landing.offer, undo)
+
+
+def test_who_offers_does_not_choose_whom_we_connect_to(undo: contextlib.ExitStack) -> None:
+    victim = undo.enter_context(socket.create_server(("127.0.0.2", 0)))
+    landing = land("tcp", undo, 4_096)
+    elsewhere = changed(landing.offer, where=msgspec.msgpack.encode(victim.getsockname()[:2]))
+    with pytest.raises(RoadFailed, match=r"'127\.0\.0\.2' is offered from 127\.0\.0\.1"):
+        roads.attach(elsewhere, only_at=HOST)
+    victim.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        victim.accept()
+    for nonsense in ("localhost", "127.1", "", "\x1b[2J"):
+        with pytest.raises(RoadFailed, match="an IPv4 or IPv6 address in numbers"):
+            roads.attach(changed(landing.offer, where=msgspec.msgpack.encode((nonsense, 1))), only_at=HOST)
+    sender = roads.attach(landing.offer, only_at=f"::ffff:{HOST}")  # the same, as a socket for both calls it
+    undo.callback(sender.close)
+    spot = lent(landing, 5)
+    landing.arrived(spot, 5, sender.put(spot, bytes_of(5, 1), TIMEOUT_S))
+
+
+@pytest.mark.parametrize(("offered", "seen"), [("::ffff:127.0.0.1", HOST), ("fe80::1%eth0", "fe80::1%eth7")])
+def test_one_address_in_two_spellings(offered: str, seen: str) -> None:
+    expect_at(offered, seen)
+    expect_at(offered, None)
+    with pytest.raises(RoadFailed):
+        expect_at(offered, "192.0.2.1")
+
+
+def test_what_nixl_offers_names_no_other_address_in_our_own_words() -> None:
+    """Looked at before anything of NIXL is started: it need not be here."""
+    where = msgspec.msgpack.encode((b"metadata", 1, "192.0.2.1"))
+    with pytest.raises(RoadFailed, match=r"'192\.0\.2\.1' is offered from 127\.0\.0\.1"):
+        roads.attach(msgspec.msgpack.encode(Offer("nixl", 1, b"t" * 32, where)), only_at=HOST)
 
 
 def test_strangers_who_say_nothing_do_not_keep_the_sender_out(undo: contextlib.ExitStack) -> None:

@@ -11,7 +11,7 @@ from asr_serve.cli.options import settings
 from asr_serve.config import ServeConfig, client_key, environment
 from asr_serve.errors import OptionError
 from asr_serve.settings import Given, as_toml, build, gather, known
-from asr_serve.values import SECRETS
+from asr_serve.values import SECRETS, loopback
 
 FLAGS = {
     "--host": "host",
@@ -202,4 +202,32 @@ def warnings(chosen: ServeConfig, given: dict[str, Given]) -> list[str]:
             f"encoding for others on {chosen.host}:{chosen.encode_port} and asking for no key: whoever reaches "
             "this machine may ask; set peer_keys or peer_keys_file"
         )
+    return found + _about_peers(chosen, given)
+
+
+def _about_peers(chosen: ServeConfig, given: dict[str, Given]) -> list[str]:
+    """What goes to them unasked, and what was set for them where there are none."""
+    found = []
+    elsewhere = [peer for peer in chosen.engine.peers if not loopback(peer.rpartition(":")[0].strip("[]"))]
+    if elsewhere and not chosen.peer_keys:
+        found.append(
+            f"what callers say goes to {', '.join(elsewhere)}, whoever answers there: without keys a peer proves "
+            "nothing; set peer_keys or peer_keys_file, the same there"
+        )
+    if _asked("encode_port", chosen.encode_port, given) and chosen.engine.role != "encode":
+        found.append(
+            f"encode_port={chosen.encode_port} with role={chosen.engine.role}: nobody listens there, "
+            "only role=encode does"
+        )
+    if not chosen.engine.peers and chosen.engine.role != "encode":
+        road = _asked("engine.peer_road", chosen.engine.peer_road, given)
+        idle = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_road"] * road
+        found += [f"{name} without peers does nothing: name some with --peer, or set role=encode" for name in idle]
     return found
+
+
+def _asked(name: str, value: object, given: dict[str, Given]) -> bool:
+    """Whether somebody meant it: a file from --print-config sets everything to what it is by itself."""
+    if name not in given:
+        return False
+    return value != known()[name].default or not given[name].source.startswith("file")

@@ -79,7 +79,7 @@ class Device(Protocol):
         head_dim). Past the last clip, qkv must hold numbers, and out does."""
 
     def share(self, threads: int) -> None:
-        """Compute with so many threads, in the calling thread, from here on."""
+        """Compute with so many of the host's threads, in the calling thread, from here on."""
 
     def decode_threads(self, beside: bool) -> int:
         """How many threads decode: all, or what encoders `beside` leave."""
@@ -93,8 +93,9 @@ class Device(Protocol):
     def memory(self, *shape: int) -> Tensor:
         """A large tensor that is kept, not yet filled, in the device's dtype."""
 
-    def pin(self, memory: memoryview) -> None:
-        """Memory of the host that is kept: the device may read and write it by itself from here on."""
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Memory of the host that is kept: the device may read and write it by itself, until what this returns is
+        called, by any thread, before the memory goes. Raises OptionError where so much cannot be pinned."""
 
     def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         """The same function, recorded per shape of its arguments where the device can replay it."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +21,8 @@ from asr_serve.errors import OptionError
 from asr_serve.models.batch import Packing
 from asr_serve.native import int8_twins, twins
 from asr_serve.values import Quantize
+
+log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows a decoding step is padded to, so that a step's graph is recorded once and replayed."""
@@ -127,7 +131,8 @@ class CudaDevice:
         self.torch_device = torch.device(name)
         torch.cuda.set_device(self.torch_device)
         self.dtype = dtype or torch.bfloat16
-        self.threads = torch.get_num_threads()
+        self.threads = _threads()
+        self.share(self.threads)
         self.kernels: ModuleType = twins
 
     @property
@@ -163,7 +168,9 @@ class CudaDevice:
         return out.view(total, heads * head_dim)
 
     def share(self, threads: int) -> None:
-        """Nothing: the device has one queue."""
+        """Of what the host computes: voice activity, turn models. The device itself has one queue."""
+        torch.get_num_threads()  # a thread that first asks later would take what another thread set last
+        torch.set_num_threads(threads)
 
     def decode_threads(self, beside: bool) -> int:
         return self.threads
@@ -179,9 +186,19 @@ class CudaDevice:
     def memory(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.torch_device)
 
-    def pin(self, memory: memoryview) -> None:
+    def pin(self, memory: memoryview) -> Callable[[], None]:
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.device(self.torch_device):
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))  # type: ignore[no-untyped-call]
+        except torch.cuda.CudaError as error:
+            raise OptionError(
+                f"host_bytes={memory.nbytes}: CUDA cannot pin so much memory of the host ({error})",
+                "as much as is free there, and as the system lets a process lock (ulimit -l)",
+                "set engine.host_bytes to less, or to 0",
+                param="engine.host_bytes",
+            ) from error
+        return partial(_unpin, self.torch_device, address)
 
     def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         return Recorded(function)
@@ -198,3 +215,19 @@ class CudaDevice:
             "quantize": self.quantize,
             "products": "8-bit weights, widened in the product" if self.quantize == "int8" else self.dtype_name,
         }
+
+
+@cache
+def _threads() -> int:
+    """Of the host, as torch found them. Asked once: a new thread begins with what any other has set last, and that
+    may have been one, for a turn model."""
+    return torch.get_num_threads()
+
+
+def _unpin(device: torch.device, address: int) -> None:
+    """Called as memory goes, wherever that happens to be: nobody is there to meet an error."""
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # CudaError, or what a step left behind that broke the device
+        log.error("CUDA does not let go of the host's memory at %#x: %s", address, error)

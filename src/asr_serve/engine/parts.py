@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from asr_serve.engine.stats import Stats
 from asr_serve.engine.tiers import Tiers
 from asr_serve.engine.utterances.encode import EncodeRunner
 from asr_serve.engine.utterances.kept import Kept
+from asr_serve.engine.utterances.rows import pages_of
 from asr_serve.engine.utterances.runner import DecodeRunner
 from asr_serve.engine.utterances.work import Utterances
 from asr_serve.engine.voice import VadRunner, VoiceMemory
@@ -55,6 +57,8 @@ SMALL_SHARE = 8
 rest is for pages, which are large."""
 WAIT_SHARE = 8
 """A session whose chunk is there waits for others an eighth of what the chunk lasts."""
+
+log = logging.getLogger(__name__)
 
 
 class Parts(NamedTuple):
@@ -252,6 +256,16 @@ def utterances(
     if config.prefix_bytes:
         answers = config.prefix_bytes // SMALL_SHARE
         kept = Kept(runner, answers, config.prefix_bytes - 2 * answers, tiers)
+        if kept.tree.most_pages < pages_of(longest):
+            least = -(-pages_of(longest) * runner.pool[0].nbytes * SMALL_SHARE // (SMALL_SHARE - 2))
+            log.warning(
+                "prefix_bytes=%d keeps no recording of %d ms, the longest that %s hears at once: its audio is "
+                "encoded again whenever it comes again; give it %d bytes for one",
+                config.prefix_bytes,
+                chosen.max_segment_ms,
+                chosen.name,
+                least,
+            )
     return Utterances(
         model,
         EncodeRunner(model, device),

@@ -45,7 +45,9 @@ def from_bytes(tensor: Tensor, part: Part) -> None:
     if into.is_cpu:
         into.numpy()[:] = np.frombuffer(part, np.uint8)
     else:
-        into.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        # Read-only memory torch has no notion of. Of other memory no copy: it is read by the time this returns.
+        view = memoryview(part)
+        into.copy_(torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8))
 
 
 def row_bytes(specs: Mapping[str, StateSpec]) -> int:

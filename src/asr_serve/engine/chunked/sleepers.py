@@ -21,8 +21,10 @@ FULL_S = 0.25
 MOST_TAKEN = 16
 """Of those that wake, so many may have what they knew outside of the tiers before they have a slot."""
 READ_S = 2.0
-"""A sleeper that cannot be read within that is lost, where somebody waits for it on the loop's thread; and after
-that for so long again any that does not lie in memory."""
+"""A sleeper that cannot be read within that is lost: a disk may stall, and nobody waits for it for ever."""
+HASTE_S = 0.05
+"""Where the loop itself waited for one in vain, it waits so long for each that comes within READ_S: everybody else
+stands still meanwhile."""
 
 
 class Tiers(Protocol):
@@ -42,13 +44,13 @@ class Sleepers:
         self._quiet: dict[int, float] = {}
         """Those with a slot and nothing to hear, and since when: the longest first."""
         self._not_before_s = self._unread_s = -math.inf
-        """When the next one may be put there; and when one could not be read at once."""
+        """When the next one may be put there; and when the loop waited in vain for all of READ_S."""
         self._stored: set[int] = set()
         """Of whom the tiers hold something."""
-        self.asleep: set[int] = set()
-        """Of these, those that nobody has called."""
-        self.coming: set[int] = set()
-        """Those that were called, and are not read yet."""
+        self.asleep: dict[int, None] = {}
+        """Of these, those that nobody has called: the longest asleep first."""
+        self.coming: dict[int, Callable[[Held | None], None]] = {}
+        """Those that were called and are not read yet, the longest first; and who is to be told."""
         self._called: dict[int, float] = {}
         """Those that were called, and when."""
 
@@ -68,7 +70,10 @@ class Sleepers:
         self._quiet.pop(number, None)
 
     def due_s(self, pressed: bool) -> float | None:
-        """When the next one is to sleep, on the monotonic clock. `pressed`: somebody waits for a slot."""
+        """When the next one is to sleep, or is lost, on the monotonic clock. `pressed`: somebody wants a slot."""
+        return min((due for due in (self._sleep_s(pressed), self._late_s) if due is not None), default=None)
+
+    def _sleep_s(self, pressed: bool) -> float | None:
         if not self._quiet:
             return None
         after_s = min(PRESSED_S, self._after_s) if pressed else self._after_s
@@ -76,8 +81,18 @@ class Sleepers:
 
     def next(self, pressed: bool) -> int | None:
         """Who is to sleep now."""
-        due_s = self.due_s(pressed)
+        due_s = self._sleep_s(pressed)
         return next(iter(self._quiet)) if due_s is not None and due_s <= time.monotonic() else None
+
+    @property
+    def _late_s(self) -> float | None:
+        """When the next one of those that are read is lost."""
+        return next((self._called[number] + READ_S for number in self.coming), None)
+
+    def give_up(self) -> None:
+        """Those that were called and could not be read in time are lost. What comes of them later is not heard."""
+        while (late_s := self._late_s) is not None and late_s <= time.monotonic():
+            next(iter(self.coming.values()))(None)
 
     def put(self, number: int, held: Held, waiting: Iterable[tuple[int, Stream]] = ()) -> bool:
         """It sleeps from here on; False: there is no room, and if it was quiet it is so as if from now on.
@@ -95,7 +110,7 @@ class Sleepers:
         self._not_before_s = -math.inf
         self.loud(number)
         self._stored.add(number)
-        self.asleep.add(number)
+        self.asleep[number] = None
         self._keeper.stats.slept()
         self._keeper.stats.asleep(len(self.asleep))
         return True
@@ -118,24 +133,26 @@ class Sleepers:
         """Read what it knew. `done` is called with that, on the loop's thread; with None: it is lost. What it is
         given lies where it is until nobody has it any more."""
         self._rouse(number)
-        self.coming.add(number)
         self._called[number] = time.monotonic()
 
         def came(held: Held | None) -> None:
-            if number in self.coming:
-                self.coming.remove(number)
+            if self.coming.get(number) is came:  # it may have been given up, and sleep or be called again
+                del self.coming[number]
                 done(number, held)
 
+        self.coming[number] = came
         self._get(number, lambda held: self._keeper.call(lambda: came(held)))
 
     def read(self, number: int) -> Held | None:
         """Now; the loop waits for it. None: it is lost."""
         read: Future[Held | None] = Future()
         self._get(number, read.set_result)
+        whole = time.monotonic() >= self._unread_s + READ_S
         try:
-            return read.result(READ_S if time.monotonic() >= self._unread_s + READ_S else 0.0)
+            return read.result(READ_S if whole else HASTE_S)
         except TimeoutError:
-            self._unread_s = time.monotonic()
+            if whole:  # else one slow read would have all be lost that come after it
+                self._unread_s = time.monotonic()
             return None
 
     def _get(self, number: int, done: Callable[[Held | None], None]) -> None:
@@ -155,7 +172,7 @@ class Sleepers:
         self._called.pop(number, None)
         self.loud(number)
         self._rouse(number)
-        self.coming.discard(number)
+        self.coming.pop(number, None)
         if number in self._stored:
             self._drop(number)
 
@@ -166,14 +183,14 @@ class Sleepers:
 
     def _rouse(self, number: int) -> None:
         if number in self.asleep:
-            self.asleep.remove(number)
+            del self.asleep[number]
             self._keeper.stats.asleep(len(self.asleep))
 
     def check(self, quiet: set[int], silent: set[int]) -> None:
         """`quiet`: streams with a slot and nothing to hear. `silent`: those with neither."""
         assert self._tiers is None or self._quiet.keys() == quiet, "a quiet stream is not known to be one"
-        assert self.asleep <= self._stored & silent, "who sleeps has a slot, or waits for one"
-        assert self.coming <= self._called.keys() & self._stored, "what is read was not stored"
+        assert self.asleep.keys() <= self._stored & silent, "who sleeps has a slot, or waits for one"
+        assert self.coming.keys() <= self._called.keys() & self._stored, "what is read was not stored"
 
 
 def _name(number: int) -> bytes:

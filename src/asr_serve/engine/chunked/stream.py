@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -13,10 +14,13 @@ from asr_serve.decoding.attention import Recognition
 from asr_serve.engine.chunked.wrapper import Session
 from asr_serve.engine.saved import Held, Saved, read
 from asr_serve.engine.session import Piece, Utterance
+from asr_serve.errors import StepFailed
 from asr_serve.types import Found, Phases, Priority, Token
 
 MOST_AGAIN_SAMPLES = 600 * 16_000
 """Of a stream, that are kept to be heard again. Pipelines begin another one long before."""
+MOST_KEPT_BYTES = 256 << 20
+"""Of all streams together, that are kept for that: more than an hour. As much as `host_bytes` is by itself."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
@@ -47,6 +51,11 @@ def recognition(utterance: Utterance, tokens: list[Token]) -> Recognition:
     )
 
 
+def lost() -> StepFailed:
+    """There is nothing that it could go on from."""
+    return StepFailed("what a sleeping stream had heard was lost", todo="begin it again")
+
+
 class Stream:
     """One of a caller, or an utterance. It has a session once it has something to hear and a slot is free."""
 
@@ -56,8 +65,11 @@ class Stream:
         live: bool,
         utterance: Utterance | None = None,
         samples: int | None = None,
+        *,
+        keeps: bool = False,
     ) -> None:
-        """`priority`: for a slot. `live`: for steps. `samples`: the most that will come, if that is known."""
+        """`priority`: for a slot. `live`: for steps. `samples`: the most that will come, if that is known.
+        `keeps`: what it hears, should it have to be heard again."""
         self.priority, self.live, self.utterance, self.samples = priority, live, utterance, samples
         self.session: Session | None = None
         self.pieces: deque[Piece] = deque()
@@ -71,10 +83,21 @@ class Stream:
         """Tokens that were told."""
         self.held: Held | None = None
         """What its next session goes on from."""
-        self.heard: list[np.ndarray] | None = None
+        self._keeps = keeps
+        self.heard: list[np.ndarray] | None = [] if keeps else None
         """All that a session has taken, should it have to be heard again; None: that is not kept."""
         self._samples = self._again = 0
         """What they were; and tokens that come again, and were told."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of audio."""
+        return 0 if self.heard is None else 4 * self._samples
+
+    @property
+    def spent(self) -> bool:
+        """It has heard something, and that is not kept."""
+        return self.heard is None and self._samples > 0
 
     def put(self, pcm: np.ndarray) -> None:
         """A session takes it."""
@@ -120,7 +143,51 @@ class Stream:
             raise ValueError("a saved stream of which nothing was kept")
         self.fixed, self.tail, self.said = told.fixed, told.tail, told.said
         heard, *parts = map(bytes, saved.parts)  # whose memory they are in may take it back
-        self.heard = [np.frombuffer(heard, np.float32)] if told.keeps else None
+        needed = told.keeps and (self._keeps or told.session is None)
+        self.heard = [np.frombuffer(heard, np.float32)] if needed else None
         self._samples = len(heard) // 4
         self.held = None if told.session is None else Held(told.session, parts)
         return self.held
+
+
+class Kept:
+    """The audio that is kept of all streams, should they have to be heard again: so much, and no more."""
+
+    def __init__(self, streams: Mapping[int, Stream], asleep: Iterable[int]) -> None:
+        """`streams`: all. `asleep`: those of them that sleep, the longest first."""
+        self._streams, self._asleep = streams, asleep
+        self.nbytes = 0
+
+    def add(self, stream: Stream) -> None:
+        """It is one of them from here on."""
+        self.nbytes += stream.kept_bytes
+        self._make_room()
+
+    def remove(self, stream: Stream) -> None:
+        """It is not one of them any more."""
+        self.nbytes -= stream.kept_bytes
+
+    def put(self, stream: Stream, pcm: np.ndarray) -> None:
+        """Its session takes it."""
+        self.nbytes -= stream.kept_bytes
+        stream.put(pcm)
+        self.add(stream)
+
+    def _make_room(self) -> None:
+        """Of who sleeps longest nothing is kept from here on: it may be that nobody ever calls it."""
+        while self.nbytes > MOST_KEPT_BYTES:
+            asleep = (self._streams[number] for number in self._asleep)
+            stream = next((each for each in asleep if each.kept_bytes), None)
+            stream = stream or max(self._streams.values(), key=_dispensable)
+            self.remove(stream)
+            stream.heard = None
+
+    def check(self) -> None:
+        kept = sum(stream.kept_bytes for stream in self._streams.values())
+        assert self.nbytes == kept <= MOST_KEPT_BYTES, "audio is kept that nobody counts"
+
+
+def _dispensable(stream: Stream) -> tuple[bool, bool, int]:
+    """Who knows what it heard may never need the audio; of these, the longest."""
+    knows = stream.session is not None or stream.held is not None
+    return stream.kept_bytes > 0, knows, stream.kept_bytes

@@ -11,12 +11,12 @@ import numpy as np
 
 from asr_serve.engine.chunked.queue import Queue
 from asr_serve.engine.chunked.sleepers import Sleepers, Tiers
-from asr_serve.engine.chunked.stream import Stream, recognition
+from asr_serve.engine.chunked.stream import Kept, Stream, lost, recognition
 from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper, Progress, Session
 from asr_serve.engine.saved import Held, Saved
 from asr_serve.engine.session import Piece, Utterance, reject, resolve
 from asr_serve.engine.work import Attempt, Keeper, Seldom
-from asr_serve.errors import AtCapacity, Cancelled, StepFailed
+from asr_serve.errors import AtCapacity, Cancelled
 from asr_serve.types import Priority, Token
 
 LIVE_RESERVE = 4
@@ -53,6 +53,7 @@ class Streams:
         self._sleepers, self._hears_again = Sleepers(tiers, sleep_after_s), hears_again
         self._on_done, self._on_start = on_done, on_start
         self._streams: dict[int, Stream] = {}
+        self._kept = Kept(self._streams, self._sleepers.asleep)
         self._of: dict[Session, int] = {}
         self._waiting = Queue(shares)
         """Those without a slot that have something to hear; where nobody sleeps, all without one."""
@@ -91,6 +92,7 @@ class Streams:
         silent = self._streams.keys() - busy
         assert busy <= seated | waiting <= self._streams.keys(), "somebody is forgotten"
         self._sleepers.check(silent & seated, silent - seated - waiting)
+        self._kept.check()
 
     def end(self, error: Exception) -> None:
         left = list(self._streams.values())
@@ -102,12 +104,9 @@ class Streams:
                 self._reject(stream, error)
 
     def report(self) -> dict[str, int]:
-        return {
-            "waiting": len(self._waiting),
-            "decoding": len(self._of),
-            "pages": self.wrapper.states.slots,
-            "pages_used": self.wrapper.states.used,
-        }
+        states = self.wrapper.states
+        pages = {"pages": states.slots, "pages_used": states.used}
+        return {"waiting": len(self._waiting), "decoding": len(self._of), **pages}
 
     def describe(self) -> dict[str, Any]:
         states, asleep = self.wrapper.states, len(self._sleepers.asleep)
@@ -127,14 +126,13 @@ class Streams:
     def open(self, number: int, live: bool, samples: int | None = None, saved: Saved | None = None) -> None:
         """`samples`: the most that will come, if that is known. `saved`: where it stood, here or in another engine
         of the same model. Raises ValueError for one that cannot be gone on with."""
-        stream = Stream("live", live, samples=samples)  # a caller, however fast the audio comes
-        stream.heard = [] if self._hears_again else None
+        stream = Stream("live", live, samples=samples, keeps=self._hears_again)  # a caller, however fast it comes
         if saved is not None and (held := stream.load(saved)) is not None:
             self._expect(stream, held)
-            stream.heard = stream.heard if self._hears_again else None
             if self._sleepers.possible and self._sleepers.put(number, held):
                 stream.held = None  # as many may come as sleep elsewhere
         self._streams[number] = stream
+        self._kept.add(stream)
         if not self._sleepers.possible:  # then who comes first keeps a slot from here on
             self._waiting.add(number, "live")
 
@@ -172,6 +170,7 @@ class Streams:
 
     def step(self) -> bool:
         """Slots for those who wait; and a chunk of everybody who is ready, if it is due."""
+        self._sleepers.give_up()
         self._seat()
         slept = self._put_to_sleep()
         self._refuse()
@@ -220,6 +219,8 @@ class Streams:
         with self._attempt(number):
             if held is not None:
                 self._take_up(number, session, held)
+            elif stream.spent:
+                self._drop(number, lost())
             else:
                 for pcm in stream.begin_again():
                     self._put(session, pcm, last=False)
@@ -244,7 +245,7 @@ class Streams:
         if stream.held is None:
             self._keeper.stats.lost()
             if not stream.heard:
-                self._drop(number, StepFailed("what a sleeping stream had heard was lost", todo="begin it again"))
+                self._drop(number, lost())
 
     def _refuse(self) -> None:
         """Those for whom there is no slot, and whose words would come too late."""
@@ -252,9 +253,8 @@ class Streams:
             self._drop(longest[0], self._full())
 
     def _full(self) -> AtCapacity:
-        slots = self.wrapper.states.slots
         return AtCapacity(
-            f"{self._waiting.count('live')} callers wait for one of {slots} slots",
+            f"{self._waiting.count('live')} callers wait for one of {self.wrapper.states.slots} slots",
             f"up to {MOST_WAITING}, and {LONGEST_WAIT_S:g} s while somebody speaks",
             RETRY_MS,
         )
@@ -282,7 +282,7 @@ class Streams:
         with self._attempt(number):
             while stream.pieces and session.ready_ms is None and not stream.asked:
                 if not stream.begun:
-                    stream.put(stream.pieces[0].pcm)
+                    self._kept.put(stream, stream.pieces[0].pcm)
                     self._put(session, stream.pieces[0].pcm, stream.pieces[0].last)
                     stream.begun = True
                     continue
@@ -340,8 +340,7 @@ class Streams:
 
     def _sleep(self, number: int) -> bool:
         """False: there is no room for it."""
-        stream = self._streams[number]
-        session = stream.session
+        session = (stream := self._streams[number]).session
         assert session is not None
         waiting = ((each, self._streams[each]) for each in self._waiting)
         if session.audio.samples and not self._sleepers.put(number, self._hold(number, session), waiting):
@@ -373,6 +372,7 @@ class Streams:
     def _leave(self, number: int) -> Stream:
         """Nothing is held for it any more, wherever it was."""
         stream = self._streams.pop(number)
+        self._kept.remove(stream)
         self._waiting.remove(number, stream.priority)
         if stream.session is not None:
             self._rise(number, stream, stream.session)

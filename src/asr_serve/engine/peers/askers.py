@@ -26,7 +26,7 @@ SILENT_S = 120.0
 MOST_OFFERS = 8
 """Roads that one asker may offer."""
 MOST_BYTES = 1 << 30
-"""That one asker may wait for at once, unless one utterance takes more."""
+"""That one asker may wait for at once, unless one utterance takes more. worker.MOST_UNSENT bounds all of them."""
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,8 @@ class Desk(NamedTuple):
     """This and the next two from any thread."""
     unwanted: Callable[[Request], None]
     gone: Callable[[Asker], None]
+    sent: Callable[[], None]
+    """From any thread, after each reply: memory is free again."""
 
 
 class Asker:
@@ -96,6 +98,8 @@ class Asker:
         self._samples = self._bytes = 0
         self._most_bytes = 0
         """Of what it may wait for at once: what its landing memory holds."""
+        self.unsent = 0
+        """Bytes that are encoded for it and not there yet: memory of this process."""
         self._out: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -128,6 +132,9 @@ class Asker:
 
     def answer(self, reply: Reply) -> None:
         """From any thread. Nobody waits for it here."""
+        if reply.data is not None:
+            with self._lock:
+                self.unsent += reply.data.nbytes
         self._out.put(reply)
 
     # --- what it wants ------------------------------------------------------------------------------------
@@ -142,7 +149,7 @@ class Asker:
                 self.line.send(said.NotAttached(f"its keys and values are {self._desk.identity.cross}"))
                 continue
             try:
-                sender = roads.attach(offer.landing)
+                sender = roads.attach(offer.landing, only_at=self.line.there)
             except RoadFailed as failure:
                 self.line.send(said.NotAttached(str(failure)[:500]))
                 continue
@@ -219,8 +226,8 @@ class Asker:
 
     def _send_all(self, sender: Sender) -> None:
         try:
-            while (reply := self._out.get()) is not None:
-                self._send(sender, reply)
+            while self._send_next(sender):
+                pass
         except (PeerGone, RoadFailed) as failure:
             if not self._over:
                 log.warning("%s cannot be sent what it asked for: %s", self.name, failure)
@@ -229,6 +236,14 @@ class Asker:
         finally:
             self.line.hang_up()
             sender.close()
+
+    def _send_next(self, sender: Sender) -> bool:
+        """False at the end. What was sent is held by nobody while the next is waited for."""
+        if (reply := self._out.get()) is None:
+            return False
+        self._send(sender, reply)
+        self._desk.sent()
+        return True
 
     def _send(self, sender: Sender, reply: Reply) -> None:
         request, data = reply.request, reply.data
@@ -240,6 +255,7 @@ class Asker:
             del self._held[request.id]
             self._samples -= len(request.pcm)
             self._bytes -= request.spot.nbytes
+            self.unsent -= 0 if data is None else data.nbytes
         if data is None or request.cancelled:
             self.line.send(said.Failed(request.id, reply.why or "cancelled"))
             return

@@ -34,7 +34,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 STEADY_S = 30.0
 """One that stayed so long was lost over something new: it is tried again soon."""
 REFUSED_PAUSE_S = 60.0
-"""Before one that refuses, or is refused: somebody has to change something first."""
+"""Before one that refuses, is refused or cannot encode: somebody has to change something first."""
 ATTACH_S = 15.0
 """For a peer to attach what it is offered: it may have to find out that a network does not lead here."""
 WORDS = {"timeout": "lost, too slow", "torn": "lost, what came is torn", "malformed": "lost, it makes no sense"}
@@ -93,11 +93,12 @@ class Peers:
         return any(peer.room for peer in self.peers)
 
     def start(self, clips: Sequence[Clip], done: Done) -> tuple[Connection, Away] | None:
-        """Have whoever has most room encode these; of equals each in turn. None where nobody has any more."""
+        """Have whoever has most room encode these, those last that failed the last they had; of equals each in
+        turn. None where nobody has any more."""
         self._turn += 1
         turn = self._turn % len(self.peers)
         open_ones = [c for peer in self.peers[turn:] + self.peers[:turn] if (c := peer.connection) is not None]
-        for connection in sorted(open_ones, key=lambda each: each.load):
+        for connection in sorted(open_ones, key=lambda each: (each.failing, each.load)):
             if (away := connection.start(clips, done)) is not None:
                 return connection, away
         return None
@@ -160,7 +161,7 @@ class Peer:
             failures += 1
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures, 10))
             try:
-                connection = self._meet()
+                self.connection = self._meet()
             except Exception as failure:
                 refused = isinstance(failure, PeerRefused)
                 pause_s = REFUSED_PAUSE_S if refused else pause_s
@@ -168,26 +169,32 @@ class Peer:
                 self._is("refused" if refused else "connecting")
                 continue
             self._said, met_s = "", time.monotonic()
-            log.info(
-                "peer %s encodes for this engine (%s by %s)",
-                self.address,
-                connection.carries,
-                connection.landing.kind,
-            )
-            self.connection = connection
-            self._is("ready")
-            self._use(connection)
+            fit = self._use()
             if time.monotonic() - met_s > STEADY_S:
                 pause_s, failures = FIRST_PAUSE_S, 0
+            if not fit:
+                pause_s = REFUSED_PAUSE_S
 
-    def _use(self, connection: Connection) -> None:
-        """Until it is over, however that comes about: what was under way is told."""
+    def _use(self) -> bool:
+        """Until it is over, however that comes about: what was under way is told. False for a peer that cannot
+        encode. Nothing holds the connection afterwards: its landing memory is as large as what it brought."""
+        connection = self.connection
+        assert connection is not None
+        log.info(
+            "peer %s encodes for this engine (%s by %s)",
+            self.address,
+            connection.carries,
+            connection.landing.kind,
+        )
+        self._is("ready")
+        fit = True
         error: AsrServeError = PeerGone(f"peer {self.address}: the connection has ended")
         try:
             connection.run()
         except Exception as failure:
             what = f"peer {self.address}: {failure}"
             error = type(failure)(what) if isinstance(failure, (RoadTimeout, Torn)) else PeerGone(what)
+            fit = not isinstance(failure, PeerRefused)
             if not self._closing.is_set():
                 self._trouble(_reason(failure), failure)
         self.connection = None
@@ -196,9 +203,10 @@ class Peer:
             connection.close()
         except Exception:
             log.exception("what was lent to peer %s cannot be closed", self.address)
-        self._is("connecting")
+        self._is("connecting" if fit else "refused")
         for away in lost:
             away.done(error)
+        return fit
 
     def _is(self, state: str) -> None:
         self.state = state
@@ -259,8 +267,13 @@ class Peer:
                 raise RoadTimeout(f"no answer to an offer of {road} came in {ATTACH_S:g} s")
             if not isinstance(answer, said.NotAttached):
                 raise MalformedRequest(f"a message {type(answer).__name__}", "Attached or NotAttached was to come")
-            whys.append(f"{road}: {answer.why[:500]}")
-        raise PeerRefused(f"no road leads from it to here ({'; '.join(whys)})", "peer_road=tcp leads everywhere")
+            whys.append(f"{road}: {said.quoted(answer.why)}")
+        raise PeerRefused(
+            f"no road leads from it to here ({'; '.join(whys)})",
+            f"by tcp and nixl it connects to this engine at {line.here}, to a port that the system chooses: no "
+            "NAT, container bridge or firewall may be between the two",
+            "give this engine an address that the peer reaches (in a container: the host's network)",
+        )
 
     def _connected(self, line: Line, landing: Landing, carries: str, met: meeting.Met) -> Connection:
         asks = self._asks
@@ -297,5 +310,7 @@ def _reason(failure: Exception) -> str:
             return "torn"
         case MalformedRequest():
             return "malformed"
+        case PeerRefused():
+            return "refused"
         case _:
             return "gone"

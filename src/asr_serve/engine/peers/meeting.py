@@ -17,8 +17,8 @@ from typing import NamedTuple
 import msgspec
 
 from asr_serve.engine.peers import said
-from asr_serve.engine.peers.said import Hello, Identity, Line
-from asr_serve.errors import PeerRefused
+from asr_serve.engine.peers.said import Hello, Identity, Line, quoted
+from asr_serve.errors import MalformedRequest, PeerRefused, RoadTimeout
 
 HELLO_S = 5.0
 """For each message of a meeting."""
@@ -59,9 +59,9 @@ def difference(asker: Identity, worker: Identity) -> str:
     for name, word in (("model", "model"), ("weights", "weights"), ("dtype", "dtype"), ("quantize", "quantize")):
         asks, encodes = getattr(asker, name), getattr(worker, name)
         if asks != encodes:
-            found.append(f"{word}: {asks[:64]} asks, {encodes[:64]} encodes")
+            found.append(f"{word}: {quoted(asks)} asks, {quoted(encodes)} encodes")
     if not found and asker.hidden != worker.hidden:
-        found.append(f"an encoded frame: {asker.hidden} asks, {worker.hidden} encodes")
+        found.append(f"an encoded frame: {quoted(asker.hidden)} asks, {quoted(worker.hidden)} encodes")
     return "; ".join(found)
 
 
@@ -69,13 +69,19 @@ def ask(line: Line, identity: Identity, keys: Sequence[str]) -> Met:
     """The asking side. Raises PeerRefused, PeerGone, RoadTimeout, MalformedRequest."""
     ours = Hello(said.VERSION, os.urandom(NONCE_BYTES), bool(keys))
     line.send(ours)
-    theirs = line.expect(Hello, HELLO_S)
+    theirs = line.receive(HELLO_S)
+    if theirs is None:
+        raise RoadTimeout(f"no Hello came in {HELLO_S:g} s")
+    if isinstance(theirs, said.Refused):  # before it was asked anything: it has no room
+        raise PeerRefused(f"it refuses this engine: {quoted(theirs.why)}")
+    if not isinstance(theirs, Hello):
+        raise MalformedRequest(f"a message {type(theirs).__name__}", "Hello was to come")
     _compare(ours, theirs)
     nonces = ours.nonce + theirs.nonce
     line.send(said.Terms(identity, proof(keys[0], ASKER, nonces, identity) if keys else b""))
     answer = line.receive(HELLO_S)
     if isinstance(answer, said.Refused):
-        raise PeerRefused(f"it refuses this engine: {answer.why[:500]}")
+        raise PeerRefused(f"it refuses this engine: {quoted(answer.why)}")
     if not isinstance(answer, said.Welcome):
         raise PeerRefused(f"it answered {type(answer).__name__} and no Welcome")
     if keys and not hmac.compare_digest(answer.proof, proof(keys[0], WORKER, nonces, answer.identity)):
@@ -104,6 +110,12 @@ def welcome(line: Line, identity: Identity, keys: Sequence[str], bounds: Met) ->
     mine = proof(known[0], WORKER, nonces, identity) if known else b""
     line.send(said.Welcome(identity, bounds.roads, bounds.requests, bounds.samples, mine))
     return terms.identity
+
+
+def turn_away(line: Line, why: str) -> None:
+    """One for whom there is no room is told so. Raises as `ask`, never PeerRefused."""
+    line.expect(Hello, HELLO_S)  # what is not read when a connection is closed takes along what was said to it
+    line.send(said.Refused(why))
 
 
 def _refuse(line: Line, why: str) -> None:

@@ -19,14 +19,19 @@ import numpy as np
 
 from asr_serve.engine.peers import said
 from asr_serve.engine.peers.meeting import Met
-from asr_serve.engine.peers.said import Line
-from asr_serve.errors import AsrServeError, MalformedRequest, PeerGone, RoadFailed, RoadTimeout, StepFailed
+from asr_serve.engine.peers.said import Line, quoted
+from asr_serve.errors import AsrServeError, MalformedRequest, PeerGone, PeerRefused, RoadFailed, RoadTimeout
 from asr_serve.metrics import EngineMetrics
 from asr_serve.transfer.roads import Landing, Spot
 from asr_serve.types import Priority
 
 AT_ONCE = 2
 """Batches that one peer has: one that is encoded, and one that waits there or is on its way."""
+MOST_FAILED = 3
+"""Batches in a row that a peer may fail to encode: something is wrong with it, and it fails faster than others
+encode."""
+OLDEST = 4
+"""A clip is answered within so many times `peer_timeout_s`, whatever comes of others meanwhile."""
 LONGEST_TICK_S = 1.0
 """How often a connection over which nothing comes is looked after."""
 NOTHING = np.empty(0, np.uint8)
@@ -102,6 +107,8 @@ class Connection:
         self._notes: deque[said.ToWorker] = deque()
         self._sent: dict[int, Sent] = {}
         self._samples = 0
+        self.failing, self._why = 0, ""
+        """Batches in a row that it could not encode, and what it said of the last."""
         self._numbers = itertools.count()
         self._over: AsrServeError | None = None
         self._sign_s = self._progress_s = self._pinged_s = time.monotonic()
@@ -113,7 +120,7 @@ class Connection:
 
     @property
     def room(self) -> bool:
-        return self._over is None and len(self._batches) < AT_ONCE
+        return self._over is None and len(self._batches) < AT_ONCE and self.failing < MOST_FAILED
 
     def start(self, clips: Sequence[Clip], done: Done) -> Away | None:
         """Have the batch encoded; None where there is no room any more."""
@@ -146,7 +153,7 @@ class Connection:
     # --- its life -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until it breaks. Raises PeerGone, RoadFailed, MalformedRequest; and what nobody foresaw."""
+        """Until it breaks. Raises PeerGone, PeerRefused, RoadFailed, MalformedRequest; and what nobody foresaw."""
         writer = threading.Thread(target=self._write, name="peer writer", daemon=True)
         writer.start()
         try:
@@ -158,6 +165,7 @@ class Connection:
                         self._arrived(message)
                     case said.Failed(id=number, why=why):
                         self._failed(number, why)
+                        self._expect_encoder()
                     case said.Pong() | None:
                         pass
                     case other:
@@ -186,8 +194,8 @@ class Connection:
             self.line.close()
 
     def _look_after(self, message: said.ToAsker | None) -> None:
-        """Raises RoadTimeout for a peer that gives no sign of life, or does nothing for what it has; what the
-        writer broke off with."""
+        """Raises RoadTimeout for a peer that gives no sign of life, does nothing for what it has, or leaves one
+        clip of it out; what the writer broke off with."""
         now_s = time.monotonic()
         with self._news:
             if self._over is not None:
@@ -203,6 +211,12 @@ class Connection:
                 raise RoadTimeout(
                     f"nothing came of {len(self._batches)} batches for {stands_s:.1f} s",
                     f"peer_timeout_s={self._timeout_s:g}",
+                )
+            oldest_s = now_s - next((sent.at_s for sent in self._sent.values()), now_s)
+            if oldest_s > OLDEST * self._timeout_s:
+                raise RoadTimeout(
+                    f"one of {len(self._sent)} clips was not answered for {oldest_s:.1f} s",
+                    f"{OLDEST} x peer_timeout_s={self._timeout_s:g}",
                 )
             if min(quiet_s, now_s - self._pinged_s) > self._timeout_s / 4:
                 self._pinged_s = now_s
@@ -247,7 +261,8 @@ class Connection:
         number = next(self._numbers)
         self._sent[number] = Sent(away, index, spot, time.monotonic())
         self._samples += len(clip.pcm)
-        message = said.Encode(number, len(clip.pcm), clip.whole, clip.priority, clip.within_ms, spot)
+        within_ms = None if clip.within_ms is None else min(max(0, clip.within_ms), said.MOST_WITHIN_MS)
+        message = said.Encode(number, len(clip.pcm), clip.whole, clip.priority, within_ms, spot)
         return message, clip.pcm
 
     # --- what comes back ----------------------------------------------------------------------------------------
@@ -286,16 +301,26 @@ class Connection:
             self._tell(sent.away)
 
     def _failed(self, number: int, why: str) -> None:
+        """Its batch is as lost as if the peer were: another one may be able to encode it, or this engine."""
         with self._news:
             sent = self._sent.get(number)
             if sent is None:
                 raise MalformedRequest(f"request {number} has failed", "it was not asked, or was answered before")
             if sent.place not in sent.away.unwanted:
-                sent.away.error = StepFailed(f"a peer could not encode it: {why[:500]}", todo="try again")
+                self._why = quoted(why)
+                sent.away.error = PeerGone(f"a peer could not encode it: {self._why}")
             self.landing.answered(sent.spot)
             over = self._returned(number, sent)
         if over:
             self._tell(sent.away)
+
+    def _expect_encoder(self) -> None:
+        """Raises PeerRefused where it fails batch after batch."""
+        if self.failing >= MOST_FAILED:
+            raise PeerRefused(
+                f"it failed {self.failing} batches in a row: {self._why}",
+                todo="see its own log; it is asked again later",
+            )
 
     def _returned(self, number: int, sent: Sent) -> bool:
         """Its memory is free. Whether that was the last of its batch."""
@@ -310,6 +335,10 @@ class Connection:
         away.left -= 1
         if not away.left:
             self._batches.remove(away)
+            if away.error is not None:
+                self.failing += 1
+            elif len(away.unwanted) < len(away.clips):
+                self.failing = 0
         return not away.left
 
     def _tell(self, away: Away) -> None:

@@ -12,12 +12,14 @@ import contextlib
 import select
 import socket
 import struct
+import sys
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from asr_serve.errors import MalformedRequest, PeerGone, RoadTimeout
 from asr_serve.transfer.roads import Spot
@@ -29,6 +31,13 @@ MOST_BYTES = 1 << 20
 """Of a message, its samples apart."""
 MESSAGE_S = 10.0
 """A message that has begun is over by then."""
+SEND_S = 30.0
+"""For the other side to read something of what it is sent: one that does not is gone."""
+SILENT_S = 10
+"""Until a machine that answers nothing any more is taken for dead, while nothing is being sent."""
+MOST_WITHIN_MS = 600_000
+MOST_QUOTED = 200
+"""Characters of the other side's own words, in an error or the log."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -83,7 +92,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     length: int
     whole: bool
     priority: Priority
-    within_ms: int | None
+    within_ms: Annotated[int, Meta(ge=0, le=MOST_WITHIN_MS)] | None
     spot: Spot
 
 
@@ -164,8 +173,7 @@ class Line:
     """One end of the connection. `send` may be called from any thread; one thread receives."""
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        end.setblocking(True)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _steady(end)
         self._end, self._decoder = end, decoder
         self._sending = threading.Lock()
         self._poll = select.poll()
@@ -176,8 +184,16 @@ class Line:
         """The address at which the other side reaches this one."""
         return str(self._end.getsockname()[0])
 
+    @property
+    def there(self) -> str:
+        """The address from which the other side speaks. Raises PeerGone."""
+        try:
+            return str(self._end.getpeername()[0])
+        except OSError as failure:
+            raise PeerGone(f"the other engine has hung up: {failure}") from failure
+
     def send(self, message: Message, samples: np.ndarray | None = None) -> None:
-        """Waits while the other side does not read. Raises PeerGone."""
+        """Waits while the other side does not read, SEND_S at most without a byte. Raises PeerGone."""
         data = _encode(message)
         assert len(data) <= MOST_BYTES
         try:
@@ -185,6 +201,9 @@ class Line:
                 self._end.sendall(_LENGTH.pack(len(data)) + data)
                 if samples is not None:
                     self._end.sendall(samples.data.cast("B"))
+        except BlockingIOError:  # the socket's own word for time that is over
+            self.hang_up()  # half a message may be out: nothing can follow it
+            raise PeerGone(f"the other engine has read nothing for {SEND_S:g} s") from None
         except (OSError, ValueError) as failure:
             raise PeerGone(f"the other engine has hung up: {failure}") from failure
 
@@ -201,7 +220,7 @@ class Line:
         try:
             return self._decoder.decode(data)
         except (msgspec.DecodeError, RecursionError) as failure:
-            raise MalformedRequest(f"{length} bytes that are no message: {failure}") from failure
+            raise MalformedRequest(f"{length} bytes that are no message: {quoted(failure)}") from failure
 
     def expect(self, kind: type[M], wait_s: float = MESSAGE_S) -> M:
         """A message of that kind and no other. Raises as `receive`, and RoadTimeout where none comes."""
@@ -246,3 +265,21 @@ class Line:
                 raise PeerGone("the other engine has hung up")
             at += got
         return into
+
+
+def quoted(theirs: object) -> str:
+    """What the other side said in its own words, as it may go into an error or the log: short, and on one line."""
+    return repr(str(theirs)[:MOST_QUOTED])
+
+
+def _steady(end: socket.socket) -> None:
+    """In blocking mode; it says small things at once, waits for nobody for ever, and notices who vanished."""
+    end.setblocking(True)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    seconds, micros = int(SEND_S), 0
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, micros))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 2)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // 2)

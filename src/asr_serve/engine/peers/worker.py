@@ -20,7 +20,7 @@ from torch import Tensor
 
 from asr_serve.config import EngineConfig
 from asr_serve.engine.peers.askers import Asker, Desk, Reply, Request
-from asr_serve.engine.peers.meeting import Meeting, Met
+from asr_serve.engine.peers.meeting import Meeting, Met, turn_away
 from asr_serve.engine.peers.said import Identity, Line, to_worker
 from asr_serve.engine.session import Utterance, reject
 from asr_serve.engine.utterances.encode import EncodeRunner
@@ -30,10 +30,15 @@ from asr_serve.errors import AsrServeError, MalformedRequest, OptionError
 from asr_serve.transfer import roads
 
 MOST_ASKERS = 16
+MOST_TURNED_AWAY = 4
+"""Askers beyond them that are told so at once; more are hung up on."""
 MOST_REQUESTS = 256
 """That one asker may have under way."""
 MOST_SAMPLES = 16 << 20
 """The same: 64 MiB of audio, or one utterance where that is longer."""
+MOST_UNSENT = 2 << 30
+"""Bytes that are encoded and not at their askers yet, of all of them together: until some have gone nothing more
+is encoded. A batch may go beyond it. An asker that takes nothing is hung up on after `peer_timeout_s`."""
 ROOM = 1 << 30
 """Rows and pages: whoever decodes has counted them."""
 AGAIN_S = 1.0
@@ -66,6 +71,9 @@ class Encoding:
         self._lock = threading.Lock()
         self._askers: dict[Asker, None] = {}
         """In the order in which they came."""
+        self._turning_away = threading.Semaphore(MOST_TURNED_AWAY)
+        self._held_back = False
+        """No batch was begun, since too much of the last ones is not sent yet."""
         self._closing = threading.Event()
         self._door = _listen(*meeting.listen)
         self.port: int = self._door.getsockname()[1]
@@ -95,6 +103,7 @@ class Encoding:
             wanted=lambda request: keeper.call(lambda: self._wanted(request)),
             unwanted=lambda request: keeper.call(lambda: self._unwanted(request)),
             gone=lambda asker: keeper.call(lambda: self._gone(asker)),
+            sent=self._sent,
         )
         threading.Thread(target=self._accept, args=(desk,), name="peer door", daemon=True).start()
         log.info("this engine encodes %s for others on port %d", self._identity.model, self.port)
@@ -123,13 +132,33 @@ class Encoding:
                 self._askers[asker] = None
         if leaves is not None:
             log.warning("%s is hung up on: %d connections are open already", leaves.name, MOST_ASKERS)
-            leaves.line.hang_up()
         if leaves is asker:
-            asker.line.close()
+            self._turn_away(asker.line)
             return
+        if leaves is not None:
+            leaves.line.hang_up()
         with contextlib.ExitStack() as undo:
             undo.callback(self._forget, asker)
             threading.Thread(target=self._meet, args=(asker,), name="peer asks", daemon=True).start()
+            undo.pop_all()
+
+    def _turn_away(self, line: Line) -> None:
+        """Beside the door, which waits for nobody: it is told why, or it would try again and again."""
+
+        def tell() -> None:
+            try:
+                with contextlib.suppress(AsrServeError):  # it is gone, or says nothing
+                    turn_away(line, f"{MOST_ASKERS} askers are here already; ask another engine")
+            finally:
+                line.close()
+                self._turning_away.release()
+
+        with contextlib.ExitStack() as undo:
+            undo.callback(line.close)
+            if self._closing.is_set() or not self._turning_away.acquire(blocking=False):
+                return
+            undo.callback(self._turning_away.release)
+            threading.Thread(target=tell, name="peer turned away", daemon=True).start()
             undo.pop_all()
 
     def _who_leaves(self, new: Asker) -> Asker | None:
@@ -153,6 +182,11 @@ class Encoding:
     def _forget(self, asker: Asker) -> None:
         with self._lock:
             self._askers.pop(asker, None)
+        self._sent()  # what was encoded for it is nobody's any more
+
+    def _sent(self) -> None:
+        if self._held_back:
+            self.keeper.call(lambda: None)
 
     # --- on the loop's thread -----------------------------------------------------------------------------
 
@@ -183,7 +217,17 @@ class Encoding:
         if all(each.asker is not request.asker for each in self._waiting.values()):
             request.asker.finished_s.clear()  # what was not used is not owed
 
+    def _full(self) -> bool:
+        """Whether askers have to take what is encoded before there is more of it."""
+        self._held_back = True  # before it is counted: what is sent from here on wakes this loop
+        with self._lock:
+            unsent = sum(asker.unsent for asker in self._askers)
+        self._held_back = unsent >= MOST_UNSENT
+        return self._held_back
+
     def step(self) -> bool:
+        if self._waiting and self._full():
+            return False
         batch = [self._waiting[key] for key in self.planner.plan(ROOM, ROOM)]
         for request in batch:
             self._take(request)
@@ -219,7 +263,7 @@ class Encoding:
         if any(request.asker.carries == "cross" for request in batch):
             carried["cross"] = self.runner.model.cross(hidden)
         return [
-            carried[request.asker.carries][offset : offset + frames].contiguous().cpu()
+            _alone(carried[request.asker.carries][offset : offset + frames])
             for request, offset, frames in zip(batch, packing.offsets, packing.frames, strict=True)
         ]
 
@@ -264,6 +308,12 @@ class Encoding:
             "peer_batches": self.batches,
             "peer_requests": self.encoded,
         }
+
+
+def _alone(frames: Tensor) -> Tensor:
+    """In the host's memory, contiguous, and no view: a slow asker keeps its own clip and not the whole batch."""
+    found = frames.contiguous().cpu()
+    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -19,6 +19,7 @@ import numpy as np
 
 from asr_serve.config import engine_environment
 from asr_serve.engine.process import wire
+from asr_serve.engine.process.sending import Letter, Sender
 from asr_serve.errors import EngineClosed
 from asr_serve.transfer import ring
 from asr_serve.transfer.parcel import Label, Parcel
@@ -63,11 +64,14 @@ def passed(pipe: Connection, label: Label) -> Parcel:
 
 
 class Child:
-    """Made by `start`. `send` is for one thread at a time, `receive` for another."""
+    """Made by `start`. `receive` is for one thread at a time."""
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: Connection, writer: PcmWriter) -> None:
         self.process, self.writer = process, writer
         self._pipe = pipe
+        # It waits for room in the ring and the pipe. Should that fail, whether the process died or only its pipe
+        # broke, half a message is in there: it is of no more use.
+        self._sender = Sender(f"asr-serve to {process.pid}", self._write, lost=self.kill)
         self.sign_s = time.monotonic()
         """When it last gave a sign of life; `patience_s`: without one for so long, it is of no use."""
         self.patience_s = math.inf
@@ -104,8 +108,7 @@ class Child:
                 raise EngineClosed(f"no engine process could be started: {failure}") from failure
             ours.pop_all()
         child = cls(process, here, writer)
-        with contextlib.suppress(OSError):  # it may be dead already: `wait_ready` tells
-            child._pipe.send_bytes(wire.encode(spec))
+        child._sender.send(Letter(wire.encode(spec)))  # it may be dead already: `wait_ready` tells
         return child
 
     def wait_ready(self, others: Callable[[wire.ToServer | Left], None]) -> wire.Ready:
@@ -125,20 +128,36 @@ class Child:
         self,
         message: wire.ToEngine,
         pcm: np.ndarray | None = None,
-        session: int = 0,
+        number: int = 0,
         parcel: Parcel | None = None,
+        owner: int | None = None,
     ) -> None:
-        """The message, and the samples or the parcel that it announces. Raises OSError or PeerGone."""
+        """The message, and the samples or the parcel that it announces: written in the order of the calls, by a
+        thread of its own. `number`: of the samples in the ring. `parcel`: becomes ours. `owner`: of what
+        `withdraw` takes back."""
+        # What waits here is bounded by whoever lets it in: an utterance is among EngineClient's requests until it
+        # is answered or cancelled, a recording has two pieces under way and a live caller one, and there are
+        # MAX_TURNS questions. Given keeps the same arrays until they are answered, so that they take no more
+        # memory here; what it gives up is withdrawn. The rest is some bytes for each.
+        pcm = None if pcm is None else np.ascontiguousarray(pcm)
+        self._sender.send(Letter(wire.encode(message), pcm, number, parcel, owner))
+
+    def withdraw(self, owner: int) -> None:
+        """What of its messages has not been written."""
+        self._sender.withdraw(owner)
+
+    def _write(self, letter: Letter) -> None:
         # The samples first: then whoever reads the message finds them there and wakes up once. What is larger
         # than the ring would wait for a reader that nobody has told.
+        pcm = letter.pcm
         first = pcm is not None and pcm.nbytes <= self.writer.capacity_bytes
         if pcm is not None and first:
-            self.writer.put(session, pcm)
-        self._pipe.send_bytes(wire.encode(message))
+            self.writer.put(letter.number, pcm)
+        self._pipe.send_bytes(letter.message)
         if pcm is not None and not first:
-            self.writer.put(session, pcm)
-        if parcel is not None:
-            pass_on(self._pipe, parcel)
+            self.writer.put(letter.number, pcm)
+        if letter.parcel is not None:
+            pass_on(self._pipe, letter.parcel)
 
     def receive(self) -> wire.ToServer | Left | None:
         """The next message; None when the process is gone."""
@@ -164,6 +183,8 @@ class Child:
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def close(self) -> None:
-        """Give back the pipe and the ring."""
+        """Give back the pipe and the ring, when it is gone: what was not written is for nobody."""
+        self._sender.drop()
+        self.writer.close()  # who waits for room wakes up
+        self._sender.join()
         self._pipe.close()
-        self.writer.close()

@@ -21,7 +21,8 @@ from asr_serve.engine.process.pending import (
     unanswered,
 )
 from asr_serve.engine.session import Piece, Windows
-from asr_serve.errors import AsrServeError, EngineCrashed, PeerGone
+from asr_serve.errors import AsrServeError, EngineCrashed
+from asr_serve.transfer.parcel import Parcel
 
 MAX_DEATHS = 3
 """Processes that may die while they work on one request."""
@@ -69,7 +70,7 @@ class Given:
     def cancel(self, request_id: int) -> Work | None:
         """None: it is not here."""
         if (work := self.work.pop(request_id, None)) is not None:
-            self.send(wire.Cancel(request_id))
+            self._withdraw(request_id, wire.Cancel(request_id))
         return work
 
     def open(self, number: int, session: Session) -> None:
@@ -86,7 +87,7 @@ class Given:
         """None: it is not here."""
         if (session := self.sessions.pop(number, None)) is not None:
             session.forget()
-            self.send(wire.CloseSession(number))
+            self._withdraw(number, wire.CloseSession(number))
         return session
 
     def ask_turn(self, pcm: np.ndarray, answer: Future[float]) -> None:
@@ -105,36 +106,47 @@ class Given:
             self.child.kill()
 
     def send(
-        self, message: wire.ToEngine, pcm: np.ndarray | None = None, session: int = 0, stream: Stream | None = None
+        self,
+        message: wire.ToEngine,
+        pcm: np.ndarray | None = None,
+        number: int = 0,
+        parcel: Parcel | None = None,
+        owner: int | None = None,
     ) -> None:
-        """`stream`: the one whose parcel follows."""
-        if not self.up:
-            return
-        assert self.child is not None
-        try:
-            self.child.send(message, pcm, session, stream.saved if stream else None)
-        except (OSError, PeerGone):
-            # Whether it died or only its pipe broke: half a message is in there, it is of no more use.
-            self.child.kill()
-            self.up = False
+        """See Child.send: nobody waits here. What a process that dies has not been written is lost with it, and
+        goes to the next one with everything else that is kept here."""
+        if self.up:
+            assert self.child is not None
+            self.child.send(message, pcm, number, parcel, owner)
+        elif parcel is not None:
+            parcel.close()
+
+    def _withdraw(self, number: int, ending: wire.ToEngine) -> None:
+        """What is given up: samples that wait for room in the ring would be held for nobody. `ending`: for what
+        the process has heard of it, if it has."""
+        if self.up:
+            assert self.child is not None
+            self.child.withdraw(number)
+            self.child.send(ending)
 
     def _send_work(self, work: Work) -> None:
-        self.send(work.message(), work.utterance.pcm, work.utterance.id)
+        number = work.utterance.id
+        self.send(work.message(), work.utterance.pcm, number, owner=number)
 
     def _send_piece(self, session: Session, number: int, piece: Windows | Piece) -> None:
         if isinstance(session, Stream):
             session.under_way += 1
-        self.send(message(number, piece), piece.pcm, piece.session)
+        self.send(message(number, piece), piece.pcm, piece.session, owner=piece.session)
 
     def _begin(self, number: int, session: Session) -> None:
         if not self.up:
             return
         opening = session.opening(number)
         if isinstance(session, Stream) and session.coming:
-            self.send(opening, stream=session)
-            session.forget()  # should this process die, the next hears it from its start
+            # Should this process die, the next hears it from its start.
+            self.send(opening, parcel=session.hand_over(), owner=number)
             return  # its pieces follow when it has been said that it can go on from there
-        self.send(opening)
+        self.send(opening, owner=number)
         for piece, audio in session.again():
             self._send_piece(session, piece, audio)
 

@@ -28,6 +28,7 @@ from asr_serve.engine.names import name, name_windows
 from asr_serve.engine.parts import Checkpoint, as_built, assemble
 from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import pass_on, passed
+from asr_serve.engine.process.sending import Letter, Sender
 from asr_serve.engine.saved import Saved
 from asr_serve.engine.session import Piece, Utterance, Windows
 from asr_serve.engine.stats import Stats
@@ -51,14 +52,24 @@ class Host:
 
     def __init__(self, pipe: Connection, ring: PcmReader) -> None:
         self._pipe, self._ring = pipe, ring
-        self._sending = threading.Lock()
-        self._stopped = False
+        # What waits there is bounded by what was asked: one answer for each request and piece that the server let
+        # in, and callers who get none put nothing more; a pong for each ping, which stop coming when the server
+        # gives us up; a report for each that somebody waited for in vain, some KB every few seconds.
+        self._sender = Sender("to the server", self._write)
         self._loop: Loop | None = None
         self._turns: TurnRunner | None = None
         self._metrics: EngineMetrics | None = None
         self._text, self._text_at = b"", -math.inf
 
     def run(self, spec: wire.EngineSpec) -> int:
+        """Its exit code. What was to be said by then has been."""
+        try:
+            return self._run(spec)
+        finally:
+            self._sender.end()
+            self._sender.join()
+
+    def _run(self, spec: wire.EngineSpec) -> int:
         started = time.perf_counter()
         try:
             checkpoint = Checkpoint.find(spec.model, spec.weights).looking_ahead(spec.config.lookahead_frames)
@@ -73,7 +84,8 @@ class Host:
                 checkpoint.card,
                 spec.config,
                 on_done=lambda _: None,
-                on_stop=self._stop_sending,
+                # What the ending loop rejects is not for the callers: the server gives it to the next engine.
+                on_stop=self._sender.end,
                 on_start=lambda ids: self._send(wire.Started(tuple(ids))),
                 stats=Stats(self._metrics),
                 keep_states=True,
@@ -253,20 +265,15 @@ class Host:
         self._send(wire.Report(number, loop.describe(), self._text))
 
     def _send(self, message: wire.ToServer, parcel: Parcel | None = None) -> None:
-        """`parcel`: that the message announces; it is closed."""
-        with self._sending:
-            if not self._stopped:
-                with contextlib.suppress(OSError):  # the server is gone: the reading thread sees it too
-                    self._pipe.send_bytes(wire.encode(message))
-                    if parcel is not None:
-                        pass_on(self._pipe, parcel)
-        if parcel is not None:
-            parcel.close()
+        """Waits for nobody: the reading thread answers too, and who reads must never wait for who writes.
+        `parcel`: that the message announces; it is closed."""
+        self._sender.send(Letter(wire.encode(message), parcel=parcel))
 
-    def _stop_sending(self) -> None:
-        """What the ending loop rejects is not for the callers: the server gives it to the next engine."""
-        with self._sending:
-            self._stopped = True
+    def _write(self, letter: Letter) -> None:
+        """Raises OSError when the server is gone: the reading thread sees it too."""
+        self._pipe.send_bytes(letter.message)
+        if letter.parcel is not None:
+            pass_on(self._pipe, letter.parcel)
 
     def log(self, record: logging.LogRecord, text: str) -> None:
         self._send(wire.Log(record.name, record.levelno, text))

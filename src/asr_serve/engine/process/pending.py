@@ -177,6 +177,11 @@ class Stream(Session):
             self.saved.close()
             self.saved = None
 
+    def hand_over(self) -> Parcel | None:
+        """Where it stood, for whoever takes it: it is closed there."""
+        saved, self.saved = self.saved, None
+        return saved
+
     def answered(self, number: int, state: bytes | None) -> Windows | Piece | None:
         self.under_way -= 1
         first = self.pieces[0] if self.pieces else None

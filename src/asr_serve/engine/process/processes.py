@@ -47,7 +47,8 @@ class Processes:
         self._spec, self._ring = spec, ring
         self._tell, self._on_stop = tell, on_stop
         self.lock = threading.Lock()
-        """Of what follows, and of the order of messages."""
+        """Of what follows, and of the order of messages. The server's event loop takes it, so that whoever has it
+        waits for no process."""
         self.changed = threading.Condition(self.lock)
         """To be notified when somebody's work has ended."""
         self.current = Given()
@@ -73,7 +74,8 @@ class Processes:
     @property
     def all(self) -> list[Given]:
         """That there are at the moment."""
-        old = self.renewal.old if self.renewal else None
+        renewal = self.renewal
+        old = renewal.old if renewal else None
         return list(dict.fromkeys(each for each in (self.current, old, self._coming) if each is not None))
 
     def expect_open(self) -> None:
@@ -216,6 +218,7 @@ class Processes:
             log.error("the engine process died (%s)", code)
             with self.lock:
                 answers = given.strike(code)
+                self._hurry()
             self._tell(answers)
             troubles = 0 if time.monotonic() - started_s > HEALTHY_S else troubles + 1
             started_s = time.monotonic()
@@ -241,7 +244,9 @@ class Processes:
     def _start(self, given: Given) -> wire.Ready:
         """A process whose model is loaded. Raises what loading raises, EngineClosed."""
         child = given.child = Child.start(self._spec, self._ring)
-        child.patience_s = LOAD_S
+        with self.lock:
+            child.patience_s = LOAD_S
+            self._hurry()
         if self._closing.is_set():  # `close` may have looked before there was one
             child.kill()
         with contextlib.ExitStack() as undo:
@@ -249,6 +254,17 @@ class Processes:
             ready = child.wait_ready(self._forward)
             undo.pop_all()
         return ready
+
+    def _hurry(self) -> None:
+        """The current one is gone, and what a renewal loads in its place is what callers wait for. Its files are
+        here, since the first one loaded them: if it hangs it is killed, and another is started as after any death.
+        """
+        coming = self._coming
+        if self.state == "ready" or coming is None or coming is self.current:
+            return
+        if coming.child is not None:
+            patience_s = HUNG_S + 2 * self.ready.load_s
+            coming.child.patience_s = min(coming.child.patience_s, patience_s)
 
     def _start_again(self, given: Given, troubles: int) -> bool:
         """False: there is no need any more."""
@@ -285,19 +301,17 @@ class Processes:
             self.state = "ready"
 
     def _watch(self) -> None:
-        """Kill a process that gives no sign of life: it is asked for one again and again. Waits for no lock:
-        whoever holds it may wait for that process. And keeps hold of none: the memory of a dead one would stay."""
+        """Kill a process that gives no sign of life: it is asked for one again and again. Keeps hold of none: the
+        memory of a dead one would stay."""
         while not self._closing.wait(HUNG_S / 10):
-            if self.lock.acquire(timeout=1):
-                try:
-                    self._ping()
-                finally:
-                    self.lock.release()
+            self._ping()
             self._kill_the_silent()
 
     def _ping(self) -> None:
-        for given in self.all:
-            given.send(wire.Ping())
+        """Those whose pipe is full too: what is sent waits for room on another thread (Child.send)."""
+        with self.lock:
+            for given in self.all:
+                given.send(wire.Ping())
 
     def _kill_the_silent(self) -> None:
         for child in [each.child for each in self.all]:
@@ -329,7 +343,7 @@ class Processes:
 
     def close(self) -> None:
         self._closing.set()
-        # A process that hangs may hold up us, and somebody who has the lock; killed, it does not.
+        # A process that hangs may hold us up; killed, it does not.
         last = threading.Timer(END_TIMEOUT_S, self._kill)
         last.daemon = True
         last.start()

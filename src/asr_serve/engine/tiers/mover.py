@@ -6,18 +6,22 @@ a test can choose what happens between two pieces.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from asr_serve.engine.tiers.entries import Chunk, Entry, Place, chunks
+from asr_serve.engine.tiers.entries import Chunk, Done, Entry, Place, chunks
 from asr_serve.engine.tiers.sealing import Mark, Sealing
 from asr_serve.engine.tiers.shelves import Shelves
 from asr_serve.errors import DiskFailed
-from asr_serve.transfer.disk import Disk, aligned
+from asr_serve.transfer.disk import Disk, aligned, still_under_way
+
+log = logging.getLogger(__name__)
 
 BATCH_BYTES = 32 << 20
 """Of small entries, so much is read or written at once, to keep the disk busy."""
@@ -25,6 +29,8 @@ SLICE_BYTES = 8 << 20
 """Of what is written, so much is closed while the slice before is under way; then whoever wants to read may."""
 MOST_DIRTY = 0.5
 """Share of the memory above which what was long unused is written to the file."""
+AGAIN_S = 1.0
+"""After so long the machine is asked again for memory that it had not."""
 
 
 class Reading:
@@ -35,6 +41,9 @@ class Reading:
         self.begun_s = time.perf_counter()
         self.left = -1
         self.good = True
+        self.astray = False
+        """The disk gave it up while it was under way, and may write into the memory at any time: nobody else gets
+        that."""
 
 
 class Writing(NamedTuple):
@@ -56,6 +65,8 @@ class Mover:
         self.pressed = False
         """Somebody found no room: everything that can be is written, until somebody finds it."""
         self.closing = False
+        self._short = False
+        """There was no memory for one more beside the rest."""
 
     # --- any thread, under the lock -----------------------------------------------------------------
 
@@ -67,7 +78,7 @@ class Mover:
 
     @property
     def has_to_do(self) -> bool:
-        return bool(self._wanted) or self._shelves.dirty_bytes > self._most_dirty_bytes
+        return not self.closing and (bool(self._wanted) or self._shelves.dirty_bytes > self._most_dirty_bytes)
 
     @property
     def _most_dirty_bytes(self) -> int:
@@ -80,12 +91,17 @@ class Mover:
         try:
             while not self.closing:
                 if not self.work():
-                    self.bell.get()
+                    with contextlib.suppress(queue.Empty):
+                        self.bell.get(timeout=AGAIN_S if self._short else None)
         finally:
+            if not self.closing:  # what is no failure of the disk: memory alone is left, and somebody has to know
+                log.error("the disk's thread has failed: what sleeps in the file is lost", exc_info=True)
             self.end()
 
     def work(self) -> bool:
         """One batch of reads, or of writes. False: there is nothing to do, or no room for it now."""
+        if self.closing:
+            return False
         reading = self._coming()
         if reading:
             self._read(reading)
@@ -101,13 +117,11 @@ class Mover:
 
     def end(self) -> None:
         """Nothing is read any more: everybody who waits is told so."""
-        with self._lock:
+        with contextlib.ExitStack() as telling, self._lock:
             self.closing = True
-            told = [done for entry in self._shelves.entries.values() for done in entry.waiting]
             for entry in self._shelves.entries.values():
+                _tell(telling, entry.waiting, [None] * len(entry.waiting))
                 entry.waiting = []
-        for done in told:
-            done(None)
 
     # --- reading ------------------------------------------------------------------------------------
 
@@ -128,10 +142,17 @@ class Mover:
     def _forced(self) -> list[Reading]:
         """Nothing could be written to make room: something is dropped, or the next one lies beside the rest."""
         with self._lock:
+            was_short, self._short = self._short, False
             if not self._next():
                 return []
             entry = self._wanted[0]
-            memory = self._shelves.room(entry.nbytes, drop=True) or self._shelves.room_beside(entry)
+            try:
+                memory = self._shelves.room(entry.nbytes, drop=True) or self._shelves.room_beside(entry)
+            except OSError as error:  # it is not lost: it waits until the machine has memory for it
+                self._short = True
+                if not was_short:
+                    log.warning("no %d bytes of memory for what is to wake, it waits: %s", entry.nbytes, error)
+                return []
             return [] if memory is None else [self._begun(memory)]
 
     def _next(self) -> bool:
@@ -148,12 +169,15 @@ class Mover:
     def _read(self, reading: list[Reading]) -> None:
         try:
             if not self._fetched(reading) and len(reading) > 1:
-                for one in [one for one in reading if one.left]:
+                for one in [one for one in reading if one.left and not one.astray]:
                     self._fetched([one])  # the disk does not say which it could not read
         finally:
-            for one in reading:
-                if one.left:
-                    self._landed(one)
+            with contextlib.ExitStack() as landing:
+                for one in reversed(reading):
+                    if one.left:
+                        landing.callback(self._landed, one)
+        if any(one.astray for one in reading):
+            self.end()
 
     def _fetched(self, reading: list[Reading]) -> bool:
         """False: the disk failed. Whoever has all of its chunks is told at once."""
@@ -174,27 +198,31 @@ class Mover:
                     self._landed(one)
                 if self.closing:
                     break
-        except DiskFailed:
+        except DiskFailed as failure:
+            if still_under_way(failure):
+                for one in reading:
+                    one.astray = bool(one.left)
             return False
         return True
 
     def _landed(self, one: Reading) -> None:
         entry = one.entry
-        with self._lock:
+        with contextlib.ExitStack() as telling, self._lock:
             one.file.leave()
             told, entry.waiting, entry.coming = entry.waiting, [], False
             lent: list[list[memoryview] | None] = [None] * len(told)
+            _tell(telling, told, lent)
+            lands = not (entry.gone or self.closing or one.left) and one.good
+            if not lands and not one.astray:
+                one.memory.leave()
             if entry.gone or self.closing:
-                one.memory.leave()
-            elif one.left or not one.good:
-                one.memory.leave()
+                return
+            if not lands:
                 self._shelves.lost(entry, "failed" if one.left else "torn")
             else:
                 self._shelves.landed(entry, one.memory)
-                lent = [self._shelves.lend(entry, self.bell) for _ in told]
+                lent[:] = [self._shelves.lend(entry, self.bell) for _ in told]
                 self._tally.spent("read", time.perf_counter() - one.begun_s)
-        for done, parts in zip(told, lent, strict=True):
-            done(parts)
 
     # --- writing ------------------------------------------------------------------------------------
 
@@ -206,11 +234,11 @@ class Mover:
 
     def _write(self, writing: list[Writing]) -> None:
         begun_s = time.perf_counter()
-        failed = False
+        failed = astray = False
         try:
             self._put_down(writing)
-        except DiskFailed:
-            failed = True
+        except DiskFailed as failure:
+            failed, astray = True, still_under_way(failure)
         again: list[Writing] = []
         with self._lock:
             for one in writing:
@@ -229,6 +257,8 @@ class Mover:
                     self._tally.not_written()
         for one in again:  # the disk does not say which it could not write
             self._write([one])
+        if astray:  # it only reads the memory, and the file is read no more: both may be another's
+            self.end()
 
     def _put_down(self, writing: list[Writing]) -> None:
         under_way: Iterator[int] = iter(())
@@ -260,6 +290,17 @@ class Mover:
         """Nothing is under way for a moment."""
         while reading := self._coming():
             self._read(reading)
+
+
+def _tell(telling: contextlib.ExitStack, told: Sequence[Done], lent: Sequence[list[memoryview] | None]) -> None:
+    """In their order as `telling` is left, whatever happens before and whatever one of them does. `lent` may be
+    filled until then."""
+
+    def tell(number: int) -> None:
+        told[number](lent[number])
+
+    for number in reversed(range(len(told))):
+        telling.callback(tell, number)
 
 
 def _part(memory: Place, chunk: Chunk) -> memoryview:

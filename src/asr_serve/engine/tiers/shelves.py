@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from asr_serve.engine.tiers.entries import Done, Entry, Place
+from asr_serve.engine.tiers.entries import NOTHING, Done, Entry, Place
 from asr_serve.engine.tiers.extents import Extent, Extents
 from asr_serve.engine.tiers.sealing import Mark
 from asr_serve.engine.tiers.tally import Lost, Tally
@@ -101,6 +101,14 @@ class Shelves:
         self.tally.lost(reason)
         told = self.remove(entry)
         assert not told, "somebody waits for it"
+
+    def close(self) -> None:
+        """Nothing is kept any more. The memory goes with the last view of it: what is let go from here on is told
+        to nobody who would hold it."""
+        for entry in list(self.entries.values()):
+            self.remove(entry)
+        self.settle()
+        self.memory, self.returned = NOTHING, queue.SimpleQueue()
 
     # --- who looks at what --------------------------------------------------------------------------
 

@@ -6,7 +6,9 @@ get: where it lies in memory, at once  <------ read, checked           by the di
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asr_serve.config import EngineConfig
-from asr_serve.engine.tiers.entries import Done, Entry, Place
+from asr_serve.engine.tiers.entries import NOTHING, Done, Entry, Place
 from asr_serve.engine.tiers.mover import Mover
 from asr_serve.engine.tiers.sealing import read_key, sealing
 from asr_serve.engine.tiers.shelves import Shelves
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
     from asr_serve.metrics import EngineMetrics
 
 Parts = Sequence[memoryview | bytes]
-Pin = Callable[[memoryview], None]
+Unpin = Callable[[], None]
+Pin = Callable[[memoryview], Unpin]
 
 
 class Tiers:
@@ -43,26 +46,32 @@ class Tiers:
         threads: bool = True,
     ) -> None:
         """host_bytes: of memory, of which whole blocks are used. key: 32 bytes, with which the file is encrypted.
-        pin: has a device reach the memory by itself. threads: False has the caller do the disk's work, by `work`.
+        pin: has a device reach the memory by itself, until what it returns is called: when the tiers are closed
+        and nobody looks at the memory any more. threads: False has the caller do the disk's work, by `work`.
 
-        Raises OptionError, DiskFailed: there can be no such file.
+        Raises OptionError, DiskFailed: there can be no such file, or the memory cannot be pinned.
         """
-        memory = aligned(host_bytes // BLOCK * BLOCK) if host_bytes >= BLOCK else memoryview(bytearray())
-        if pin is not None and memory:
-            pin(memory)
         self._lock = threading.Lock()
-        closing = sealing(key)
-        self._disk = open() if open is not None else None
-        self._shelves = Shelves(memory, self._disk.nbytes if self._disk else 0, Tally(metrics))
-        self._shelves.tally.watch(self._shelves)
         self._mover: Mover | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        if self._disk is not None:
-            self._mover = Mover(self._shelves, self._lock, self._disk, closing)
-            if threads:
+        closing = sealing(key)
+        memory = aligned(host_bytes // BLOCK * BLOCK) if host_bytes >= BLOCK else NOTHING
+        with contextlib.ExitStack() as unless_made:
+            self._disk = open() if open is not None else None
+            if self._disk is not None:
+                unless_made.callback(self._disk.close)
+            if pin is not None and memory:
+                memory, unpin = _pinned(memory, pin)
+                unless_made.callback(unpin)
+            self._shelves = Shelves(memory, self._disk.nbytes if self._disk else 0, Tally(metrics))
+            if self._disk is not None:
+                self._mover = Mover(self._shelves, self._lock, self._disk, closing)
+            if self._mover is not None and threads:
                 self._thread = threading.Thread(target=self._mover.run, name="asr-serve tiers", daemon=True)
                 self._thread.start()
+            unless_made.pop_all()
+        self._shelves.tally.watch(self._shelves)
 
     @classmethod
     def of(
@@ -101,14 +110,14 @@ class Tiers:
         or dropped meanwhile, or the tiers were closed."""
         parts: list[memoryview] | None = None
         with self._lock:
-            entry = self._shelves.entries.get(name)
+            entry, mover = self._shelves.entries.get(name), self._moving
             if entry is not None:
                 self._shelves.touch(entry)
                 if entry.memory is not None:
-                    parts = self._shelves.lend(entry, self._mover.bell if self._mover else None)
-                elif self._mover is not None and not self._mover.closing:
+                    parts = self._shelves.lend(entry, mover.bell if mover is not None else None)
+                elif mover is not None:
                     entry.waiting.append(done)
-                    self._mover.want(entry)
+                    mover.want(entry)
                     return
         done(parts)
 
@@ -141,8 +150,7 @@ class Tiers:
         if self._disk is not None:
             self._disk.close()
         with self._lock:
-            for entry in list(self._shelves.entries.values()):
-                self._shelves.remove(entry)
+            self._shelves.close()
 
     def work(self) -> bool:
         """A piece of the disk's work, where no thread does it. False: there is none."""
@@ -165,14 +173,29 @@ class Tiers:
             if self._closed:
                 return None
             memory = self._shelves.room(nbytes, drop=True)
-            if memory is None and self._mover is not None and nbytes <= self._shelves.arena.nbytes:
-                self._mover.pressed = True
-                self._mover.bell.put(None)
+            mover = self._moving
+            if memory is None and mover is not None and nbytes <= self._shelves.arena.nbytes:
+                mover.pressed = True
+                mover.bell.put(None)
             return memory
+
+    @property
+    def _moving(self) -> Mover | None:
+        """As long as it hears the bell."""
+        return None if self._mover is None or self._mover.closing else self._mover
 
     def _ring(self) -> None:
         if self._mover is not None and self._mover.has_to_do:
             self._mover.bell.put(None)
+
+
+def _pinned(memory: memoryview, pin: Pin) -> tuple[memoryview, Unpin]:
+    """The same memory, and what unpins it, which is called by itself as the last view of it goes, while it is
+    still there: after that the system may give the same address to somebody else."""
+    held = np.frombuffer(memory, np.uint8)  # tells that it goes before what it stands on does
+    unpin = weakref.finalize(held, pin(memory))
+    unpin.atexit = False  # the device may be gone before, and what is pinned goes with the process
+    return held.data, unpin
 
 
 def _flat(part: memoryview | bytes) -> np.ndarray:

@@ -61,10 +61,10 @@ class EncodeRunner:
     @torch.inference_mode()
     def hidden(self, batch: Sequence[np.ndarray], whole: Sequence[bool] = ()) -> tuple[Tensor, Packing]:
         """The encoder's frames alone, clips end to end: what `cross` makes the rest from, here or elsewhere."""
-        clips = [_tensor(pcm) for pcm in batch]
+        clips = [tensor_of(pcm) for pcm in batch]
         return self.model.encode(clips, whole) if any(whole) else self.model.encode(clips)  # type: ignore[no-any-return]
 
 
-def _tensor(pcm: np.ndarray) -> Tensor:
+def tensor_of(array: np.ndarray) -> Tensor:
     """Without a copy, unless the array is read-only, which torch has no notion of."""
-    return torch.from_numpy(pcm if pcm.flags.writeable else pcm.copy())
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

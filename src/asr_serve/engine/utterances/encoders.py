@@ -33,6 +33,8 @@ BEHIND = 5
 """How much nicer than the loop encoders are: under Linux they get a third of its share where both want a core."""
 MOST_LOST = 2
 """Peers that may be lost over one request; then it is encoded here, where it may be given up (process/link)."""
+LOST = (PeerGone, RoadTimeout, Torn)
+"""What a peer encoded did not come: it is encoded again."""
 MOST_REMEMBERED = 4_096
 """Requests of which it is known how many; of more, the first are forgotten."""
 
@@ -52,8 +54,8 @@ Deliver = Callable[[Batch, Future[list[EncoderResult]], float], None]
 
 class Encoders:
     """Belongs to the loop's thread; `deliver` is called on another one, with what was encoded and how long that
-    took. A batch whose peer was lost is delivered with PeerGone, RoadTimeout or Torn: it wants to be encoded
-    again. `wake`: called when a peer has come or gone."""
+    took. A batch whose peer was lost is delivered with one of LOST: it wants to be encoded again. Whoever is
+    delivered to says when it is `over`. `wake`: called when a peer has come or gone."""
 
     def __init__(
         self,
@@ -97,7 +99,6 @@ class Encoders:
     @property
     def _here(self) -> int:
         """Batches under way on this engine's own threads."""
-        self._away = [each for each in self._away if any(each[0] is batch for batch in self.under_way)]
         return len(self.under_way) - len(self._away)
 
     @property
@@ -126,6 +127,15 @@ class Encoders:
         self.under_way.append(batch)
         if not away or not self._send(batch, clips, whole):
             self._run(batch, lambda: self._runner.run(clips, whole))
+
+    def over(self, batch: Batch) -> None:
+        """It was delivered: nothing of it is kept, its audio and what a peer made of it least of all."""
+        self.under_way = [each for each in self.under_way if each is not batch]
+        self._away = [each for each in self._away if each[0] is not batch]
+
+    def check(self) -> None:
+        under_way = {id(batch) for batch in self.under_way}
+        assert all(id(each[0]) in under_way for each in self._away), "a batch is kept that is over"
 
     def drop(self, request_id: int) -> None:
         """Nobody wants that request any more. A peer that has it does not encode it, if it has not begun; this
@@ -190,7 +200,7 @@ class Encoders:
             # Not on the loop's thread, which goes on decoding meanwhile.
             self._run(batch, lambda: self._results(came), came.seconds)
             return
-        if isinstance(came, (PeerGone, RoadTimeout, Torn)):
+        if isinstance(came, LOST):
             with self._counting:
                 for request_id in batch.ids:
                     self._lost[request_id] = self._lost.pop(request_id, 0) + 1
@@ -211,7 +221,11 @@ class Encoders:
         assert self._peers is not None
         device, identity = self._runner.device, self._peers.identity
         shape = identity.cross if came.carries == "cross" else identity.hidden
-        tensors = [torch.from_numpy(data).view(device.dtype).view(-1, *shape) for data in came.data]
+        none = torch.empty(0, *shape, dtype=device.dtype)  # of who was cancelled: no bytes cannot be viewed
+        tensors = [
+            torch.from_numpy(data).view(device.dtype).view(-1, *shape) if data.nbytes else none
+            for data in came.data
+        ]
         together = torch.cat(tensors).to(device.torch_device)
         if came.carries == "hidden":
             filler = -len(together) % device.frame_block

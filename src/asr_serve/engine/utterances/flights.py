@@ -1,9 +1,10 @@
-"""Who waits for whom: requests that want the same, of which one is on its way. Pure: no tensors, no clock."""
+"""Who waits for whom: requests that want the same, of which one is on its way. Pure: no tensors, and
+whose clock it is it is told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asr_serve.decoding.attention import Recognition
 from asr_serve.engine.session import Utterance
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 CLASSES = list(DEADLINE_MS)
 NODE = 6
+LATE_S = 0.25
+"""Frames that a disk has not brought in this time are made anew: it may never bring them. A disk that works needs
+less than a tenth of that, and to encode takes longer."""
 
 
 def urgency(each: Utterance) -> tuple[int, float]:
@@ -86,6 +90,13 @@ class Flights:
             take_over(others[0])
 
 
+class Coming(NamedTuple):
+    """Its frames are on their way from the tiers. `due_s`: when they are late, on the clock."""
+
+    utterance: Utterance
+    due_s: float
+
+
 class Sharing:
     """Nothing is computed twice: who asks what was answered has the answer at once, who asks what somebody else
     asks just now waits for that, and who brings audio that is about to be encoded waits for its frames. Whoever
@@ -103,19 +114,20 @@ class Sharing:
         finish: Callable[[Utterance, Recognition], None],
         room: Callable[[], int],
         call: Callable[[Callable[[], None]], None],
+        now: Callable[[], float],
     ) -> None:
         """`kept`: None where requests have no names. `plan`: it waits for its turn to be encoded, as soon as the
         second; `unplan`: it does so no more, False where it did not; `start`: these depend on what is worked on;
         `finish`: it has its answer; `room`: pages that nobody needs; `call`: have the loop do something, from any
-        thread."""
+        thread; `now`: the clock, in seconds."""
         self.kept = kept
         self._plan, self._unplan, self._start, self._finish = plan, unplan, start, finish
-        self._room, self._call = room, call
+        self._room, self._call, self._now = room, call, now
         self._answers, self._audio = Flights(), Flights()
         self._abandoned: dict[int, Utterance] = {}
         """Those that left while they were encoded: what comes of it is for others."""
-        self._coming: dict[int, Utterance] = {}
-        """Those whose frames lie in the tiers, and are on their way from there."""
+        self._coming: dict[int, Coming] = {}
+        """Those whose frames lie in the tiers, and are on their way from there: who is late first comes first."""
 
     @property
     def waiting(self) -> int:
@@ -166,20 +178,30 @@ class Sharing:
             return
         self._audio.lead(root, each)
         if self.kept.below(root):
-            self._coming[each.id] = each
-            self.kept.fetch(root, lambda parts: self._call(lambda: self._came(each, root, parts)))
+            number = each.id  # a disk that never answers must not hold on to its audio
+            self._coming[number] = Coming(each, self._now() + LATE_S)
+            self.kept.fetch(root, lambda parts: self._call(lambda: self._came(number, root, parts)))
         else:
             self.plan(each)
 
-    def _came(self, each: Utterance, root: bytes, parts: list[memoryview] | None) -> None:
-        """From the tiers, or lost; whoever wanted it may have left."""
+    def _came(self, number: int, root: bytes, parts: list[memoryview] | None) -> None:
+        """From the tiers, or lost; whoever wanted it may have left, or been planned since it was late."""
         assert self.kept is not None
         self.kept.restore(root, parts, self._room())
-        if self._coming.get(each.id) is each:
-            del self._coming[each.id]
-            self.plan(each)
+        if (coming := self._coming.pop(number, None)) is not None:
+            self.plan(coming.utterance)
             if root in self.kept.tree:
-                self._arrived(each)
+                self._arrived(coming.utterance)
+
+    @property
+    def due_s(self) -> float | None:
+        """When the next of those that wait for the tiers is late; None: nobody waits for them."""
+        return next((coming.due_s for coming in self._coming.values()), None)
+
+    def overdue(self) -> None:
+        """Whoever has waited too long for the tiers waits for its turn to be encoded."""
+        while (due_s := self.due_s) is not None and due_s <= self._now():
+            self.plan(self._coming.pop(next(iter(self._coming))).utterance)
 
     def plan(self, each: Utterance) -> None:
         """It waits for its turn, and is as urgent as whoever waits for it."""

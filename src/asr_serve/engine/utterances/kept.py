@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from asr_serve.decoding.attention import Recognition
 from asr_serve.engine.prefix.memory import Memory
 from asr_serve.engine.prefix.tree import PrefixTree
 from asr_serve.engine.stats import Stats
 from asr_serve.engine.tiers import Tiers
-from asr_serve.engine.utterances.encode import EncoderResult, Held
+from asr_serve.engine.utterances.encode import EncoderResult, Held, tensor_of
 from asr_serve.engine.utterances.rows import Row
 from asr_serve.engine.utterances.runner import DecodeRunner
 from asr_serve.engine.work import Attempt
@@ -56,7 +57,9 @@ class Kept:
         if self.stats is not None:
             self.stats.evicted()
         if self._tiers is not None and root in self._came_again and not self.below(root):
-            data = self._runner.pool[pages].cpu().reshape(-1).view(torch.uint8).numpy()
+            copy = self._runner.pool[pages]
+            _blank(copy, frames)
+            data = copy.cpu().reshape(-1).view(torch.uint8).numpy()
             self._tiers.put(AUDIO + root, [frames.to_bytes(8, "little"), data.data], keep=False)
 
     # --- answers ----------------------------------------------------------------------------------------
@@ -68,12 +71,15 @@ class Kept:
     # --- audio ------------------------------------------------------------------------------------------
 
     def audio(self, root: bytes) -> Held | None:
-        """Its pages, for a row to give back."""
-        found = self.tree.match(root)
-        if found is None:
+        """Its pages, for a row to give back: the tree's, or those of a row that hears the same just now, where the
+        tree had no room for them."""
+        if (found := self.tree.match(root)) is not None:
+            self._came_again.put(root, True, ASKED_ENTRY)
+            return Held(found.audio, found.frames)
+        if (row := next((row for row in self._runner.rows if row.root == root), None)) is None:
             return None
-        self._came_again.put(root, True, ASKED_ENTRY)
-        return Held(found.audio, found.frames)
+        self._runner.pages.share(row.audio)
+        return Held([*row.audio], row.frames)
 
     def below(self, root: bytes) -> bool:
         """Whether it gave way, and lies in the tiers."""
@@ -93,7 +99,8 @@ class Kept:
             runner, (head, data) = self._runner, parts
             pages = runner.pages.take(count)
             after.callback(runner.pages.give, pages)
-            held = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(runner.pool.dtype)
+            # Where it lies: it is lent until this returns, and by then the pool has it, on a device too.
+            held = tensor_of(np.frombuffer(data, np.uint8)).view(runner.pool.dtype)
             runner.pool[pages] = held.view(count, *runner.pool.shape[1:]).to(runner.pool.device)
             self.tree.insert(root, pages, int.from_bytes(head, "little"))
 
@@ -135,3 +142,12 @@ class Kept:
         """Of its start, what others may have too. What tells whether anybody speaks is left: each row asks that
         itself."""
         return row.start[: self._runner.starts.before(row.start)]
+
+
+def _blank(pages: Tensor, frames: int) -> None:
+    """Of a copy of an utterance's pages, what lies behind its frames: whoever had the last page before left that.
+    The layout is that of `native`: K (heads, head_dim, PAGE), V (heads, PAGE, head_dim)."""
+    if held := frames % PAGE:
+        layers, _, heads, _ = pages.shape[1:]
+        pages[-1, :, 0].view(layers, heads, -1, PAGE)[..., held:] = 0
+        pages[-1, :, 1].view(layers, heads, PAGE, -1)[:, :, held:] = 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asr_serve.config import EngineConfig
 from asr_serve.engine.session import Utterance, reject
 from asr_serve.engine.utterances.encode import EncoderResult, EncodeRunner, Lent
-from asr_serve.engine.utterances.encoders import Batch, Encoders
+from asr_serve.engine.utterances.encoders import LOST, Batch, Encoders
 from asr_serve.engine.utterances.flights import Sharing
 from asr_serve.engine.utterances.kept import Kept
 from asr_serve.engine.utterances.planner import LIVE_RESERVE, Planner
@@ -19,7 +19,7 @@ from asr_serve.engine.utterances.requests import Requests
 from asr_serve.engine.utterances.rows import Row
 from asr_serve.engine.utterances.runner import VERIFY_ROWS, DecodeRunner
 from asr_serve.engine.work import Attempt, Keeper, Seldom
-from asr_serve.errors import Cancelled, OptionError, PeerGone, RoadTimeout, Torn
+from asr_serve.errors import Cancelled, OptionError
 
 if TYPE_CHECKING:
     from asr_serve.engine.peers.asking import Peers
@@ -35,8 +35,6 @@ QUIET_S = 5.0
 """When callers have said nothing for so long, files have the engine to themselves."""
 PACE_S, PACE_ROWS = 0.02, 8
 """Decoding steps of fewer rows are at least so far apart while every encoder is busy."""
-LOST = (PeerGone, RoadTimeout, Torn)
-"""What a peer encoded did not come: it is encoded again."""
 
 
 class Utterances:
@@ -59,11 +57,9 @@ class Utterances:
     ) -> None:
         """`growing`: callers' audio is encoded elsewhere, while they speak (engine/chunked/growing). `kept`: what
         was heard before; None: everything is computed for whoever asks. `peers`: engines that encode too."""
-        self.growing = growing
-        self.pages_lent = 0
+        self.growing, self.pages_lent = growing, 0
         """By whoever does that: pages of the runner's that no row gives back."""
-        self.model, self.encode_runner, self.decode_runner = model, encode, decode
-        self.device = encode.device
+        self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.requests = Requests(model, decode, config.window, text, tokens_per_s, on_done, on_start)
         self.utterances = self.requests.open
@@ -75,6 +71,7 @@ class Utterances:
             self.requests.answer,
             lambda: decode.pages.free - self.encoders.pages,
             lambda job: self.keeper.call(job),
+            time.monotonic,
         )
         self._encoded_elsewhere: deque[int] = deque()
         """Those whose audio lies in pages that somebody lends, without a row."""
@@ -95,7 +92,8 @@ class Utterances:
 
     @property
     def due_s(self) -> float | None:
-        return self._decoded_s + PACE_S if self.decode_runner.rows else None
+        decoding = self._decoded_s + PACE_S if self.decode_runner.rows else None
+        return min((due for due in (decoding, self.sharing.due_s) if due is not None), default=None)
 
     @property
     def idle(self) -> bool:
@@ -108,6 +106,7 @@ class Utterances:
             self.sharing.look_through()
         if not runner.rows:
             assert runner.pages.used == self.pages_lent, "no row decodes, yet pages are held"
+        self.encoders.check()
         self.sharing.check(idle=not self.utterances)
         waiting = len(self.planner) + len(self._encoded_elsewhere) + self.sharing.waiting
         assert len(self.utterances) == runner.requests + waiting, "a request was lost"
@@ -163,6 +162,7 @@ class Utterances:
 
     def step(self) -> bool:
         """Encoding and decoding."""
+        self.sharing.overdue()
         self._join_lent()
         encoded = self._send()
         if self.encoders.beside(self._speaking()):
@@ -236,7 +236,7 @@ class Utterances:
 
     def _encoded(self, batch: Batch, encoded: Future[list[EncoderResult]], seconds: float) -> None:
         """What was encoded beside us joins; of who has gone meanwhile it is for those who waited with them."""
-        self.encoders.under_way.remove(batch)
+        self.encoders.over(batch)
         results: dict[int, EncoderResult] = {}
         if isinstance(encoded.exception(), LOST):
             for each in [self.utterances[i] for i in batch.ids if i in self.utterances]:

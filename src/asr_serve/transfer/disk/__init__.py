@@ -13,5 +13,6 @@ gds): the ways.
 
 from asr_serve.transfer.disk.door import Disk, open_disk
 from asr_serve.transfer.disk.file import BLOCK, aligned
+from asr_serve.transfer.disk.road import still_under_way
 
-__all__ = ["BLOCK", "Disk", "aligned", "open_disk"]
+__all__ = ["BLOCK", "Disk", "aligned", "open_disk", "still_under_way"]

@@ -104,6 +104,12 @@ class NamelessFile:
                 self._users -= 1
             self._let_go()
 
+    def keep(self) -> None:
+        """By who uses it: its descriptor stays open as long as this process lives, also when it is closed."""
+        with self._lock:
+            assert self._users, "nobody uses it"
+            self._users += 1
+
     def expect_open(self) -> None:
         if self._closed:
             raise DiskFailed("the file on disk was closed")

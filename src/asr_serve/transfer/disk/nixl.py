@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 
-from asr_serve.errors import DiskFailed, OptionError, PeerGone, RoadFailed
+from asr_serve.errors import DiskFailed, OptionError, PeerGone, RoadFailed, RoadTimeout
 from asr_serve.transfer.disk.file import Extent, NamelessFile, address
 from asr_serve.transfer.disk.road import Piece, Road, pieces
 from asr_serve.transfer.nixl_agent import Agent, Backend, Span, Transfer
@@ -15,7 +16,13 @@ UNDER_WAY, PIECE_BYTES = 32, 4 << 20
 PAUSE_S = 100e-6
 """Between two rounds of questions in which nothing had come: shorter than a disk takes for what is under way."""
 LATEST_S = 60.0
-"""So long what is under way is waited for after a failure."""
+"""So long what is under way is waited for after a failure. Then the road is given up."""
+
+ASTRAY: list[object] = []
+"""Transfers that never came to an end, and all that they may touch, kept as long as this process lives: they would
+write into memory that was given back when it is another's."""
+
+log = logging.getLogger("asr_serve.disk")
 
 PARAMS: dict[Backend, dict[str, str]] = {"POSIX": {"use_uring": "true"}, "GDS": {}}
 
@@ -28,6 +35,8 @@ class NixlRoad(Road):
 
     def __init__(self, file: NamelessFile) -> None:
         self._idle: list[Agent] = []
+        self._lost: DiskFailed | None = None
+        """Why it carries nothing any more."""
         super().__init__(file)
         try:
             self._idle.append(self._agent())
@@ -40,6 +49,7 @@ class NixlRoad(Road):
         return Agent(self.backend, PARAMS[self.backend])
 
     def _move(self, fd: int, extents: list[Extent], write: bool) -> Iterator[int]:
+        self._expect_alive()
         try:
             agent = self._idle.pop()
         except IndexError:
@@ -49,7 +59,8 @@ class NixlRoad(Road):
         except (RoadFailed, PeerGone) as error:
             raise DiskFailed(f"the disk cannot {'write' if write else 'read'} ({error.came})") from error
         finally:
-            self._idle.append(agent)
+            if agent not in ASTRAY:
+                self._idle.append(agent)
 
     def _carried(self, agent: Agent, fd: int, extents: list[Extent], write: bool) -> Iterator[int]:
         yield from (index for index, (_, memory) in enumerate(extents) if not memory.nbytes)
@@ -60,7 +71,7 @@ class NixlRoad(Road):
                 held.callback(agent.forget, agent.register(at, nbytes))
             held.callback(agent.forget, agent.register(0, self.nbytes, kind="FILE", device=fd))
             under_way: list[tuple[Piece, Transfer]] = []
-            held.callback(_drain, under_way)
+            held.callback(self._drain, under_way, held, agent, extents)
             coming = pieces(extents, PIECE_BYTES)
             while True:
                 while len(under_way) < UNDER_WAY and (piece := next(coming, None)):
@@ -69,6 +80,7 @@ class NixlRoad(Road):
                     return
                 finished = [each for each in under_way if each[1].done()]
                 self._file.expect_open()
+                self._expect_alive()
                 if not finished:
                     time.sleep(PAUSE_S)
                 for piece, transfer in finished:
@@ -83,6 +95,42 @@ class NixlRoad(Road):
         there = Span(piece.offset, piece.memory.nbytes, fd)
         return agent.start("WRITE" if write else "READ", [here], [there], remote_kind="FILE")
 
+    def _drain(
+        self,
+        under_way: list[tuple[Piece, Transfer]],
+        held: contextlib.ExitStack,
+        agent: Agent,
+        extents: list[Extent],
+    ) -> None:
+        """Until the disk touches none of this memory any more. Raises DiskFailed, `still_under_way`, where that
+        does not come about: nothing of `held` is let go then, and nobody is served any more."""
+        until, late = time.monotonic() + LATEST_S, None
+        for piece, transfer in list(under_way):
+            try:
+                transfer.wait(max(0.0, until - time.monotonic()))
+            except RoadTimeout as timeout:
+                late = timeout
+                continue
+            except (RoadFailed, PeerGone):
+                pass  # it has come to its end
+            transfer.release()
+            under_way.remove((piece, transfer))
+        if late is not None:
+            self._file.keep()
+            ASTRAY.extend((agent, held.pop_all(), under_way, extents))
+            raise self._given_up(len(under_way), extents) from late
+
+    def _given_up(self, count: int, extents: list[Extent]) -> DiskFailed:
+        nbytes = sum(memory.nbytes for _, memory in extents)
+        came = f"{count} transfers of the disk did not end in {LATEST_S:g} s: it is not used any more"
+        self._lost = DiskFailed(came, todo="look after the disk, then load the model again")
+        log.error("%s, and %d bytes of memory are never used again", came, nbytes)
+        return self._lost
+
+    def _expect_alive(self) -> None:
+        if self._lost is not None:
+            raise DiskFailed(self._lost.came, self._lost.allowed, self._lost.todo)
+
     def _gone(self) -> None:
         while self._idle:
             self._idle.pop().close()
@@ -93,11 +141,3 @@ class GdsRoad(NixlRoad):
 
     name = "gds"
     backend: Backend = "GDS"
-
-
-def _drain(under_way: list[tuple[Piece, Transfer]]) -> None:
-    """Until the disk touches none of this memory any more."""
-    for _, transfer in under_way:
-        with contextlib.suppress(RoadFailed, PeerGone):
-            transfer.wait(LATEST_S)
-        transfer.release()

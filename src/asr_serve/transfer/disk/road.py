@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
-from asr_serve.errors import DiskFailed, OptionError
+from asr_serve.errors import DiskFailed, OptionError, RoadTimeout
 from asr_serve.transfer.disk.file import BLOCK, Extent, NamelessFile, aligned, failure
 
 
@@ -25,7 +25,7 @@ class Road(ABC):
     A transfer is an iterator of the indices of `extents`, each as it is done. It begins when it is first asked;
     between two questions nothing more is handed to the disk than was under way. Close it, or ask it to the end:
     until then the disk may touch the memory. It raises DiskFailed, where room ran out DiskFull; then, nothing is
-    under way any more and what was not told is undefined.
+    under way any more (but see `still_under_way`) and what was not told is undefined.
     """
 
     name: ClassVar[str]
@@ -80,6 +80,12 @@ class Road(ABC):
             finally:
                 if not self.direct:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def still_under_way(failure: DiskFailed) -> bool:
+    """Whether the disk may touch the memory of what failed so for as long as this process lives: it neither came
+    nor could be called off. Nobody may use that memory for anything else, and the disk carries no more."""
+    return isinstance(failure.__cause__, RoadTimeout)
 
 
 def pieces(extents: list[Extent], nbytes: int) -> Iterator[Piece]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Literal
 
 import msgspec
@@ -75,7 +76,26 @@ def read_offer(offer: bytes) -> Offer:
     try:
         return msgspec.msgpack.decode(offer, type=Offer)
     except (msgspec.DecodeError, RecursionError) as wrong:
-        raise RoadFailed(f"an offer of memory that makes no sense: {wrong}") from None
+        raise RoadFailed(f"an offer of memory that makes no sense: {str(wrong)[:200]!r}") from None
+
+
+def expect_at(host: str, only_at: str | None) -> None:
+    """Raises RoadFailed for an address that is not `only_at`, or none."""
+    if only_at is not None and _address(host) != _address(only_at):
+        raise RoadFailed(
+            f"a landing memory at {host[:100]!r} is offered from {only_at}",
+            "the address from which the offer comes, as it is seen here",
+            "offer it without address translation between the two",
+        )
+
+
+def _address(host: str) -> IPv4Address | IPv6Address:
+    """IPv4 in IPv6 is the IPv4 that it means; an interface (%eth0) has another name on each machine."""
+    try:
+        found = ip_address(host.partition("%")[0])
+    except ValueError:
+        raise RoadFailed(f"an address {host[:100]!r} is offered", "an IPv4 or IPv6 address in numbers") from None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def new_token() -> bytes:

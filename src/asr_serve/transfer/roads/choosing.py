@@ -29,13 +29,15 @@ def land(kind: str, nbytes: int, host: str) -> Landing:
     return landing
 
 
-def attach(offer: bytes) -> Sender:
+def attach(offer: bytes, only_at: str | None = None) -> Sender:
     """The sending side of a landing that another process, or this one, offers.
 
-    Raises RoadFailed where it cannot be attached: a road that is not here, another machine's memory, nobody there.
+    `only_at`: the address from which the offer came, where that is not trusted to name another: else whoever
+    offers chooses whom this machine connects to. Any port of it may be named. Raises RoadFailed where it cannot be
+    attached: a road that is not here, another machine's memory or address, nobody there.
     """
     read = read_offer(offer)
-    sender: Sender = _road(read.kind).attach(read)
+    sender: Sender = _road(read.kind).attach(read, only_at)
     return sender
 
 

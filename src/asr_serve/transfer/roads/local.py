@@ -23,7 +23,8 @@ def land(nbytes: int, host: str) -> Landing:
     return Landing(nbytes)
 
 
-def attach(offer: Offer) -> Sender:
+def attach(offer: Offer, only_at: str | None) -> Sender:
+    """It is on this machine or nowhere: `only_at` says nothing of it."""
     landing = _open.pop(offer.token, None)
     if landing is None:
         raise RoadFailed(

@@ -5,7 +5,9 @@ write is done when UCX has flushed it, so it is there before the answer on the c
 be notified besides. Where there is InfiniBand, UCX chooses the network itself. Elsewhere the landing uses nothing
 but the interface that has the address `host`, and the sender the one that leads there: of several, UCX may choose
 one that does not, and then tries for minutes. Whoever can reach the agent and has the offer may write; nothing is
-encrypted.
+encrypted. An offer names its address in our own words, which is compared with where the offer comes from
+(`only_at`), and once more in UCX's: those are packed as UCX likes, are not read here, and where UCX connects is
+not bounded by this process. Who must not choose that has to be kept out before, by a key and by the network.
 
 Over InfiniBand, memory that is registered no more cannot be written to, and over TCP it is the landing's own agent
 that writes. Within a machine UCX could write into the other process without asking anybody (CMA), also into memory
@@ -53,8 +55,8 @@ def land(nbytes: int, host: str) -> Landing:
     return Landing(nbytes, host)
 
 
-def attach(offer: Offer) -> Sender:
-    return Sender(offer)
+def attach(offer: Offer, only_at: str | None) -> Sender:
+    return Sender(offer, only_at)
 
 
 class _Asked(Agent):
@@ -106,12 +108,13 @@ class Landing(base.Landing):
 
 
 class Sender(base.Sender):
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: Offer, only_at: str | None = None) -> None:
         super().__init__(offer)
         self._lock = threading.Lock()
         self._closed = self._parted = False
         try:
             metadata, self._at, host = msgspec.msgpack.decode(offer.where, type=tuple[bytes, int, str])
+            base.expect_at(host, only_at)
             self._agent = Agent("UCX", BETWEEN_MACHINES | _devices(_towards(host)))
         except (msgspec.DecodeError, OSError, ValueError, OptionError) as error:
             raise RoadFailed(

@@ -53,8 +53,8 @@ def land(nbytes: int, host: str) -> Landing:
     return Landing(nbytes, host)
 
 
-def attach(offer: Offer) -> Sender:
-    return Sender(offer)
+def attach(offer: Offer, only_at: str | None) -> Sender:
+    return Sender(offer, only_at)
 
 
 class Landing(base.Landing):
@@ -178,13 +178,14 @@ class Landing(base.Landing):
 
 
 class Sender(base.Sender):
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: Offer, only_at: str | None = None) -> None:
         super().__init__(offer)
         self._lock = threading.Lock()
         self._gone = False
         try:
             host, port = msgspec.msgpack.decode(offer.where, type=tuple[str, int])
-            self._line = _connected(host, port)
+            base.expect_at(host, only_at)
+            self._line = _connected(only_at or host, port)
         except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:
             raise RoadFailed(f"a tcp road is offered that leads nowhere ({error})", todo="take another") from error
         try:

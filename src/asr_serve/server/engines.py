@@ -251,7 +251,8 @@ class Engines:
 
     def _renewed(self, renewing: asyncio.Task[Renewed]) -> None:
         self._renewing.discard(renewing)
-        if not renewing.cancelled() and (failure := renewing.exception()) is not None:
+        failure = None if renewing.cancelled() else renewing.exception()
+        if failure is not None and not isinstance(failure, NotAllowed):  # that one was not begun
             log.warning("a renewal failed: %s", failure)
 
     async def observe(self, metrics: ServerMetrics) -> list[bytes]:

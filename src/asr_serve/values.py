@@ -29,9 +29,7 @@ Key = Annotated[
 ]
 PeerKey = Annotated[
     str,
-    Meta(
-        pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas"
-    ),
+    Meta(pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas"),
 ]
 Quantize = Literal["none", "int8", "dynamic"]
 Window = Literal["packed", "checked", "whole"]

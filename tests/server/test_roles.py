@@ -77,7 +77,7 @@ def test_an_encoder_says_what_it_is_and_hears_nobody(encoders: list[Serving], ci
 
 def test_killed_in_mid_file_the_others_go_on(door: Serving, encoders: list[Serving], cities: Path) -> None:
     for each in encoders:
-        assert each.encodes_at in door.said(r"peers\s+.* \(asked to encode for it\)")[0]
+        assert each.encodes_at in door.said(r"peers\s+.* \(asked to encode\)")[0]
     eventually(lambda: peers(door, "ready") == 2)
     together = transcribe(door, cities)
     assert together.startswith("It was the best of times")

@@ -19,7 +19,8 @@ never used again: what is written late lands in memory that nobody reads, or now
 **Part by part.** A part of a spot (`Spot.part`) can be put and looked at by itself, with a checksum of its own,
 while the rest is still being computed; `answered(spot)` says that the last one has come. That pays where a part
 takes about as long to send as the next one takes to compute: a network, and a large state. Over shared memory the
-whole is there in a few milliseconds, and in parts it comes a little later, not sooner (bench/roads.py).
+whole is there in a few milliseconds; in parts it is looked at sooner from some 64 MiB on, and later where it is
+small (bench/roads.py).
 """
 
 from __future__ import annotations

@@ -273,11 +273,7 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float) -> None:
     lines = [
         f"asr-serve {__version__} serves {config.model} on {url} {took}",
         "",
-        *(
-            [f"  peers     {', '.join(config.engine.peers)} (asked to encode)"]
-            if config.engine.peers
-            else []
-        ),
+        *([f"  peers     {', '.join(config.engine.peers)} (asked to encode)"] if config.engine.peers else []),
         *([f"  console   {url}/   (talk to it, or drop a recording)"] if config.console else []),
         "  try it    " + f"curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav",
         f"  live      ws{secure}://{host}:{ports[-1]}   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)",

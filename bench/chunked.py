@@ -241,9 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     found = list(rows(args))
     report = {"machine": machine.describe(machine.cores()), "rows": found, "times_sequential": ratios(found)}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    machine.write(args.json, report)
     print(json.dumps(report["times_sequential"], indent=1))
     return 0
 

@@ -145,9 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     found = list(rows(args))
     report = {"machine": machine.describe(machine.cores()), "rows": found, "ratios": ratios(found)}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    machine.write(args.json, report)
     print(json.dumps(report["ratios"], indent=1))
     return 0
 

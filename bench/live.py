@@ -123,9 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as name:
         found = measure(args, Path(name))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    machine.write(args.json, found)
     print(live_report.table(found["rows"]))
     for line in found["summary"]:
         print("  ".join(f"{key}={value}" for key, value in line.items()))

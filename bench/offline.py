@@ -260,9 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = environment(args.threads)
     with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as name:
         found = run(args, Path(name), starter(Path(name), env, args.limit_s), env)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    machine.write(args.json, found)
     print(report.table(found["rows"]))
     return int(any(row["rtfx"] is None for row in found["rows"] if row["name"].startswith(OURS)))
 

@@ -318,9 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = list(rows(args, speech, Path(folder)))
     report = {"bench": "prefix", "machine": described, "rows": found}
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    machine.write(args.json, report)
     print(json.dumps(report, indent=1))
     return 0
 

@@ -72,9 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as name:
         found = measure(args, Path(name))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    machine.write(args.json, found)
     print(serve_report.table(found["rows"]))
     print(serve_report.lines(found["summary"]))
     return int(any("failed" in row for row in found["rows"] if row["system"].startswith(OURS)))

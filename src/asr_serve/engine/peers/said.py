@@ -12,7 +12,6 @@ import contextlib
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 from typing import Annotated, Any, TypeVar
@@ -23,6 +22,7 @@ from msgspec import Meta
 
 from asr_serve.errors import MalformedRequest, PeerGone, RoadTimeout
 from asr_serve.transfer.roads import Spot
+from asr_serve.transfer.sockets import limit, steady
 from asr_serve.types import Priority
 
 VERSION = 1
@@ -33,8 +33,6 @@ MESSAGE_S = 10.0
 """A message that has begun is over by then."""
 SEND_S = 30.0
 """For the other side to read something of what it is sent: one that does not is gone."""
-SILENT_S = 10
-"""Until a machine that answers nothing any more is taken for dead, while nothing is being sent."""
 MOST_WITHIN_MS = 600_000
 MOST_QUOTED = 200
 """Characters of the other side's own words, in an error or the log."""
@@ -173,7 +171,8 @@ class Line:
     """One end of the connection. `send` may be called from any thread; one thread receives."""
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        _steady(end)
+        steady(end)
+        limit(end, socket.SO_SNDTIMEO, SEND_S)
         self._end, self._decoder = end, decoder
         self._sending = threading.Lock()
         self._poll = select.poll()
@@ -270,16 +269,3 @@ class Line:
 def quoted(theirs: object) -> str:
     """What the other side said in its own words, as it may go into an error or the log: short, and on one line."""
     return repr(str(theirs)[:MOST_QUOTED])
-
-
-def _steady(end: socket.socket) -> None:
-    """In blocking mode; it says small things at once, waits for nobody for ever, and notices who vanished."""
-    end.setblocking(True)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds, micros = int(SEND_S), 0
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, micros))
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 2)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // 2)

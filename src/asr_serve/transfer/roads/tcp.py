@@ -19,7 +19,6 @@ import hmac
 import selectors
 import socket
 import struct
-import sys
 import threading
 import time
 
@@ -30,6 +29,7 @@ from asr_serve.errors import OptionError, PeerGone, RoadFailed, RoadTimeout
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.roads import base
 from asr_serve.transfer.roads.base import Offer, Spot
+from asr_serve.transfer.sockets import limit, steady
 
 HELLO = b"asr-serve road 1"
 HEAD = struct.Struct("!QQ")
@@ -41,8 +41,6 @@ STALL_S = 60.0
 """Without a byte in the middle of a message: the sender is taken for dead."""
 STRANGERS = 16
 """Connections that have not said the token yet; of more, the oldest is cut."""
-SILENT_S = 10
-"""Until a machine that answers nothing any more is taken for dead, while nothing is being sent."""
 
 
 def is_here() -> bool:
@@ -102,7 +100,7 @@ class Landing(base.Landing):
                     if self._closed:
                         return
                     self._sender = sender
-                _steady(sender)
+                steady(sender)
                 sender.sendall(TAKEN)
                 while self._took(sender):
                     pass
@@ -189,9 +187,9 @@ class Sender(base.Sender):
         except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:
             raise RoadFailed(f"a tcp road is offered that leads nowhere ({error})", todo="take another") from error
         try:
-            _steady(self._line)
+            steady(self._line)
             self._line.sendall(HELLO + offer.token)
-            _limit(self._line, socket.SO_RCVTIMEO, ATTACH_S)
+            limit(self._line, socket.SO_RCVTIMEO, ATTACH_S)
             welcome = self._line.recv(1)
         except OSError as error:
             self._line.close()
@@ -237,7 +235,7 @@ class Sender(base.Sender):
 
     def _send(self, parts: list[memoryview], until: float) -> None:
         while parts:
-            _limit(self._line, socket.SO_SNDTIMEO, _left(until))
+            limit(self._line, socket.SO_SNDTIMEO, _left(until))
             sent = self._line.sendmsg([part[:CALL_BYTES] for part in parts], (), _NO_SIGNAL)
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
@@ -245,7 +243,7 @@ class Sender(base.Sender):
                 parts[0] = parts[0][sent:]
 
     def _answer(self, until: float) -> bytes:
-        _limit(self._line, socket.SO_RCVTIMEO, _left(until))
+        limit(self._line, socket.SO_RCVTIMEO, _left(until))
         return self._line.recv(1)
 
 
@@ -287,7 +285,7 @@ def _heard(stranger: socket.socket, said: bytes) -> bytes | None:
 
 def _filled(line: socket.socket, memory: memoryview, stall_s: float | None) -> bool:
     """Fill it from a connection. False when that ended, or (with `stall_s`) nothing came for so long."""
-    _limit(line, socket.SO_RCVTIMEO, stall_s or 0.0)
+    limit(line, socket.SO_RCVTIMEO, stall_s or 0.0)
     at = 0
     while at < len(memory):
         got = line.recv_into(memory[at:], min(CALL_BYTES, len(memory) - at), socket.MSG_WAITALL)
@@ -295,24 +293,3 @@ def _filled(line: socket.socket, memory: memoryview, stall_s: float | None) -> b
             return False
         at += got
     return True
-
-
-def _limit(line: socket.socket, which: int, seconds: float) -> None:
-    """How long one call may take: the kernel's own time limit, so that the call needs no other to wait for it and
-    the interpreter is left once for all the bytes. 0 is no limit."""
-    whole = int(seconds)
-    micros = int((seconds - whole) * 1e6)
-    line.setsockopt(
-        socket.SOL_SOCKET, which, struct.pack("@ll", whole, micros if whole or micros or not seconds else 1)
-    )
-
-
-def _steady(line: socket.socket) -> None:
-    """A connection in blocking mode, which says small things at once and notices a peer that vanished."""
-    line.setblocking(True)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 2)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // 2)

@@ -58,7 +58,7 @@ class Service(NamedTuple):
 
 def asr_serve(setting: Setting) -> Service:
     """This engine, as a user starts it, but that it remembers nothing: the same clips come again and again."""
-    extra = ["--set", "engine.prefix_bytes=0", *setting.extra]
+    extra = ["--voice", "none", "--set", "engine.prefix_bytes=0", *setting.extra]
     command = [*footprint.COMMAND[:-1], "serve", "--host", HOST, "--port", str(setting.port), *extra]
     notes = " ".join(["asr-serve serve", *extra])
     return Service(command, "/ready", "moonshine-tiny-en", f"{notes}; voice activity, its defaults")

@@ -1,9 +1,26 @@
+import { readFileSync } from "node:fs";
 import { fileURLToPath } from "node:url";
-import { defineConfig } from "vite";
+import { defineConfig, type Plugin } from "vite";
 
 const server = process.env["ASR_SERVE_URL"] ?? "http://127.0.0.1:8000";
 
+/** `<!--part top current="Status"-->` in a page stands for parts/top.html, with {{names}} filled in. */
+const parts: Plugin = {
+  name: "parts",
+  transformIndexHtml: {
+    order: "pre",
+    handler: (page) =>
+      page.replace(/ *<!--part (\w+)(.*?)-->\n/g, (_, file: string, given: string) => {
+        const values = Object.fromEntries([...given.matchAll(/(\w+)="(.*?)"/g)].map(([, name, value]) => [name, value]));
+        const html = readFileSync(new URL(`parts/${file}.html`, import.meta.url), "utf8");
+        const filled = html.replace(/\{\{(\w+)\}\}/g, (_, name: string) => values[name] ?? "");
+        return filled.replace(`>${values["current"]}</a>`, ` aria-current="page">${values["current"]}</a>`);
+      }),
+  },
+};
+
 export default defineConfig({
+  plugins: [parts],
   resolve: { alias: { "asr-serve": fileURLToPath(new URL("../clients/js/src/index.ts", import.meta.url)) } },
   base: "./", // pages and assets find each other below any prefix a proxy gives them
   build: {
@@ -13,7 +30,7 @@ export default defineConfig({
     assetsInlineLimit: 0, // the pages' policy allows no data: addresses for scripts
     modulePreload: { polyfill: false },
     reportCompressedSize: false,
-    rolldownOptions: { input: { index: "index.html", status: "status.html" } },
+    rolldownOptions: { input: { index: "index.html", speak: "speak.html", status: "status.html" } },
   },
   server: {
     proxy: {

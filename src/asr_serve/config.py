@@ -51,7 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     max_decode_rows: Count = 64
-    """Sequences that share one decoding step; of a streaming model, sessions that share a step."""
+    """Sequences that share one decoding step; of a streaming model, sessions that share a step; of a voice model,
+    sentences."""
     encode_frames: Count | None = None
     """Encoder frames in one encode batch, padding included. It bounds how long a live step can be held up.
     None: as many as the device needs to be busy."""
@@ -117,6 +118,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that may be in the engine, waiting or running; one more is refused with AtCapacity."""
     max_audio_s: Positive = 7_200.0
     """Seconds of audio that may be in the engine, over all requests."""
+    max_speaking_rows: Count = 64
+    """Sentences that a voice model may be saying at once, fewer where `kv_bytes` are not enough for what it
+    remembers of them; others wait."""
+    codec: Name | None = None
+    """What makes sound of a voice model's frames. None: as its card says."""
+    voices_dir: Text | None = None
+    """Folder of cloned voices. None: asr-serve/voices where programs keep a user's data (XDG_DATA_HOME)."""
     vad_step_windows: Count = 8_192
     """Windows of 32 ms in one voice-activity step, over all callers, padding included."""
     vad_windows: Annotated[int, Meta(ge=64)] = 1_024
@@ -194,8 +202,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Models loaded at start beside it."""
     aliases: dict[Name, Name] = {}
     """Names that clients may send for a model, like whisper-1 = moonshine-tiny-en."""
+    voice: Name = "auto"
+    """Model that speaks when a request names none; loaded at start beside the others, in a process of its own.
+    auto: fastpitch-en, or hibari, whichever is on this machine, if any; none: nothing speaks."""
+    voice_aliases: dict[Name, Name] = {}
+    """Names that clients may send for a voice, like coral = bella. OpenAI's are known already."""
     max_models: Count = 2
-    """Models that may be loaded at once."""
+    """Models that may be loaded at once, `voice` not counted."""
     device: Name = "auto"
     """Device to compute on: auto, cpu, cuda or cuda:N."""
     dtype: Name = "auto"
@@ -225,6 +238,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Longest audio in one request, in seconds."""
     max_beam: Annotated[int, Meta(ge=1, le=64)] = 8
     """Most hypotheses that a request may have followed at once; each takes a row of the decoder."""
+    max_characters: Count = 50_000
+    """Longest text that is spoken in one request, in characters: about an hour. OpenAI's is 4096."""
     max_concurrent: Count = 256
     """Requests in work at once, of all callers; one more is told when to try again."""
     upload_idle_s: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
@@ -359,6 +374,13 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "asr-serve"
+
+
+def voices_dir(chosen: str | None) -> Path:
+    """Where cloned voices are kept: `EngineConfig.voices_dir`, else XDG_DATA_HOME/asr-serve/voices."""
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "asr-serve" / "voices"
 
 
 def native_wanted() -> bool:

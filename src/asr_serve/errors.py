@@ -9,11 +9,19 @@ AsrServeError
 │   ├── TruncatedAudio        the stream ends before what it announced
 │   ├── CorruptAudio          the decoder gave up in the middle
 │   ├── AudioTooLong          more seconds than allowed
+│   ├── TooFewClips           of somebody's recordings too little can be learnt from
 │   └── AudioTooLarge         more bytes than allowed
 ├── OptionError               an option is unknown or out of range
 │   ├── UnknownOption         nothing here has that name
 │   ├── MissingOption         one that there must be did not come
-│   └── UnsupportedOption     an option that is known, and that this model or server does not honour
+│   ├── UnsupportedOption     an option that is known, and that this model or server does not honour
+│   ├── UnknownVoice          this model has no voice of that name
+│   └── TextError             what is to be spoken cannot be
+│       ├── EmptyText         there is nothing in it to say
+│       ├── TextTooLong       more characters to be spoken than allowed
+│       ├── UnsupportedScript letters that no voice here reads
+│       ├── MalformedSsml     no XML, or an element or value that is not known; `line` and `column` say where
+│       └── UnknownPhoneme    a letter that is not in the voice's alphabet
 ├── RequestError              the request itself is no good, before anybody listened to its audio
 │   ├── MalformedRequest      not what the protocol says
 │   │   ├── UnknownCommand    a text that is no command
@@ -24,14 +32,17 @@ AsrServeError
 │   ├── NotAllowed            the key is good, and may not do this
 │   ├── NoSuchRoute           nothing answers at that path, or not to that method
 │   ├── SessionExpired        the live session is over, or was never there
+│   ├── UnknownJob            no cloning of that number, or not any more
 │   ├── EventsExpired         it is there, and what its client missed is not kept any more
 │   ├── TakenOver             another connection goes on with the session
 │   └── ClientGone            nobody waits for the answer any more
 ├── ModelError
 │   ├── UnknownModel          no model of that name
 │   ├── ModelNotLoaded        the model is known, and this server has not loaded it
+│   ├── WrongModel            the model is loaded, and is of another kind: one that speaks hears nothing
 │   ├── WeightsMissing        the model is known, its weights are not on this machine
-│   └── WeightsCorrupt        the bytes are not the ones the card names
+│   ├── WeightsCorrupt        the bytes are not the ones the card names
+│   └── ProgramMissing        a package or program that the model needs is not on this machine
 ├── ServerError               what a client of ours meets
 │   ├── Unreachable           nothing answers there, or not any more
 │   └── Refused               the server said no; `code` is its word for why
@@ -41,6 +52,7 @@ AsrServeError
     │   └── Draining          the server is going down: try another, or this one when it is back
     ├── Cancelled             the caller took the request back
     ├── StepFailed            our own failure in one step; only the requests in it are lost
+    ├── ProgramFailed         a program beside the engine failed, or did not answer in time
     ├── PeerGone              the process at the other end of a ring or a road is gone, or hung up
     ├── PeerRefused           another engine may not work with this one: something of the two differs
     ├── OutOfStep             the ring holds other audio than the one that was announced
@@ -115,6 +127,10 @@ class AudioTooLong(AudioError):
     """More seconds than allowed."""
 
 
+class TooFewClips(AudioError):
+    """Of somebody's recordings too little can be learnt from."""
+
+
 class AudioTooLarge(AudioError):
     """More bytes than allowed."""
 
@@ -137,6 +153,38 @@ class MissingOption(OptionError):
 
 class UnsupportedOption(OptionError):
     """An option that is known, and that this model or server does not honour."""
+
+
+class UnknownVoice(OptionError):
+    """This model has no voice of that name."""
+
+
+class TextError(OptionError):
+    """What is to be spoken cannot be."""
+
+
+class EmptyText(TextError):
+    """There is nothing in it to say."""
+
+
+class TextTooLong(TextError):
+    """More characters to be spoken than allowed."""
+
+
+class UnsupportedScript(TextError):
+    """Letters that no voice here reads."""
+
+
+class MalformedSsml(TextError):
+    """No XML, or an element, attribute or value that is not known. `line` and `column` count from 1."""
+
+    def __init__(self, came: str, allowed: str = "", todo: str = "", *, line: int = 1, column: int = 1) -> None:
+        self.line, self.column = line, column
+        super().__init__(f"line {line}, column {column}: {came}", allowed, todo, param="input")
+
+
+class UnknownPhoneme(TextError):
+    """A letter that is not in the voice's alphabet."""
 
 
 class RequestError(AsrServeError):
@@ -179,6 +227,10 @@ class SessionExpired(RequestError):
     """The live session asked for is over, or was never there."""
 
 
+class UnknownJob(RequestError):
+    """No cloning of that number, or not any more."""
+
+
 class EventsExpired(RequestError):
     """The live session is there, and what its client missed is not kept any more."""
 
@@ -203,12 +255,20 @@ class ModelNotLoaded(ModelError):
     """The model is known, and this server has not loaded it."""
 
 
+class WrongModel(ModelError):
+    """The model is loaded, and is of another kind: one that speaks hears nothing, and the other way round."""
+
+
 class WeightsMissing(ModelError):
     """The model is known, its weights are not on this machine."""
 
 
 class WeightsCorrupt(ModelError):
     """The bytes found are not the ones the card names."""
+
+
+class ProgramMissing(ModelError):
+    """A package or program that the model needs is not on this machine."""
 
 
 class ServerError(AsrServeError):
@@ -262,6 +322,10 @@ class Cancelled(EngineError):
 
 class StepFailed(EngineError):
     """Our own failure in one step; only the requests in that step are lost."""
+
+
+class ProgramFailed(EngineError):
+    """A program beside the engine failed, or did not answer in time."""
 
 
 class PeerGone(EngineError):

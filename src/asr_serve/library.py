@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,11 +16,14 @@ from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import LocalLink, local
-from asr_serve.engine.parts import Checkpoint
+from asr_serve.engine.parts import Checkpoint, find
 from asr_serve.engine.turns import runner as turns
+from asr_serve.pipelines.speaking.fronts import front_of
+from asr_serve.pipelines.speaking.options import SpeakOptions
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
 from asr_serve.streaming.chunks import Chunks, one_source
 from asr_serve.streaming.results import StreamOptions
+from asr_serve.streaming.speech import Speech, Text
 from asr_serve.streaming.stream import Stream
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Transcript
@@ -29,12 +32,20 @@ from asr_serve.types import Transcript
 class Model:
     """A loaded model and its engine. Any number of threads and tasks may share one."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: none of a model that speaks."""
         assert isinstance(client.link, LocalLink)
-        self.card, self.device = client.card, client.link.device
-        self._client, self._tokenizer = client, tokenizer
+        self.card, self.device = client.link.card, client.link.device
+        self._client, self._words = client, tokenizer
         # Also at exit: a thread inside torch while the interpreter is torn down ends in a crash.
         self._finalizer = weakref.finalize(self, client.close)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        """Raises WrongModel of a model that speaks."""
+        _ = self._client.card
+        assert self._words is not None
+        return self._words
 
     @classmethod
     def load(
@@ -49,11 +60,13 @@ class Model:
     ) -> Model:
         """See asr_serve.load."""
         config = engine or EngineConfig()
-        checkpoint = Checkpoint.find(model, weights).looking_ahead(config.lookahead_frames)
-        turn = turns.load(turn_model)
+        checkpoint = find(model, weights, config)
+        turn = turns.load(turn_model) if isinstance(checkpoint, Checkpoint) else None
         keep_memory()
         link = local(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
-        return cls(EngineClient(config, link), checkpoint.tokenizer)
+        return cls(
+            EngineClient(config, link), checkpoint.tokenizer if isinstance(checkpoint, Checkpoint) else None
+        )
 
     def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
         """The transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
@@ -118,6 +131,37 @@ class Model:
     def _held(self, stream: Generator[Event, None, None]) -> Generator[Event, None, None]:
         """The same, keeping the model alive as long as somebody reads."""
         yield from stream
+
+    def speak(
+        self,
+        text: Text,
+        *,
+        language: str | None = None,
+        lexicon: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Speech:
+        """Sound of `text`, of a model that speaks: read it with `for` or `async for`, each piece as soon as it is
+        made, or have all of it. Nothing happens before.
+
+        >>> model = asr_serve.load("hibari")                              # doctest: +SKIP
+        >>> model.speak("Hello there.").save("hello.wav")                 # or .mp3 .opus .flac .aac .pcm
+        >>> for piece in model.speak("A long story.", speed=1.2):         # while it is made
+        ...     play(piece.pcm, piece.rate_hz)                            # (n,) int16
+        ...     print(*(f"{word.text} at {word.start_samples}" for word in piece.words))
+        >>> model.speak(token.text for token in language_model.stream())  # begins with the first clause
+        >>> samples = model.speak("Hello.", voice="heart", seed=7).read()
+
+        text: all of it; or its pieces, from a plain or an asynchronous iterable, as a language model writes them.
+        language: en or en-gb, None: the voice's own. lexicon: words and their phonemes. options: the fields of
+        SpeakOptions: voice, speed, pitch, energy, ssml, phonemes, seed, rate_hz, watermark, priority.
+
+        Raises OptionError, WrongModel for a model that hears; reading it raises TextError (empty, too long,
+               another
+        script, malformed SSML), UnknownVoice, AtCapacity, EngineClosed, and the text's own errors.
+        """
+        chosen = SpeakOptions.of(options)
+        front = front_of(self._client.voice_card, chosen.voice, language, lexicon)
+        return Speech(self._client, front, text, chosen, self)
 
     def describe(self) -> dict[str, Any]:
         """Model, device and what the engine has done so far."""

@@ -21,9 +21,9 @@ from prometheus_client import (
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of what `exposition` returns."""
 
-STAGES = ("vad", "chunk", "encode", "verify", "decode", "turn")
+STAGES = ("vad", "chunk", "encode", "verify", "decode", "speak", "turn")
 PRIORITIES = ("live", "interactive", "bulk")
-STATES = ("waiting", "decoding")
+STATES = ("waiting", "decoding", "speaking")
 MIGRATIONS = (("session", "state"), ("stream", "state"), ("stream", "replay"))
 TIERS = ("host", "disk")
 TIER_MOVES = (("device", "host"), ("host", "disk"), ("disk", "host"), ("host", "device"))
@@ -35,6 +35,8 @@ PEER_PHASES = ("waiting", "encoding", "road", "whole")
 STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
 """Finest between 100 ms and 1 s, where a listener begins to notice."""
+SOUND_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1, 2.5, 5, 10)
+"""Finest up to 250 ms, in which somebody who is spoken to expects an answer to begin."""
 REQUEST_S = (*WAIT_S, 120, 300, 900, 3_600)
 """Recordings of hours pass through the same routes."""
 FACTOR = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 3, 10)
@@ -71,7 +73,7 @@ class EngineMetrics:
         fill = histogram(
             "asr_serve_batch_fill_ratio",
             "Share of a step in use: windows of those computed (vad), frames of those planned for (encode), "
-            "positions of those in one pass (verify), rows of those there are (decode, chunk); 1 for turn.",
+            "positions of those in one pass (verify), rows of those there are (decode, chunk, speak); 1 for turn.",
             ("model", "stage"),
             buckets=SHARE,
         )
@@ -86,12 +88,19 @@ class EngineMetrics:
         self.sessions = gauge("asr_serve_sessions", "Voice-activity sessions that are open.", ("model",)).labels(
             model
         )
-        requests = gauge("asr_serve_engine_requests", "Utterances in the engine.", ("model", "state"))
+        requests = gauge("asr_serve_engine_requests", "Utterances or sentences in the engine.", ("model", "state"))
         self.requests = {state: requests.labels(model, state) for state in STATES}
 
         self.audio_seconds = counter("asr_serve_audio_seconds_total", "Audio recognised.", ("model",)).labels(
             model
         )
+        self.first_sound = histogram(
+            "asr_serve_first_sound_seconds",
+            "Time from admission of a sentence to its first sound; the count is of sentences.",
+            ("model",),
+            buckets=SOUND_S,
+        ).labels(model)
+        self.spoken_seconds = counter("asr_serve_spoken_seconds_total", "Speech made.", ("model",)).labels(model)
         self.tokens = counter("asr_serve_tokens_total", "Tokens decoded.", ("model",)).labels(model)
         drafts = counter(
             "asr_serve_draft_tokens_total", "Tokens of drafts: held, or dropped.", ("model", "verdict")

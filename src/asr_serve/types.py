@@ -60,6 +60,43 @@ class Guess(NamedTuple):
     """Of all that was heard, by the search; natural log."""
 
 
+class Stretch(msgspec.Struct, frozen=True):
+    """Part of a sentence, all said in one manner."""
+
+    phonemes: str
+    """In the model's alphabet, a character each."""
+    speed: float = 1.0
+    """0.25 to 4 times as fast as the voice would by itself."""
+    pitch: float = 0.0
+    """Semitones, -12 to 12."""
+    energy: float = 0.0
+    """dB, -12 to 12."""
+
+
+class Sentence(msgspec.Struct, frozen=True):
+    """What a voice says in one breath: an engine encodes it once. Without pauses of its own at the ends."""
+
+    stretches: tuple[Stretch, ...]
+    voice: str
+    seed: int = 0
+    """Of what is random: the same sentence and seed give the same samples, in any company."""
+
+    @property
+    def phonemes(self) -> str:
+        """Of all stretches."""
+        return "".join(stretch.phonemes for stretch in self.stretches)
+
+
+class Sound(NamedTuple):
+    """A piece of a sentence as it is said, in order."""
+
+    pcm: bytes
+    """int16, little-endian, mono, at the card's rate."""
+    ends: tuple[int, ...]
+    """With the first piece only: the sample at which each phoneme of the sentence ends."""
+    last: bool
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One closed utterance and its text."""
 

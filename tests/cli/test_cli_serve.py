@@ -58,7 +58,7 @@ def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
     result = invoke(
         *("--config", str(file), "--host", "::1", "--port", "0", "--realtime-port", "10095"),
         *("--model", "a", "--model", "b", "-m", "c"),
-        *("--alias", "x=a", "--alias", "y=b", "--device", "cpu", "--dtype", "fp32", "--weights", "folder"),
+        *("--voice", "d", "--alias", "x=a", "--alias", "y=b", "--device", "cpu", "--dtype", "fp32", "--weights", "folder"),
         *("--api-key", "k1", "--api-key", "k2", "--admin-key", "k3", "--max-concurrent", "5"),
         *("--log-format", "json", "--otel-endpoint", "http://here:4318"),
         *("--role", "decode", "--peer", "one:8100", "--peer", "[::1]:8100", "--encode-port", "8101"),
@@ -71,6 +71,7 @@ def test_every_flag_arrives(started: list[ServeConfig], tmp_path: Path) -> None:
         realtime_port=10_095,
         model="a",
         more_models=("b", "c"),
+        voice="d",
         aliases={"x": "a", "y": "b"},
         max_models=3,
         device="cpu",

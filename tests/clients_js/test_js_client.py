@@ -82,7 +82,7 @@ def built() -> None:
 
 
 def serve(*settings: str) -> list[str]:
-    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve"]
+    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--voice", "none"]
     for setting in ("engine_threads=1", "log_level=error", *settings):
         command += ["--set", setting]
     return command

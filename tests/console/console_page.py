@@ -38,7 +38,7 @@ ELSEWHERE = "console.test"
 class Served:
     """`asr-serve serve` in a process of its own."""
 
-    def __init__(self, log: Path, *flags: str, port: int = 0) -> None:
+    def __init__(self, log: Path, *flags: str, port: int = 0, voice: str = "none") -> None:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -53,6 +53,8 @@ class Served:
             str(self.port),
             "--set",
             "engine.prefix_bytes=0",  # a recording that comes again is worked for again
+            "--voice",
+            voice,
         ]
         with log.open("w") as out:
             self.process = subprocess.Popen(

@@ -15,7 +15,7 @@ from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper
 from asr_serve.engine.parts import as_built
 from asr_serve.models.asr import deepspeech, moonshine_streaming
 from asr_serve.models.card import Card, cards
-from asr_serve.models.window_encoder import Encoder, EncoderConfig
+from asr_serve.models.windows.window_encoder import Encoder, EncoderConfig
 
 STREAMING = {name: card for name, card in cards().items() if card.streaming}
 

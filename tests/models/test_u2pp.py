@@ -17,9 +17,9 @@ from torch import Tensor
 
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models import wenet
 from asr_serve.models.asr import u2pp
 from asr_serve.models.streaming import FOREVER, Chunk
+from asr_serve.models.windows import wenet
 from asr_serve.text import tokens
 
 FIXTURE = Path(__file__).parent / "fixtures" / "u2pp.safetensors"

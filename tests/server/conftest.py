@@ -29,6 +29,7 @@ from asr_serve.server.telemetry import logs
 WAIT_S = 120.0
 """Longer than anything here takes; only a hang reaches it."""
 MODEL = "moonshine-tiny-en"
+VOICE = "hibari"
 
 
 class Running:
@@ -86,14 +87,15 @@ class Running:
 
     def held(self) -> dict[str, int]:
         """What is held for requests, in the engine and here."""
-        engine = self.engines.get()
-        found = engine.client.describe()
+        engines = list(self.engines)
+        found = [engine.client.describe() for engine in engines]
         return {
-            "requests": found["requests"],
-            "sessions": found["sessions"],
-            "pages": found["pages_used"],
+            "requests": sum(each["requests"] for each in found),
+            "sessions": sum(each["sessions"] for each in found),
+            "pages": sum(each.get("pages_used", 0) for each in found),
             "inside": self.gate.inside,
-            "users": engine._users,
+            "working": self.gate.working,
+            "users": sum(engine._users for engine in engines),
         }
 
     def expect_empty(self) -> None:
@@ -133,12 +135,48 @@ def serve(parts: Parts) -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
     def start(**settings: Any) -> Running:
-        running.append(Running(ServeConfig(**settings), lambda name, config: parts))
+        running.append(Running(ServeConfig(**{"voice": "none"} | settings), lambda name, config: parts))
         return running[-1]
 
     yield start
     for server in running:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def voice_parts() -> Iterator[Parts]:
+    """The same of a voice that a package brings."""
+    pytest.importorskip("hibari", reason="hibari-tts is not installed: pip install hibari-tts")
+    made = open_engine(VOICE, ServeConfig(engine_threads=1))
+    yield made
+    made.client.close()
+
+
+@pytest.fixture(scope="session")
+def serve_voice(parts: Parts, voice_parts: Parts) -> Iterator[Callable[..., Running]]:
+    """As `serve`, of servers that speak."""
+    running: list[Running] = []
+
+    def start(**settings: Any) -> Running:
+        config = ServeConfig(**{"voice": VOICE} | settings)
+        running.append(Running(config, lambda name, config: voice_parts if name == VOICE else parts))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_speaker(serve_voice: Callable[..., Running]) -> Running:
+    return serve_voice()
+
+
+@pytest.fixture
+def speaker(shared_speaker: Running) -> Iterator[Running]:
+    """A server that speaks. Whatever a test does, nothing of it is left."""
+    yield shared_speaker
+    shared_speaker.expect_empty()
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,8 @@ class Terminal:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self._screen, theirs = pty.openpty()
-        command = [sys.executable, "-c", SERVE, "serve", "--port", str(self.port), "--set", "engine_threads=1"]
+        command = [sys.executable, "-c", SERVE, "serve", "--port", str(self.port), "--voice", "none"]
+        command += ["--set", "engine_threads=1"]
         self.process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )

@@ -37,7 +37,7 @@ class Served(NamedTuple):
 @pytest.fixture
 def served() -> Iterator[Served]:
     command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", "0"]
-    command += ["--set", "engine_threads=1", "--set", "engine.max_sessions=1"]
+    command += ["--voice", "none", "--set", "engine_threads=1", "--set", "engine.max_sessions=1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         said = ""

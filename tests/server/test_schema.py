@@ -23,6 +23,8 @@ PATHS = (
     ROUTE,
     "/v1/audio/translations",
     "/asr",
+    "/v1/audio/speech",
+    "/v1/audio/voices",
     "/v1/models",
     "/v1/models/{model}",
     "/v1/models/{model}/load",

@@ -46,6 +46,7 @@ class Served:
                     "serve",
                     "--port",
                     str(self.port),
+                    *("--voice", "none"),
                     *flags,
                 ],
                 stdout=out,

@@ -22,7 +22,16 @@ from websockets.sync.client import connect
 
 WAIT_S = 60.0
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
-COMMAND = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", "0"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from asr_serve.cli import main; main()",
+    "serve",
+    "--port",
+    "0",
+    "--voice",
+    "none",
+]
 COMMAND += ["--realtime-port", "0", "--set", "engine_threads=1"]
 
 

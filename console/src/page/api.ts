@@ -42,8 +42,11 @@ export interface Model {
   state: string;
   languages: string[];
   parameters: number;
+  speaks: boolean;
 }
 
+/** Those that hear. */
 export async function models(): Promise<Model[]> {
-  return ((await (await get("v1/models")).json()) as { data: Model[] }).data;
+  const { data } = (await (await get("v1/models")).json()) as { data: Model[] };
+  return data.filter((model) => !model.speaks);
 }

@@ -98,6 +98,18 @@ def samples(pcm: bytes | memoryview) -> np.ndarray:
     return np.frombuffer(pcm, "<i2") * np.float32(1 / 32_768)
 
 
+def as_int16(pcm: np.ndarray) -> np.ndarray:
+    """(n,) float32 in -1..1, clipped to that, or int16 as it is, to (n,) int16."""
+    if pcm.dtype == np.int16:
+        return pcm
+    return np.asarray(np.clip(np.rint(pcm * 32_768), -32_768, 32_767).astype(np.int16))
+
+
+def as_float32(pcm: np.ndarray) -> np.ndarray:
+    """(n,) int16, or float32 as it is, to (n,) float32 in -1..1."""
+    return pcm * np.float32(1 / 32_768) if pcm.dtype == np.int16 else pcm
+
+
 def mulaw_table() -> np.ndarray:
     """(256,) float32: what each byte of G.711 mu-law stands for. Source  ITU-T G.711, table 2."""
     code = ~np.arange(256) & 0xFF  # it is sent with every bit turned over

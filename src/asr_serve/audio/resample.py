@@ -1,4 +1,4 @@
-"""Streaming resampling to 16 kHz that loses no sample of clock."""
+"""Streaming resampling, to 16 kHz unless told, that loses no sample of clock."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ def expect_rate(rate_hz: int) -> None:
 
 
 class Resampler:
-    """One mono stream at `rate_hz` to 16 kHz, in pieces of any size.
+    """One mono stream at `rate_hz` to `to_hz`, in pieces of any size.
 
     In      chunk (n,) float32, any n
-    Out     (m,) float32; after `finish`, n samples in have become exactly ceil(n * 16000 / rate_hz) out,
-            and sample k of the output stands at k / 16000 s of the input (the filter's delay is taken out).
+    Out     (m,) float32; after `finish`, n samples in have become exactly ceil(n * to_hz / rate_hz) out,
+            and sample k of the output stands at k / to_hz s of the input (the filter's delay is taken out).
             Any chunking gives the same samples, bit for bit.
-    State   `taken_samples` in at `rate_hz`, `given_samples` out at 16 kHz, and soxr's filter
+    State   `taken_samples` in at `rate_hz`, `given_samples` out at `to_hz`, and soxr's filter
     Raises  UnsupportedAudio for a rate outside MIN_RATE_HZ..MAX_RATE_HZ
     Source  soxr, quality HQ
     """
 
-    def __init__(self, rate_hz: int) -> None:
+    def __init__(self, rate_hz: int, to_hz: int = RATE_HZ) -> None:
         expect_rate(rate_hz)
-        self.rate_hz = rate_hz
+        expect_rate(to_hz)
+        self.rate_hz, self.to_hz = rate_hz, to_hz
         self.taken_samples = 0
         self.given_samples = 0
-        self._soxr = None if rate_hz == RATE_HZ else _begun(rate_hz)
+        self._soxr = None if rate_hz == to_hz else _begun(rate_hz, to_hz)
 
     def put(self, chunk: np.ndarray) -> np.ndarray:
-        """Take `chunk`; return what is ready, which may be nothing. At 16 kHz that is `chunk` itself."""
+        """Take `chunk`; return what is ready, which may be nothing. Where the rates are equal that is `chunk`
+        itself."""
         self.taken_samples += len(chunk)
         if self._soxr is None:
             self.given_samples += len(chunk)
@@ -60,14 +62,20 @@ class Resampler:
             return np.zeros(0, np.float32)
         # soxr rounds the length to nearest: silence behind the end lets the filter make the sample that
         # rounding up asks for, and the surplus is cut.
-        silence = np.zeros(self.rate_hz // RATE_HZ + 2, np.float32)
-        wanted = resampled_samples(self.taken_samples, self.rate_hz) - self.given_samples
+        silence = np.zeros(self.rate_hz // self.to_hz + 2, np.float32)
+        wanted = resampled_samples(self.taken_samples, self.rate_hz, self.to_hz) - self.given_samples
         tail: np.ndarray = self._soxr.resample_chunk(silence, last=True)
         assert 0 <= wanted <= len(tail), (self.rate_hz, self.taken_samples, self.given_samples, len(tail))
         self.given_samples += wanted
-        self._soxr = _begun(self.rate_hz)
+        self._soxr = _begun(self.rate_hz, self.to_hz)
         return tail[:wanted]
 
 
-def _begun(rate_hz: int) -> soxr.ResampleStream:
-    return soxr.ResampleStream(rate_hz, RATE_HZ, 1, quality="HQ")
+def resampled(pcm: np.ndarray, rate_hz: int, to_hz: int) -> np.ndarray:
+    """All of a clip at once: (n,) float32 -> (ceil(n * to_hz / rate_hz),)."""
+    resampler = Resampler(rate_hz, to_hz)
+    return np.concatenate([resampler.put(np.asarray(pcm, np.float32)), resampler.finish()])
+
+
+def _begun(rate_hz: int, to_hz: int) -> soxr.ResampleStream:
+    return soxr.ResampleStream(rate_hz, to_hz, 1, quality="HQ")

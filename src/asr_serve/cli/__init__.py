@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asr_serve.cli import doctor, listen, models, serve, transcribe
+from asr_serve.cli import doctor, listen, models, serve, speak, transcribe
 from asr_serve.cli.exits import INTERRUPTED
 
 app = typer.Typer(
@@ -37,12 +37,13 @@ def top(
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop."),
     ] = False,
 ) -> None:
-    """Speech to text on your own machine.
+    """Speech to text, and text to speech, on your own machine.
 
     \b
       asr-serve transcribe talk.mp3              print what was said
       asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
       asr-serve listen --mic                     words while they are spoken
+      asr-serve speak "Hello there."             say it, or -o hello.mp3
       asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
       asr-serve models list                      which models there are
       asr-serve doctor                           this machine, what is missing
@@ -51,6 +52,7 @@ def top(
 
 app.command("transcribe", no_args_is_help=True)(transcribe.transcribe)
 app.command("listen", no_args_is_help=True)(listen.listen)
+app.command("speak", no_args_is_help=True)(speak.speak)
 app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)

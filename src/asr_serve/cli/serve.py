@@ -18,6 +18,7 @@ FLAGS = {
     "--port": "port",
     "--realtime-port": "realtime_port",
     "--model": "model",
+    "--voice": "voice",
     "--alias": "aliases",
     "--device": "device",
     "--dtype": "dtype",
@@ -52,6 +53,7 @@ def serve(
     model: Annotated[
         list[str] | None, flag("--model", "-m", metavar="NAME", more="Again for models to load beside it.")
     ] = None,
+    voice: Annotated[str | None, flag("--voice", metavar="NAME|none")] = None,
     alias: Annotated[list[str] | None, flag("--alias", metavar="NAME=MODEL", more="May be repeated.")] = None,
     device: Annotated[str | None, flag("--device", metavar="DEVICE")] = None,
     dtype: Annotated[str | None, flag("--dtype", metavar="DTYPE")] = None,
@@ -130,6 +132,7 @@ def serve(
             "--host": host,
             "--port": port,
             "--realtime-port": realtime_port,
+            "--voice": voice,
             "--alias": alias,
             "--device": device,
             "--dtype": dtype,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,19 +17,15 @@ from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, SearchOptions
 from asr_serve.engine.cadence import Cadence
-from asr_serve.engine.session import Piece, Utterance, Wanted, Windows
-from asr_serve.errors import (
-    AtCapacity,
-    AudioTooLong,
-    EmptyAudio,
-    EngineClosed,
-    ModelNotLoaded,
-    OptionError,
-    UnsupportedAudio,
-)
-from asr_serve.models.card import Card, TurnCard
-from asr_serve.types import Found, Priority
-from asr_serve.vad.endpoint import WINDOW_SAMPLES
+from asr_serve.engine.calls import Stream as Stream
+from asr_serve.engine.calls import Ticket as Ticket
+from asr_serve.engine.calls import VadSession as VadSession
+from asr_serve.engine.calls import expect_samples
+from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speaking.saying import Ear, Hear, Saying, expect
+from asr_serve.errors import AtCapacity, AudioTooLong, EmptyAudio, EngineClosed, ModelNotLoaded, WrongModel
+from asr_serve.models.card import AnyCard, Card, TurnCard, VoiceCard
+from asr_serve.types import Priority, Sentence
 
 ASSUMED_SPEED = 50.0
 """Seconds of audio a second, until the engine has shown its own speed."""
@@ -44,13 +40,16 @@ TURN_RETRY_MS = 500
 class Link(Protocol):
     """The road to one loop. Every method may be called from any thread; all but `close` raise EngineClosed."""
 
-    card: Card
+    card: AnyCard
     turn_card: TurnCard | None
     """Of the turn model, if there is one. `turn` is called only then."""
 
     @property
     def state(self) -> str: ...
     def submit(self, utterance: Utterance) -> None: ...
+    def say(self, saying: Saying) -> None:
+        """Of a model that speaks only, and that one hears nothing."""
+
     def cancel(self, request_id: int) -> None: ...
     def open(self, session: int, live: bool) -> None: ...
     def put(self, windows: Windows) -> None: ...
@@ -66,79 +65,8 @@ class Link(Protocol):
 
 
 Connect = Callable[[EngineConfig, Callable[[int], None], Callable[[], None]], Link]
-"""Opens a link. It calls the second argument with the samples of each utterance that has ended, and the third
-when it will take no more."""
-
-
-class Ticket(NamedTuple):
-    """A submitted utterance: its answer to come, and the name to cancel it by."""
-
-    id: int
-    future: Future[Recognition]
-
-
-class VadSession:
-    """One caller's voice activity: pieces go in, speech probabilities come out, in order."""
-
-    def __init__(self, client: EngineClient, session_id: int, live: bool) -> None:
-        self._client, self._id, self._live, self._open = client, session_id, live, True
-
-    def put(self, pcm: np.ndarray) -> Future[np.ndarray]:
-        """`pcm` float32 at 16 kHz, whole windows of 512 samples, at most EngineConfig.vad_windows of them.
-
-        The future holds one probability per window. Keep few in flight: what is put is held until computed.
-        """
-        windows, odd = divmod(len(pcm), WINDOW_SAMPLES)
-        if odd or not 1 <= windows <= self._client.config.vad_windows:
-            raise OptionError(
-                f"{len(pcm)} samples",
-                f"a multiple of {WINDOW_SAMPLES}, up to {self._client.config.vad_windows * WINDOW_SAMPLES}",
-            )
-        piece = Windows(self._id, pcm, Future())
-        self._client.link.put(piece)
-        return piece.future
-
-    def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._client._close_session(self._id, self._live)
-
-
-class Stream:
-    """Audio that a model hears as it comes, what it remembers carried from piece to piece."""
-
-    def __init__(self, client: EngineClient, number: int, live: bool) -> None:
-        self._client, self._number, self._live, self._open = client, number, live, True
-
-    def put(self, pcm: np.ndarray, *, last: bool = False) -> Future[Found]:
-        """`pcm` (n,) float32 at 16 kHz, any n. `last`: nothing follows, and the stream is closed.
-
-        The future holds what can be said of the audio so far that was not said before: some words, or none yet.
-        Frames are the model's, from the stream's start. It may raise StepFailed: then the stream is lost, begin it
-        again. Keep few in flight: what is put is held until it is heard. Raises EngineClosed.
-        """
-        return self._put(pcm, last, None)
-
-    def hear(self, pcm: np.ndarray, wanted: Wanted, *, last: bool = False) -> Future[Recognition]:
-        """The same of a model whose decoder hears all of it each time: a hypothesis of what was put so far, this
-        included."""
-        return self._put(pcm, last, wanted)
-
-    def _put(self, pcm: np.ndarray, last: bool, wanted: Wanted | None) -> Future[Any]:
-        _expect_samples(pcm)
-        assert self._open, "put after the last piece"
-        self._open = not last
-        piece = Piece(self._number, pcm, last, Future(), wanted)
-        if self._live:
-            piece.future.add_done_callback(partial(self._client._answered, time.monotonic()))
-        self._client.link.put_piece(piece)
-        return piece.future
-
-    def close(self) -> None:
-        """What is under way is dropped. Idempotent."""
-        self._open = False
-        with contextlib.suppress(EngineClosed):
-            self._client.link.close_stream(self._number)
+"""Opens a link. It calls the second argument with the samples of each utterance or sentence that has ended, and
+the third when it will take no more."""
 
 
 class EngineClient:
@@ -155,9 +83,28 @@ class EngineClient:
         self._closed = False
         self.cadence = Cadence()
         self.link = connect(config, self._done, self._stopped)
-        self.card = self.link.card
-        self.max_samples = units.ms_to_samples(self.card.max_segment_ms)
-        self.min_samples = units.ms_to_samples(self.card.min_segment_ms)
+        hears = self.link.card if isinstance(self.link.card, Card) else None
+        self.max_samples = units.ms_to_samples(hears.max_segment_ms) if hears else 0
+        self.min_samples = units.ms_to_samples(hears.min_segment_ms) if hears else 0
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.link.card.name
+
+    @property
+    def card(self) -> Card:
+        """Raises WrongModel where the model speaks."""
+        if isinstance(found := self.link.card, Card):
+            return found
+        raise WrongModel(f"the model {found.name} speaks, and hears nothing", "a model that hears")
+
+    @property
+    def voice_card(self) -> VoiceCard:
+        """Raises WrongModel where the model hears."""
+        if isinstance(found := self.link.card, VoiceCard):
+            return found
+        raise WrongModel(f"the model {found.name} hears, and has no voice", "a model that speaks")
 
     @property
     def state(self) -> str:
@@ -181,13 +128,14 @@ class EngineClient:
 
         Full: raises AtCapacity, or waits for room when `wait`; `check` is called whenever somebody nudges, and may
         raise to wait no longer. Not what is `admitted`: it comes from a session, which bounds it.
-        Raises AudioTooLong, UnsupportedAudio, EngineClosed.
+        Raises AudioTooLong, UnsupportedAudio, WrongModel, EngineClosed.
         """
-        _expect_samples(pcm)
+        card = self.card
+        expect_samples(pcm)
         if len(pcm) > self.max_samples:
             raise AudioTooLong(
                 f"an utterance of {units.samples_to_s(len(pcm)):.1f} s",
-                f"{self.card.name} hears up to {self.card.max_segment_ms / 1_000:.0f} s at once",
+                f"{card.name} hears up to {card.max_segment_ms / 1_000:.0f} s at once",
                 "cut it into segments",
             )
         samples = len(pcm)
@@ -199,6 +147,39 @@ class EngineClient:
         )
         if priority == "live":
             future.add_done_callback(partial(self._answered, time.monotonic()))
+        self._enter(samples, admitted, wait, check)
+        utterance.submitted_ns = time.time_ns()
+        self._send(samples, lambda: self.link.submit(utterance))
+        return Ticket(utterance.id, future)
+
+    def say(
+        self,
+        sentence: Sentence,
+        hear: Hear,
+        *,
+        priority: Priority = "interactive",
+        within_ms: int | None = None,
+        wait: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> Ticket:
+        """Say one sentence. `hear` gets its sound piece by piece, in order, on a thread of the engine's: it must
+        not wait. The future has the number of samples once the last piece was told. `within_ms`: how soon its
+        first sound is wanted, where others are to be heard before it.
+
+        Full: as in `submit`. What only the model can tell is the future's: OptionError for phonemes that it does
+        not know, UnknownVoice. Raises OptionError, AtCapacity, WrongModel, EngineClosed.
+        """
+        expect(sentence, self.voice_card)
+        ear = Ear(hear, lambda: self.cancel(ticket))
+        saying = Saying(next(self._ids), sentence, ear, priority, Future(), within_ms)
+        ticket = Ticket(saying.id, ear.answer(saying.future))
+        self._enter(saying.samples, False, wait, check)
+        saying.submitted_ns = time.time_ns()
+        self._send(saying.samples, lambda: self.link.say(saying))
+        return ticket
+
+    def _enter(self, samples: int, admitted: bool, wait: bool, check: Callable[[], None]) -> None:
+        """See `submit`."""
         with self._room:
             while not admitted and not self._closed and self._full(samples):
                 if not wait:
@@ -209,17 +190,17 @@ class EngineClient:
                     )
                 check()  # here, where no nudge can come between it and the wait
                 self._room.wait()
-            utterance.submitted_ns = time.time_ns()
             if not self._requests:
                 self._busy_since = time.monotonic()
             self._requests += 1
             self._samples += samples
+
+    def _send(self, samples: int, send: Callable[[], None]) -> None:
         try:
-            self.link.submit(utterance)
+            send()
         except EngineClosed:
             self._done(samples, counted=False)
             raise
-        return Ticket(utterance.id, future)
 
     def cancel(self, ticket: Ticket) -> None:
         """Stop the work at its next step and free what it holds; its future raises Cancelled."""
@@ -230,7 +211,8 @@ class EngineClient:
         self, *, live: bool = False, wait: bool = False, check: Callable[[], None] = lambda: None
     ) -> VadSession:
         """A caller's voice-activity state. Full, or `live` and overloaded: raises AtCapacity; or waits for one
-        when `wait`, as in `submit`. Raises EngineClosed."""
+        when `wait`, as in `submit`. Raises WrongModel, EngineClosed."""
+        _ = self.card  # of a model that hears
         if live and self._live:  # where nobody is on line, nobody waits any more
             self.cadence.expect_room(1_000 * time.monotonic())
         session_id = next(self._ids)
@@ -283,7 +265,7 @@ class EngineClient:
                 "this engine has no turn model",
                 todo="load it with turn_model='smart-turn': if it is not on this machine, that says how to get it",
             )
-        _expect_samples(pcm)
+        expect_samples(pcm)
         if not len(pcm):
             raise EmptyAudio("no samples", "what somebody has said, one sample at least")
         with self._room:
@@ -373,12 +355,3 @@ class EngineClient:
         with self._room:
             self._closed = True
             self._room.notify_all()
-
-
-def _expect_samples(pcm: np.ndarray) -> None:
-    if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
-        raise UnsupportedAudio(
-            f"an array of {pcm.dtype}, shape {pcm.shape}",
-            "one row of finite float32 samples",
-            "open_audio turns anything into that",
-        )

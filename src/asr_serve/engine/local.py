@@ -12,13 +12,14 @@ import numpy as np
 from asr_serve.config import EngineConfig
 from asr_serve.engine.client import Connect
 from asr_serve.engine.loop import Job, Loop, live
-from asr_serve.engine.names import name, name_windows
 from asr_serve.engine.parts import Parts, as_built, assemble
 from asr_serve.engine.peers.meeting import Meeting
+from asr_serve.engine.prefix.names import name, name_windows
 from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.turns.runner import TurnModel, TurnRunner
 from asr_serve.errors import EngineClosed
-from asr_serve.models.card import Card
+from asr_serve.models.card import AnyCard
 
 
 class LocalLink:
@@ -26,7 +27,7 @@ class LocalLink:
 
     def __init__(
         self,
-        card: Card,
+        card: AnyCard,
         build: Callable[[], Parts],
         config: EngineConfig,
         on_done: Callable[[int], None],
@@ -41,7 +42,7 @@ class LocalLink:
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._ended = False
-        self.card = card
+        self.card: AnyCard = card
         ready: Future[Loop] = Future()
 
         def make() -> Loop:
@@ -67,6 +68,9 @@ class LocalLink:
         if self.loop.names:
             name(utterance)
         self.call(lambda loop: loop.work.submit(utterance))
+
+    def say(self, saying: Saying) -> None:
+        self.call(lambda loop: loop.speaking.say(saying))
 
     def cancel(self, request_id: int) -> None:
         self.call(lambda loop: loop.work.cancel(request_id))
@@ -126,7 +130,7 @@ class LocalLink:
 
 
 def local(
-    card: Card, build: Callable[[], Parts], turns: TurnModel | None = None, meeting: Meeting | None = None
+    card: AnyCard, build: Callable[[], Parts], turns: TurnModel | None = None, meeting: Meeting | None = None
 ) -> Connect:
     """For EngineClient: an engine of these parts, on a thread, and a turn model beside it. `meeting`: with what it
     meets other engines, where it has to do with any."""

@@ -14,6 +14,8 @@ import numpy as np
 
 from asr_serve.engine.chunked.streams import Streams
 from asr_serve.engine.session import Listeners, reject, resolve
+from asr_serve.engine.speaking.work import Speaking
+from asr_serve.engine.states import StateCacheManager
 from asr_serve.engine.stats import Stats
 from asr_serve.engine.tiers import Tiers
 from asr_serve.engine.voice import VadRunner, VoiceMemory
@@ -30,7 +32,7 @@ class Loop:
     def __init__(
         self,
         work: Work,
-        vad: VadRunner,
+        vad: VadRunner | None,
         step_windows: int,
         on_stop: Callable[[], None],
         *,
@@ -39,14 +41,16 @@ class Loop:
         memory: VoiceMemory | None = None,
         tiers: Tiers | None = None,
     ) -> None:
-        """`step_windows`: the most windows in one voice-activity step. `keep_states`: hand out each caller's state
-        with its probabilities. `memory`: of voice activity; without it nothing is kept of what was heard.
-        `tiers`: closed with the loop."""
+        """`vad`: None of a model that hears nobody. `step_windows`: the most windows in one voice-activity step.
+        `keep_states`: hand out each caller's state with its probabilities. `memory`: of voice activity; without it
+        nothing is kept of what was heard. `tiers`: closed with the loop."""
         self.work, self.vad_runner, self._memory, self._tiers = work, vad, memory, tiers
+        self.states = vad.states if vad is not None else StateCacheManager({}, 0)
+        """Of voice activity."""
         self.names = memory is not None
-        """Whether what comes should have a name (engine/names)."""
+        """Whether what comes should have a name (engine/prefix/names)."""
         self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.listeners = Listeners(vad.states, step_windows, memory)
+        self.listeners = Listeners(self.states, step_windows, memory)
         self.stats, self.running = stats, True
         self._on_stop, self._keep_states = on_stop, keep_states
         work.begin(self)
@@ -94,13 +98,19 @@ class Loop:
 
     def check(self) -> None:
         """Everything that was lent has a holder. Run when idle."""
-        self.vad_runner.states.check()
+        self.states.check()
         self.work.check()
 
     @property
     def streams(self) -> Streams:
         """Of a streaming model."""
         assert isinstance(self.work, Streams), "this model hears whole utterances"
+        return self.work
+
+    @property
+    def speaking(self) -> Speaking:
+        """Of a model that speaks."""
+        assert isinstance(self.work, Speaking), "this model hears"
         return self.work
 
     def close(self, session: int) -> None:
@@ -117,6 +127,8 @@ class Loop:
         batch = self.listeners.take(time.monotonic())
         if not batch:
             return False
+        runner = self.vad_runner
+        assert runner is not None, "nobody has a row where there are none"
         started = time.perf_counter()
 
         def fail(error: AsrServeError) -> None:
@@ -127,10 +139,10 @@ class Loop:
 
         results: list[np.ndarray] = []
         with Attempt(self.stats, "vad", "voice activity", fail):
-            results = self.vad_runner.run([(self.listeners.row(listener), w.pcm) for listener, w in batch])
+            results = runner.run([(self.listeners.row(listener), w.pcm) for listener, w in batch])
         for (listener, windows), probabilities in zip(batch, results, strict=False):  # none where it failed
             if self._keep_states or self._memory is not None:
-                windows.state = self.vad_runner.states.save(listener.slot)
+                windows.state = self.states.save(listener.slot)
             if self._memory is not None and windows.state is not None:
                 self._memory.keep(listener, windows, probabilities, windows.state)
             resolve(windows.future, probabilities)
@@ -165,7 +177,7 @@ class Loop:
         return {
             **self.stats.describe(),
             **self.work.describe(),
-            "sessions_used": self.vad_runner.states.used,
+            "sessions_used": self.states.used,
             "kept_bytes": self.kept_bytes,
         }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from asr_serve.engine.loop import Loop
 from asr_serve.engine.peers import roles
 from asr_serve.engine.peers.asking import Peers
 from asr_serve.engine.peers.meeting import Meeting
+from asr_serve.engine.speaking.parts import VoiceCheckpoint, speaking
 from asr_serve.engine.stats import Stats
 from asr_serve.engine.tiers import Tiers
 from asr_serve.engine.utterances.encode import EncodeRunner
@@ -38,16 +38,27 @@ from asr_serve.engine.utterances.rows import pages_of
 from asr_serve.engine.utterances.runner import DecodeRunner
 from asr_serve.engine.utterances.work import Utterances
 from asr_serve.engine.voice import VadRunner, VoiceMemory
+from asr_serve.engine.work import Parts as Parts
 from asr_serve.engine.work import Work
 from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models import weights as model_weights
-from asr_serve.models.card import Card, Times, card, kinds
+from asr_serve.models.card import (
+    AUTO_VOICE,
+    AUTO_VOICES,
+    AnyCard,
+    Card,
+    Times,
+    VoiceCard,
+    card,
+    engine_card,
+    kinds,
+    voice_card,
+)
 from asr_serve.models.streaming import Search
 from asr_serve.models.vad import silero
-from asr_serve.models.vad.silero import Silero
 from asr_serve.text import tokens
 from asr_serve.text.tokens import Tokenizer
-from asr_serve.transfer.checksum import checksum
+from asr_serve.transfer.checksum import checksum, checksum_of
 from asr_serve.values import Quantize
 
 LONGEST_CHUNK_MS = 4_000
@@ -59,15 +70,6 @@ WAIT_SHARE = 8
 """A session whose chunk is there waits for others an eighth of what the chunk lasts."""
 
 log = logging.getLogger(__name__)
-
-
-class Parts(NamedTuple):
-    """What an engine is made of."""
-
-    model: Any
-    vad: Silero
-    device: Device
-    text: Callable[[list[int]], str]
 
 
 class Checkpoint(NamedTuple):
@@ -120,24 +122,28 @@ class Checkpoint(NamedTuple):
         were replaced since, not one that somebody forged."""
         names = ("config.json", "model.safetensors", *tokens.FILES)
         found = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
-        return checksum(repr([(name, _checksum(path)) for name, path in found]).encode())
+        return checksum(repr([(name, checksum_of(path)) for name, path in found]).encode())
 
     def meeting(self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]) -> Meeting | None:
         """With what an engine of this checkpoint meets others; None where it has to do with none."""
         return Meeting(roles.digest(self.folder), listen, keys) if roles.wanted(config) else None
 
 
-def _checksum(path: Path) -> int:
-    """Of a file that is no part of ours while it is read: nothing of it stays in memory."""
-    if not path.stat().st_size:
-        return 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return checksum(content)
+def find(model: str, weights: str | os.PathLike[str] | None, config: EngineConfig) -> Checkpoint | VoiceCheckpoint:
+    """Whatever an engine can run; `auto` is a voice. Raises UnknownModel, WeightsMissing, WeightsCorrupt,
+    OptionError."""
+    if model == AUTO_VOICE:
+        there = (name for name in AUTO_VOICES if model_weights.locate(voice_card(name)) is not None)
+        model = next(there, AUTO_VOICES[-1])
+    chosen = engine_card(model)
+    if isinstance(chosen, VoiceCard):
+        return VoiceCheckpoint.find(chosen, weights, config.codec)
+    return Checkpoint.find(model, weights).looking_ahead(config.lookahead_frames)
 
 
 def assemble(
     parts: Parts,
-    chosen: Card,
+    chosen: AnyCard,
     config: EngineConfig,
     on_done: Callable[[int], None],
     on_stop: Callable[[], None],
@@ -149,8 +155,12 @@ def assemble(
 ) -> Loop:
     """A loop over these parts. `keep_states`: hand out each caller's state with its probabilities. `meeting`: with
     what it meets other engines. Raises OptionError, DiskFailed."""
-    model, vad, device, _ = parts
+    model, vad, device, *_ = parts
     stats = stats or Stats()
+    if isinstance(chosen, VoiceCard):
+        work = speaking(parts, chosen, config, on_done, on_start)
+        return Loop(work, None, config.vad_step_windows, on_stop, stats=stats)
+    assert vad is not None
     peers: Peers | None = None
     if roles.wanted(config):
         roles.expect(chosen, config)
@@ -163,15 +173,15 @@ def assemble(
             unless_made.callback(tiers.close)
         if chosen.streaming:
             wrapper, sleep = chunked(model, chosen, device, config), sleeping(config, tiers)
-            work: Work = Streams(wrapper, config.shares, on_done, on_start, **sleep)
+            hearing: Work = Streams(wrapper, config.shares, on_done, on_start, **sleep)
         elif config.role == "encode" and meeting is not None:
-            work = roles.encoding(model, device, chosen, config, meeting)
+            hearing = roles.encoding(model, device, chosen, config, meeting)
         elif chosen.grows:
-            work = growing(parts, chosen, config, on_done, on_start, tiers)
+            hearing = growing(parts, chosen, config, on_done, on_start, tiers)
         else:
-            work = utterances(parts, chosen, config, on_done, on_start, peers, tiers)
+            hearing = utterances(parts, chosen, config, on_done, on_start, peers, tiers)
         loop = Loop(
-            work,
+            hearing,
             VadRunner(vad, config.max_sessions),
             config.vad_step_windows,
             on_stop,
@@ -189,9 +199,11 @@ def sleeping(config: EngineConfig, tiers: Tiers | None) -> dict[str, Any]:
     return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
 
 
-def as_built(chosen: Card, model: Any) -> Card:
-    """The card of the model that was loaded: a user's checkpoint may have other frames or heads than the published
-    one."""
+def as_built(chosen: AnyCard, model: Any) -> AnyCard:
+    """The card of the model that was loaded: a user's checkpoint may have other frames, heads or voices than the
+    published one."""
+    if isinstance(chosen, VoiceCard):
+        return msgspec.structs.replace(chosen, voices=tuple(getattr(model, "voices", chosen.voices)))
     if chosen.grows:
         frame_samples = model.encoder.frame_samples
         longest_ms = int(units.samples_to_ms(model.longest_frames * frame_samples))
@@ -232,7 +244,7 @@ def growing(
     tiers: Tiers | None = None,
 ) -> Growing:
     """Whole utterances, and those that are encoded while they are spoken, over the same pages."""
-    model, _, device, _ = parts
+    model, _, device, *_ = parts
     whole = utterances(parts, chosen, config, on_done, on_start, None, tiers)
     longest = min(model.longest_frames, model.frames(units.ms_to_samples(chosen.max_segment_ms)))
     frames = Frames(model, whole.decode_runner, config.max_sessions, longest)
@@ -249,7 +261,7 @@ def utterances(
     peers: Peers | None = None,
     tiers: Tiers | None = None,
 ) -> Utterances:
-    model, _, device, text = parts
+    model, _, device, text, _ = parts
     longest = model.frames(units.ms_to_samples(chosen.max_segment_ms))
     runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
     kept: Kept | None = None

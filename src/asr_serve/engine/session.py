@@ -48,7 +48,7 @@ class Utterance(msgspec.Struct):
     whole: bool = False
     """Whether all of the silence is encoded that fills its window, of a model that has one."""
     heard: bytes = b""
-    """Its audio's name, where what was heard is kept (engine/names)."""
+    """Its audio's name, where what was heard is kept (engine/prefix/names)."""
     wanted: bytes = b""
     """That of the answer."""
     encoded: bool = False
@@ -72,7 +72,7 @@ class Windows(msgspec.Struct):
     pcm: np.ndarray
     future: Future[np.ndarray]
     heard: bytes = b""
-    """The piece's name, where voice activity is kept (engine/names)."""
+    """The piece's name, where voice activity is kept (engine/prefix/names)."""
     chain: bytes = b""
     """That of all pieces up to this one."""
     state: bytes | None = None

@@ -19,7 +19,9 @@ class Stats:
         self.drafted = self.held = 0
         self.found_before = {"answer": 0, "audio": 0, "none": 0}
         self.positions_reused = self.evictions = 0
-        self.spent_s = {"vad": 0.0, "chunk": 0.0, "encode": 0.0, "verify": 0.0, "decode": 0.0, "turn": 0.0}
+        self.spoken_s = 0.0
+        stages = ("vad", "chunk", "encode", "verify", "decode", "speak", "turn")
+        self.spent_s = dict.fromkeys(stages, 0.0)
 
     def step(self, stage: str, seconds: float, rows: int, fill: float) -> None:
         """One step of a stage: its rows, and the share of the room it had that was used."""
@@ -77,6 +79,17 @@ class Stats:
         if self.metrics is not None:
             self.metrics.prefix_evictions.inc()
 
+    def sounded(self, seconds: float) -> None:
+        """A sentence, for the first time, so long after it came."""
+        if self.metrics is not None:
+            self.metrics.first_sound.observe(seconds)
+
+    def spoke(self, seconds: float) -> None:
+        """So much sound was made, and told."""
+        self.spoken_s += seconds
+        if self.metrics is not None:
+            self.metrics.spoken_seconds.inc(seconds)
+
     def slept(self) -> None:
         """A stream."""
         if self.metrics is not None:
@@ -106,5 +119,6 @@ class Stats:
             **{f"reused_{what}": count for what, count in self.found_before.items() if what != "none"},
             "reused_positions": self.positions_reused,
             "audio_s": round(units.samples_to_s(self.samples), 2),
+            "spoken_s": round(self.spoken_s, 2),
             **{f"{stage}_s": round(seconds, 4) for stage, seconds in self.spent_s.items()},
         }

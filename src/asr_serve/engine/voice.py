@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asr_serve.engine.names import chained, of_state
 from asr_serve.engine.prefix.memory import Memory
+from asr_serve.engine.prefix.names import chained, of_state
 from asr_serve.engine.session import Listener, Windows
 from asr_serve.engine.states import Slot, StateCacheManager
 from asr_serve.models.vad.silero import WINDOW_SAMPLES, Silero, SileroState

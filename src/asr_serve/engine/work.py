@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asr_serve.errors import StepFailed
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from asr_serve.devices.base import Device
     from asr_serve.engine.session import Listeners, Utterance
     from asr_serve.engine.stats import Stats
+    from asr_serve.models.vad.silero import Silero
 
 
 EACH_TIME, MOST_AT_ONCE = 32, 8_192
@@ -35,6 +36,18 @@ class Keeper(Protocol):
 
     def call(self, job: Callable[[], None]) -> None:
         """From any thread: have the loop do it between two steps."""
+
+
+class Parts(NamedTuple):
+    """What an engine is made of."""
+
+    model: Any
+    vad: Silero | None
+    """None of a model that speaks."""
+    device: Device
+    text: Callable[[list[int]], str]
+    codec: Any = None
+    """Of a model that makes frames."""
 
 
 class Work(Protocol):

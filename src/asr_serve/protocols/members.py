@@ -41,6 +41,12 @@ class Members:
             return value or None
         raise OptionError(f"{self.name(member)} is {_said(value)}", "text", param=self.name(member))
 
+    def flag(self, member: str) -> bool:
+        value = self.take(member)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        raise OptionError(f"{self.name(member)} is {_said(value)}", "true or false", param=self.name(member))
+
     def choice(self, member: str, choices: tuple[str, ...]) -> str | None:
         value = self.text(member)
         if value is not None:

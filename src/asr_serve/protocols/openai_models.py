@@ -20,17 +20,22 @@ class ModelEntry(msgspec.Struct, frozen=True):
     parameters: int
     licence: str
     aliases: list[str]
-    streaming: bool
-    """It hears audio as it comes, a chunk at a time, and remembers; others hear an utterance as a whole."""
-    heads: tuple[str, ...]
+    streaming: bool = False
+    """It hears audio as it comes, a chunk at a time, and remembers; others hear an utterance as a whole. Of one that
+    speaks: a sentence sounds before all of it is made."""
+    heads: tuple[str, ...] = ()
     """How what it has heard may be read, ctc, rnnt or tdt, where it has a choice; the first unless the server was
     told otherwise."""
-    chunk_ms: int | None
+    chunk_ms: int | None = None
     """What it hears at a time; null where that is an utterance."""
-    lag_ms: int | None
+    lag_ms: int | None = None
     """How much later than the audio a word can be known, at most; null as above."""
-    prompts: bool
+    prompts: bool = False
     """It reads text beside the audio: `prompt` and `hotwords`."""
+    speaks: bool = False
+    """It speaks, and hears nothing; others hear."""
+    voices: tuple[str, ...] = ()
+    """Of one that speaks, those of its own."""
     object: Literal["model"] = "model"
 
 

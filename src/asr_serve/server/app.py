@@ -15,7 +15,7 @@ from starlette.types import Scope
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import documents, health, models, openai_live, sockets, streaming, transcribe
+from asr_serve.server import documents, health, models, openai_live, sockets, speech, streaming, transcribe
 from asr_serve.server.console import pages
 from asr_serve.server.engines import Engines
 from asr_serve.server.jobs import Jobs
@@ -43,6 +43,7 @@ def create_app(
         await streams.close()
         jobs.close()
 
+    speaking = speech.Desk.of(config, engines, gate, jobs)
     hears = config.engine.role != "encode"
     docs = config.docs and hears
     app = FastAPI(
@@ -60,6 +61,7 @@ def create_app(
     if hears:
         routers = [
             transcribe.routes(transcribe.Desk.of(config, engines, jobs)),
+            speech.routes(speaking),
             models.routes(engines, admins=bool(config.admin_keys)),
             of_health,
             streaming.commands(streams),
@@ -67,6 +69,7 @@ def create_app(
         live = [
             *sockets.routes(desk),
             openai_live.route(desk),
+            speech.route(speaking),
             *streaming.routes(streams, config.max_frame_bytes),
         ]
     else:
@@ -89,7 +92,7 @@ def create_app(
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # OpenAI's client for JavaScript sends many of its own
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *speech.HEADERS],
         )
     app.add_middleware(Visits, metrics=metrics, tracer=tracer or Tracer(), template=_template(own))
     return app

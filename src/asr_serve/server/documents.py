@@ -12,19 +12,23 @@ from starlette.responses import Response
 from asr_serve.protocols import schemas
 from asr_serve.protocols.openai import FORMATS
 from asr_serve.protocols.schemas import Schema, ref
+from asr_serve.protocols.speech import schemas as spoken
 
 Document = dict[Any, Any]
 
 DESCRIPTION = """\
-Speech in, text out. Clients of OpenAI's transcription API and of FunASR's `POST /asr` work as they are.
+Speech in, text out, and the other way round. Clients of OpenAI's audio API and of FunASR's `POST /asr` work as
+they are.
 
 Errors have OpenAI's shape on every route; every answer carries `x-request-id`.
 
 WebSockets are beyond what this document can describe: FunASR's at `/` and `/ws`, OpenAI's at `/v1/realtime`, ours
-at `/v1/stream`. So is `POST /v1/stream`, whose answer comes while its body is sent: see docs/protocols.md.
+at `/v1/stream` and, to speak, at `/v1/audio/speech/stream`. So is `POST /v1/stream`, whose answer comes while its
+body is sent: see docs/protocols.md.
 """
 TAGS = [
     {"name": "Transcription", "description": "Audio to text."},
+    {"name": "Speech", "description": "Text to audio."},
     {"name": "Live", "description": "Text while somebody speaks."},
     {"name": "Models", "description": "What this server can hear with."},
     {"name": "Server", "description": "How it is."},
@@ -149,6 +153,27 @@ ASR = _route(
     },
 )
 
+SPEECH_REFUSALS: Document = {
+    **WORK_REFUSALS,
+    **refusal(400, "A member or the text is no good; `param` and `code` say which and why."),
+    **refusal(404, "No such model, or it is not loaded; or nothing speaks here."),
+}
+del SPEECH_REFUSALS[413]
+
+
+def speech(most_characters: int) -> Document:
+    """Arguments of the route that speaks."""
+    body = {
+        "schema": spoken.body(most_characters),
+        "example": {"model": "tts-1", "voice": "alloy", "input": "Ever tried. Ever failed. No matter."},
+    }
+    return {
+        "response_class": Response,
+        "responses": {200: {"description": "The sound.", "content": spoken.answers()}, **SPEECH_REFUSALS},
+        "openapi_extra": {"requestBody": {"required": True, "content": {_JSON: body}}},
+    }
+
+
 LIVE_REFUSALS: Document = {
     **KEY_REFUSALS,
     **refusal(400, "The body is no JSON of that form, or the session takes no more audio."),
@@ -198,6 +223,14 @@ def answer(
     }
 
 
+VOICES: Document = answer(
+    ref("VoiceList"),
+    "The voices.",
+    KEY_REFUSALS,
+    {"voices": [{"id": "heart", "name": "heart", "model": "hibari", "default": True}]},
+)
+
+
 def openapi(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> Callable[[], Document]:
     """For `app.openapi`. `keys`: whether this server asks for one, except on `open_paths`."""
 
@@ -207,7 +240,7 @@ def openapi(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> Callable
                 title=app.title, version=app.version, description=DESCRIPTION, tags=TAGS, routes=app.routes
             )
             parts = made.setdefault("components", {})
-            parts["schemas"] = schemas.components()
+            parts["schemas"] = {**schemas.components(), **spoken.components()}
             parts["securitySchemes"] = {
                 "key": {
                     "type": "http",

@@ -18,9 +18,18 @@ from asr_serve.engine.process.child import RingSize
 from asr_serve.engine.process.link import RemoteLink, remote
 from asr_serve.engine.process.renewal import Renewed
 from asr_serve.engine.process.wire import EngineSpec
-from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel
+from asr_serve.errors import (
+    EngineClosed,
+    ModelNotLoaded,
+    NotAllowed,
+    ProgramMissing,
+    UnknownModel,
+    WeightsMissing,
+    WrongModel,
+)
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
-from asr_serve.models.card import Card
+from asr_serve.models.card import AUTO_VOICE, AnyCard, Card, VoiceCard
+from asr_serve.server.speaking.voices import warm
 from asr_serve.text import tokens
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.values import nearest
@@ -31,10 +40,11 @@ log = logging.getLogger(__name__)
 class Parts(NamedTuple):
     """What an Engine is made of."""
 
-    card: Card
+    card: AnyCard
     client: EngineClient
-    tokenizer: Tokenizer
-    cards: Mapping[str, Card]
+    tokenizer: Tokenizer | None
+    """None of a model that speaks."""
+    cards: Mapping[str, AnyCard]
     """Every model there is, by name."""
 
 
@@ -57,17 +67,25 @@ def open_engine(name: str, config: ServeConfig) -> Parts:
     assert isinstance(client.link, RemoteLink)
     ready = client.link.ready
     cards = {card.name: card for card in ready.cards}
-    return Parts(ready.card, client, tokens.load(Path(ready.folder)), cards)
+    if isinstance(ready.card, Card):
+        return Parts(ready.card, client, tokens.load(Path(ready.folder)), cards)
+    try:
+        warm(ready.card)
+    except ProgramMissing:
+        client.close()
+        raise
+    return Parts(ready.card, client, None, cards)
 
 
 class Engine:
-    """A loaded model: `client` to its engine, `tokenizer` its vocabulary.
+    """A loaded model: `client` to its engine; of one that hears, `tokenizer` its vocabulary.
 
-    Belongs to the event loop's thread; `client` and `tokenizer` may be used from any.
+    Belongs to the event loop's thread; `client`, the cards and `tokenizer` may be used from any. What is asked of
+    a model of the other kind raises WrongModel.
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.card, self.client, self.tokenizer, self.cards = parts
+        self.any_card, self.client, self._tokenizer, self.cards = parts
         self._counted: dict[object, float] = {}
         self._counting = threading.Lock()
         self._leaving = False
@@ -77,7 +95,31 @@ class Engine:
 
     @property
     def name(self) -> str:
-        return self.card.name
+        return self.any_card.name
+
+    @property
+    def speaks(self) -> bool:
+        return isinstance(self.any_card, VoiceCard)
+
+    @property
+    def card(self) -> Card:
+        """Of a model that hears."""
+        if isinstance(self.any_card, Card):
+            return self.any_card
+        raise WrongModel(f"the model {self.name} speaks, and hears nothing", "a model that hears")
+
+    @property
+    def voice_card(self) -> VoiceCard:
+        """Of one that speaks."""
+        if isinstance(self.any_card, VoiceCard):
+            return self.any_card
+        raise WrongModel(f"the model {self.name} hears, and has no voice", "a model that speaks")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        _ = self.card
+        assert self._tokenizer is not None
+        return self._tokenizer
 
     @property
     def state(self) -> str:
@@ -138,22 +180,41 @@ class Engines:
     ) -> None:
         self._config, self._open = config, open_engine
         self._expected = [config.model, *config.more_models]
-        self._cards: dict[str, Card] = {}
+        self._cards: dict[str, AnyCard] = {}
         self._engines: dict[str, Engine] = {}
+        self._voice: str | None = None
+        """Model that speaks unless a request names another, once it is there."""
+        self.voice_expected = config.voice != "none" and config.engine.role != "encode"
+        """It may come yet."""
         self._loading: dict[str, asyncio.Task[Engine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
         self._renewing: set[asyncio.Task[Renewed]] = set()
 
     async def start(self) -> None:
-        """Load what the configuration names, one after another. Raises what loading raises."""
+        """Load what the configuration names, one after another. Raises what loading raises; where the voice is
+        `auto` and there is none, nothing speaks."""
         while self._expected:
             await self.load(self._expected[0])
             self._expected.pop(0)
+        if not self.voice_expected:
+            return
+        try:
+            self._voice = (await self._load(self._config.voice)).name
+        except (WeightsMissing, ProgramMissing) as missing:
+            if self._config.voice != AUTO_VOICE:
+                raise
+            log.info("nothing speaks here: %s", missing)
+        self.voice_expected = False
+
+    @property
+    def own_voice(self) -> str | None:
+        """The model that speaks unless a request names another."""
+        return self._voice
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
 
-    def known(self) -> dict[str, Card]:
+    def known(self) -> dict[str, AnyCard]:
         """Every model that could be loaded. Only an engine can tell: none, until the first one is there."""
         return dict(self._cards)
 
@@ -182,8 +243,26 @@ class Engines:
         )
 
     def get(self, name: str | None = None) -> Engine:
-        """The engine of a model that takes work. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        own = self.resolve(name)
+        """The engine of a model that hears and takes work. Raises UnknownModel, ModelNotLoaded, WrongModel,
+        EngineClosed."""
+        engine = self._ready(self.resolve(name))
+        _ = engine.card
+        return engine
+
+    def voice(self, name: str | None = None) -> Engine:
+        """The same of one that speaks; None: the server's. Raises ModelNotLoaded too where nothing speaks."""
+        if name is None and self._voice is None:
+            if self.voice_expected:
+                raise EngineClosed("the server is still loading its voice", todo="try again in a few seconds")
+            raise ModelNotLoaded(
+                "no model is loaded that speaks",
+                todo="start the server with --voice, and the weights of a voice: asr-serve models list",
+            )
+        engine = self._ready(self.resolve(self._voice if name is None else name))
+        _ = engine.voice_card
+        return engine
+
+    def _ready(self, own: str) -> Engine:
         state = self.state(own)
         if state in ("ready", "restarting"):  # who comes while it restarts waits for it
             return self._engines[own]
@@ -204,9 +283,10 @@ class Engines:
         if own in self._engines:
             return self._engines[own]
         if own not in self._loading:
-            if len(self._engines) + len(self._loading) >= self._config.max_models:
+            held = len({*self._engines, *self._loading} - {self._voice, own})
+            if held >= self._config.max_models and own != self._voice:
                 raise NotAllowed(
-                    f"{len(self._engines) + len(self._loading)} models are loaded",
+                    f"{held} models are loaded",
                     f"max_models={self._config.max_models}",
                     "unload one first",
                 )
@@ -217,11 +297,11 @@ class Engines:
     async def _load(self, own: str) -> Engine:
         try:
             engine = Engine(await asyncio.to_thread(self._open, own, self._config))
-            self._engines[own] = engine
+            self._engines[engine.name] = engine
             self._cards.update(engine.cards)
             return engine
         finally:
-            del self._loading[own]
+            self._loading.pop(own, None)
 
     async def unload(self, name: str) -> None:
         """Wait for the model's requests, for up to `drain_s`, then let it go: those still in it fail with
@@ -242,7 +322,7 @@ class Engines:
         """Have another engine process take the place of a model's, while people speak; wait until the old one is
         gone: `drain_s` after the new one is there at the latest. Raises UnknownModel, ModelNotLoaded, NotAllowed
         (one is under way), EngineClosed, and what loading raises; then the old one stays."""
-        link = self.get(name).client.link
+        link = self._ready(self.resolve(name)).client.link
         assert isinstance(link, RemoteLink)
         renewing = asyncio.create_task(asyncio.to_thread(link.renew, self._config.drain_s))
         self._renewing.add(renewing)

@@ -44,7 +44,8 @@ def routes(engines: Engines, gate: Gate, metrics: ServerMetrics, *, with_metrics
         ),
     )
     async def ready() -> Response:
-        """200 when the default model is ready and the server is not going down: send no work when it is not."""
+        """200 when the default model is ready, the voice was looked for, and the server is not going down: send no
+        work when it is not."""
         found: dict[str, Any] = {"models": engines.describe()}
         if gate.draining:
             found |= {"status": "draining", "reason": "the server is going down"}
@@ -55,6 +56,9 @@ def routes(engines: Engines, gate: Gate, metrics: ServerMetrics, *, with_metrics
             return _told(503, found | {"status": "not ready", "reason": str(error)}, RESTART_MS)
         if engine.state != "ready":
             reason = f"the engine of {engine.name} is {engine.state}"
+            return _told(503, found | {"status": "not ready", "reason": reason}, RESTART_MS)
+        if engines.voice_expected:
+            reason = "the voice is loading"
             return _told(503, found | {"status": "not ready", "reason": reason}, RESTART_MS)
         return _told(200, found | {"status": "ready"})
 

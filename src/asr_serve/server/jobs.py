@@ -26,19 +26,20 @@ from asr_serve.types import Transcript
 
 
 class Jobs:
-    """The threads that transcriptions run on: one each, as many as requests may be in work."""
+    """The threads that transcriptions run on: one each, as many as requests may be in work. What speaks takes one
+    while it waits for a voice."""
 
     def __init__(self, max_concurrent: int) -> None:
-        self._threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
+        self.threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
 
     def begin(self, engine: Engine, audio: BinaryIO, options: TranscribeOptions) -> Job:
         """Hear `audio`, from its first byte, while the caller holds the engine's `used`. Raises OptionError for
         what this model cannot do."""
-        return Job(self._threads, engine, audio, options)
+        return Job(self.threads, engine, audio, options)
 
     def close(self) -> None:
         """Begin no more. A job under way ends with its engine, if not before."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Job:

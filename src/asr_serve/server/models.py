@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from asr_serve import units
 from asr_serve.errors import InvalidKey, NotAllowed
+from asr_serve.models.card import VoiceCard
 from asr_serve.protocols.openai_models import ModelEntry, ModelList, ModelRenewal
 from asr_serve.protocols.schemas import ref
 from asr_serve.server import documents
@@ -32,6 +33,8 @@ _EXAMPLE = {
     "chunk_ms": None,
     "lag_ms": None,
     "prompts": False,
+    "speaks": False,
+    "voices": [],
     "object": "model",
 }
 _RENEWED = {
@@ -58,9 +61,8 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
         card, chunk = engines.known()[name], 0
         for engine in engines:
             if engine.name == name:  # of what was loaded, and as it was told to hear it
-                card, chunk = engine.card, engine.client.config.chunk_frames or 0
-        chunk = chunk or card.chunk
-        return ModelEntry(
+                card, chunk = engine.any_card, engine.client.config.chunk_frames or 0
+        made = ModelEntry(
             id=name,
             created=since,
             owned_by=card.hub.partition("/")[0] or card.name,
@@ -69,6 +71,12 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
             parameters=card.parameters,
             licence=card.licence,
             aliases=engines.aliases(name),
+        )
+        if isinstance(card, VoiceCard):
+            return msgspec.structs.replace(made, speaks=True, streaming=card.chunk_frames > 0, voices=card.voices)
+        chunk = chunk or card.chunk
+        return msgspec.structs.replace(
+            made,
             streaming=card.streaming or card.grows,
             heads=card.heads,
             chunk_ms=units.samples_to_ms(chunk * card.frame_samples) if card.chunk else None,

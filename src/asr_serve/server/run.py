@@ -180,7 +180,7 @@ async def _serve(config: ServeConfig, ports: list[int]) -> int:
             await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and not stop.done() and not any(task.done() for task in listening):
                 loading.result()
-                _announce(config, ports, time.perf_counter() - started)
+                _announce(config, ports, time.perf_counter() - started, engines.own_voice)
                 await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 await _drain(config, gate)
@@ -251,8 +251,8 @@ def _signals(told: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _announce(config: ServeConfig, ports: list[int], took_s: float) -> None:
-    """What somebody who has just started it wants to know."""
+def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str | None) -> None:
+    """What somebody who has just started it wants to know. `voice`: the model that speaks, if one does."""
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     host = f"[{host}]" if ":" in host else host
     secure = "s" if config.tls_cert else ""
@@ -276,11 +276,17 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float) -> None:
         *([f"  peers     {', '.join(config.engine.peers)} (asked to encode)"] if config.engine.peers else []),
         *([f"  console   {url}/   (talk to it, or drop a recording)"] if config.console else []),
         "  try it    " + f"curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav",
+        *([f"  speak     {_speak(url, key)}   ({voice})"] if voice else []),
         f"  live      ws{secure}://{host}:{ports[-1]}   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)",
         *([f"  docs      {url}/docs"] if config.docs else []),
         health,
     ]
-    _say(config, lines, {"url": url, "model": config.model, "load_s": round(took_s, 2)})
+    facts = {"url": url, "model": config.model, "voice": voice, "load_s": round(took_s, 2)}
+    _say(config, lines, {name: fact for name, fact in facts.items() if fact is not None})
+
+
+def _speak(url: str, key: str) -> str:
+    return f"curl {url}/v1/audio/speech{key} -d " + """'{"input":"Hello."}' -o hello.mp3"""
 
 
 def _say(config: ServeConfig, lines: list[str], facts: dict[str, Any]) -> None:

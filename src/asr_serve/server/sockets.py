@@ -183,11 +183,15 @@ def _offline(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Begi
     return begin
 
 
-class Talking(Protocol):
-    """What is said over one socket."""
+class Parting(Protocol):
+    """How a client left."""
 
     left_in_session: bool
     left_code: int | None
+
+
+class Talking(Parting, Protocol):
+    """What is said over one socket."""
 
     @property
     def received_samples(self) -> int: ...
@@ -204,6 +208,11 @@ async def carry(talk: Talking, gate: Gate, visit: Visit, receive: Receive, send:
             told = await talk.run()
     finally:
         visit.audio_s = samples_to_s(talk.received_samples)
+    await part(talk, told, visit, receive, send)
+
+
+async def part(talk: Parting, told: AsrServeError | None, visit: Visit, receive: Receive, send: Send) -> None:
+    """From a client: the visit learns how its conversation ended, and the client, if it is still there."""
     if told is not None:
         visit.ended = code_of(told)
         await hang_up(receive, send, close_code(told))

@@ -1,4 +1,4 @@
-"""An encoder of models/window_encoder.py that can be trained, and the checkpoint it ends in."""
+"""An encoder of models/windows/window_encoder.py that can be trained, and the checkpoint it ends in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from asr_serve import units
 from asr_serve.models.asr import moonshine, moonshine_streaming
-from asr_serve.models.window_encoder import SHORT, STRIDE, TAPS, EncoderConfig
+from asr_serve.models.windows.window_encoder import SHORT, STRIDE, TAPS, EncoderConfig
 
 FRAME_MS = 6.0
 """Of a short frame: four of them are as long as a frame of Moonshine's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,3 +45,11 @@ def copy_and_sum(to: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8]) -> int:
         found.update(block.data)
         module.past_caches(to[at : at + BLOCK], block)
     return found.intdigest()
+
+
+def checksum_of(path: Path) -> int:
+    """Of a file that is no part of ours while it is read: nothing of it stays in memory."""
+    if not path.stat().st_size:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return checksum(content)

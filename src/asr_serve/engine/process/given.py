@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,7 +15,9 @@ from asr_serve.engine.process.pending import (
     Questions,
     Session,
     Sessions,
+    Speech,
     Stream,
+    Told,
     Work,
     message,
     unanswered,
@@ -23,6 +25,7 @@ from asr_serve.engine.process.pending import (
 from asr_serve.engine.session import Piece, Windows
 from asr_serve.errors import AsrServeError, EngineCrashed
 from asr_serve.transfer.parcel import Parcel
+from asr_serve.types import Sound
 
 MAX_DEATHS = 3
 """Processes that may die while they work on one request."""
@@ -39,7 +42,7 @@ class Given:
         """It may be sent messages."""
         self.stopped = False
         """It was told to end."""
-        self.work: dict[int, Work] = {}
+        self.work: dict[int, Work | Speech] = {}
         self.sessions = Sessions()
         self.questions = Questions()
 
@@ -63,11 +66,11 @@ class Given:
         for work in self.work.values():
             self._send_work(work)
 
-    def submit(self, work: Work) -> None:
-        self.work[work.utterance.id] = work
+    def submit(self, work: Work | Speech) -> None:
+        self.work[work.id] = work
         self._send_work(work)
 
-    def cancel(self, request_id: int) -> Work | None:
+    def cancel(self, request_id: int) -> Work | Speech | None:
         """None: it is not here."""
         if (work := self.work.pop(request_id, None)) is not None:
             self._withdraw(request_id, wire.Cancel(request_id))
@@ -129,9 +132,8 @@ class Given:
             self.child.withdraw(number)
             self.child.send(ending)
 
-    def _send_work(self, work: Work) -> None:
-        number = work.utterance.id
-        self.send(work.message(), work.utterance.pcm, number, owner=number)
+    def _send_work(self, work: Work | Speech) -> None:
+        self.send(work.message(), work.pcm, work.id, owner=work.id)
 
     def _send_piece(self, session: Session, number: int, piece: Windows | Piece) -> None:
         if isinstance(session, Stream):
@@ -152,10 +154,12 @@ class Given:
 
     # --- from the process -------------------------------------------------------------------------------
 
-    def take(self, message: wire.ToServer | Left) -> list[Answer]:
+    def take(self, message: wire.ToServer | Left) -> Sequence[Answer | Told]:
         match message:
             case wire.Done(id=request_id, recognition=recognition):
                 return [work.answer(recognition)] if (work := self.work.pop(request_id, None)) else []
+            case wire.Sounded(id=request_id, sound=sound):
+                return self._sounded(request_id, sound)
             case wire.Heard(session=number, piece=piece, probabilities=data, state=state):
                 windows = self.sessions.answered(number, piece, state)
                 return [Answer(windows.future, np.frombuffer(data, np.float32))] if windows else []
@@ -179,6 +183,14 @@ class Given:
             case wire.NoTurn(number=number, failure=failure):
                 return [Answer(self.questions.answered(number), failure.error())]
         return []
+
+    def _sounded(self, number: int, sound: Sound) -> Sequence[Answer | Told]:
+        speech = self.work.get(number)
+        if not isinstance(speech, Speech):  # cancelled
+            return []
+        if sound.last:
+            del self.work[number]
+        return speech.sounds(sound)
 
     def _opened(self, number: int, failure: wire.Failure | None) -> None:
         stream = self.sessions.get(number)
@@ -216,7 +228,7 @@ class Given:
         """What so many processes died over."""
         lost = [work for work in self.work.values() if work.deaths >= deaths]
         for work in lost:
-            del self.work[work.utterance.id]
+            del self.work[work.id]
         return [*(work.answer(error) for work in lost), *rejected(self.sessions.drop(deaths), error)]
 
 

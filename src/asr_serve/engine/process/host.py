@@ -24,22 +24,23 @@ import numpy as np
 from asr_serve.decoding.attention import Recognition
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.loop import Loop
-from asr_serve.engine.names import name, name_windows
-from asr_serve.engine.parts import Checkpoint, as_built, assemble
+from asr_serve.engine.parts import as_built, assemble, find
+from asr_serve.engine.prefix.names import name, name_windows
 from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import pass_on, passed
 from asr_serve.engine.process.sending import Letter, Sender
 from asr_serve.engine.saved import Saved
 from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.stats import Stats
 from asr_serve.engine.turns.runner import TurnRunner, load
 from asr_serve.engine.work import Attempt
 from asr_serve.errors import AsrServeError, ModelNotLoaded, OutOfStep, PeerGone
 from asr_serve.metrics import EngineMetrics
-from asr_serve.models.card import cards
+from asr_serve.models.card import Card, engine_cards
 from asr_serve.transfer.parcel import POSSIBLE, Parcel
 from asr_serve.transfer.ring import PcmReader
-from asr_serve.types import Found
+from asr_serve.types import Found, Sound
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,9 @@ class Host:
     def __init__(self, pipe: Connection, ring: PcmReader) -> None:
         self._pipe, self._ring = pipe, ring
         # What waits there is bounded by what was asked: one answer for each request and piece that the server let
-        # in, and callers who get none put nothing more; a pong for each ping, which stop coming when the server
-        # gives us up; a report for each that somebody waited for in vain, some KB every few seconds.
+        # in, of a sentence its sound, some seconds of it; and callers who get none put nothing more; a pong for
+        # each ping, which stop coming when the server gives us up; a report for each that somebody waited for in
+        # vain, some KB every few seconds.
         self._sender = Sender("to the server", self._write)
         self._loop: Loop | None = None
         self._turns: TurnRunner | None = None
@@ -72,9 +74,9 @@ class Host:
     def _run(self, spec: wire.EngineSpec) -> int:
         started = time.perf_counter()
         try:
-            checkpoint = Checkpoint.find(spec.model, spec.weights).looking_ahead(spec.config.lookahead_frames)
+            checkpoint = find(spec.model, spec.weights, spec.config)
             fingerprint = checkpoint.fingerprint()
-            turns = load(spec.turn_model)
+            turns = load(spec.turn_model if isinstance(checkpoint.card, Card) else "none")
             keep_memory()
             parts = checkpoint.build(spec.device, spec.dtype, spec.config.quantize)
             meeting = checkpoint.meeting(spec.config, spec.listen, spec.peer_keys)
@@ -100,7 +102,7 @@ class Host:
             wire.Ready(
                 as_built(checkpoint.card, parts.model),
                 turns.card if turns else None,
-                tuple(cards().values()),
+                tuple(engine_cards().values()),
                 str(checkpoint.folder),
                 fingerprint,
                 parts.device.describe(),
@@ -148,6 +150,13 @@ class Host:
                 if loop.names:
                     name(utterance)
                 put(lambda loop: loop.work.submit(utterance))
+            case wire.Say(id=request_id, sentence=sentence, priority=priority, within_ms=within_ms, skip=skip):
+                future = Future[int]()
+                future.add_done_callback(partial(self._unsaid, request_id))
+                hear = partial(self._sounded, request_id)
+                submitted_ns = message.submitted_ns
+                saying = Saying(request_id, sentence, hear, priority, future, within_ms, skip, submitted_ns)
+                put(lambda loop: loop.speaking.say(saying))
             case wire.Put(session=session, piece=piece, length=length):
                 windows = Windows(session, self._ring.take(session, length), Future())
                 windows.future.add_done_callback(partial(self._heard, windows, piece))
@@ -222,6 +231,15 @@ class Host:
             assert isinstance(error, AsrServeError)
             self._send(wire.Failed(request_id, wire.Failure.of(error)))
 
+    def _sounded(self, request_id: int, sound: Sound) -> None:
+        self._send(wire.Sounded(request_id, sound))
+
+    def _unsaid(self, request_id: int, future: Future[int]) -> None:
+        """The last sound was its answer, unless it failed."""
+        if (error := future.exception()) is not None:
+            assert isinstance(error, AsrServeError)
+            self._send(wire.Failed(request_id, wire.Failure.of(error)))
+
     def _heard(self, windows: Windows, piece: int, future: Future[np.ndarray]) -> None:
         error = future.exception()
         if error is None:
@@ -257,10 +275,11 @@ class Host:
             found = loop.work.report()
             metrics.pages.set(found["pages"])
             metrics.pages_used.set(found["pages_used"])
-            metrics.sessions.set(loop.vad_runner.states.used)
+            metrics.sessions.set(loop.states.used)
             metrics.prefix_bytes.set(loop.kept_bytes)
             metrics.requests["waiting"].set(found["waiting"])
             metrics.requests["decoding"].set(found["decoding"])
+            metrics.requests["speaking"].set(found.get("speaking", 0))
             self._text, self._text_at = metrics.text(), now
         self._send(wire.Report(number, loop.describe(), self._text))
 

@@ -1,9 +1,9 @@
 """The loop in a process of its own, kept alive: what the server uses.
 
 What callers give to a process is kept here until it is answered, audio and all. Should the process die, it goes to
-the next: utterances from their start, sessions from the state that came with their last probabilities. So callers
-notice a pause and nothing else. What three processes died over is given up: it may be what kills them. Questions
-are not kept: a second later nobody wants to know whose turn it was.
+the next: utterances from their start, sessions from the state that came with their last probabilities, sentences
+from where they were last heard. So callers notice a pause and nothing else. What three processes died over is
+given up: it may be what kills them. Questions are not kept: a second later nobody wants to know whose turn it was.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from asr_serve.engine.client import Connect
 from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import Child, RingSize
 from asr_serve.engine.process.given import Given
-from asr_serve.engine.process.pending import Answer, Session, Stream, Work, unanswered
+from asr_serve.engine.process.pending import Answer, Session, Speech, Stream, Told, Work, unanswered
 from asr_serve.engine.process.processes import Processes
 from asr_serve.engine.process.renewal import Renewed
 from asr_serve.engine.session import Piece, Utterance, Windows, reject
+from asr_serve.engine.speaking.saying import Saying
 from asr_serve.errors import AsrServeError, Cancelled
 
 REPORT_TIMEOUT_S = 5.0
@@ -89,6 +90,11 @@ class RemoteLink:
         with self._lock:
             self._processes.expect_open()
             self._current.submit(Work(utterance))
+
+    def say(self, saying: Saying) -> None:
+        with self._lock:
+            self._processes.expect_open()
+            self._current.submit(Speech(saying))
 
     def cancel(self, request_id: int) -> None:
         with self._lock:
@@ -161,7 +167,7 @@ class RemoteLink:
     def close(self) -> None:
         self._processes.close()
 
-    def _tell(self, answers: Iterable[Answer]) -> None:
+    def _tell(self, answers: Iterable[Answer | Told]) -> None:
         for answer in answers:
             if answer.samples is not None:
                 self._on_done(answer.samples)

@@ -7,11 +7,14 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from asr_serve.engine.process import wire
 from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speaking.saying import Saying
 from asr_serve.errors import AsrServeError, StepFailed
 from asr_serve.transfer.parcel import Parcel
+from asr_serve.types import Sound
 
 
 class Answer(NamedTuple):
@@ -21,7 +24,7 @@ class Answer(NamedTuple):
     value: Any
     """Or the error."""
     samples: int | None = None
-    """Of an utterance."""
+    """Of an utterance or a sentence."""
 
     def tell(self) -> None:
         """Unless nobody waits any more."""
@@ -30,6 +33,17 @@ class Answer(NamedTuple):
                 self.future.set_exception(self.value)
             else:
                 self.future.set_result(self.value)
+
+
+class Told(NamedTuple):
+    """For somebody who hears a sentence, in its place among the answers."""
+
+    saying: Saying
+    sound: Sound
+    samples: None = None
+
+    def tell(self) -> None:
+        self.saying.hear(self.sound)
 
 
 class Questions:
@@ -69,6 +83,14 @@ class Work(msgspec.Struct):
     deaths: int = 0
     """Processes that died while they worked on it."""
 
+    @property
+    def id(self) -> int:
+        return self.utterance.id
+
+    @property
+    def pcm(self) -> np.ndarray | None:
+        return self.utterance.pcm
+
     def message(self) -> wire.Submit:
         utterance = self.utterance
         assert utterance.pcm is not None
@@ -85,6 +107,38 @@ class Work(msgspec.Struct):
 
     def answer(self, value: Any) -> Answer:
         return Answer(self.utterance.future, value, self.utterance.samples)
+
+
+class Speech(msgspec.Struct):
+    """A sentence until all of it was told. When its process dies, another makes all of it again, and what was told
+    is not told twice."""
+
+    saying: Saying
+    started: bool = False
+    deaths: int = 0
+    """As above."""
+    told: int = 0
+    """Samples."""
+
+    @property
+    def id(self) -> int:
+        return self.saying.id
+
+    @property
+    def pcm(self) -> None:
+        return None
+
+    def message(self) -> wire.Say:
+        each = self.saying
+        return wire.Say(each.id, each.sentence, each.priority, each.within_ms, self.told, each.submitted_ns)
+
+    def sounds(self, sound: Sound) -> list[Answer | Told]:
+        self.told += len(sound.pcm) // 2
+        told: list[Answer | Told] = [Told(self.saying, sound)]
+        return [*told, self.answer(self.told)] if sound.last else told
+
+    def answer(self, value: Any) -> Answer:
+        return Answer(self.saying.future, value, self.saying.samples)
 
 
 class Session:

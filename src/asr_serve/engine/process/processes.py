@@ -12,13 +12,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from asr_serve.engine.process import wire
 from asr_serve.engine.process.child import END_TIMEOUT_S, Child, Left, RingSize, pause_s
 from asr_serve.engine.process.given import Given
-from asr_serve.engine.process.pending import Answer, unanswered
+from asr_serve.engine.process.pending import Answer, Told, unanswered
 from asr_serve.engine.process.renewal import Renewal, Renewed
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 
@@ -41,7 +41,7 @@ class Processes:
         self,
         spec: wire.EngineSpec,
         ring: RingSize,
-        tell: Callable[[list[Answer]], None],
+        tell: Callable[[Sequence[Answer | Told]], None],
         on_stop: Callable[[], None],
     ) -> None:
         self._spec, self._ring = spec, ring

@@ -14,10 +14,10 @@ from asr_serve import errors
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
 from asr_serve.engine.session import Wanted
-from asr_serve.errors import AsrServeError
-from asr_serve.models.card import Card, TurnCard
+from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.models.card import AnyCard, TurnCard
 from asr_serve.transfer.parcel import Label
-from asr_serve.types import Found, Priority
+from asr_serve.types import Found, Priority, Sentence, Sound
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +49,17 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     priority: Priority
     draft: Draft
     within_ms: int | None
+    submitted_ns: int
+
+
+class Say(msgspec.Struct, frozen=True, tag=True):
+    """A sentence. Answered by Sounded, a piece at a time. `skip`: samples at its start that were heard."""
+
+    id: int
+    sentence: Sentence
+    priority: Priority
+    within_ms: int | None
+    skip: int
     submitted_ns: int
 
 
@@ -131,9 +142,9 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded. `cards`: every model this installation knows; only the engine can read them."""
 
-    card: Card
+    card: AnyCard
     turn_card: TurnCard | None
-    cards: tuple[Card, ...]
+    cards: tuple[AnyCard, ...]
     folder: str
     """Where the weights lie, and the tokeniser beside them."""
     fingerprint: int
@@ -143,7 +154,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """These utterances are worked on."""
+    """These utterances or sentences are worked on."""
 
     ids: tuple[int, ...]
 
@@ -155,6 +166,13 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     id: int
     recognition: Recognition
+
+
+class Sounded(msgspec.Struct, frozen=True, tag=True):
+    """A piece of a sentence; it is answered with the last one."""
+
+    id: int
+    sound: Sound
 
 
 class Heard(msgspec.Struct, frozen=True, tag=True):
@@ -197,16 +215,21 @@ class Failure(msgspec.Struct, frozen=True):
     allowed: str
     todo: str
     retry_after_ms: int = 0
+    param: str | None = None
+    """Of an OptionError."""
 
     @classmethod
     def of(cls, error: AsrServeError) -> Failure:
         retry_ms = getattr(error, "retry_after_ms", 0)
-        return cls(type(error).__name__, error.came, error.allowed, error.todo, retry_ms)
+        param = error.param if isinstance(error, OptionError) else None
+        return cls(type(error).__name__, error.came, error.allowed, error.todo, retry_ms, param)
 
     def error(self) -> AsrServeError:
         kind: type[AsrServeError] = getattr(errors, self.kind)
         if issubclass(kind, errors.AtCapacity):
             return kind(self.came, self.allowed, self.retry_after_ms)
+        if issubclass(kind, OptionError):
+            return kind(self.came, self.allowed, self.todo, param=self.param)
         return kind(self.came, self.allowed, self.todo)
 
 
@@ -256,6 +279,7 @@ class Log(msgspec.Struct, frozen=True, tag=True):
 
 ToEngine = (
     Submit
+    | Say
     | Cancel
     | OpenSession
     | OpenStream
@@ -274,6 +298,7 @@ ToServer = (
     | Started
     | Pong
     | Done
+    | Sounded
     | Heard
     | Said
     | Exported

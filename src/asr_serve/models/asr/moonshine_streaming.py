@@ -21,7 +21,7 @@ from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr import moonshine
 from asr_serve.models.batch import Packing, Paged
 from asr_serve.models.card import Card
-from asr_serve.models.window_encoder import Encoder, EncoderConfig
+from asr_serve.models.windows.window_encoder import Encoder, EncoderConfig
 
 LONGEST_TOKENS = 448
 """Text has positions for much more than is said in one utterance, and a row's tables are as wide as this needs."""

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from asr_serve.devices.base import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.features.fbank import Fbank, Options
-from asr_serve.models import wenet
 from asr_serve.models.card import Card
 from asr_serve.models.streaming import Chunk, State, StateSpec, Window
+from asr_serve.models.windows import wenet
 
 WAVELENGTHS = 10_000.0
 """Sinusoids of positions go from 2 pi frames to so many times that."""

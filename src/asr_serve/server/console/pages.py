@@ -1,4 +1,5 @@
-"""`/`, `/status` and their assets: files made by `make console`, read once, sent with the headers they need."""
+"""`/`, `/speak`, `/status` and their assets: files made by `make console`, read once, sent with the headers
+that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 STATIC = Path(__file__).parent / "static"
-PAGES = {"/": "index.html", "/status": "status.html", "/favicon.svg": "favicon.svg"}
+PAGES = {"/": "index.html", "/speak": "speak.html", "/status": "status.html", "/favicon.svg": "favicon.svg"}
 """Path -> file."""
 ASSETS = "/assets/{name}"
 TYPES = {

@@ -20,16 +20,18 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AtCapacity, Draining, InvalidKey, NoSuchRoute, NotAllowed, RateLimited
 from asr_serve.protocols import openai_realtime, stream
 from asr_serve.protocols.openai_realtime import KEY_SUBPROTOCOL
+from asr_serve.protocols.speech import live as speech_live
+from asr_serve.protocols.speech import openai as speech
 from asr_serve.server.layers.visits import Caller, visit_of
 
-OPEN = frozenset({"/health", "/ready", "/docs", "/openapi.json", "/", "/status", "/favicon.svg"})
+OPEN = frozenset({"/health", "/ready", "/docs", "/openapi.json", "/", "/speak", "/status", "/favicon.svg"})
 """Paths that ask for no key and go on while the server drains: they tell nothing but how it is. /metrics is not
 among them: it tells what a server is used for, and Prometheus can bring a key."""
 OPEN_BELOW = "/assets/"
 """So is every path that begins like this: the console's scripts and styles."""
-WORK = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/asr"})
+WORK = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/asr", speech.PATH})
 """Paths whose requests cost something: the limits are for them."""
-LIVE = frozenset({"/", "/ws", openai_realtime.PATH})
+LIVE = frozenset({"/", "/ws", openai_realtime.PATH, speech_live.PATH})
 """Paths of WebSockets, each with a seat."""
 SEATLESS = frozenset({stream.PATH})
 """Paths of WebSockets whose sessions may outlive them, and take the seats themselves."""

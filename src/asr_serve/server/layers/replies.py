@@ -21,6 +21,7 @@ from asr_serve.errors import AsrServeError, ClientGone, NoSuchRoute, OptionError
 from asr_serve.protocols import funasr_live, openai_realtime, stream, stream_events
 from asr_serve.protocols.openai import ErrorAnswer, Problem, event
 from asr_serve.protocols.openai_realtime_items import Voice
+from asr_serve.protocols.speech import live as speech_live
 from asr_serve.server.layers.visits import CLIENT_GONE, SWITCHING, read_left, visit_of
 
 JSON = "application/json"
@@ -61,6 +62,8 @@ KINDS = (
     Kind(errors.UnknownModel, 404, code="model_not_found"),
     Kind(errors.ModelNotLoaded, 404),
     Kind(errors.WeightsMissing, 404),
+    Kind(errors.ProgramMissing, 404),
+    Kind(errors.WrongModel, 400),
     Kind(errors.Draining, 503, "server_error"),
     Kind(errors.RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
     Kind(errors.AtCapacity, 429, "rate_limit_error"),
@@ -139,6 +142,8 @@ def told_live(error: Exception, request_id: str, path: str = "/") -> str:
     what = problem(error, request_id)
     if path == stream.PATH:
         return stream_events.error(what.code or what.type, what.message, retry_ms(error), what.param)
+    if path == speech_live.PATH:
+        return speech_live.error(what.code or what.type, what.message, retry_ms(error), what.param)
     return funasr_live.error(what.code or what.type, what.message, retry_ms(error))
 
 

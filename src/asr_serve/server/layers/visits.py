@@ -57,6 +57,9 @@ class Visit(msgspec.Struct, kw_only=True):
     """The code of the error that it was refused with or failed by."""
     model: str | None = None
     audio_s: float | None = None
+    """That was heard."""
+    said_s: float | None = None
+    """Of sound that was made."""
     first_text_s: float | None = None
     """From the head of the request to the first words of its answer."""
     upload_bytes: int = 0
@@ -153,7 +156,8 @@ class Visits:
     def _tell(self, visit: Visit) -> None:
         """The log line, and the end of the trace."""
         route, status, ended = visit.route, visit.status or 500, visit.ended or None
-        audio_ms = round(1_000 * visit.audio_s) if visit.audio_s else None
+        audio_s = visit.audio_s or visit.said_s
+        audio_ms = round(1_000 * audio_s) if audio_s else None
         facts: dict[str, Any] = {
             "request_id": visit.request_id,
             "model": visit.model,

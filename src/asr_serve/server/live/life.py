@@ -133,6 +133,10 @@ class Life:
             self._blocked = False
             self._heard_s = self._loop.time()
 
+    def stir(self) -> None:
+        """What is done for the client counts as if something had come of it."""
+        self._heard_s = self._loop.time()
+
     def finish(self) -> None:
         """No more audio for what is heard."""
         if self.finishing:

@@ -17,17 +17,18 @@ CROWD = 64
 
 
 class Outbox:
-    """Events go out in order, every one. Of the state only the newest waits, made into text when its turn comes:
-    a slow reader gets fewer of them, and holds up nobody. Belongs to the event loop's thread."""
+    """Events go out in order, every one; bytes among them are sound. Of the state only the newest waits, made into
+    text when its turn comes: a slow reader gets fewer of them, and holds up nobody. Belongs to the event loop's
+    thread."""
 
     def __init__(self, send: Send, send_s: float = SEND_S) -> None:
         self._send, self._send_s = send, send_s
-        self._events: deque[str] = deque()
+        self._events: deque[str | bytes] = deque()
         self._state: Callable[[], str] | None = None
         self._filled, self._emptied = asyncio.Event(), asyncio.Event()
         self._emptied.set()
 
-    def say(self, event: str) -> None:
+    def say(self, event: str | bytes) -> None:
         self._events.append(event)
         self._fill()
 
@@ -53,11 +54,12 @@ class Outbox:
     async def run(self) -> None:
         """Send, for ever. Raises ClientGone when the client takes nothing."""
         while True:
+            event: str | bytes
             if self._events:
-                text = self._events.popleft()
+                event = self._events.popleft()
             elif self._state is not None:
                 state, self._state = self._state, None
-                text = state()
+                event = state()
             else:
                 self._emptied.set()
                 await self._filled.wait()
@@ -65,7 +67,8 @@ class Outbox:
                 continue
             try:
                 async with asyncio.timeout(self._send_s):
-                    await self._send({"type": "websocket.send", "text": text})
+                    kind = "text" if isinstance(event, str) else "bytes"
+                    await self._send({"type": "websocket.send", kind: event})
             except TimeoutError:
                 raise ClientGone(f"the client took nothing for {self._send_s:g} s") from None
 

@@ -1,0 +1,102 @@
+import { SpeechError } from "asr-serve";
+import { address, authorization, refusal } from "../page/api";
+import { askForKey, key } from "../page/key";
+
+export const RATE_HZ = 24_000;
+
+export interface Ask {
+  input: string;
+  model: string;
+  voice: string;
+  speed: number;
+  pitch: number;
+  ssml: boolean;
+}
+
+export interface Word {
+  word: string;
+  /** Seconds since the first sample. */
+  start: number;
+  end: number;
+}
+
+/** What comes of the server: sound, or the words of the sentence whose sound comes next. */
+export type Heard = { pcm: Int16Array<ArrayBuffer> } | { words: Word[] };
+
+interface ServerSent {
+  type: string;
+  audio?: string;
+  words?: Word[];
+  error?: { code: string | null; type: string; message: string };
+}
+
+/** Have it spoken, and take it as it comes. Throws SpeechError; an AbortError after `signal`. */
+export async function* spoken(ask: Ask, signal: AbortSignal): AsyncGenerator<Heard> {
+  const more = { response_format: "pcm", sample_rate: RATE_HZ, stream_format: "sse", words: true };
+  const answer = await post({ ...ask, ...more }, signal);
+  let whole = false;
+  for await (const event of events(answer, signal)) {
+    if (event.type === "speech.audio.delta") yield { pcm: samples(event.audio ?? "") };
+    else if (event.type === "speech.audio.words") yield { words: event.words ?? [] };
+    else if (event.type === "speech.audio.done") whole = true;
+    else if (event.error) throw new SpeechError(event.error.code ?? event.error.type, event.error.message);
+  }
+  if (!whole) throw new SpeechError("connection_lost", "The answer broke off.");
+}
+
+/** All of it, as a file. Rejects with SpeechError; with an AbortError after `signal`. */
+export async function recorded(ask: Ask, format: string, signal: AbortSignal): Promise<Blob> {
+  const answer = await post({ ...ask, response_format: format }, signal);
+  try {
+    return await answer.blob();
+  } catch (cause) {
+    throw signal.aborted ? cause : new SpeechError("connection_lost", "The answer broke off.", { cause });
+  }
+}
+
+/** Asks for a key where one is needed. */
+async function post(body: object, signal: AbortSignal): Promise<Response> {
+  for (;;) {
+    let answer: Response;
+    try {
+      answer = await fetch(address("v1/audio/speech"), {
+        method: "POST",
+        headers: { ...authorization(), "Content-Type": "application/json" },
+        body: JSON.stringify(body),
+        signal,
+      });
+    } catch (cause) {
+      throw signal.aborted ? cause : new SpeechError("connection_failed", "The server does not answer.", { cause });
+    }
+    if (answer.ok) return answer;
+    const refused = refusal(answer.status, await answer.text(), answer.headers.get("retry-after-ms"));
+    if (refused.code !== "invalid_api_key" || (await askForKey(key() !== undefined)) === undefined) throw refused;
+  }
+}
+
+async function* events(answer: Response, signal: AbortSignal): AsyncGenerator<ServerSent> {
+  const reader = answer.body!.pipeThrough(new TextDecoderStream()).getReader();
+  let left = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const blocks = (left + value).split("\n\n");
+      left = blocks.pop()!;
+      for (const line of blocks.flatMap((block) => block.split("\n"))) {
+        if (line.startsWith("data: ")) yield JSON.parse(line.slice(6)) as ServerSent;
+      }
+    }
+  } catch (cause) {
+    if (signal.aborted || cause instanceof SpeechError) throw cause;
+    throw new SpeechError("connection_lost", "The answer broke off.", { cause });
+  } finally {
+    void reader.cancel().catch(() => undefined); // of one that has failed there is nothing to cancel
+  }
+}
+
+/** 16-bit samples, whole ones: the server cuts between them. */
+function samples(base64: string): Int16Array<ArrayBuffer> {
+  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  return new Int16Array(bytes.buffer);
+}

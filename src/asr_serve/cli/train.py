@@ -1,0 +1,104 @@
+"""`asr-serve train`: voices of our own, from a clean machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asr_serve.cli.exits import guarded, say
+
+app = typer.Typer(no_args_is_help=True, help="Teach models: voices, and what makes sound of their frames.")
+
+Texts = Annotated[
+    list[Path],
+    typer.Option(
+        "--sentences", metavar="FILE", help="A text in UTF-8 to read sentences from. May be repeated.", exists=True
+    ),
+]
+
+
+@app.command("voice")
+@guarded
+def voice(
+    sentences: Texts,
+    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")],
+    styles: Annotated[
+        Path | None,
+        typer.Option(
+            "--styles",
+            metavar="DIR",
+            help="Folder with the files of Kokoro's voices. Default: where asr-serve models fetch kokoro puts them.",
+        ),
+    ] = None,
+    speech_minutes: Annotated[
+        float, typer.Option("--speech-minutes", metavar="N", help="That each of Kokoro's voices reads.", min=0.5)
+    ] = 20.0,
+    heart_minutes: Annotated[
+        float, typer.Option("--heart-minutes", metavar="N", help="That hibari's voice reads.", min=1)
+    ] = 300.0,
+    minutes: Annotated[float, typer.Option("--minutes", metavar="N", help="Of training.", min=0.1)] = 60.0,
+    start: Annotated[
+        Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to go on from. Default: from nothing.")
+    ] = None,
+    width: Annotated[
+        int, typer.Option("--width", metavar="N", help="Of the network: more for a GPU and more hours.", min=32)
+    ] = 256,
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="To train on.")] = "cpu",
+    processes: Annotated[int, typer.Option("--processes", metavar="N", help="That read, and threads that train.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+) -> int:
+    """Teach the acoustic model of a voice what other voices say.
+
+    First hibari's voice and Kokoro's 28 English ones read sentences, with the
+    times of all sounds, which takes a hundredth and a third of the time that
+    they speak; then a FastPitch learns from them. A run that is stopped goes
+    on with the speech there is. What is held out is never trained on.
+
+    \b
+    It needs the packages: pip install 'asr-serve[train]'
+
+    \b
+    Examples
+      asr-serve train voice --sentences book.txt --run runs/voice
+      asr-serve train voice --sentences book.txt --run runs/gpu --device cuda
+        --width 384 --minutes 240
+      asr-serve serve --model fastpitch-en --weights runs/voice/model
+    """
+    from asr_serve.models.acoustic.network import Sizes
+    from asr_serve.models.tts.fastpitch import ENGLISH
+    from asr_serve.train.voice.card import write_card
+    from asr_serve.train.voice.record import Recording, record
+    from asr_serve.train.voice.teach import Options, teach
+    from asr_serve.train.voice.teachers import ENGLISH as TEACHERS
+    from asr_serve.train.voice.teachers import styles_folder, vocabulary
+
+    job = Recording(
+        texts=tuple(sentences),
+        folder=run / "speech",
+        heart_minutes=heart_minutes,
+        minutes=speech_minutes,
+        voices=tuple(TEACHERS.split()),
+        styles=styles or styles_folder(),
+        processes=processes,
+        seed=seed,
+    )
+    record(job, say)
+    phonemes = vocabulary()
+    options = Options(
+        speech=job.folder,
+        out=run / "model",
+        minutes=minutes,
+        start=start,
+        speakers=tuple(ENGLISH.split()),
+        phonemes=phonemes,
+        seed=seed,
+        threads=processes,
+        device=device,
+        sizes=Sizes(phonemes=max(phonemes.values()) + 1, speakers=len(ENGLISH.split()), width=width, inner=3 * width),
+    )
+    found = teach(options, say)
+    write_card(run / "model", job, options, found)
+    print(run / "model")
+    return 0

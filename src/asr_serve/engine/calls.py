@@ -1,0 +1,100 @@
+"""What a caller holds of an engine: a ticket for a request, a session, a stream."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from asr_serve.decoding.attention import Recognition
+from asr_serve.engine.session import Piece, Wanted, Windows
+from asr_serve.errors import EngineClosed, OptionError, UnsupportedAudio
+from asr_serve.types import Found
+from asr_serve.vad.endpoint import WINDOW_SAMPLES
+
+if TYPE_CHECKING:
+    from asr_serve.engine.client import EngineClient
+
+
+class Ticket(NamedTuple):
+    """A request that was let in: its answer to come, and the name to cancel it by."""
+
+    id: int
+    future: Future[Any]
+
+
+class VadSession:
+    """One caller's voice activity: pieces go in, speech probabilities come out, in order."""
+
+    def __init__(self, client: EngineClient, session_id: int, live: bool) -> None:
+        self._client, self._id, self._live, self._open = client, session_id, live, True
+
+    def put(self, pcm: np.ndarray) -> Future[np.ndarray]:
+        """`pcm` float32 at 16 kHz, whole windows of 512 samples, at most EngineConfig.vad_windows of them.
+
+        The future holds one probability per window. Keep few in flight: what is put is held until computed.
+        """
+        windows, odd = divmod(len(pcm), WINDOW_SAMPLES)
+        if odd or not 1 <= windows <= self._client.config.vad_windows:
+            raise OptionError(
+                f"{len(pcm)} samples",
+                f"a multiple of {WINDOW_SAMPLES}, up to {self._client.config.vad_windows * WINDOW_SAMPLES}",
+            )
+        piece = Windows(self._id, pcm, Future())
+        self._client.link.put(piece)
+        return piece.future
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._client._close_session(self._id, self._live)
+
+
+class Stream:
+    """Audio that a model hears as it comes, what it remembers carried from piece to piece."""
+
+    def __init__(self, client: EngineClient, number: int, live: bool) -> None:
+        self._client, self._number, self._live, self._open = client, number, live, True
+
+    def put(self, pcm: np.ndarray, *, last: bool = False) -> Future[Found]:
+        """`pcm` (n,) float32 at 16 kHz, any n. `last`: nothing follows, and the stream is closed.
+
+        The future holds what can be said of the audio so far that was not said before: some words, or none yet.
+        Frames are the model's, from the stream's start. It may raise StepFailed: then the stream is lost, begin it
+        again. Keep few in flight: what is put is held until it is heard. Raises EngineClosed.
+        """
+        return self._put(pcm, last, None)
+
+    def hear(self, pcm: np.ndarray, wanted: Wanted, *, last: bool = False) -> Future[Recognition]:
+        """The same of a model whose decoder hears all of it each time: a hypothesis of what was put so far, this
+        included."""
+        return self._put(pcm, last, wanted)
+
+    def _put(self, pcm: np.ndarray, last: bool, wanted: Wanted | None) -> Future[Any]:
+        expect_samples(pcm)
+        assert self._open, "put after the last piece"
+        self._open = not last
+        piece = Piece(self._number, pcm, last, Future(), wanted)
+        if self._live:
+            piece.future.add_done_callback(partial(self._client._answered, time.monotonic()))
+        self._client.link.put_piece(piece)
+        return piece.future
+
+    def close(self) -> None:
+        """What is under way is dropped. Idempotent."""
+        self._open = False
+        with contextlib.suppress(EngineClosed):
+            self._client.link.close_stream(self._number)
+
+
+def expect_samples(pcm: np.ndarray) -> None:
+    if pcm.ndim != 1 or pcm.dtype != np.float32 or not np.isfinite(pcm.sum()):
+        raise UnsupportedAudio(
+            f"an array of {pcm.dtype}, shape {pcm.shape}",
+            "one row of finite float32 samples",
+            "open_audio turns anything into that",
+        )

@@ -1,0 +1,1 @@
+"""Sentences said, whole or chunk by chunk, for many callers at once."""

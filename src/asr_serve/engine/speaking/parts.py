@@ -1,0 +1,94 @@
+"""From a voice's name to the work that says sentences with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asr_serve import devices
+from asr_serve.config import EngineConfig, voices_dir
+from asr_serve.engine.speaking.chunks import ChunkRunner
+from asr_serve.engine.speaking.runner import Runner, WholeRunner
+from asr_serve.engine.speaking.voices import Voices
+from asr_serve.engine.speaking.work import Speaking
+from asr_serve.engine.work import Parts
+from asr_serve.errors import OptionError
+from asr_serve.models import weights as model_weights
+from asr_serve.models.card import CodecCard, VoiceCard, codec_card, kinds
+from asr_serve.transfer.checksum import checksum, checksum_of
+from asr_serve.values import Quantize
+
+
+class VoiceCheckpoint(NamedTuple):
+    """A voice model's files, and those of the codec that makes sound of its frames."""
+
+    card: VoiceCard
+    folder: Path
+    codec: CodecCard | None
+    codec_folder: Path | None
+
+    @classmethod
+    def find(cls, model: VoiceCard, weights: str | os.PathLike[str] | None, codec: str | None) -> VoiceCheckpoint:
+        """`codec`: another one than its card names. Raises UnknownModel, WeightsMissing, WeightsCorrupt,
+        OptionError."""
+        if codec is not None and not model.codec:
+            raise OptionError(f"codec={codec}", f"{model.name} makes sound by itself", param="codec")
+        chosen = codec_card(codec or model.codec) if model.codec else None
+        if chosen is not None and chosen.rate_hz != model.rate_hz:
+            raise OptionError(
+                f"codec={chosen.name}, which makes {chosen.rate_hz} Hz",
+                f"one for {model.name}: {model.rate_hz} Hz",
+                param="codec",
+            )
+        codec_folder = model_weights.as_published(chosen) if chosen is not None else None
+        return cls(model, model_weights.beside(model, weights), chosen, codec_folder)
+
+    def build(self, device: str, dtype: str, quantize: Quantize = "none") -> Parts:
+        """Load and pack the weights: on the thread that is to compute (decision 0005). In fp32 unless told: what
+        is said is the same in any company."""
+        picked = devices.pick(device, "fp32" if dtype == "auto" else dtype, quantize)
+        codec = None
+        if self.codec is not None:
+            codec = kinds("codec")[self.codec.kind].load(self.codec_folder, self.codec, picked)
+        model = kinds("tts")[self.card.kind].load(self.folder, self.card, picked)
+        return Parts(model, None, picked, lambda _: "", codec)
+
+    def fingerprint(self) -> int:
+        """Of all that another engine of the same model must share with one whose callers it takes over."""
+        folders = [self.folder, *([self.codec_folder] if self.codec_folder else [])]
+        files = [path for folder in folders for path in model_weights.files_of(folder)]
+        return checksum(repr([(path.name, checksum_of(path)) for path in files]).encode())
+
+    def meeting(self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]) -> None:
+        """With none."""
+
+
+def speaking(
+    parts: Parts,
+    chosen: VoiceCard,
+    config: EngineConfig,
+    on_done: Callable[[int], None],
+    on_start: Callable[[list[int]], None],
+) -> Speaking:
+    """Raises OptionError for a role that is none of a voice's."""
+    if config.role != "both" or config.peers:
+        raise OptionError(
+            f"role={config.role} and {len(config.peers)} peers for {chosen.name}",
+            "role=both and no peers: a model that speaks has nothing to encode for others",
+            param="role",
+        )
+    voices = Voices(parts.model, chosen, voices_dir(config.voices_dir))
+    runner: Runner[Any] = WholeRunner(parts.model, voices)
+    if parts.codec is not None:
+        runner = ChunkRunner(
+            parts.model,
+            parts.codec,
+            voices,
+            parts.device,
+            rows=config.max_speaking_rows,
+            step_rows=config.max_decode_rows,
+            kv_bytes=config.kv_bytes,
+        )
+    return Speaking(runner, parts.device, on_done, on_start)

@@ -1,0 +1,379 @@
+"""A light vocoder: a network shapes pulses and noise, frame by frame, and an inverse Fourier transform sums them.
+
+The source is as high as the frames say: pulses whose phase is carried from chunk to chunk, and white noise. Of each
+frame the network tells how loud every bin of the pulses' spectrum is and how far its phase turns, how loud the
+noise, and a third part that is its own, for what is neither. It looks two frames ahead, which the pulses under a
+window need anyway; with the windows' overlap a sample is known four frames after its own.
+
+Chunks of any size give the same samples, and so does a sentence as a whole: it is one long chunk.
+
+Source   harmonic plus noise: Wang et al. 2019 (arXiv:1904.12088), Engel et al. 2020 (arXiv:2001.04643), HiFTNet
+         (arXiv:2309.09493); ConvNeXt at the frame rate and the inverse transform: Vocos (arXiv:2306.00814)
+Weights  our own, made by train/vocoder.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.devices.base import Device
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.features.slaney_mel import (
+    AROUND_SAMPLES,
+    HIGH_HZ,
+    HOP_SAMPLES,
+    MELS,
+    RATE_HZ,
+    WINDOW_SAMPLES,
+    mel_filters,
+)
+from asr_serve.models.card import CodecCard
+from asr_serve.models.streaming import State, StateSpec
+
+CARDS = (
+    CodecCard(
+        name="source-filter-22k",
+        task="codec",
+        kind="source_filter",
+        languages=(),
+        parameters=4_099_829,
+        licence="Apache-2.0",
+        source="arXiv:2306.00814, arXiv:1904.12088",
+        hub="",
+        files=("config.json", "model.safetensors"),
+        shipped="models/codec/weights/source_filter",
+        rate_hz=RATE_HZ,
+    ),
+)
+BINS = WINDOW_SAMPLES // 2 + 1
+OVERLAP = WINDOW_SAMPLES // HOP_SAMPLES
+AHEAD = 2
+"""Frames after its own that the network sees. The window of a frame ends in the middle of the second."""
+DELAY = AHEAD + 2
+"""And the last window over a sample is of the second frame after it."""
+SOURCE_TAIL = WINDOW_SAMPLES - HOP_SAMPLES
+SUM_TAIL = SOURCE_TAIL + HOP_SAMPLES // 2
+INPUT_WIDTH = MELS + 2
+"""Mel, logarithm of F0, whether there is a voice."""
+VOICED_HZ = 30.0
+"""A lower F0 means no voice."""
+MIDDLE_HZ = 200.0
+TOP_HZ = RATE_HZ / 2
+LOUDEST = 6.5
+"""Of a bin, as a natural logarithm; a sine at full scale has 5.5."""
+PARTS = 5
+"""What the head tells of a bin: loudness and phase of the pulses, loudness of the noise, loudness and phase of the
+part of its own."""
+LOUD, TURN, NOISE, OWN_LOUD, OWN_TURN = range(PARTS)
+EPSILON = 1e-5
+NEAR_PULSE = 1e-4
+"""Of a cycle: closer to a pulse's middle, its sum of cosines is their number."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, and what features are brought to about 1 by."""
+
+    width: int = 256
+    inner: int = 768
+    blocks: int = 8
+    kernel: int = 7
+    mel_mean: float = -5.0
+    mel_scale: float = 2.5
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json; keys that are not ours are skipped."""
+        return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """A checkpoint's tensors."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "enter.weight": (self.width, self.kernel * INPUT_WIDTH),
+            "enter.bias": (self.width,),
+            "base.weight": (3 * BINS, MELS),
+            "head.weight": (PARTS * BINS, self.width),
+            "head.bias": (PARTS * BINS,),
+        }
+        for i in range(self.blocks):
+            shapes |= {
+                f"blocks.{i}.along.weight": (self.kernel, self.width),
+                f"blocks.{i}.along.bias": (self.width,),
+                f"blocks.{i}.up.weight": (self.inner, self.width),
+                f"blocks.{i}.up.bias": (self.inner,),
+                f"blocks.{i}.down.weight": (self.width, self.inner),
+                f"blocks.{i}.down.bias": (self.width,),
+            }
+        return shapes
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests."""
+    return Config(width=16, inner=24, blocks=2, kernel=3)
+
+
+def fresh(config: Config, seed: int = 0) -> dict[str, Tensor]:
+    """What training begins with: bins as loud as the mel bands over them, pulses louder than noise."""
+    chance = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in config.shapes().items():
+        tensor = torch.zeros(shape)
+        if name.endswith("along.weight"):
+            tensor.normal_(0, config.kernel**-0.5, generator=chance)
+        elif name.endswith("weight"):
+            std = shape[-1] ** -0.5
+            tensor.normal_(0, std * (0.2 if "down" in name or "head" in name else 1.0), generator=chance)
+        tensors[name] = tensor
+    tensors["base.weight"] = (spread() * config.mel_scale).repeat(3, 1)
+    # A mel is the mean magnitude under its triangle, times that triangle's sum.
+    level = config.mel_mean + math.log(RATE_HZ / WINDOW_SAMPLES)
+    bias = tensors["head.bias"].view(PARTS, BINS)
+    bias[LOUD], bias[NOISE], bias[OWN_LOUD] = level, level - 1.0, level - 2.0
+    bias[OWN_TURN] = math.pi * (torch.arange(BINS) % 2)  # pulses in the middle of the window
+    return tensors
+
+
+def spread() -> Tensor:
+    """(bins, mels): each bin between the two bands whose middles it lies between, rows that sum to 1."""
+    filters = mel_filters(MELS, WINDOW_SAMPLES, RATE_HZ, HIGH_HZ)
+    middles = (filters * torch.arange(BINS, dtype=torch.float64)).sum(1) / filters.sum(1)
+    bins = torch.arange(BINS, dtype=torch.float64).clamp(middles[0], middles[-1])
+    above = torch.searchsorted(middles, bins).clamp(1, MELS - 1)
+    share = (bins - middles[above - 1]) / (middles[above] - middles[above - 1])
+    rows = torch.arange(BINS)
+    found = torch.zeros(BINS, MELS, dtype=torch.float64)
+    found[rows, above - 1], found[rows, above] = 1 - share, share
+    return found.float()
+
+
+def load(folder: Path, card: CodecCard, device: Device) -> Model:
+    """Raises WeightsCorrupt."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as failure:
+        raise WeightsCorrupt(f"{folder} holds no source-filter vocoder: {failure}") from failure
+    return Model(Config.of(settings), tensors, device)
+
+
+class Carried(NamedTuple):
+    """What rows remember between steps."""
+
+    features: Tensor
+    """(n, kernel - 1, 82)"""
+    layers: Tensor
+    """(n, blocks, kernel - 1, width): what each block heard last."""
+    f0: Tensor
+    """(n, 1) Hz, of the last frame."""
+    phase: Tensor
+    """(n, 1) float64, cycles."""
+    source: Tensor
+    """(n, 2, 768): the end of pulses and noise."""
+    sums: Tensor
+    """(n, 896): samples to which windows to come will add."""
+
+
+class Model:
+    """A vocoder (models/speaking.Codec).
+
+    In      frames (n, T, 81): natural-log mel as features/slaney_mel has it, F0 in Hz, 0 where there is no voice
+    Out     (n, 256 T) float32 in -1..1, 22.05 kHz
+    State   `Carried`, float32 but for the phase
+    """
+
+    rate_hz, hop, delay = RATE_HZ, HOP_SAMPLES, DELAY
+
+    def __init__(self, config: Config, tensors: Mapping[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        at = device.torch_device
+        for name, shape in config.shapes().items():
+            if name not in tensors:
+                raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a source-filter vocoder has it")
+            if tensors[name].shape != shape:
+                raise WeightsCorrupt(f"{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
+
+        def there(name: str) -> Tensor:
+            return tensors[name].float().to(at)
+
+        # Mel bands are far apart, and what follows multiplies by the exponent: bf16 would be heard.
+        self.base = device.linear(there("base.weight"), None, torch.float32)
+        self.enter = device.linear(there("enter.weight"), there("enter.bias"), torch.float32)
+        self.along = [
+            (there(f"blocks.{i}.along.weight"), there(f"blocks.{i}.along.bias")) for i in range(config.blocks)
+        ]
+        self.up, self.down = (
+            [
+                device.linear(there(f"blocks.{i}.{kind}.weight"), there(f"blocks.{i}.{kind}.bias"))
+                for i in range(config.blocks)
+            ]
+            for kind in ("up", "down")
+        )
+        # A bias of some units, of which bf16 keeps two digits: added after, in float32.
+        self.head, self.head_bias = device.linear(there("head.weight")), there("head.bias")
+        self.hann = torch.hann_window(WINDOW_SAMPLES, device=at)
+        self.windows = torch.stack([self.hann / (WINDOW_SAMPLES / 4), self.hann / self.hann.square().sum().sqrt()])
+        """A cosine in the middle of a bin has magnitude 1, and so has white noise in the mean square."""
+        square = F.pad(self.hann.square(), (0, 1))
+        distance = torch.arange(AROUND_SAMPLES + 1, device=at)
+        self.missing = square[AROUND_SAMPLES - distance]
+        self.missing[: HOP_SAMPLES // 2] += square[HOP_SAMPLES // 2 - distance[: HOP_SAMPLES // 2]]
+        """By the distance from a sentence's edge, what the windows beyond it would have added."""
+
+    def state(self, chunk: int) -> dict[str, StateSpec]:
+        config = self.config
+        return {
+            "features": StateSpec((config.kernel - 1, INPUT_WIDTH)),
+            "layers": StateSpec((config.blocks, config.kernel - 1, config.width)),
+            "f0": StateSpec((1,)),
+            "phase": StateSpec((1,), torch.float64),
+            "source": StateSpec((2, SOURCE_TAIL)),
+            "sums": StateSpec((SUM_TAIL,)),
+        }
+
+    def step(
+        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
+    ) -> Tensor:
+        """`frames` (n, chunk, 81) after `seen` (n,) others -> (n, chunk * 256): from the sample of frame
+        seen - 4 on. `ends` (n,): the sentences' frames, beyond which none is read; samples outside are 0."""
+        pcm, carried = self.run(frames, Carried(*(state[name][rows] for name in Carried._fields)), seen, ends, seeds)
+        for name, tensor in carried._asdict().items():
+            state[name][rows] = tensor
+        return pcm
+
+    def whole(self, frames: Tensor, seeds: Tensor | None = None) -> Tensor:
+        """Sentences (n, T, 81) of one length, with the noise of `seeds` (n,), at once: (n, 256 T)."""
+        n, count, _ = frames.shape
+        carried = Carried(
+            *(
+                torch.zeros(n, *spec.shape, dtype=spec.dtype, device=frames.device)
+                for spec in self.state(count + DELAY).values()
+            )
+        )
+        seen = torch.zeros(n, dtype=torch.int64, device=frames.device)
+        pcm, _ = self.run(
+            F.pad(frames, (0, 0, 0, DELAY)), carried, seen, seen + count, seen if seeds is None else seeds
+        )
+        return pcm[:, DELAY * HOP_SAMPLES :]
+
+    def run(
+        self, frames: Tensor, carried: Carried, seen: Tensor, ends: Tensor, seeds: Tensor
+    ) -> tuple[Tensor, Carried]:
+        """A step that writes nothing: samples, and what is carried on. Gradients pass."""
+        n, count, _ = frames.shape
+        place = seen[:, None] + torch.arange(count, device=frames.device)
+        there = (place < ends[:, None])[..., None]
+        f0 = torch.where(there, frames[..., MELS:].float(), 0.0)[..., 0]
+        pulse, phase = pulses(torch.cat([carried.f0, f0], 1), carried.phase)
+        first = seen * HOP_SAMPLES - HOP_SAMPLES // 2
+        noise = white(seeds, first, count * HOP_SAMPLES)
+        source = torch.cat([carried.source, torch.stack([pulse, noise], 1)], 2)
+        features, layers, told = self._network(self._features(frames, f0, there), carried)
+        spectrum = self._spectrum(told, source)
+        at = place - AHEAD
+        spectrum = spectrum * ((at >= 0) & (at < ends[:, None]))[..., None]
+        sums = self._sum(torch.fft.irfft(spectrum, WINDOW_SAMPLES) * self.hann, carried.sums)
+        pcm = sums[:, :-SUM_TAIL] / self._weight(seen, ends, count)
+        sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=frames.device)
+        inside = (sample >= 0) & (sample < ends[:, None] * HOP_SAMPLES)
+        pcm = torch.where(inside, pcm.clamp(-1.0, 1.0), 0.0)
+        return pcm, Carried(
+            features, layers, f0[:, -1:], phase, source[..., -SOURCE_TAIL:], sums[:, -SUM_TAIL:]
+        )
+
+    def _features(self, frames: Tensor, f0: Tensor, there: Tensor) -> Tensor:
+        voiced = f0 > VOICED_HZ
+        height = torch.where(voiced, (f0.clamp(min=VOICED_HZ) / MIDDLE_HZ).log2(), 0.0)
+        mel = (frames[..., :MELS].float() - self.config.mel_mean) / self.config.mel_scale
+        return torch.where(there, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
+
+    def _network(self, features: Tensor, carried: Carried) -> tuple[Tensor, Tensor, Tensor]:
+        """What is carried of features and layers, and (n, frames, parts, bins) of the frames from AHEAD before the
+        chunk on."""
+        n, count, _ = features.shape
+        kernel, dtype = self.config.kernel, self.device.dtype
+        features = torch.cat([carried.features, features], 1)
+        x = self.enter(features.unfold(1, kernel, 1).transpose(2, 3).reshape(n, count, -1))
+        tails = []
+        for i, (weight, bias) in enumerate(self.along):
+            heard = torch.cat([carried.layers[:, i], x], 1)
+            tails.append(heard[:, count:])
+            y = bias + heard[:, :count] * weight[0]
+            for k in range(1, kernel):
+                y = torch.addcmul(y, heard[:, k : k + count], weight[k])
+            y = F.layer_norm(y, y.shape[-1:], eps=EPSILON).to(dtype)
+            x = x + self.down[i](self.up[i](y, gelu=True)).float()
+        x = F.layer_norm(x, x.shape[-1:], eps=EPSILON).to(dtype)
+        told = (self.head(x).float() + self.head_bias).view(n, count, PARTS, BINS)
+        own = features[:, kernel - 1 - AHEAD : kernel - 1 - AHEAD + count, :MELS]
+        base = self.base(own.reshape(n * count, MELS)).view(n, count, 3, BINS)
+        loud = (told[:, :, [LOUD, NOISE, OWN_LOUD]] + base).clamp(max=LOUDEST).exp()
+        told = torch.cat([loud, told[:, :, [TURN, OWN_TURN]]], 2)
+        return features[:, count:], torch.stack(tails, 1), told
+
+    def _spectrum(self, told: Tensor, source: Tensor) -> Tensor:
+        loud, noise, own, turn, own_turn = told.unbind(2)
+        heard = torch.fft.rfft(source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows[:, None])
+        shaped = torch.polar(loud, math.pi * turn.tanh()) * heard[:, 0] + noise * heard[:, 1]
+        return shaped + torch.polar(own, own_turn)
+
+    def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
+        """Windows (n, frames, 1024), each 256 samples after the last, and the end of those before."""
+        n, count, _ = pieces.shape
+        parts = pieces.view(n, count, OVERLAP, HOP_SAMPLES)
+        sums = F.pad(parts[:, :, 0], (0, 0, 0, OVERLAP - 1))
+        for k in range(1, OVERLAP):
+            sums = sums + F.pad(parts[:, :, k], (0, 0, k, OVERLAP - 1 - k))
+        sums = F.pad(sums.reshape(n, -1), (HOP_SAMPLES // 2, 0))
+        return sums + F.pad(before, (0, sums.shape[1] - SUM_TAIL))
+
+    def _weight(self, seen: Tensor, ends: Tensor, count: int) -> Tensor:
+        """What windows add up to: 1.5, less at a sentence's edges."""
+        sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=seen.device)
+        left = ends[:, None] * HOP_SAMPLES - sample
+        weight = 1.5 - self.missing[sample.clamp(0, AROUND_SAMPLES)] - self.missing[left.clamp(0, AROUND_SAMPLES)]
+        return weight.clamp(min=0.5)
+
+
+def pulses(f0: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
+    """F0 in Hz of frames (n, 1 + T) and the phase (n, 1) in cycles at the first one's middle -> samples from there to
+    the last one's middle (n, 256 T), and the phase there. All harmonics up to the middle of the rate, each as loud
+    as a cosine; between frames F0 and loudness are straight lines."""
+    share = (torch.arange(HOP_SAMPLES, device=f0.device) + 0.5) / HOP_SAMPLES
+    voiced = (f0 > VOICED_HZ).float()
+    before, after = voiced[:, :-1, None] * (1 - share), voiced[:, 1:, None] * share
+    loud = before + after
+    height = (f0[:, :-1, None] * before + f0[:, 1:, None] * after) / loud.clamp(min=EPSILON)
+    height, loud = height.flatten(1), loud.flatten(1)
+    cycles = phase + (height.double() / RATE_HZ).cumsum(1)
+    within = (cycles - cycles.round()).float()
+    harmonics = (TOP_HZ / height.clamp(min=VOICED_HZ)).floor()
+    # sum of cos(2 pi h c) for h = 1 .. H = sin((2 H + 1) pi c) / (2 sin(pi c)) - 1/2
+    middle = within.abs() < NEAR_PULSE
+    below = torch.where(middle, 1.0, 2 * (math.pi * within).sin())
+    sums = torch.where(middle, harmonics, ((2 * harmonics + 1) * (math.pi * within)).sin() / below - 0.5)
+    return sums * loud, cycles[:, -1:] - cycles[:, -1:].round()
+
+
+def white(seeds: Tensor, first: Tensor, count: int) -> Tensor:
+    """Noise of variance 1 that depends on a row's seed (n,) and the position of a sample alone: from `first` (n,)
+    on (n, count)."""
+    place = (first[:, None] + torch.arange(count, device=first.device)) & 0xFFFFFFFF
+    mixed = scattered(scattered(place) ^ scattered(seeds & 0xFFFFFFFF)[:, None])
+    return (mixed.float() * 2**-32 - 0.5) * math.sqrt(12)
+
+
+def scattered(x: Tensor) -> Tensor:
+    """A mixing of 32 bits, in int64; its products fit. Source: C. Wellons, hash-prospector, 2018."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)

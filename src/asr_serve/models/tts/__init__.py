@@ -1,0 +1,1 @@
+"""Voice models, one file each; see models/card.py."""

@@ -1,0 +1,343 @@
+"""FastPitch, chunk by chunk: many voices, sound before the sentence is made.
+
+A sentence is encoded once: phonemes to hidden vectors, durations, pitch and energy, which are the model's own
+unless the sentence asks for others. Its frames come 16 at a time, of many sentences in a step; what a sentence
+must remember is a row of state of fixed size. A voice is a vector for the encoder, one for the decoder and how
+high it speaks; one that was cloned (train/voice/clone) has low-rank changes to products besides, its own in each
+row of a batch.
+
+The network hears a pause before the first phoneme and after the last. They are said, but kept short.
+
+Source   FastPitch (arXiv:2006.06873), made incremental in models/acoustic/network
+Weights  our own, taught by Kokoro's and hibari's voices: docs/voices.md. They ship with this package
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from asr_serve.devices.base import Device, Linear
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.features.slaney_mel import HOP_SAMPLES, RATE_HZ
+from asr_serve.models.acoustic.layers import Changes
+from asr_serve.models.acoustic.network import F0_SCALE, LN10_20, SEMITONE, Network, Prosody, Sizes, places
+from asr_serve.models.card import VoiceCard
+from asr_serve.models.speaking import MELS, WIDTH, State, StateSpec, expect_phonemes, expect_voice
+from asr_serve.types import Sentence
+
+ENGLISH = (
+    "heart alloy aoede bella jessica kore nicole nova river sarah sky adam echo eric fenrir liam michael onyx "
+    "puck santa alice emma isabella lily daniel fable george lewis"
+)
+"""By number. American women, American men, British women, British men; the first is the one to use unless told."""
+CARDS = (
+    VoiceCard(
+        name="fastpitch-en",
+        task="tts",
+        kind="fastpitch",
+        languages=("en",),
+        parameters=9_900_000,
+        licence="Apache-2.0",
+        source="arXiv:2006.06873",
+        hub="",
+        shipped="models/tts/weights/fastpitch-en",
+        files=("config.json", "model.safetensors"),
+        rate_hz=RATE_HZ,
+        alphabet="misaki",
+        voices=tuple(ENGLISH.split()),
+        max_phonemes=400,
+        chunk_frames=16,
+        clones=True,
+        codec="source-filter-22k",
+    ),
+)
+PAUSE = "_"
+"""Before the first phoneme and after the last."""
+BEFORE, AFTER = 2, 6
+"""Frames that those pauses last at most."""
+KEPT_VOICES = 64
+"""Cloned voices that stay loaded; the one that was longest unused goes first."""
+
+
+class Speech(msgspec.Struct, frozen=True):
+    """Of config.json, what numbers are told from (train/voice/acoustic.Norms)."""
+
+    mel: tuple[float, float]
+    energy: tuple[float, float]
+    pitch: dict[str, tuple[float, float]]
+
+
+class Config(msgspec.Struct, frozen=True):
+    """A checkpoint's config.json."""
+
+    sizes: Sizes
+    norms: Speech
+    lengthen: float
+    """What all durations are multiplied with: a mean of logarithms is less than the logarithm of a mean."""
+    voices: tuple[str, ...]
+    vocabulary: dict[str, int]
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """Raises WeightsCorrupt."""
+        try:
+            return cls(
+                Sizes.of(settings),
+                *(
+                    msgspec.convert(settings[field.name], field.type)
+                    for field in msgspec.structs.fields(cls)
+                    if field.name != "sizes"
+                ),
+            )
+        except (KeyError, msgspec.ValidationError) as failure:
+            raise WeightsCorrupt(f"config.json of a FastPitch: {failure}") from failure
+
+
+class Voice(NamedTuple):
+    """Who speaks."""
+
+    encoder: Tensor
+    """(width,), added to every phoneme."""
+    decoder: Tensor
+    """(width,), added to every frame."""
+    pitch: tuple[float, float]
+    """Mean and deviation of the natural log of F0 in Hz."""
+    changes: Mapping[str, tuple[Tensor, Tensor]] | None = None
+    """By product: (in, rank) and (rank, out). None: this voice is one of the model's own."""
+
+
+class Encoded(NamedTuple):
+    """A sentence that is about to be said."""
+
+    x: Tensor
+    """(frames, width), filled up to whole chunks: what the decoder hears."""
+    base: Tensor
+    """(frames,), as long: natural log of F0, as the pitch of its phoneme has it."""
+    voice: Voice
+    frames: int
+    ends: tuple[int, ...]
+
+
+class Model:
+    """See models/speaking.Incremental."""
+
+    hop, width, rate_hz = HOP_SAMPLES, WIDTH, RATE_HZ
+
+    def __init__(self, name: str, config: Config, tensors: Mapping[str, Tensor], device: Device) -> None:
+        """Raises WeightsCorrupt for tensors that the sizes do not make."""
+        self._name, self.config, self._device = name, config, device
+        parts = _Parts(config.sizes, tensors, device)
+        self.network, self.chunk = Network(config.sizes, parts), config.sizes.chunk
+        speakers, speakers_decoder = parts.vector("speakers"), parts.vector("speakers_decoder")
+        self._voices = {
+            voice: Voice(speakers[at], speakers_decoder[at], config.norms.pitch[voice])
+            for at, voice in enumerate(config.voices)
+            if voice in config.norms.pitch
+        }
+        self._cloned: OrderedDict[str, tuple[int, Voice]] = OrderedDict()
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """All that may be asked for."""
+        return (*self._voices, *self._cloned)
+
+    def voice(self, name: str, path: Path) -> None:
+        """Know a cloned voice by its file, from here on; read again when it has changed. Raises WeightsCorrupt."""
+        changed = path.stat().st_mtime_ns
+        if name in self._cloned and self._cloned[name][0] == changed:
+            self._cloned.move_to_end(name)
+            return
+        self._cloned[name] = (changed, read_voice(path, self.config.sizes, self._device.torch_device))
+        self._cloned.move_to_end(name)
+        while len(self._cloned) > KEPT_VOICES:
+            self._cloned.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """A cloned voice is gone; sentences under way are said to their end."""
+        self._cloned.pop(name, None)
+
+    def expect(self, sentence: Sentence) -> None:
+        expect_voice(sentence, self.voices, self._name)
+        expect_phonemes(sentence, self.config.vocabulary, self._name, "misaki")
+
+    def state(self) -> dict[str, StateSpec]:
+        return {name: StateSpec(shape) for name, shape in self.network.state_shapes().items()}
+
+    @torch.inference_mode()
+    def encode(self, sentences: Sequence[Sentence]) -> list[Encoded]:
+        """One after another: a sentence is a product large enough, and its durations are then the same, to the
+        frame, whoever else comes with it."""
+        return [self._encode(sentence) for sentence in sentences]
+
+    @torch.inference_mode()
+    def step(self, encoded: Sequence[Encoded], rows: Tensor, seen: Tensor, state: State) -> Tensor:
+        starts = seen.tolist()
+        cut = [slice(start, start + self.chunk) for start in starts]
+        x = torch.stack([each.x[part] for each, part in zip(encoded, cut, strict=True)])
+        frames = torch.tensor([each.frames for each in encoded], device=x.device)
+        changes = _changes([each.voice for each in encoded])
+        out = self.network.step(x, frames, seen, rows, state, changes)
+        base = torch.stack([each.base[part] for each, part in zip(encoded, cut, strict=True)])
+        return self._frames(out, base)
+
+    @torch.inference_mode()
+    def whole(self, encoded: Encoded) -> Tensor:
+        """All frames of a sentence at once, (1, frames, width): what the steps make, for comparison."""
+        out = self.network.decode(
+            encoded.x[None],
+            torch.tensor([encoded.frames], device=encoded.x.device),
+            _changes([encoded.voice]),
+        )
+        return self._frames(out, encoded.base[None])[:, : encoded.frames]
+
+    def _encode(self, sentence: Sentence) -> Encoded:
+        config, norms = self.config, self.config.norms
+        where = self._device.torch_device
+        voice = self._voices.get(sentence.voice) or self._cloned[sentence.voice][1]
+        phonemes = f"{PAUSE}{sentence.phonemes}{PAUSE}"
+        ids = torch.tensor([[config.vocabulary[each] for each in phonemes]], device=where)
+        speed, semitones, decibels = (
+            torch.tensor([[wanted[0], *wanted, wanted[-1]]], device=where)
+            for wanted in (
+                [value for each in sentence.stretches for value in [getattr(each, name)] * len(each.phonemes)]
+                for name in ("speed", "pitch", "energy")
+            )
+        )
+        there, changes = torch.ones_like(ids, dtype=torch.bool), _changes([voice])
+        hidden = self.network.encode(ids, there, voice.encoder[None], changes)
+        pitch, voiced, energy = self.network.prosody(hidden, there, changes)
+        mean, deviation = voice.pitch
+        pitch = pitch + semitones * SEMITONE / deviation
+        energy = energy + decibels * LN10_20 / norms.energy[1]
+        prosody = Prosody(pitch, (voiced > 0).float(), energy)
+        lengths = self.network.log_durations(hidden, there, changes).exp() * config.lengthen / speed
+        durations = whole_frames(lengths)
+        durations[:, 0].clamp_(max=BEFORE)
+        durations[:, -1].clamp_(max=AFTER)
+        frames = int(durations.sum())
+        padded = -(-frames // self.chunk) * self.chunk
+        index, place = places(durations, torch.arange(padded, device=where)[None])
+        said = self.network.conditioned(hidden, prosody)[0][index[0]]
+        base = (prosody.pitch * prosody.voiced * deviation + mean)[0][index[0]]
+        ends = durations[0].cumsum(0)[1:-1] * HOP_SAMPLES
+        x = self.network.frames_in(said[None], place, voice.decoder[None])[0]
+        return Encoded(x, base, voice, frames, tuple(ends.tolist()))
+
+    def _frames(self, out: Tensor, base: Tensor) -> Tensor:
+        """The network's numbers (n, chunk, MELS + 2) to frames as codecs hear them."""
+        mean, deviation = self.config.norms.mel
+        f0 = torch.where(out[..., MELS + 1] > 0, torch.exp(base + out[..., MELS] / F0_SCALE), 0.0)
+        return torch.cat([out[..., :MELS] * deviation + mean, f0[..., None]], -1)
+
+
+def whole_frames(lengths: Tensor) -> Tensor:
+    """(rows, phonemes) float -> int64, one at least; what rounding takes from one the next gets."""
+    number = torch.arange(lengths.shape[1], device=lengths.device)
+    ends = lengths.double().cumsum(1).round().long()
+    ends = torch.cummax(ends - number, 1).values.clamp(min=1) + number
+    return torch.diff(ends, dim=1, prepend=torch.zeros_like(ends[:, :1]))
+
+
+def _changes(voices: Sequence[Voice]) -> Changes | None:
+    """Of each row's voice; None where nobody has any."""
+    different = list({id(voice): voice for voice in voices}.values())
+    if all(voice.changes is None for voice in different):
+        return None
+    numbers = {id(voice): at for at, voice in enumerate(different)}
+    return _Stacked(different, [numbers[id(voice)] for voice in voices])
+
+
+class _Stacked(Mapping[str, tuple[Tensor, Tensor]]):
+    """The changes of some rows, side by side when a product asks for them."""
+
+    def __init__(self, voices: Sequence[Voice], rows: Sequence[int]) -> None:
+        self._voices, self._rows = voices, rows
+        self._some = next(voice.changes for voice in voices if voice.changes is not None)
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
+        pair = self._some[name]
+        each = [pair if v.changes is None else v.changes[name] for v in self._voices]
+        down, up = (torch.stack([matrices[side] for matrices in each]) for side in (0, 1))
+        for at, voice in enumerate(self._voices):
+            if voice.changes is None:
+                up[at] = 0
+        return (down, up) if len(self._rows) == 1 else (down[self._rows], up[self._rows])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._some
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._some)
+
+    def __len__(self) -> int:
+        return len(self._some)
+
+
+def read_voice(path: Path, sizes: Sizes, where: torch.device) -> Voice:
+    """A cloned voice's file: `speaker`, `speaker_decoder` (width,), `pitch` (2,), and `NAME.down` (in, rank),
+    `NAME.up` (rank, out) of each product. Raises WeightsCorrupt."""
+    try:
+        found = {name: tensor.float().to(where) for name, tensor in load_file(path).items()}
+        mean, deviation = found["pitch"].tolist()
+        encoder, decoder = found["speaker"], found["speaker_decoder"]
+    except (OSError, SafetensorError, KeyError, ValueError) as failure:
+        raise WeightsCorrupt(f"{path} is no voice: {failure}", todo="clone it again") from failure
+    changes = {}
+    for name, (outputs, inputs) in sizes.adapted().items():
+        down, up = found.get(f"{name}.down"), found.get(f"{name}.up")
+        if down is None or up is None:
+            continue
+        if down.shape[0] != inputs or up.shape[1] != outputs or down.shape[1] != up.shape[0]:
+            raise WeightsCorrupt(
+                f"{path}: {name} is changed by {tuple(down.shape)} and {tuple(up.shape)}",
+                f"({inputs}, rank) and (rank, {outputs})",
+                "it was cloned from another model: clone it again",
+            )
+        changes[name] = (down, up)
+    if encoder.shape != (sizes.width,) or decoder.shape != (sizes.width,):
+        raise WeightsCorrupt(f"{path} is a voice of another model", f"vectors of {sizes.width}", "clone it again")
+    return Voice(encoder, decoder, (mean, deviation), changes or None)
+
+
+class _Parts:
+    """A checkpoint's tensors as the device multiplies with them. In float32: in bf16 a chunk would differ from the
+    whole by more than can be told from an error."""
+
+    def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], device: Device) -> None:
+        self._tensors, self._device = tensors, device
+        wanted: dict[str, tuple[int, ...]] = {**sizes.tables()}
+        for name, (outputs, inputs) in sizes.linears().items():
+            wanted |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+        for name in sizes.norms():
+            wanted |= {f"{name}.weight": (sizes.width,), f"{name}.bias": (sizes.width,)}
+        for name, shape in wanted.items():
+            if name not in tensors:
+                raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a FastPitch checkpoint has it")
+            if tensors[name].shape != shape:
+                raise WeightsCorrupt(f"{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
+
+    def linear(self, name: str) -> Linear:
+        return self._device.linear(self.vector(f"{name}.weight"), self.vector(f"{name}.bias"), torch.float32)
+
+    def vector(self, name: str) -> Tensor:
+        return self._tensors[name].float().to(self._device.torch_device)
+
+
+def load(folder: Path, card: VoiceCard, device: Device) -> Model:
+    """Raises WeightsCorrupt."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, json.JSONDecodeError, SafetensorError) as failure:
+        raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}") from failure
+    return Model(card.name, Config.of(settings), tensors, device)

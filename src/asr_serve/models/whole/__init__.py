@@ -1,0 +1,1 @@
+"""What voices that say whole sentences share."""

@@ -1,0 +1,1 @@
+"""Encoders whose frames see a window of what is around them."""

@@ -1,0 +1,346 @@
+"""START HERE: text in, sound out while it is made. text -> clauses -> engine -> one stream of samples.
+
+Sans I/O, as pipelines/live/listen: `put` takes text, `take` returns what has come, and `wake` is called, from
+any thread, when it is worth calling again. Nothing here blocks or sleeps: a library's iterator and a server's
+socket drive it alike.
+
+1. `text/spoken.Front` makes clauses and pauses of the text: of a whole text lazily, of a text that is still being
+   written as soon as a clause is safe.
+2. The engine has the clause that sounds, and the next one once less than AHEAD_S of sound is left untaken. So a
+   speech has no gaps, and whoever does not take keeps the engine from working for nobody.
+3. What comes is joined with the silence between, resampled and marked where that was asked for
+   (`speaking/sound`), and goes out in order, with the times of its words.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+
+import numpy as np
+
+from asr_serve import units
+from asr_serve.engine.client import EngineClient
+from asr_serve.errors import AsrServeError, AtCapacity, Cancelled, EmptyText, OptionError, TextTooLong
+from asr_serve.pipelines.speaking.feeder import Feeder
+from asr_serve.pipelines.speaking.options import SpeakOptions as SpeakOptions
+from asr_serve.pipelines.speaking.options import Spoken as Spoken
+from asr_serve.pipelines.speaking.options import SpokenWord, expect_text
+from asr_serve.pipelines.speaking.sentences import Part, Said, Silence, sentence
+from asr_serve.pipelines.speaking.sound import Outlet
+from asr_serve.text.spoken.front import PAUSE_MS, Front, LiveText
+from asr_serve.text.spoken.passages import Clause, Manner, Passage, Pause
+
+AHEAD_S, WHOLE_AHEAD_S = 2.0, 10.0
+"""Sound left untaken below which the next sentence goes in; the latter of a voice that says sentences as a
+whole, and so may take longer for the first of its sound."""
+SENTENCES = 2
+"""Of one speech, in the engine at once."""
+FULL_PASSAGES, MOST_PASSAGES = 64, 4_096
+"""Of live text, not yet in the engine: then `full`; then refused."""
+
+
+class Speaking:
+    """One speech. May be called from several threads, one at a time inside; `close` from any, at any time."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        front: Front,
+        options: SpeakOptions,
+        wake: Callable[[], None],
+        text: str | None = None,
+    ) -> None:
+        """`text`: all of it; None: it comes by `put`. `wake` must not wait: it is called on the engine's thread.
+
+        Raises TextError for a text that cannot be read (as far as its first sentence tells, and what SSML has
+        wrong), OptionError, AtCapacity, WrongModel, EngineClosed. UnknownVoice comes out of `take`: only the
+        model can tell.
+        """
+        card = client.voice_card
+        self._client, self._front, self._options, self._wake = client, front, options, wake
+        self._card_hz, self.rate_hz = card.rate_hz, options.rate_hz or card.rate_hz
+        self._voice = options.voice or card.voices[0]
+        self._manner = Manner(options.speed, options.pitch, options.energy)
+        self._ahead = units.s_to_samples(AHEAD_S if card.chunk_frames else WHOLE_AHEAD_S, card.rate_hz)
+        self._outlet = Outlet(card.rate_hz, self.rate_hz, mark=options.watermark)
+        self._lock = threading.RLock()
+        self._parts: deque[Part] = deque()
+        self._said = 0
+        """Sentences that went into the engine."""
+        self._begun_samples = 0
+        """Of the voice's own, before the part that sounds."""
+        self._part_samples = 0
+        """Of that part, taken."""
+        self._given_samples = 0
+        self._next: Passage | None = None
+        """It was taken of the text, and is to go in."""
+        self._failure: AsrServeError | None = None
+        self._timer: threading.Timer | None = None
+        self._drained = self._closed = self._gap = False
+        self._passages: deque[Passage] = deque()
+        self._whole: Iterator[Passage] | None = None
+        self._live: LiveText | None = None
+        if text is None:
+            if options.ssml or options.phonemes:
+                raise OptionError(
+                    "ssml or phonemes with a text that comes in pieces",
+                    "plain text",
+                    "send all of it at once",
+                    param="ssml" if options.ssml else "phonemes",
+                )
+            self._live = front.live()
+            return
+        self._whole = front.passages(expect_text(text), ssml=options.ssml, phonemes=options.phonemes)
+        self._next = next(self._whole, None)
+        if self._next is None:
+            raise EmptyText("a text with nothing in it to say", "some words", param="input")
+        with self._lock:
+            self._advance()
+
+    # --- the caller's side -----------------------------------------------------------------------------
+
+    def put(self, text: str) -> None:
+        """More of a live text. Clauses that are complete go on at once. Raises what the constructor does, for this
+        piece alone; TextTooLong where far too much waits to be said."""
+        with self._lock:
+            live = self._expect_live("put")
+            if len(self._passages) >= MOST_PASSAGES:
+                raise TextTooLong(
+                    f"{len(self._passages)} clauses wait to be said",
+                    f"up to {MOST_PASSAGES}",
+                    "wait until some were heard",
+                    param="input",
+                )
+            passages = live.put(expect_text(text))
+            if passages and self._gap:
+                self._passages.append(Pause(PAUSE_MS["sentence"]))
+                self._gap = False
+            self._passages += passages
+            self._advance()
+
+    def flush(self) -> None:
+        """Say what was put, to its last word; more may follow, as a new sentence."""
+        with self._lock:
+            self._passages += self._expect_live("flush").end()
+            self._gap = bool(self._said or self._passages)
+            self._advance()
+
+    def end(self) -> None:
+        """No more text will come."""
+        with self._lock:
+            if self._live is not None:
+                passages, self._live = self._live.end(), None
+                self._passages += [Pause(PAUSE_MS["sentence"])] * (self._gap and bool(passages))
+                self._passages += passages
+                self._advance()
+            self._wake()
+
+    @property
+    def full(self) -> bool:
+        """Put no more for now."""
+        return len(self._passages) >= FULL_PASSAGES
+
+    @property
+    def idle(self) -> bool:
+        """Everything that was put has been said and taken."""
+        with self._lock:
+            return not (self._parts or self._passages or self._next)
+
+    @property
+    def done(self) -> bool:
+        """There is no more to take."""
+        return self._drained
+
+    def take(self, most: int | None = None) -> list[Spoken]:
+        """What has come since, which may be nothing: `most` pieces, or all. Raises what went wrong once everything
+        before it was taken, Cancelled after `close`."""
+        found: list[Spoken] = []
+        with self._lock:
+            if self._closed and not self._drained:
+                raise self._failure or Cancelled("the speech was stopped")
+            try:
+                while (most is None or len(found) < most) and self._more():
+                    if (spoken := self._one()) is not None:
+                        found.append(spoken)
+                    elif self._parts:  # it has yet to come
+                        break
+            except AsrServeError as failure:
+                self._failure = self._failure or failure
+                self._drop()
+            if not self._parts and not found:
+                if self._failure is not None:
+                    self.close()
+                    raise self._failure
+                if self._ended() and not self._drained:
+                    self._drained = True
+                    if len(rest := self._outlet.end()):
+                        found.append(self._given(rest))
+        if self._failure is not None or (found and not self._parts):
+            self._wake()  # there is an end to be had, of one kind or the other
+        return found
+
+    def close(self) -> None:
+        """Stop: what is in the engine leaves it. Idempotent."""
+        self._closed = True
+        with self._lock:
+            self._drop()
+            self._passages.clear()
+            self._next = self._whole = self._live = None
+            if self._timer is not None:
+                self._timer.cancel()
+        self._wake()
+
+    # --- inside ----------------------------------------------------------------------------------------
+
+    def _more(self) -> bool:
+        """Whether anything is under way; what can go in goes in. A text that cannot be read on is told of after
+        what was said of it."""
+        try:
+            self._advance()
+        except AsrServeError as failure:
+            self._failure = failure
+        return bool(self._parts)
+
+    def _drop(self) -> None:
+        for part in self._parts:
+            part.cancel()
+        self._parts.clear()
+
+    def _advance(self) -> None:
+        """Have the next sentence said, if it is time."""
+        while not self._closed and self._failure is None and (left := self._left()) is not None:
+            if left >= self._ahead or sum(isinstance(part, Said) for part in self._parts) >= SENTENCES:
+                return
+            passage, self._next = self._next or self._another(), None
+            if passage is None:
+                return
+            if isinstance(passage, Pause):
+                self._parts.append(Silence(units.ms_to_samples(passage.ms, self._card_hz)))
+            elif not self._say(passage, left):
+                self._next = passage
+                return
+
+    def _say(self, clause: Clause, left: int) -> bool:
+        """False: the engine is full, and this speech, which it let in, tries again when it may be less so."""
+        wanted = sentence(clause, self._manner, self._voice, self._options.seed + self._said)
+        within_ms = units.samples_to_ms(left, self._card_hz) if self._said else None
+        try:
+            said = Said(self._client, clause, wanted, self._options.priority, within_ms, self._wake)
+        except AtCapacity as full:
+            if not self._said:
+                raise
+            if self._timer is None or not self._timer.is_alive():
+                self._timer = threading.Timer(full.retry_after_ms / 1_000, self._wake)
+                self._timer.daemon = True
+                self._timer.start()
+            return False
+        self._said += 1
+        self._parts.append(said)
+        return True
+
+    def _left(self) -> int | None:
+        """Sound that is to come and was not taken; None: nobody knows yet."""
+        left = 0
+        for part in self._parts:
+            if part.left_samples is None:
+                return None
+            left += part.left_samples
+        return left
+
+    def _another(self) -> Passage | None:
+        if self._whole is not None:
+            return next(self._whole, None)
+        return self._passages.popleft() if self._passages else None
+
+    def _ended(self) -> bool:
+        """No more text, and all of it was said."""
+        return self._live is None and not self._passages and self._next is None and not self._closed
+
+    def _one(self) -> Spoken | None:
+        """The next piece that is there."""
+        while self._parts:
+            part = self._parts[0]
+            if (pcm := part.take()) is not None:
+                told = part.words() if isinstance(part, Said) else None
+                self._part_samples += len(pcm)
+                words = tuple(
+                    SpokenWord(word.text, self._at(start), self._at(end)) for word, start, end in told or ()
+                )
+                text = " ".join(word.text for word, *_ in told or ())
+                return self._given(self._outlet.put(pcm), text, words)
+            if not part.over:
+                return None
+            self._parts.popleft()
+            self._begun_samples += self._part_samples
+            self._part_samples = 0
+        return None
+
+    def _at(self, samples: int) -> int:
+        """Where that sample of the part that sounds is, in what goes out."""
+        return (self._begun_samples + samples) * self.rate_hz // self._card_hz
+
+    def _given(self, pcm: np.ndarray, text: str = "", words: tuple[SpokenWord, ...] = ()) -> Spoken:
+        spoken = Spoken(pcm, self.rate_hz, self._given_samples, text, words)
+        self._given_samples += len(pcm)
+        return spoken
+
+    def _expect_live(self, what: str) -> LiveText:
+        if self._closed:
+            raise self._failure or Cancelled("the speech was stopped")
+        assert self._live is not None, f"{what} after the end, or of a whole text"
+        return self._live
+
+
+class Stop:
+    """Ends one call of `speak` from any thread: its generator cancels what it has in the engine and raises
+    Cancelled."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+        self._speaking: Speaking | None = None
+
+    def set(self) -> None:
+        self._wanted = True
+        if self._speaking is not None:
+            self._speaking.close()
+
+    def of(self, speaking: Speaking) -> None:
+        """What it stops."""
+        self._speaking = speaking
+        if self._wanted:
+            speaking.close()
+
+
+def speak(
+    client: EngineClient,
+    front: Front,
+    text: str | Iterable[str],
+    options: SpeakOptions | None = None,
+    stop: Stop | None = None,
+) -> Generator[Spoken, None, None]:
+    """The pieces of a speech, as they come: of a text, or of pieces of text as a language model writes them, which
+    a thread reads. Closing the generator stops the work.
+
+    Raises, at the first piece, what Speaking does; what `text` raises, after what was said before; Cancelled after
+    `stop`.
+    """
+    awake = threading.Event()
+    whole = text if isinstance(text, str) else None
+    speaking = Speaking(client, front, options or SpeakOptions(), awake.set, whole)
+    (stop or Stop()).of(speaking)
+    feeder = None if isinstance(text, str) else Feeder(speaking, text, awake.set)
+    try:
+        while not speaking.done:
+            awake.clear()
+            pieces = speaking.take(1)
+            yield from pieces
+            if feeder is not None:
+                feeder.check()
+            if not pieces and not speaking.done:
+                awake.wait()
+    finally:
+        speaking.close()
+        if feeder is not None:
+            feeder.close()

@@ -1,0 +1,1 @@
+"""What clients send to be spoken, and what they get. No HTTP."""

@@ -1,0 +1,183 @@
+"""Text in, sound out, over one WebSocket: what a client sends, and what it is told. Sound is binary."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any, Literal
+
+import msgspec
+
+from asr_serve.errors import MalformedRequest, OptionError, TextTooLong, UnknownCommand, UnsupportedOption
+from asr_serve.protocols.fields import shown
+from asr_serve.protocols.members import Members
+from asr_serve.protocols.speech.openai import IGNORED, Manner, SpeechWord, format_and_rate, manner_of, voice
+from asr_serve.values import nearest
+
+PATH = "/v1/audio/speech/stream"
+COMMANDS = ("start", "text", "flush", "end", "cancel")
+LONGEST_CHARACTERS = 1 << 18
+"""Of a message: a lexicon is the longest thing there is in one."""
+LONGEST_TEXT = 1 << 16
+"""Of a message's text, in characters."""
+LONGEST_ID = 200
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A speech begins."""
+
+    model: str | None = None
+    voice: str | None = None
+    format: str = "pcm"
+    rate_hz: int | None = None
+    manner: Manner = Manner()
+    words: bool = True
+    ignored: tuple[str, ...] = ()
+
+
+class Text(msgspec.Struct, frozen=True):
+    """More of it, cut anywhere."""
+
+    text: str
+
+
+class Flush(msgspec.Struct, frozen=True):
+    """What came so far is to be said as it is."""
+
+    id: str
+
+
+class End(msgspec.Struct, frozen=True):
+    """No more text will come for this speech."""
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Stop at once: somebody speaks between."""
+
+
+Command = Start | Text | Flush | End | Cancel
+
+
+def command(message: str) -> Command:
+    """Read a text message. Raises MalformedRequest, UnknownCommand, OptionError, TextTooLong."""
+    if len(message) > LONGEST_CHARACTERS:
+        raise MalformedRequest(
+            f"a message of {len(message)} characters came",
+            f"up to {LONGEST_CHARACTERS} are allowed",
+            "send text in parts, as it is made",
+        )
+    try:
+        sent: Any = msgspec.json.decode(message)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise MalformedRequest(
+            f"a message came that cannot be read: {error}",
+            'messages are JSON, like {"type":"text","text":"Hello."}',
+        ) from None
+    if not isinstance(sent, dict):
+        raise MalformedRequest("a message came that is no object", 'messages are like {"type":"end"}')
+    members = Members(sent)
+    kind = members.text("type") or ""
+    found = _read(kind, members)
+    members.end()
+    return found
+
+
+def _read(kind: str, members: Members) -> Command:
+    match kind:
+        case "start":
+            return _start(members)
+        case "text":
+            text = members.text("text") or ""
+            if len(text) > LONGEST_TEXT:
+                raise TextTooLong(
+                    f"text has {len(text)} characters",
+                    f"up to {LONGEST_TEXT} in a message",
+                    "send it in parts",
+                    param="text",
+                )
+            return Text(text)
+        case "flush":
+            name = members.text("id") or f"flush_{secrets.token_hex(8)}"
+            if len(name) > LONGEST_ID:
+                raise OptionError(f"an id of {len(name)} characters", f"up to {LONGEST_ID}", param="id")
+            return Flush(name)
+        case "end":
+            return End()
+        case "cancel":
+            return Cancel()
+    raise UnknownCommand(
+        f"the type {shown(kind)} is no command", f"types: {', '.join(COMMANDS)}", nearest(kind, COMMANDS)
+    )
+
+
+def _start(members: Members) -> Start:
+    form, rate_hz = format_and_rate(members, "format", "sample_rate", usual="pcm")
+    manner = manner_of(members)
+    for name, on in (("ssml", manner.ssml), ("phonemes", manner.phonemes)):
+        if on:
+            raise UnsupportedOption(
+                f"{name}=true is not supported",
+                "here text comes in parts, and each is spoken when it is here",
+                "send it to POST /v1/audio/speech",
+                param=name,
+            )
+    words = members.take("words")
+    if words is not None and not isinstance(words, bool):
+        raise OptionError(f"words is {shown(str(words))}", "true or false", param="words")
+    ignored = tuple(name for name in IGNORED if members.text(name) is not None)
+    return Start(members.text("model"), voice(members), form, rate_hz, manner, words is not False, ignored)
+
+
+# --- what a client is told --------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower, omit_defaults=True):
+    """Times are seconds since the speech's first sample."""
+
+    def text(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+class Started(Event, frozen=True, kw_only=True):
+    """What speaks, and how its sound is sent."""
+
+    model: str
+    voice: str
+    format: str
+    sample_rate: int
+    ignored: tuple[str, ...] = ()
+
+
+class Sentence(Event, frozen=True, kw_only=True):
+    """Before its sound, which begins at `start`."""
+
+    index: int
+    start: float
+    words: tuple[SpeechWord, ...] = ()
+
+
+class Flushed(Event, frozen=True, kw_only=True):
+    """All that came before the flush has been said; the sound so far is so long."""
+
+    id: str
+    seconds: float
+
+
+class Done(Event, frozen=True, kw_only=True):
+    """The speech is over; another may start. `seconds` of sound were sent."""
+
+    reason: Literal["end", "cancelled", "failed"]
+    seconds: float
+    sentences: int
+    characters: int
+
+
+class Error(Event, frozen=True, kw_only=True):
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_ms: int | None = None
+
+
+def error(code: str, message: str, retry_after_ms: int | None = None, param: str | None = None) -> str:
+    """Something was refused or has failed. What `message` says: what came, what is allowed, what to do."""
+    return Error(code=code, message=message, param=param, retry_after_ms=retry_after_ms).text()

@@ -1,0 +1,184 @@
+"""Sound as somebody takes it: the pipeline and the encoder. Threads compute, and nobody waits on one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+from typing import NamedTuple, TypeVar
+
+from asr_serve.audio.encode import Encoder
+from asr_serve.errors import OptionError
+from asr_serve.pipelines.speak import Speaking
+from asr_serve.pipelines.speaking.options import Spoken
+from asr_serve.protocols.speech.openai import SpeechWord
+from asr_serve.units import samples_to_s
+
+T = TypeVar("T")
+Begin = Callable[[Callable[[], None]], Speaking]
+"""Given what is to be called when there is more to take. Raises what keeps a text from being said."""
+
+
+class Piece(NamedTuple):
+    """What can be sent now, in the order of its fields."""
+
+    sentence: tuple[SpeechWord, ...] | None = None
+    """The words of one that begins."""
+    start_s: float = 0.0
+    """Where it does."""
+    audio: bytes = b""
+    mark: str = ""
+    """All that came before it has been said."""
+    refused: OptionError | None = None
+    """Of a part of the text, which is left out."""
+
+
+class Mark(NamedTuple):
+    """What was put before it is to be said as it is, and somebody wants to know when."""
+
+    name: str
+
+
+class Inbox:
+    """Parts of a text that is still being written, which wait to be read. Put on the event loop's thread, read on
+    the pipeline's."""
+
+    def __init__(self, awake: Callable[[], None] = lambda: None) -> None:
+        self.awake = awake
+        """Called when something was put."""
+        self._parts: deque[str | Mark | None] = deque()
+        self._mark: Mark | None = None
+        """Under way: what came behind it waits."""
+        # Each counter has one writer.
+        self._put_characters = self._read_characters = self._put_marks = self._told_marks = 0
+
+    @property
+    def waiting_characters(self) -> int:
+        return self._put_characters - self._read_characters
+
+    @property
+    def marks(self) -> int:
+        """Not told yet."""
+        return self._put_marks - self._told_marks
+
+    def put(self, part: str | Mark | None) -> None:
+        """None: nothing follows."""
+        self._put_characters += len(part) if isinstance(part, str) else 0
+        self._put_marks += isinstance(part, Mark)
+        self._parts.append(part)
+        self.awake()
+
+    def read(self, speaking: Speaking) -> Iterator[Piece]:
+        """As much as there is room for. What is refused of it is left out."""
+        while True:
+            if self._mark is not None:
+                if not speaking.idle:
+                    return
+                yield Piece(mark=self._mark.name)
+                self._mark = None
+                self._told_marks += 1
+            if not self._parts or speaking.full:
+                return
+            part = self._parts.popleft()
+            try:
+                self._give(part, speaking)
+            except OptionError as error:
+                yield Piece(refused=error)
+
+    def _give(self, part: str | Mark | None, speaking: Speaking) -> None:
+        if isinstance(part, str):
+            self._read_characters += len(part)
+            speaking.put(part)
+        elif isinstance(part, Mark):
+            self._mark = part
+            speaking.flush()
+        else:
+            speaking.end()
+
+
+class Saying:
+    """Begun and iterated over once. Whoever begins it closes it. All methods belong to the event loop's thread."""
+
+    def __init__(self, threads: Executor, begin: Begin, encoder: Encoder, inbox: Inbox | None = None) -> None:
+        """`inbox`: where the text comes from, if it is not all there."""
+        self._threads, self._begin, self._encoder, self._inbox = threads, begin, encoder, inbox
+        self._loop = asyncio.get_running_loop()
+        self._awake = asyncio.Event()
+        self._context = contextvars.copy_context()  # the request's id, for what is logged there
+        self._working: asyncio.Future[object] | None = None
+        self._speaking: Speaking | None = None
+        self.said_samples = self.sentences = 0
+        if inbox is not None:
+            inbox.awake = self._awake.set
+
+    @property
+    def rate_hz(self) -> int:
+        return self._encoder.rate_hz
+
+    @property
+    def seconds(self) -> float:
+        """Of sound that was made."""
+        return samples_to_s(self.said_samples, self.rate_hz)
+
+    async def begin(self) -> None:
+        """Raises what keeps the text from being said."""
+        await self._on_a_thread(self._begun)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """What can be sent, in order; nothing more is made than is taken. Raises what the pipeline does."""
+        over = False
+        while not over:
+            self._awake.clear()
+            pieces, over = await self._on_a_thread(self._taken)
+            for piece in pieces:
+                yield piece
+            if not pieces and not over:
+                await self._awake.wait()
+        if tail := await self._on_a_thread(self._encoder.end):
+            yield Piece(audio=tail)
+
+    async def close(self) -> None:
+        """At any time, idempotent: nothing of it is left afterwards, in the engine or on a thread."""
+        if self._working is not None:
+            await asyncio.wait({self._working})
+            if not self._working.cancelled():
+                self._working.exception()  # seen: no warning
+        if self._speaking is not None:
+            await self._on_a_thread(self._speaking.close)
+
+    async def _on_a_thread(self, work: Callable[[], T]) -> T:
+        working = self._loop.run_in_executor(self._threads, self._context.copy().run, work)
+        self._working = working
+        await asyncio.wait({working})  # it goes on without whoever waits
+        return working.result()
+
+    def _begun(self) -> None:
+        self._speaking = self._begin(self._wake)
+
+    def _wake(self) -> None:
+        """On any thread."""
+        self._loop.call_soon_threadsafe(self._awake.set)
+
+    def _taken(self) -> tuple[list[Piece], bool]:
+        """What there is, and whether that was all."""
+        speaking = self._speaking
+        assert speaking is not None
+        found: list[Piece] = [] if self._inbox is None else list(self._inbox.read(speaking))
+        for spoken in speaking.take():
+            found += self._pieces(spoken)
+        return found, speaking.done
+
+    def _pieces(self, spoken: Spoken) -> Iterator[Piece]:
+        words, start_s = None, samples_to_s(spoken.start_samples, self.rate_hz)
+        if spoken.sentence:
+            self.sentences += 1
+            words = tuple(self._word(word.text, word.start_samples, word.end_samples) for word in spoken.words)
+        self.said_samples += len(spoken.pcm)
+        audio = self._encoder.put(spoken.pcm)
+        if audio or words is not None:
+            yield Piece(words, start_s, audio)
+
+    def _word(self, text: str, start_samples: int, end_samples: int) -> SpeechWord:
+        return SpeechWord(text, samples_to_s(start_samples, self.rate_hz), samples_to_s(end_samples, self.rate_hz))

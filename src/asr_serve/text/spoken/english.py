@@ -1,0 +1,156 @@
+"""English, by hibari-tts: the one file that loads it here. Phonemes in misaki's alphabet.
+
+Its lexicons are misaki's (American and British), its tagger chooses between readings (`I read`, `to read`), and a small
+network (onnxruntime) reads what no lexicon has. Everything is loaded once, at first use, and shared: nothing in it is
+changed by reading.
+
+Source  hibari-tts (Apache-2.0), after misaki (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from asr_serve.errors import ProgramMissing
+from asr_serve.text.spoken.characters import unmarked
+
+BREAKS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a library may raise on a text that its author did not think of."""
+PUNCTUATION = frozenset(";:,.!?—…\"()“” ")
+HELD, GIVEN = str.maketrans("ɾʔ", "\ue010\ue011"), str.maketrans("\ue010\ue011", "ɾʔ")
+"""hibari writes these two otherwise; not where they were asked for."""
+_loading = threading.Lock()
+
+
+class Preset(NamedTuple):
+    """Part of a chunk whose phonemes are given."""
+
+    written: str
+    phonemes: str
+
+
+Chunk = tuple[str | Preset, ...]
+"""What stands between two blanks."""
+
+
+class English:
+    """A lexicon, a tagger and a network. Safe for any number of threads."""
+
+    def __init__(self, british: bool, like: English | None = None) -> None:
+        """`like`: another one, to share what does not depend on the accent."""
+        g2p = _hibari("hibari.g2p")
+        self._token = _hibari("hibari.g2p.token").Tok
+        self._g2p: Any = g2p.G2P(british=british)
+        if like:
+            self._g2p.tagger, self._g2p.tokenizer = like._g2p.tagger, like._g2p.tokenizer
+        self._g2p.oov  # noqa: B018  loads it, before threads could do so twice
+        self.letters = letters()
+
+    def pronounce(self, chunks: Sequence[Chunk]) -> list[str]:
+        """Phonemes of each chunk of a sentence, with the blank behind it."""
+        try:
+            found = self._pronounce(chunks)
+        except BREAKS:
+            found = [self._alone(chunk) for chunk in chunks]
+        return [kept + " " if (kept := "".join(c for c in each if c in self.letters)) else "" for each in found]
+
+    def _pronounce(self, chunks: Sequence[Chunk]) -> list[str]:
+        tokens = []
+        for at, chunk in enumerate(chunks):
+            for part in chunk:
+                if isinstance(part, Preset):
+                    tokens.append(self._token(part.written, "NN", phonemes=part.phonemes.translate(HELD), rating=5))
+                else:
+                    named = _letter_a(chunk, at, len(chunks))
+                    tokens += [
+                        self._token(self._known(text), phonemes="ˈA" if named and text == "A" else None)
+                        for text in self._g2p.tokenizer.split(part)
+                    ]
+            if tokens:
+                tokens[-1].whitespace = " "
+        tags = self._g2p.tagger([token.text for token in tokens])
+        for token, tag in zip(tokens, tags, strict=True):
+            token.tag = tag
+        said = self._g2p.phonemize_tokens(tokens)
+        found = [""]
+        for token in said:
+            found[-1] += (token.phonemes or "").translate(GIVEN)
+            if token.whitespace:
+                found.append("")
+        found.pop()
+        if len(found) != len(chunks):
+            raise ValueError(f"{len(chunks)} chunks, {len(found)} read")
+        return found
+
+    def _alone(self, chunk: Chunk) -> str:
+        try:
+            return self._pronounce([chunk])[0]
+        except BREAKS:
+            return "".join(part.phonemes if isinstance(part, Preset) else self._g2p.oov(part) or "" for part in chunk)
+
+    def _known(self, word: str) -> str:
+        """As the lexicon has it: `résumé` with its marks, `Šimon` without."""
+        if word.isascii() or any(w in book for w in (word, word.lower()) for book in self._books()):
+            return word
+        return unmarked(word) or word
+
+    def _books(self) -> tuple[Any, Any]:
+        return self._g2p.lexicon.golds, self._g2p.lexicon.silvers
+
+
+def english(british: bool = False) -> English:
+    """The accent's, loaded at first use: a third of a second."""
+    with _loading:
+        return _english(british)
+
+
+@cache
+def _english(british: bool) -> English:
+    return English(british, None if not british else _english(False))
+
+
+@cache
+def letters() -> frozenset[str]:
+    """misaki's alphabet, as voices know it."""
+    return frozenset(json.loads((_folder() / "assets" / "vocab.json").read_text(encoding="utf-8")))
+
+
+def numbers() -> Any:
+    """Number words: ONES, cardinal, ordinal, year."""
+    return _hibari("hibari.g2p.numbers")
+
+
+def expanded(text: str) -> str:
+    """Dates, times, units, titles, abbreviations and Roman numbers in words; plain numbers stay. The text itself
+    where the library breaks on it."""
+    try:
+        return str(_hibari("hibari.g2p.normalize").normalize(text))
+    except BREAKS:
+        return text
+
+
+@cache
+def _hibari(module: str) -> ModuleType:
+    _folder()
+    return importlib.import_module(module)
+
+
+@cache
+def _folder() -> Path:
+    found = importlib.util.find_spec("hibari")
+    if found is None or found.origin is None:
+        raise ProgramMissing("hibari-tts is not installed", "English is read by it", "pip install asr-serve[voice]")
+    return Path(found.origin).parent
+
+
+def _letter_a(chunk: Chunk, at: int, of: int) -> bool:
+    """Whether a capital A is the letter, not the article: nowhere but at the beginning is that written so."""
+    return at > 0 or of == 1

@@ -1,0 +1,241 @@
+"""Recordings of a speaker, taken apart into clips, and what is wrong with each."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from asr_serve.audio.io import Source
+from asr_serve.audio.manifest import Item
+from asr_serve.audio.media import Media
+from asr_serve.audio.pcm import clipped
+from asr_serve.audio.resample import Resampler
+from asr_serve.audio.sources import ByteSource
+from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio, OptionError
+from asr_serve.train.voice.recorded import HOP, RATE_HZ
+from asr_serve.units import RATE_HZ as HEARD_HZ
+from asr_serve.voices.order import Verdict
+
+SHORTEST_S, LONGEST_S = 1.0, 15.0
+"""Of a clip: less says little, more does not fit into a batch."""
+RECORDING_S = 1_800.0
+"""Longest recording that is taken apart."""
+BLOCK = RATE_HZ // 50
+QUIET_DB = 38.0
+"""So far below its loud parts a clip's ends are silence."""
+KEPT_S = 0.15
+"""Silence that is left at, or put to, both ends: voices are taught with it."""
+CLIPPED_SHARE, AT_THE_TOP = 0.0005, 0.985
+"""Of the samples, those that stand at the recording's greatest; a run of three or more counts."""
+FULL = 0.25
+"""Below this of full scale nothing is clipped, however flat its tops are."""
+NOISY_DB, FAINT = 12.0, 0.002
+"""Speech must stand so far above what is heard between words; and be no fainter than this, as root mean square."""
+
+
+class Heard(NamedTuple):
+    """Part of a recording, and what is said in it; samples at 16 kHz."""
+
+    start: int
+    end: int
+    text: str
+
+
+Ear = Callable[[np.ndarray], list[Heard]]
+"""(samples,) float32 at 16 kHz -> what is said in it, in order."""
+
+
+class Clip(NamedTuple):
+    """What may be learnt from. `pcm` float32 at 22.05 kHz, its ends silent for KEPT_S; `given`: somebody has told
+    its text, else it was heard."""
+
+    key: str
+    pcm: np.ndarray
+    text: str
+    given: bool
+    heard: str = ""
+
+
+def sound(source: Source) -> np.ndarray:
+    """(samples,) float32 at 22.05 kHz, mono. Raises AudioError."""
+    if isinstance(source, np.ndarray | tuple):
+        pcm, rate_hz = source if isinstance(source, tuple) else (source, HEARD_HZ)
+        return resampled(np.asarray(pcm, np.float32), rate_hz, RATE_HZ)
+    opened = ByteSource(source, None)
+    try:
+        media = Media(opened)
+        try:
+            return _decoded(media.pieces())
+        finally:
+            media.close()
+    finally:
+        opened.close()
+
+
+def _decoded(pieces: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Pieces of any rates, one after the other."""
+    parts: list[np.ndarray] = []
+    now: Resampler | None = None
+    samples = 0
+    for rate_hz, mono in pieces:
+        if now is None or now.rate_hz != rate_hz:
+            parts += [now.finish()] if now else []
+            now = Resampler(rate_hz, RATE_HZ)
+        parts.append(now.put(mono))
+        samples += len(parts[-1])
+        if samples > RECORDING_S * RATE_HZ:
+            raise AudioTooLong(
+                f"the recording lasts over {RECORDING_S / 60:g} minutes", "half an hour", "cut it into parts"
+            )
+    parts += [now.finish()] if now else []
+    pcm = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    if not len(pcm):
+        raise EmptyAudio("0 samples came", "a voice needs some")
+    return clipped(pcm)
+
+
+def resampled(pcm: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
+    way = Resampler(from_hz, to_hz)
+    return np.concatenate([way.put(pcm), way.finish()])
+
+
+def at_16k(pcm: np.ndarray) -> np.ndarray:
+    """Of 22.05 kHz."""
+    return resampled(pcm, RATE_HZ, HEARD_HZ)
+
+
+def taken_apart(item: Item, text: str | None, ear: Ear) -> Iterator[Clip | Verdict]:
+    """The clips of a recording, or what is wrong with it or a part of it. One whose text is known is one clip."""
+    try:
+        pcm = sound(item.source)
+    except AudioError as failure:
+        yield Verdict(item.key, 0.0, "", str(failure))
+        return
+    seconds = len(pcm) / RATE_HZ
+    if text is not None and seconds > LONGEST_S + 5:
+        yield Verdict(
+            item.key, round(seconds, 2), text, f"it is longer than {LONGEST_S:g} s: cut it with its text"
+        )
+        return
+    heard = ear(at_16k(pcm))
+    if text is not None:
+        yield from _one(item.key, pcm, text, True, " ".join(each.text for each in heard))
+        return
+    if not heard:
+        yield Verdict(item.key, round(seconds, 2), "", "no speech was heard in it")
+    for number, part in enumerate(heard, 1):
+        key = item.key if len(heard) == 1 else f"{item.key}#{number}"
+        first, last = (round(at * RATE_HZ / HEARD_HZ) for at in (part.start, part.end))
+        yield from _one(key, pcm[first:last], part.text, False, part.text)
+
+
+def _one(key: str, pcm: np.ndarray, text: str, given: bool, heard: str) -> Iterator[Clip | Verdict]:
+    wrong = fault(pcm) or ("" if re.search(r"\w", text) else "no words were heard in it")
+    cut = pcm if wrong else trimmed(pcm)
+    seconds = round(len(cut) / RATE_HZ, 2)
+    if not wrong and not SHORTEST_S + 2 * KEPT_S <= seconds <= LONGEST_S + 2 * KEPT_S:
+        wrong = f"{seconds - 2 * KEPT_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are wanted"
+    if not wrong and given and (share := differing(text, heard)) > 0.5:
+        wrong = f"{heard!r} was heard in it: {100 * share:.0f} % other words than its text"
+    yield Verdict(key, seconds, text, wrong) if wrong else Clip(key, cut, text, given, heard)
+
+
+def powers(pcm: np.ndarray) -> np.ndarray:
+    """Of blocks of 20 ms."""
+    blocks = len(pcm) // BLOCK
+    found: np.ndarray = np.square(pcm[: blocks * BLOCK].reshape(blocks, BLOCK), dtype=np.float64).mean(1)
+    return found
+
+
+def fault(pcm: np.ndarray) -> str:
+    """What makes it no good to learn from, in words; empty where nothing does."""
+    power = powers(pcm)
+    if len(power) < 10:
+        return f"{len(pcm) / RATE_HZ:.1f} s: {SHORTEST_S:g} s or more are wanted"
+    loud = power > np.percentile(power, 95) * 10 ** (-20 / 10)
+    level = math.sqrt(float(power[loud].mean())) if loud.any() else 0.0
+    if level < FAINT:
+        return f"it is too faint ({20 * math.log10(level + 1e-9):.0f} dB below full scale): record it nearer"
+    top = np.abs(pcm) >= max(FULL, AT_THE_TOP * float(np.abs(pcm).max()))
+    flat = top[2:] & top[1:-1] & top[:-2]
+    if flat.mean() > CLIPPED_SHARE:
+        return f"it is clipped ({100 * flat.mean():.1f} % of the samples stand at its top): record it less loud"
+    noise = float(np.percentile(power, 8)) + 1e-12
+    above = 10 * math.log10(level**2 / noise)
+    if above < NOISY_DB:
+        return f"it is noisy: speech is {above:.0f} dB above what is heard between words, {NOISY_DB:g} are wanted"
+    return ""
+
+
+def trimmed(pcm: np.ndarray) -> np.ndarray:
+    """KEPT_S of silence before and after what is spoken: its own as far as there is any. Whole frames."""
+    power = powers(pcm)
+    floor = max(np.percentile(power, 95) * 10 ** (-QUIET_DB / 10), 3 * float(np.percentile(power, 5)))
+    spoken = np.flatnonzero(power > floor)
+    kept = round(KEPT_S * RATE_HZ)
+    first, last = spoken[0] * BLOCK - kept, (spoken[-1] + 1) * BLOCK + kept
+    padded = np.pad(pcm[max(0, first) : last], (max(0, -first), max(0, last - len(pcm))))
+    return padded[: len(padded) // HOP * HOP].astype(np.float32)
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+", text.lower().replace("'", ""))
+
+
+def differing(text: str, heard: str) -> float:
+    """Share of a text's words that were heard otherwise, missed or added: its word error rate, without figures."""
+    wanted, came = words(text), words(heard)
+    row = list(range(len(came) + 1))
+    for number, word in enumerate(wanted, 1):
+        before, row[0] = row[0], number
+        for at, other in enumerate(came, 1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (word != other))
+    return row[-1] / max(1, len(wanted))
+
+
+def texts(source: str) -> dict[str, str]:
+    """`NAME<tab or |>TEXT` a line, or an object in JSON: what is said in the recording of that name, with or
+    without its ending. Of LJSpeech's three columns the last is read. Raises OptionError."""
+    if source.lstrip().startswith("{"):
+        try:
+            return {_stem(name): text for name, text in msgspec.json.decode(source, type=dict[str, str]).items()}
+        except msgspec.DecodeError as failure:
+            raise OptionError(f"texts: {failure}", "an object of names and texts", param="texts") from None
+    found = {}
+    for number, line in enumerate(source.splitlines(), 1):
+        if not line.strip():
+            continue
+        parts = [part.strip() for part in re.split(r"\t|\|", line)]
+        if len(parts) < 2 or not parts[0] or not parts[-1]:
+            raise OptionError(
+                f"line {number} of the texts is {line[:60]!r}", "a name, a tab or |, and a text", param="texts"
+            )
+        found[_stem(parts[0])] = parts[-1]
+    return found
+
+
+def text_of(key: str, known: Mapping[str, str]) -> str | None:
+    """By the recording's name; or what stands beside it, in a file of the same name that ends in .txt or .lab."""
+    if (text := known.get(_stem(key))) is not None:
+        return spoken_case(text)
+    for suffix in (".txt", ".lab"):
+        beside = Path(key).with_suffix(suffix)
+        if beside.is_file():
+            return spoken_case(beside.read_text("utf-8").strip())
+    return None
+
+
+def spoken_case(text: str) -> str:
+    """Capitals throughout are how a corpus writes, and no abbreviations."""
+    return text.capitalize() if text.isupper() and len(text.split()) > 2 else text
+
+
+def _stem(name: str) -> str:
+    path = Path(name)
+    return path.stem if re.fullmatch(r"\.\w{2,4}", path.suffix) else path.name

@@ -1,0 +1,194 @@
+"""From recordings of somebody to a voice that says anything. START HERE.
+
+1. `material.gather` takes recordings apart, hears what is said where nobody tells, and keeps clips that are good.
+2. `material.written` has the most similar voice of the model's own say the same, and lays the clips upon that.
+3. `tuning` teaches the model one more voice, and stops when it gets no better at clips that it does not learn
+from.
+4. The voice says those clips' texts; a speaker encoder tells how like the recordings that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from asr_serve import __version__, devices
+from asr_serve.audio.manifest import expand
+from asr_serve.devices.cpu import keep_memory
+from asr_serve.errors import Cancelled, UnsupportedOption, WeightsMissing
+from asr_serve.models import weights
+from asr_serve.models.card import codec_card, kinds, voice_card
+from asr_serve.models.speaker import ge2e
+from asr_serve.models.speaking import Codec
+from asr_serve.train.cloning.base import Base
+from asr_serve.train.cloning.clips import resampled
+from asr_serve.train.cloning.listening import RECOGNISER, Aloud, Listener
+from asr_serve.train.cloning.material import Material, gather, written
+from asr_serve.train.cloning.pitch import track
+from asr_serve.train.cloning.tuning import Taught, Tuning
+from asr_serve.train.voice.acoustic import Item, item
+from asr_serve.train.voice.recorded import RATE_HZ
+from asr_serve.units import RATE_HZ as HEARD_HZ
+from asr_serve.voices.card import VoiceCard
+from asr_serve.voices.order import STAGES, Order, Progress, Report, Stage, Verdict
+from asr_serve.voices.store import Store
+
+COMPARED = 4
+"""Held-out clips whose texts are said, to be compared."""
+
+Told = Callable[[Progress], None]
+
+
+class Ready(NamedTuple):
+    """What there is to learn from."""
+
+    items: list[Item]
+    verdicts: list[Verdict]
+    material: Material
+    start: str
+    pitch: tuple[float, float]
+
+
+def clone(order: Order, told: Told = lambda _: None, stop: Callable[[], bool] = lambda: False) -> Report:
+    """The voice is in its folder when this returns. `told` hears of progress; `stop` is asked often.
+
+    Raises OptionError, TooFewClips, UnsupportedOption for a model that learns no voices, UnknownModel,
+    WeightsMissing, WeightsCorrupt, Cancelled.
+    """
+    began = time.monotonic()
+    store = Store(Path(order.voices_dir))
+    card = voice_card(order.model)
+    if not card.clones:
+        raise UnsupportedOption(f"model={card.name}", "a model that can be taught voices", param="model")
+    store.expect_free(order.name, card.voices)
+    if order.threads is not None:
+        torch.set_num_threads(order.threads)
+    keep_memory()
+    tell = _Teller(told, stop)
+    tell("loading", 0.0)
+    folder = weights.beside(card, order.weights)
+    base, encoder = Base(folder), ge2e.load()
+    store.expect_free(order.name, base.config.voices)
+    ready = _prepared(order, base, encoder, Aloud(card.alphabet, card.max_phonemes), tell)
+    tell("learning", 0.0)
+    base.norms.pitch[order.name] = ready.pitch
+    tuning = Tuning(base, order.name, ready.start, ready.items, order.seed)
+    found = tuning.teach(
+        order.minutes,
+        lambda going: tell("learning", going.share, round(going.held_out, 4), round(going.left_s, 1)),
+        stop,
+    )
+    tell("comparing", 0.0)
+    like = None
+    if (codec := _codec(card.codec if order.codec is None else order.codec)) is not None:
+        like = _likeness(tuning, ready, codec, encoder)
+    card_of = _card(order, base, ready, found, like)
+    tell("comparing", 1.0)
+    store.add(*card_of, reserved=base.config.voices)
+    tell("done", 1.0)
+    return Report(
+        card_of[0], ready.verdicts, round(found.before, 4), round(found.after, 4), time.monotonic() - began
+    )
+
+
+def _prepared(order: Order, base: Base, encoder: ge2e.Speaker, aloud: Aloud, tell: _Teller) -> Ready:
+    """Recordings heard, chosen and laid upon their phonemes. Nothing of them is kept on disk."""
+    recogniser = order.recogniser or RECOGNISER
+    with Listener(recogniser) as ear:
+        material = gather(expand(order.audio), order.texts, ear, encoder, tell.of("listening"))
+    heights = np.concatenate([track(good.clip.pcm) for good in material.clips])
+    start = base.nearest(material.voice, float(np.log(heights[heights > 0]).mean()))
+    number = base.number(start)
+    with tempfile.TemporaryDirectory(prefix="asr-serve-voice-") as folder:
+        voice, verdicts = written(
+            material, aloud, lambda said: base.say(said, number), Path(folder), "clone", tell.of("aligning")
+        )
+        items = [item(recording, base.speaker, base.config.vocabulary) for recording in voice]
+    return Ready(items, verdicts, material, start, height(items))
+
+
+def height(items: Sequence[Item]) -> tuple[float, float]:
+    """Mean and deviation of the natural log of F0, over phonemes."""
+    heard = np.concatenate([each.pitch[each.voiced > 0] for each in items])
+    return float(heard.mean()), float(heard.std()) or 1.0
+
+
+def _likeness(tuning: Tuning, ready: Ready, codec: Codec, encoder: ge2e.Speaker) -> float:
+    """Cosine of what the voice says to the recordings. What it says was not learnt from."""
+    base, names = tuning.base, {number: letter for letter, number in tuning.base.config.vocabulary.items()}
+    said = []
+    for held in tuning.held[:COMPARED]:
+        phonemes = "".join(names[number] for number in held.ids[1:-1].tolist())
+        mel, f0, _ = base.spoken(phonemes, base.speaker, tuning.delta.changes(), ready.pitch)
+        said.append(resampled(sounded(mel, f0, codec), RATE_HZ, HEARD_HZ))
+    return ge2e.similarity(encoder.voice(said), ready.material.voice)
+
+
+@torch.no_grad()
+def sounded(mel: Tensor, f0: Tensor, codec: Codec) -> np.ndarray:
+    found: np.ndarray = codec.whole(torch.cat([mel, f0[:, None]], 1)[None])[0].float().numpy()
+    return found
+
+
+def _codec(name: str) -> Codec | None:
+    """None where its weights are not on this machine: a voice can be learnt without being heard."""
+    card = codec_card(name)
+    try:
+        folder = weights.as_published(card)
+    except WeightsMissing:
+        return None
+    found: Codec = kinds("codec")[card.kind].load(folder, card, devices.pick("cpu", "fp32"))
+    return found
+
+
+def _card(order: Order, base: Base, ready: Ready, found: Taught, like: float | None) -> tuple[VoiceCard, bytes]:
+    """What is known of the voice, and its file."""
+    marks = {"fingerprint": base.fingerprint, "model": order.model, "made_by": f"asr-serve {__version__}"}
+    tensors = save({name: tensor.contiguous() for name, tensor in found.tensors.items()}, marks)
+    used = [verdict for verdict in ready.verdicts if not verdict.left_out]
+    card = VoiceCard(
+        name=order.name,
+        created=int(time.time()),
+        model=order.model,
+        fingerprint=base.fingerprint,
+        consent=order.consent,
+        clips=len(used),
+        seconds=round(sum(verdict.seconds for verdict in used), 1),
+        start=ready.start,
+        similarity=None if like is None else round(like, 3),
+        ceiling=round(ready.material.ceiling, 3),
+        steps=found.steps,
+        seed=order.seed,
+        sha256=hashlib.sha256(tensors).hexdigest(),
+        release=__version__,
+    )
+    return card, tensors
+
+
+class _Teller:
+    """Tells how far all of it is; and asks whether to go on."""
+
+    def __init__(self, told: Told, stop: Callable[[], bool]) -> None:
+        self._told, self._stop = told, stop
+
+    def __call__(
+        self, stage: Stage, share: float, held_out: float | None = None, left_s: float | None = None
+    ) -> None:
+        if self._stop():
+            raise Cancelled("the cloning was cancelled")
+        names = list(STAGES)
+        first = STAGES[stage]
+        last = STAGES[names[min(names.index(stage) + 1, len(names) - 1)]]
+        self._told(Progress(stage, round(first + share * (last - first), 4), held_out, left_s))
+
+    def of(self, stage: Stage) -> Callable[[float], None]:
+        return lambda share: self(stage, share)

@@ -1,0 +1,52 @@
+"""What is said in recordings, by a recogniser of our own, and how it is read aloud."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from asr_serve.library import Model
+from asr_serve.text.spoken.front import Front
+from asr_serve.text.spoken.passages import Clause
+from asr_serve.train.cloning.clips import LONGEST_S, Heard
+
+RECOGNISER = "moonshine-tiny-en"
+
+
+class Aloud:
+    """Phonemes of what is said: numbers, dates and all as people read them."""
+
+    def __init__(self, alphabet: str, most: int) -> None:
+        """`most` phonemes of a sentence, as the model's card has it. Raises ProgramMissing."""
+        self._front = Front("espeak" if alphabet == "espeak" else "misaki", max_phonemes=most)
+
+    def __call__(self, text: str) -> str:
+        """Raises OptionError for what cannot be read."""
+        found = (each for each in self._front.passages(text) if isinstance(each, Clause))
+        return " ".join(each.phonemes for each in found)
+
+
+class Listener:
+    """An Ear. Segments are cut at pauses, and none is longer than a clip may be."""
+
+    def __init__(self, model: str = RECOGNISER, weights: str | None = None) -> None:
+        """Raises UnknownModel, WeightsMissing."""
+        self._model = Model.load(model, device="cpu", weights=weights)
+
+    def __call__(self, pcm: np.ndarray) -> list[Heard]:
+        longest_ms = round(1_000 * (LONGEST_S - 1))
+        (found,) = self._model.transcribe([pcm], max_segment_ms=longest_ms)
+        return [Heard(each.start_samples, each.end_samples, each.text) for each in found.segments]
+
+    def close(self) -> None:
+        self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

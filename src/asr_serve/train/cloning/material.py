@@ -1,0 +1,178 @@
+"""Clips to speech that a voice is learnt from: who speaks in them, how high, and which frames are which
+phoneme's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from asr_serve.audio.manifest import Item
+from asr_serve.errors import OptionError, TooFewClips
+from asr_serve.features.slaney_mel import SlaneyMel
+from asr_serve.models.speaker.ge2e import Speaker, prepared, similarity
+from asr_serve.models.tts.fastpitch import PAUSE
+from asr_serve.train.cloning.align import Aligned, aligned
+from asr_serve.train.cloning.clips import KEPT_S, Clip, Ear, at_16k, taken_apart, text_of
+from asr_serve.train.cloning.pitch import track
+from asr_serve.train.voice.recorded import RATE_HZ, Line, Voice, levelled
+from asr_serve.voices.order import Verdict
+
+MOST_CLIPS, MOST_S = 400, 1_800.0
+LEAST_CLIPS, LEAST_S = 5, 20.0
+"""Of clips that are good, and speech in them. Twenty clips of two minutes make a better voice."""
+ANOTHER = 0.62
+"""A clip that is no more like the others than this is somebody else's, by the speaker encoder's cosine."""
+COST, COST_SHARE = 0.85, 1.7
+"""Of an alignment: above the first, or so many times the clips' median, the text is not what is said."""
+
+Phonemes = Callable[[str], str]
+"""Text -> phonemes in the model's alphabet, no pauses around them. Raises OptionError."""
+Reference = Callable[[str], tuple[np.ndarray, np.ndarray]]
+"""Phonemes -> how a known voice says them: mel (frames, 80), and frames of each and of the pauses around them."""
+Told = Callable[[float], None]
+"""The share that is done."""
+
+
+class Good(NamedTuple):
+    """A clip, and whose voice it is."""
+
+    clip: Clip
+    voice: np.ndarray
+
+
+class Material(NamedTuple):
+    """`clips` are good; `verdicts` tell of all. `voice` (256,): what they have in common; `ceiling`: the cosine of
+    one half of them to the other, which no copy can be expected to pass."""
+
+    clips: list[Good]
+    verdicts: list[Verdict]
+    voice: np.ndarray
+    ceiling: float
+    seconds: float
+
+
+def gather(
+    items: Iterable[Item], texts: Mapping[str, str], ear: Ear, encoder: Speaker, told: Told = lambda _: None
+) -> Material:
+    """Hear all recordings, and keep the clips that are good and one speaker's. Raises TooFewClips, OptionError."""
+    found: list[Good] = []
+    verdicts: list[Verdict] = []
+    seconds, listed = 0.0, list(items)
+    for number, item in enumerate(listed):
+        told(number / len(listed))
+        for each in taken_apart(item, text_of(item.key, texts), ear):
+            if isinstance(each, Verdict):
+                verdicts.append(each)
+            elif len(found) >= MOST_CLIPS or seconds > MOST_S:
+                verdicts.append(Verdict(each.key, length_s(each), each.text, "there is enough without it"))
+            else:
+                found.append(Good(each, encoder.embed(prepared(at_16k(each.pcm)))))
+                seconds += length_s(each)
+    found, others = of_one_speaker(found)
+    verdicts += others
+    expect_enough(found, verdicts)
+    verdicts += [Verdict(good.clip.key, length_s(good.clip), good.clip.text) for good in found]
+    voices = np.stack([good.voice for good in found])
+    halves = [voices[at::2].mean(0) for at in (0, 1)]
+    mean = voices.mean(0)
+    told(1.0)
+    return Material(
+        found,
+        verdicts,
+        mean / np.linalg.norm(mean),
+        similarity(*halves),
+        round(sum(length_s(good.clip) for good in found), 2),
+    )
+
+
+def length_s(clip: Clip) -> float:
+    """Of what is spoken in it."""
+    return round(len(clip.pcm) / RATE_HZ - 2 * KEPT_S, 2)
+
+
+def of_one_speaker(found: list[Good]) -> tuple[list[Good], list[Verdict]]:
+    """Whose clips are most alike; the others' are left out. Raises OptionError where that would be every third."""
+    if len(found) < 3:
+        return found, []
+    voices = np.stack([good.voice for good in found])
+    alike = voices @ voices.T
+    # The clip most like all others is the speaker's; the mean of all may be nobody's.
+    centre = voices[alike[int(np.median(alike, axis=1).argmax())] > ANOTHER].mean(0)
+    near = np.array([similarity(voice, centre) for voice in voices])
+    kept = [good for good, cosine in zip(found, near, strict=True) if cosine >= ANOTHER]
+    if len(kept) < 2 / 3 * len(found):
+        raise OptionError(
+            f"{len(found) - len(kept)} of {len(found)} clips are of other speakers than the rest",
+            "clips of one speaker",
+            "leave the others' out",
+            param="audio",
+        )
+    out = [
+        Verdict(good.clip.key, length_s(good.clip), good.clip.text, f"another voice (likeness {cosine:.2f})")
+        for good, cosine in zip(found, near, strict=True)
+        if cosine < ANOTHER
+    ]
+    return kept, out
+
+
+def expect_enough(found: Sequence[Good], verdicts: Sequence[Verdict]) -> None:
+    seconds = sum(length_s(good.clip) for good in found)
+    if len(found) >= LEAST_CLIPS and seconds >= LEAST_S:
+        return
+    wrong = [f"{verdict.clip}: {verdict.left_out}" for verdict in verdicts if verdict.left_out]
+    more = f" Left out: {'; '.join(wrong[:8])}{' and more' if len(wrong) > 8 else ''}" if wrong else ""
+    raise TooFewClips(
+        f"{len(found)} good clips, {seconds:.0f} s of speech",
+        f"at least {LEAST_CLIPS} and {LEAST_S:g} s; 20 clips of 5 s are a good number",
+        f"record more, in a quiet room.{more}",
+    )
+
+
+def written(
+    material: Material,
+    phonemes: Phonemes,
+    reference: Reference,
+    folder: Path,
+    name: str,
+    told: Told = lambda _: None,
+) -> tuple[Voice, list[Verdict]]:
+    """A voice's files in `folder`, of the clips whose frames could be laid upon their phonemes; and what became of
+    every clip. Raises TooFewClips."""
+    mels = SlaneyMel()
+    laid: list[tuple[Good, Line, Aligned, np.ndarray]] = []
+    verdicts = [verdict for verdict in material.verdicts if verdict.left_out]
+    for number, good in enumerate(material.clips):
+        told(number / len(material.clips))
+        clip = good.clip
+        pcm = levelled(clip.pcm)
+        mel = mels(torch.from_numpy(pcm)[None])[0].numpy()
+        try:
+            said = phonemes(clip.text)
+            found = aligned(mel, *reference(said)) if said.strip() else None
+        except OptionError as failure:
+            verdicts.append(Verdict(clip.key, length_s(clip), clip.text, f"its text cannot be read: {failure}"))
+            continue
+        if found is None:
+            verdicts.append(Verdict(clip.key, length_s(clip), clip.text, "its text is longer than what is said"))
+            continue
+        line = Line(clip.text, f"{PAUSE}{said}{PAUSE}", len(pcm), found.frames.tolist())
+        laid.append((good, line, found, pcm))
+    usual = float(np.median([found.cost for _, _, found, _ in laid])) if laid else 0.0
+    worst = min(COST, COST_SHARE * usual)
+    voice, kept = Voice(folder, name, write=True), []
+    for good, line, found, pcm in laid:
+        length = length_s(good.clip)
+        if found.cost > worst:
+            wrong = f"its text is not what is said (distance {found.cost:.2f}, {usual:.2f} is usual here)"
+            verdicts.append(Verdict(good.clip.key, length, line.text, wrong))
+            continue
+        voice.add(line, pcm, track(pcm))
+        verdicts.append(Verdict(good.clip.key, length, line.text))
+        kept.append(good)
+    expect_enough(kept, verdicts)
+    told(1.0)
+    return voice, verdicts

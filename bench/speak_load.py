@@ -1,9 +1,9 @@
-"""Callers of POST /v1/audio/speech, in a process of their own, so that the server's cores are not spent here unseen.
+"""Callers of POST /v1/audio/speech, in a process of their own: what they cost is not the server's.
 
     python bench/speak_load.py JOB.json FOUND.json
 
-Ways to call: `talk`, each plays what comes and asks for its next sentence when that has been played; `together`, all
-ask at one moment, again and again; `open`, so many a second at random moments, whoever else is still waiting.
+Ways to call: `talk`, each plays what comes and asks for its next sentence when that has been played; `together`,
+all ask at one moment, again and again; `open`, so many a second at random moments, whoever else is still waiting.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ async def run(job: Job) -> dict[str, Any]:
         late_s = time.perf_counter() + job["limit_s"]
         while not level.over(time.perf_counter()):
             await until(time.perf_counter() + LOOK_S, work)
+            if not level.sayings:
+                closed = Mark.now(callers)
             if time.perf_counter() > late_s:
                 return {"failed": f"not over {job['limit_s']:.0f} s after its end: {len(level.sayings)} sayings"}
     finally:

@@ -2,7 +2,7 @@
 
     python bench/speak_peers.py JOB.json FOUND.json    # in the environment that `python` makes
 
-None of them is a server. What is measured is the shortest one there is: a queue and a thread, in the process itself,
+None of them is a server. What is measured is the shortest one there is: a queue and a thread in the process,
 without HTTP. Callers ask as they do of ours; who comes while another is served waits for his turn, in the order of
 asking. A call that gives its sound in pieces is heard piece by piece.
 """
@@ -102,7 +102,7 @@ def serve(voice: Voice, job: Job) -> dict[str, Any]:
     heapq.heapify(queue)
     opened: tuple[float, float, float] | None = None
     samples = 0
-    while queue[0][0] < level.closes_s:
+    while queue[0][0] < level.closes_s or not level.sayings:
         asked_s, caller = heapq.heappop(queue)
         if opened is None and asked_s >= level.opens_s:
             opened = (time.perf_counter(), time.process_time(), samples / voice.rate_hz)

@@ -110,6 +110,7 @@ def address(packaged_speech: Path) -> Iterator[str]:
     command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", "0"]
     command += ["--set", "engine.prefix_bytes=0"]  # an example is the first time that anybody asks
     command += ["--alias", "whisper-1=moonshine-tiny-en", "--set", "engine_threads=1", "--set", "log_level=error"]
+    command += ["--voice", "hibari"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         said = ""

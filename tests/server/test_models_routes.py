@@ -65,7 +65,7 @@ def shelf(parts: Parts) -> Shelf:
 
 
 async def test_names_and_aliases(shelf):
-    engines = Engines(ServeConfig(aliases={"whisper-1": MODEL}), shelf.open)
+    engines = Engines(ServeConfig(voice="none", aliases={"whisper-1": MODEL}), shelf.open)
     await engines.start()
     assert engines.get().name == engines.get(MODEL).name == engines.get("whisper-1").name == MODEL
     assert {MODEL, OTHER} <= set(engines.known())
@@ -80,7 +80,7 @@ async def test_names_and_aliases(shelf):
 
 
 async def test_while_it_loads_it_is_not_ready(shelf):
-    engines = Engines(ServeConfig(more_models=(OTHER,)), shelf.open)
+    engines = Engines(ServeConfig(voice="none", more_models=(OTHER,)), shelf.open)
     shelf.go.clear()
     starting = asyncio.create_task(engines.start())
     await asyncio.sleep(0.05)
@@ -95,7 +95,7 @@ async def test_while_it_loads_it_is_not_ready(shelf):
 
 
 async def test_places_are_bounded_and_loading_is_shared(shelf):
-    engines = Engines(ServeConfig(max_models=2), shelf.open)
+    engines = Engines(ServeConfig(voice="none", max_models=2), shelf.open)
     await engines.start()
     shelf.go.clear()
     both = asyncio.gather(engines.load(OTHER), engines.load(OTHER))
@@ -106,7 +106,7 @@ async def test_places_are_bounded_and_loading_is_shared(shelf):
     assert shelf.opened == [MODEL, OTHER]
     await engines.close()
 
-    engines = Engines(ServeConfig(max_models=1), shelf.open)
+    engines = Engines(ServeConfig(voice="none", max_models=1), shelf.open)
     await engines.start()
     with pytest.raises(NotAllowed, match="max_models=1"):
         await engines.load(OTHER)
@@ -115,7 +115,7 @@ async def test_places_are_bounded_and_loading_is_shared(shelf):
 
 
 async def test_unloading_waits_for_requests(shelf):
-    engines = Engines(ServeConfig(), shelf.open)
+    engines = Engines(ServeConfig(voice="none"), shelf.open)
     await engines.start()
     with engines.get().used():
         leaving = asyncio.create_task(engines.unload(MODEL))
@@ -130,7 +130,7 @@ async def test_unloading_waits_for_requests(shelf):
 
 
 async def test_unloading_does_not_wait_for_ever(shelf):
-    engines = Engines(ServeConfig(drain_s=0), shelf.open)
+    engines = Engines(ServeConfig(voice="none", drain_s=0), shelf.open)
     await engines.start()
     with engines.get().used():
         await asyncio.wait_for(engines.unload(MODEL), WAIT_S)
@@ -156,7 +156,7 @@ async def test_a_restart_is_counted_once(parts, monkeypatch):
 
 
 async def test_nothing_is_said_of_a_model_that_is_gone(shelf):
-    engines, metrics = Engines(ServeConfig(), shelf.open), ServerMetrics("0")
+    engines, metrics = Engines(ServeConfig(voice="none"), shelf.open), ServerMetrics("0")
 
     def said() -> bool:
         return f'model="{MODEL}"' in exposition(metrics, []).decode()
@@ -170,7 +170,7 @@ async def test_nothing_is_said_of_a_model_that_is_gone(shelf):
 
 
 async def test_a_load_that_fails_leaves_its_place(shelf):
-    engines = Engines(ServeConfig(model="missing"), shelf.open)
+    engines = Engines(ServeConfig(voice="none", model="missing"), shelf.open)
     with pytest.raises(WeightsMissing):
         await engines.start()
     assert engines.describe() == {}
@@ -271,7 +271,7 @@ def serve_with(shelf: Shelf):
     running: list[Running] = []
 
     def start(**settings: object) -> Running:
-        running.append(Running(ServeConfig(engine=EngineConfig(), **settings), shelf.open))
+        running.append(Running(ServeConfig(voice="none", engine=EngineConfig(), **settings), shelf.open))
         return running[-1]
 
     yield start

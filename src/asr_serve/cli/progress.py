@@ -141,3 +141,36 @@ def clock_time(seconds: float) -> str:
     hours, rest = divmod(whole, 3_600)
     minutes, rest = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Shares:
+    """How much of some work is done: a bar on stderr where that is a terminal, else a line for each of its parts, by
+    `say`."""
+
+    def __init__(self, say: Callable[[str], None], *, shown: bool = True, console: Console | None = None) -> None:
+        self._say, self._shown, self._part = say, shown, ""
+        console = Console(stderr=True) if console is None else console
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        self._rich = RichProgress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._task = self._rich.add_task("", total=1.0) if self._rich else None
+
+    def __enter__(self) -> Self:
+        if self._rich and self._shown:
+            self._rich.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self._rich:
+            self._rich.stop()
+
+    def update(self, share: float, part: str, more: str = "") -> None:
+        """`more`: what is known of the part by now."""
+        if not self._shown:
+            return
+        if self._rich and self._task is not None:
+            self._rich.update(self._task, completed=share, description=", ".join(filter(None, (part, more))))
+        elif part != self._part:
+            self._say(f"{part} ...")
+        self._part = part

@@ -6,8 +6,9 @@ import codecs
 import contextlib
 import sys
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -220,7 +221,8 @@ def stdin() -> Iterator[str]:
     """Pieces of text as they come. Raises OptionError for what is no UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        while data := sys.stdin.buffer.read1(STDIN_BYTES):
+        read = cast(BufferedReader, sys.stdin.buffer).read1
+        while data := read(STDIN_BYTES):
             if text := decoder.decode(data):
                 yield text
         yield decoder.decode(b"", final=True)
@@ -263,7 +265,7 @@ def here_or_there(
     for name, value in given.items():
         if value not in ("auto", None):
             raise OptionError(f"--{name} with --server", "the server has the model", "leave it out")
-    asked = {name: value for name, value in manner.items() if value not in (None, PLAIN.get(name, None))}
+    asked = {name: value for name, value in manner.items() if value not in (None, PLAIN.get(name))}
     asked |= {"model": model} if model is not None else {}
     asked |= {"lexicon": beside["lexicon"]} if beside["lexicon"] else {}
     if "rate_hz" in asked:
@@ -292,21 +294,20 @@ def show_voices(speaker: Here | There, model: str | None) -> int:
     from asr_serve.config import voices_dir
     from asr_serve.models.card import AUTO_VOICE
     from asr_serve.pipelines.speaking.fronts import language_of
+    from asr_serve.voices.store import Store
 
+    rows: list[tuple[str, ...]]
     if isinstance(speaker, There):
-        rows = [
-            (str(each["id"]), str(each["model"]), "default" if each.get("default") else "")
-            for each in speaker.voices()
-        ]
+        rows = [(each["id"], each["model"], "default" if each.get("default") else "") for each in speaker.voices()]
         print_table(("VOICE", "MODEL", ""), rows)
         return 0
     card = voice_model(model or AUTO_VOICE)
-    cloned = sorted(path.stem for path in voices_dir(None).glob("*.safetensors")) if card.clones else []
+    cloned = [each.name for each in Store(voices_dir(None)).cards() if card.clones and each.model == card.name]
     rows = [
         (name, card.name, language_of(name), card.alphabet, "" if at else "default")
         for at, name in enumerate(card.voices)
     ]
-    rows += [(name, card.name, "-", card.alphabet, "cloned") for name in cloned]
+    rows += [(name, card.name, language_of(name), card.alphabet, "cloned") for name in cloned]
     print_table(("VOICE", "MODEL", "LANGUAGE", "PHONEMES", ""), rows)
     return 0
 

@@ -23,7 +23,9 @@ Texts = Annotated[
 @guarded
 def voice(
     sentences: Texts,
-    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")],
+    run: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")
+    ],
     styles: Annotated[
         Path | None,
         typer.Option(
@@ -40,13 +42,16 @@ def voice(
     ] = 300.0,
     minutes: Annotated[float, typer.Option("--minutes", metavar="N", help="Of training.", min=0.1)] = 60.0,
     start: Annotated[
-        Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to go on from. Default: from nothing.")
+        Path | None,
+        typer.Option("--start", metavar="DIR", help="A checkpoint to go on from. Default: from nothing."),
     ] = None,
     width: Annotated[
         int, typer.Option("--width", metavar="N", help="Of the network: more for a GPU and more hours.", min=32)
     ] = 256,
     device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="To train on.")] = "cpu",
-    processes: Annotated[int, typer.Option("--processes", metavar="N", help="That read, and threads that train.")] = 1,
+    processes: Annotated[
+        int, typer.Option("--processes", metavar="N", help="That read, and threads that train.")
+    ] = 1,
     seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
 ) -> int:
     """Teach the acoustic model of a voice what other voices say.
@@ -96,7 +101,9 @@ def voice(
         seed=seed,
         threads=processes,
         device=device,
-        sizes=Sizes(phonemes=max(phonemes.values()) + 1, speakers=len(ENGLISH.split()), width=width, inner=3 * width),
+        sizes=Sizes(
+            phonemes=max(phonemes.values()) + 1, speakers=len(ENGLISH.split()), width=width, inner=3 * width
+        ),
     )
     found = teach(options, say)
     write_card(run / "model", job, options, found)

@@ -159,6 +159,7 @@ class EngineClient:
         *,
         priority: Priority = "interactive",
         within_ms: int | None = None,
+        admitted: bool = False,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
@@ -166,14 +167,15 @@ class EngineClient:
         not wait. The future has the number of samples once the last piece was told. `within_ms`: how soon its
         first sound is wanted, where others are to be heard before it.
 
-        Full: as in `submit`. What only the model can tell is the future's: OptionError for phonemes that it does
-        not know, UnknownVoice. Raises OptionError, AtCapacity, WrongModel, EngineClosed.
+        Full: as in `submit`; `admitted` is a later sentence of a speech that was let in. What only the model can
+        tell is the future's: OptionError for phonemes that it does not know, UnknownVoice. Raises OptionError,
+        AtCapacity, WrongModel, EngineClosed.
         """
         expect(sentence, self.voice_card)
         ear = Ear(hear, lambda: self.cancel(ticket))
         saying = Saying(next(self._ids), sentence, ear, priority, Future(), within_ms)
         ticket = Ticket(saying.id, ear.answer(saying.future))
-        self._enter(saying.samples, False, wait, check)
+        self._enter(saying.samples, admitted, wait, check)
         saying.submitted_ns = time.time_ns()
         self._send(saying.samples, lambda: self.link.say(saying))
         return ticket

@@ -200,10 +200,11 @@ def sleeping(config: EngineConfig, tiers: Tiers | None) -> dict[str, Any]:
 
 
 def as_built(chosen: AnyCard, model: Any) -> AnyCard:
-    """The card of the model that was loaded: a user's checkpoint may have other frames, heads or voices than the
-    published one."""
+    """The card of the model that was loaded: a user's checkpoint may have other frames, heads, voices or another
+    rate than the published one."""
     if isinstance(chosen, VoiceCard):
-        return msgspec.structs.replace(chosen, voices=tuple(getattr(model, "voices", chosen.voices)))
+        voices = tuple(getattr(model, "voices", chosen.voices))
+        return msgspec.structs.replace(chosen, voices=voices, rate_hz=model.rate_hz)
     if chosen.grows:
         frame_samples = model.encoder.frame_samples
         longest_ms = int(units.samples_to_ms(model.longest_frames * frame_samples))

@@ -35,7 +35,7 @@ from asr_serve.units import RATE_HZ as HEARD_HZ
 CEPSTRA = 12
 """That are compared, after the one that is loudness."""
 TO_DB = 10 / math.log(10) * math.sqrt(2)
-"""From the distance of cepstra of natural logs to decibels."""
+"""From the distance of cepstra to decibels: those between two spectra, root mean square over mel."""
 SHORTEST_S = 0.1
 GROSS = 0.2
 """Of F0: what is further off is an error of the octave, or of the tracker."""
@@ -74,7 +74,7 @@ def likeness(one: np.ndarray, other: np.ndarray, rate_hz: int = RATE_HZ) -> Like
     """Two readings (n,) and (m,) float32 of one text, at one rate. Raises EmptyAudio where there is too little."""
     pcm = [_ready(each, rate_hz) for each in (one, other)]
     mels = [_mel(each) for each in pcm]
-    cepstra = [each @ _cosines() for each in mels]
+    cepstra = [cepstra_of(each) for each in mels]
     path = _path(*cepstra)
     a, b = path[:, 0], path[:, 1]
     apart = cepstra[0][a, 1:] - cepstra[1][b, 1:]
@@ -152,6 +152,13 @@ class Listener:
         self.close()
 
 
+def cepstra_of(mel: np.ndarray) -> np.ndarray:
+    """(frames, 80) natural log -> (frames, 1 + CEPSTRA) c, so that a spectrum is c0 + c1 cos(w) + c2 cos(2 w) and
+    so on, as mel-cepstra are counted: smoother than the spectrum, where that has more."""
+    found: np.ndarray = mel @ _cosines()
+    return found
+
+
 def _ready(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
     if len(pcm) < SHORTEST_S * rate_hz or not np.abs(pcm).max() > 0:
         raise EmptyAudio(f"{len(pcm)} samples came, or silence", f"{SHORTEST_S} s of speech at least")
@@ -180,9 +187,11 @@ def _spectrogram() -> SlaneyMel:
 
 @cache
 def _cosines() -> np.ndarray:
-    """Orthonormal DCT-II: (80, 1 + CEPSTRA)."""
+    """DCT-II: (80, 1 + CEPSTRA)."""
     angles = (np.arange(MELS) + 0.5)[:, None] * np.arange(1 + CEPSTRA) * np.pi / MELS
-    return np.asarray(np.cos(angles) * np.sqrt(2 / MELS))
+    found = np.cos(angles) * 2 / MELS
+    found[:, 0] /= 2
+    return np.asarray(found)
 
 
 def _jump(pcm: np.ndarray, place: int, size: int) -> float:

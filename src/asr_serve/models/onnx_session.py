@@ -37,7 +37,7 @@ class Session:
         except ModuleNotFoundError as missing:
             raise WeightsMissing(
                 f"a voice that is an ONNX graph needs the Python package {missing.name}",
-                todo="pip install 'asr-serve[voices]'",
+                todo="pip install 'asr-serve[voice]'",
             ) from missing
         what = str(graph) if isinstance(graph, Path) else "the graph"
         data = graph.read_bytes() if isinstance(graph, Path) else graph

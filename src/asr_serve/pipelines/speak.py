@@ -7,7 +7,7 @@ socket drive it alike.
 1. `text/spoken.Front` makes clauses and pauses of the text: of a whole text lazily, of a text that is still being
    written as soon as a clause is safe.
 2. The engine has the clause that sounds, and the next one once less than AHEAD_S of sound is left untaken. So a
-   speech has no gaps, and whoever does not take keeps the engine from working for nobody.
+   speech has no gaps, and for whoever does not take the engine does not work.
 3. What comes is joined with the silence between, resampled and marked where that was asked for
    (`speaking/sound`), and goes out in order, with the times of its words.
 """
@@ -17,12 +17,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
-from asr_serve.errors import AsrServeError, AtCapacity, Cancelled, EmptyText, OptionError, TextTooLong
+from asr_serve.errors import AsrServeError, Cancelled, OptionError, TextTooLong
 from asr_serve.pipelines.speaking.feeder import Feeder
 from asr_serve.pipelines.speaking.options import SpeakOptions as SpeakOptions
 from asr_serve.pipelines.speaking.options import Spoken as Spoken
@@ -54,9 +55,8 @@ class Speaking:
     ) -> None:
         """`text`: all of it; None: it comes by `put`. `wake` must not wait: it is called on the engine's thread.
 
-        Raises TextError for a text that cannot be read (as far as its first sentence tells, and what SSML has
-        wrong), OptionError, AtCapacity, WrongModel, EngineClosed. UnknownVoice comes out of `take`: only the
-        model can tell.
+        Raises TextError for a text that cannot be read, OptionError, AtCapacity, WrongModel, EngineClosed.
+        UnknownVoice comes out of `take`: only the model can tell.
         """
         card = client.voice_card
         self._client, self._front, self._options, self._wake = client, front, options, wake
@@ -74,10 +74,7 @@ class Speaking:
         self._part_samples = 0
         """Of that part, taken."""
         self._given_samples = 0
-        self._next: Passage | None = None
-        """It was taken of the text, and is to go in."""
         self._failure: AsrServeError | None = None
-        self._timer: threading.Timer | None = None
         self._drained = self._closed = self._gap = False
         self._passages: deque[Passage] = deque()
         self._whole: Iterator[Passage] | None = None
@@ -93,9 +90,6 @@ class Speaking:
             self._live = front.live()
             return
         self._whole = front.passages(expect_text(text), ssml=options.ssml, phonemes=options.phonemes)
-        self._next = next(self._whole, None)
-        if self._next is None:
-            raise EmptyText("a text with nothing in it to say", "some words", param="input")
         with self._lock:
             self._advance()
 
@@ -146,7 +140,7 @@ class Speaking:
     def idle(self) -> bool:
         """Everything that was put has been said and taken."""
         with self._lock:
-            return not (self._parts or self._passages or self._next)
+            return not (self._parts or self._passages)
 
     @property
     def done(self) -> bool:
@@ -187,9 +181,7 @@ class Speaking:
         with self._lock:
             self._drop()
             self._passages.clear()
-            self._next = self._whole = self._live = None
-            if self._timer is not None:
-                self._timer.cancel()
+            self._whole = self._live = None
         self._wake()
 
     # --- inside ----------------------------------------------------------------------------------------
@@ -211,34 +203,24 @@ class Speaking:
     def _advance(self) -> None:
         """Have the next sentence said, if it is time."""
         while not self._closed and self._failure is None and (left := self._left()) is not None:
-            if left >= self._ahead or sum(isinstance(part, Said) for part in self._parts) >= SENTENCES:
+            if left >= self._ahead or sum(part.under_way for part in self._parts) >= SENTENCES:
                 return
-            passage, self._next = self._next or self._another(), None
+            passage = self._another()
             if passage is None:
                 return
             if isinstance(passage, Pause):
                 self._parts.append(Silence(units.ms_to_samples(passage.ms, self._card_hz)))
-            elif not self._say(passage, left):
-                self._next = passage
-                return
+            else:
+                self._say(passage, left)
 
-    def _say(self, clause: Clause, left: int) -> bool:
-        """False: the engine is full, and this speech, which it let in, tries again when it may be less so."""
-        wanted = sentence(clause, self._manner, self._voice, self._options.seed + self._said)
-        within_ms = units.samples_to_ms(left, self._card_hz) if self._said else None
-        try:
-            said = Said(self._client, clause, wanted, self._options.priority, within_ms, self._wake)
-        except AtCapacity as full:
-            if not self._said:
-                raise
-            if self._timer is None or not self._timer.is_alive():
-                self._timer = threading.Timer(full.retry_after_ms / 1_000, self._wake)
-                self._timer.daemon = True
-                self._timer.start()
-            return False
+    def _say(self, clause: Clause, left: int) -> None:
+        """The first sentence asks whether there is room; then the speech is let in."""
+        options, begun = self._options, self._said > 0
+        wanted = sentence(clause, self._manner, self._voice, options.seed + self._said)
+        within_ms = units.samples_to_ms(left, self._card_hz) if begun else None
+        say = partial(self._client.say, priority=options.priority, within_ms=within_ms, admitted=begun)
+        self._parts.append(Said(clause, wanted, say, self._client.cancel, self._wake))
         self._said += 1
-        self._parts.append(said)
-        return True
 
     def _left(self) -> int | None:
         """Sound that is to come and was not taken; None: nobody knows yet."""
@@ -256,7 +238,7 @@ class Speaking:
 
     def _ended(self) -> bool:
         """No more text, and all of it was said."""
-        return self._live is None and not self._passages and self._next is None and not self._closed
+        return self._live is None and not self._passages and not self._closed
 
     def _one(self) -> Spoken | None:
         """The next piece that is there."""

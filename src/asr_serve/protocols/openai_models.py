@@ -21,8 +21,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
     licence: str
     aliases: list[str]
     streaming: bool = False
-    """It hears audio as it comes, a chunk at a time, and remembers; others hear an utterance as a whole. Of one that
-    speaks: a sentence sounds before all of it is made."""
+    """It hears audio as it comes, a chunk at a time, and remembers; others hear an utterance as a whole. Of one
+    that speaks: a sentence sounds before all of it is made."""
     heads: tuple[str, ...] = ()
     """How what it has heard may be read, ctc, rnnt or tdt, where it has a choice; the first unless the server was
     told otherwise."""

@@ -23,6 +23,7 @@ from asr_serve.server.layers import replies
 from asr_serve.server.layers.gate import OPEN, Gate, Guard
 from asr_serve.server.layers.visits import Visits
 from asr_serve.server.telemetry.tracing import Tracer
+from asr_serve.server.voices import routes as voices
 
 UNMATCHED = "unmatched"
 """The route of requests that match none."""
@@ -38,11 +39,13 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        with gate.warned(streams.drain):
+        with gate.warned(streams.drain), gate.warned(cloning.clonings.drain):
             yield
+        await cloning.clonings.close()
         await streams.close()
         jobs.close()
 
+    cloning = voices.Desk.of(config, engines)
     speaking = speech.Desk.of(config, engines, gate, jobs)
     hears = config.engine.role != "encode"
     docs = config.docs and hears
@@ -62,6 +65,7 @@ def create_app(
         routers = [
             transcribe.routes(transcribe.Desk.of(config, engines, jobs)),
             speech.routes(speaking),
+            voices.routes(cloning),
             models.routes(engines, admins=bool(config.admin_keys)),
             of_health,
             streaming.commands(streams),

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
-from asr_serve.protocols import schemas
+from asr_serve.protocols import schemas, voices
 from asr_serve.protocols.openai import FORMATS
 from asr_serve.protocols.schemas import Schema, ref
 from asr_serve.protocols.speech import schemas as spoken
@@ -29,6 +29,7 @@ body is sent: see docs/protocols.md.
 TAGS = [
     {"name": "Transcription", "description": "Audio to text."},
     {"name": "Speech", "description": "Text to audio."},
+    {"name": "Voices", "description": "Voices that were cloned, and cloning them. For administrators."},
     {"name": "Live", "description": "Text while somebody speaks."},
     {"name": "Models", "description": "What this server can hear with."},
     {"name": "Server", "description": "How it is."},
@@ -227,7 +228,7 @@ VOICES: Document = answer(
     ref("VoiceList"),
     "The voices.",
     KEY_REFUSALS,
-    {"voices": [{"id": "heart", "name": "heart", "model": "hibari", "default": True}]},
+    {"voices": [{"id": "heart", "name": "heart", "model": "hibari", "default": True, "cloned": False}]},
 )
 
 
@@ -240,7 +241,7 @@ def openapi(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> Callable
                 title=app.title, version=app.version, description=DESCRIPTION, tags=TAGS, routes=app.routes
             )
             parts = made.setdefault("components", {})
-            parts["schemas"] = {**schemas.components(), **spoken.components()}
+            parts["schemas"] = {**schemas.components(), **spoken.components(), **voices.components()}
             parts["securitySchemes"] = {
                 "key": {
                     "type": "http",

@@ -198,8 +198,11 @@ class Engines:
             self._expected.pop(0)
         if not self.voice_expected:
             return
+        there = [engine.name for engine in self if engine.speaks]
+        self._voice = next((name for name in there if self._config.voice in (AUTO_VOICE, name)), None)
         try:
-            self._voice = (await self._load(self._config.voice)).name
+            if self._voice is None:
+                self._voice = (await self._load(self._config.voice)).name
         except (WeightsMissing, ProgramMissing) as missing:
             if self._config.voice != AUTO_VOICE:
                 raise
@@ -245,24 +248,29 @@ class Engines:
     def get(self, name: str | None = None) -> Engine:
         """The engine of a model that hears and takes work. Raises UnknownModel, ModelNotLoaded, WrongModel,
         EngineClosed."""
-        engine = self._ready(self.resolve(name))
+        engine = self.any(name)
         _ = engine.card
         return engine
 
     def voice(self, name: str | None = None) -> Engine:
         """The same of one that speaks; None: the server's. Raises ModelNotLoaded too where nothing speaks."""
-        if name is None and self._voice is None:
+        chosen = name or self._voice
+        if chosen is None:
+            chosen = next((engine.name for engine in self if engine.speaks), None)
+        if chosen is None:
             if self.voice_expected:
                 raise EngineClosed("the server is still loading its voice", todo="try again in a few seconds")
             raise ModelNotLoaded(
                 "no model is loaded that speaks",
                 todo="start the server with --voice, and the weights of a voice: asr-serve models list",
             )
-        engine = self._ready(self.resolve(self._voice if name is None else name))
+        engine = self.any(chosen)
         _ = engine.voice_card
         return engine
 
-    def _ready(self, own: str) -> Engine:
+    def any(self, name: str | None = None) -> Engine:
+        """The same, whatever it does."""
+        own = self.resolve(name)
         state = self.state(own)
         if state in ("ready", "restarting"):  # who comes while it restarts waits for it
             return self._engines[own]
@@ -322,7 +330,7 @@ class Engines:
         """Have another engine process take the place of a model's, while people speak; wait until the old one is
         gone: `drain_s` after the new one is there at the latest. Raises UnknownModel, ModelNotLoaded, NotAllowed
         (one is under way), EngineClosed, and what loading raises; then the old one stays."""
-        link = self._ready(self.resolve(name)).client.link
+        link = self.any(name).client.link
         assert isinstance(link, RemoteLink)
         renewing = asyncio.create_task(asyncio.to_thread(link.renew, self._config.drain_s))
         self._renewing.add(renewing)

@@ -51,7 +51,7 @@ def routes(engines: Engines, gate: Gate, metrics: ServerMetrics, *, with_metrics
             found |= {"status": "draining", "reason": "the server is going down"}
             return _told(503, found, DRAIN_RETRY_MS)
         try:
-            engine = engines.get()
+            engine = engines.any()
         except AsrServeError as error:
             return _told(503, found | {"status": "not ready", "reason": str(error)}, RESTART_MS)
         if engine.state != "ready":

@@ -18,9 +18,10 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.encode.encoder import Encoder, fitting_hz
-from asr_serve.config import ServeConfig
+from asr_serve.config import ServeConfig, voices_dir
 from asr_serve.errors import ClientGone, RequestTimeout, TextTooLong
 from asr_serve.pipelines.speak import Speaking
+from asr_serve.pipelines.speaking.fronts import front_of
 from asr_serve.pipelines.speaking.options import SpeakOptions
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.speech import live, openai
@@ -39,7 +40,7 @@ from asr_serve.server.speaking.dialogue import Dialogue
 from asr_serve.server.speaking.saying import Inbox, Piece, Saying
 from asr_serve.server.speaking.speech import Speech
 from asr_serve.server.speaking.voices import Voices
-from asr_serve.text.spoken.front import Front
+from asr_serve.voices.store import Store
 
 QUERY = ("api_key",)
 HEADERS = ("x-model", "x-voice", "x-sample-rate", "x-ignored")
@@ -56,7 +57,8 @@ class Desk(NamedTuple):
 
     @classmethod
     def of(cls, config: ServeConfig, engines: Engines, gate: Gate, jobs: Jobs) -> Desk:
-        return cls(config, Voices(engines, config.aliases, config.voice_aliases), gate, jobs)
+        cloned = Store(voices_dir(config.engine.voices_dir))
+        return cls(config, Voices(engines, cloned, config.aliases, config.voice_aliases), gate, jobs)
 
 
 class Speaker(NamedTuple):
@@ -87,12 +89,7 @@ class Speaker(NamedTuple):
     def begin(self, text: str | None, wake: Callable[[], None]) -> Speaking:
         """On a thread: reading takes time. Raises what Speaking does."""
         card = self.engine.voice_card
-        front = Front(
-            card.alphabet,
-            self.lexicon,
-            max_characters=self.most_characters,
-            max_phonemes=card.max_phonemes,
-        )
+        front = front_of(card, self.voice, lexicon=self.lexicon, max_characters=self.most_characters)
         return Speaking(self.engine.client, front, self.options, wake, text)
 
     def headers(self, ignored: tuple[str, ...]) -> dict[str, str]:

@@ -47,8 +47,9 @@ class Speech:
                 self.minutes[voice.name] = round(voice.minutes, 1)
         self.held = [each for turn in zip_longest(*kept) for each in turn if each is not None]
         if not self.learning or not self.held:
+            count = sum(map(len, self.learning))
             raise OptionError(
-                f"{folder}: {sum(map(len, self.learning))} recordings to learn from, {len(self.held)} to test with",
+                f"{folder}: {count} recordings to learn from, {len(self.held)} to test with",
                 f"some of each, {frames} frames long at least",
                 param="speech",
             )

@@ -1,8 +1,8 @@
 """How unlike two sounds are: distances between spectra, and networks that learn to tell them apart.
 
-Source  multi-resolution STFT loss: Yamamoto et al. 2020 (arXiv:1910.11480); discriminators of spectra: UnivNet
-        (arXiv:2106.07889), of complex ones: Encodec (arXiv:2210.13438); least squares and feature matching: HiFi-GAN
-        (arXiv:2010.05646).
+Source  multi-resolution STFT loss: Yamamoto et al. 2020 (arXiv:1910.11480); energy distance between spectra:
+        Gritsenko et al. 2020 (arXiv:2008.01160); discriminators of spectra: UnivNet (arXiv:2106.07889), of complex
+        ones: Encodec (arXiv:2210.13438); least squares and feature matching: HiFi-GAN (arXiv:2010.05646).
 """
 
 from __future__ import annotations
@@ -29,25 +29,43 @@ def magnitudes(pcm: Tensor, window: int) -> Tensor:
 
 
 class Distance(nn.Module):
-    """Of what was said (n, samples) from what should have been: {"stft": spectral convergence and the mean difference
-    of logarithms, mean over WINDOWS; "mel": mean difference of log-mel}."""
+    """Of what was said (n, samples) from what should have been: {"stft": spectral convergence and the mean
+    difference of logarithms, mean over WINDOWS; "mel": mean difference of log-mel}.
+
+    With `again`, the same said with other noise: the energy distance. A sum of both distances from what should
+    have been, less the one between the two: it is least where noise is noise, and not the smooth mean of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.mel = SlaneyMel()
 
-    def forward(self, said: Tensor, wanted: Tensor) -> dict[str, Tensor]:
+    def forward(self, said: Tensor, wanted: Tensor, again: Tensor | None = None) -> dict[str, Tensor]:
+        both = [said] if again is None else [said, again]
         parts = []
         for window in WINDOWS:
-            a, b = magnitudes(said, window), magnitudes(wanted, window)
-            gap = (a - b).flatten(1).norm(dim=1) / b.flatten(1).norm(dim=1).clamp(min=1e-3)
-            parts.append(gap.mean() + (a.log() - b.log()).abs().mean())
-        mel = (self.mel.within(said) - self.mel.within(wanted)).abs().mean()
-        return {"stft": torch.stack(parts).mean(), "mel": mel}
+            aim = magnitudes(wanted, window)
+            size, log = aim.flatten(1).norm(dim=1).clamp(min=1e-3), aim.log()
+            heard = [(found, found.log()) for found in (magnitudes(each, window) for each in both)]
+            gaps = [_gap(found, aim, size) + (log_found - log).abs().mean() for found, log_found in heard]
+            if again is not None:
+                (one, log_one), (other, log_other) = heard
+                gaps.append(-_gap(one, other, size) - (log_one - log_other).abs().mean())
+            parts.append(torch.stack(gaps).sum())
+        aim, mels = self.mel.within(wanted), [self.mel.within(each) for each in both]
+        gaps = [(mel - aim).abs().mean() for mel in mels]
+        if again is not None:
+            gaps.append(-(mels[0] - mels[1]).abs().mean())
+        return {"stft": torch.stack(parts).mean(), "mel": torch.stack(gaps).sum()}
+
+
+def _gap(a: Tensor, b: Tensor, size: Tensor) -> Tensor:
+    """Norm of the difference, as a share of `size` (n,)."""
+    return (((a - b).square().flatten(1).sum(1) + 1e-8).sqrt() / size).mean()
 
 
 class Critic(nn.Module):
-    """Looks at complex spectra of one resolution. (n, samples) -> what each layer found; the last is the verdict."""
+    """Looks at complex spectra of one resolution: (n, samples) -> what each layer found, the verdict last."""
 
     def __init__(self, window: int, channels: int) -> None:
         super().__init__()
@@ -94,8 +112,8 @@ class Critics(nn.Module):
         return torch.stack(losses).mean()
 
     def blame(self, said: Tensor, wanted: Tensor) -> dict[str, Tensor]:
-        """What the vocoder learns by: {"critic": that they take it for real; "layers": how unlike it looks to each of
-        their layers}."""
+        """What the vocoder learns by: {"critic": that they take it for real; "layers": how unlike it looks to each
+        of their layers}."""
         verdicts, gaps = [], []
         for critic in self.each:
             with torch.no_grad():

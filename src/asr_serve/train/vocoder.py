@@ -1,7 +1,8 @@
 """Teaches the light vocoder (models/codec/source_filter) to say what recorded speech says, from its mel and pitch.
 
-First by the distance between spectra alone, which is soon small but leaves a voice buzzing; then, beside that, by
-networks that learn to tell it from the recordings (train/spectra). What is kept is the running mean of the weights.
+First by the distance between spectra alone; then, beside that, by networks that learn to tell it from the
+recordings (train/spectra). Noise can be no nearer to a recording's than another noise is: so everything is said
+twice, and the distance between the two is subtracted. What is kept is the running mean of the weights.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asr_serve.devices.cpu import PlainLinear
@@ -32,8 +34,8 @@ from asr_serve.train.voice.recorded import HOP
 SPECTRAL = {"stft": 1.0, "mel": 1.0}
 JUDGED = {"stft": 2.0, "mel": 4.0, "critic": 1.0, "layers": 2.0}
 """Of the losses, without critics and with them."""
-CRITICS_LR = 0.3
-"""Share of the vocoder's highest learning rate that critics have; and that the vocoder has once they judge."""
+JUDGED_LR = 0.3
+"""Share of the highest learning rate that the vocoder has once critics judge, who have all of it."""
 WARM_UP_STEPS = 100
 LEAST = 0.05
 """Where the cosine ends that each half's learning rate falls along."""
@@ -54,8 +56,8 @@ The run folder holds
   checkpoint/   the model so far, 16-bit: config.json, model.safetensors
   state.pt      what is needed to go on. The same command goes on where the last one stopped, however that ended
 
-Until --judged-from the distance between spectra is all that is learnt by: 3,000 steps bring most of what there is to
-gain. Then critics join, at about twice the time a step.
+Until --judged-from the distance between spectra is all that is learnt by: 3,000 steps bring most of what there is
+to gain. Then critics join, at about twice the time a step.
 """
 
 
@@ -67,6 +69,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 8_000
     judged_from: int = 4_000
     batch: int = 12
+    start: Path | None = None
+    """A checkpoint to begin with; nothing once there is something to go on with."""
     crop_frames: int = 64
     judged_frames: int = 32
     """Of a crop, that critics see: they are what costs most."""
@@ -112,10 +116,8 @@ class Run:
     def __init__(self, options: Options, speech: Speech, at: torch.device, bf16: bool) -> None:
         self.options, self.speech, self.at, self.bf16 = options, speech, at, bf16
         self.config = options.config()
-        self.tensors = {
-            name: tensor.to(at).requires_grad_()
-            for name, tensor in source_filter.fresh(self.config, options.seed).items()
-        }
+        first = source_filter.fresh(self.config, options.seed) if options.start is None else begun(options)
+        self.tensors = {name: tensor.to(at).requires_grad_() for name, tensor in first.items()}
         self.means = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         self.model = self._model(self.tensors)
         self.distance = Distance().to(at)
@@ -166,11 +168,11 @@ class Run:
         write(self.options.run / "checkpoint", self.config, self.means, {"steps": self.step})
 
     def batch(self, step: int) -> tuple[Batch, Tensor, slice]:
-        """A step's speech, the seeds of its noise, and the samples that critics see, depend on its number alone."""
+        """A step's speech, the seeds of its noise and the samples that critics see depend on its number alone."""
         options = self.options
         chance = random.Random(options.seed * 1_000_003 + step)
         found = self.speech.batch(options.batch, chance)
-        seeds = torch.tensor([chance.getrandbits(31) for _ in range(options.batch)])
+        seeds = torch.tensor([chance.getrandbits(31) for _ in range(2 * options.batch)])
         first = chance.randint(0, options.crop_frames - options.judged_frames) * HOP
         seen = slice(first, first + options.judged_frames * HOP)
         return Batch(*(each.to(self.at) for each in found)), seeds.to(self.at), seen
@@ -179,20 +181,22 @@ class Run:
         """Share of the highest learning rate: each half rises and falls by itself."""
         options = self.options
         judged = self.step >= options.judged_from
-        first, last = (options.judged_from, options.steps) if judged else (0, min(options.judged_from, options.steps))
+        first, last = (
+            (options.judged_from, options.steps) if judged else (0, min(options.judged_from, options.steps))
+        )
         done = (self.step - first) / max(1, last - first)
         warm = min(1.0, (self.step - first + 1) / WARM_UP_STEPS)
-        return warm * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2) * (CRITICS_LR if judged else 1.0)
+        return warm * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
 
     def learn(self) -> dict[str, float]:
         """One step. Returns the losses."""
         judged = self.step >= self.options.judged_from
         (frames, wanted), seeds, seen = self.batch(self.step)
-        for optimizer in (self.optimizer, self.critics_optimizer):
+        for optimizer, share in ((self.optimizer, JUDGED_LR if judged else 1.0), (self.critics_optimizer, 1.0)):
             for group in optimizer.param_groups:
-                group["lr"] = self.options.lr * self.rate()
+                group["lr"] = self.options.lr * self.rate() * share
         with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
-            said = self.model.whole(frames, seeds)
+            said, again = self.model.takes(frames, seeds.chunk(2))
         found: dict[str, Tensor] = {}
         if judged:
             with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
@@ -203,7 +207,7 @@ class Run:
             with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
                 found |= self.critics.blame(said[:, seen], wanted[:, seen])
             self.critics.requires_grad_(True)
-        found |= self.distance(said, wanted)
+        found |= self.distance(said, wanted, again)
         weights = JUDGED if judged else SPECTRAL
         total = torch.stack([share * found[name] for name, share in weights.items()]).sum()
         self._down(total, self.optimizer, list(self.tensors.values()))
@@ -224,7 +228,11 @@ class Run:
     def held_out(self) -> dict[str, float]:
         """Mean distances of the mean weights, on recordings that are never learnt from."""
         model = self._model(self.means)
-        return measured(self.speech, self.options.tests, lambda frames: model.whole(frames.to(self.at)).cpu())
+
+        def say(frames: Tensor, seed: int) -> Tensor:
+            return model.whole(frames.to(self.at), torch.tensor([seed], device=self.at)).cpu()
+
+        return measured(self.speech, self.options.tests, say)
 
     def advance(self) -> Iterator[dict[str, Any]]:
         """Teach on to the last step. Yields lines of the log."""
@@ -247,14 +255,32 @@ class Run:
                 since, sums, count = time.monotonic(), {}, 0
 
 
-def measured(speech: Speech, tests: int, say: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Mean distances of what `say` makes of frames (1, T, 81) from the recordings."""
-    distance, sums = Distance(), {"stft": 0.0, "mel": 0.0}
+def begun(options: Options) -> dict[str, Tensor]:
+    """The tensors of the checkpoint to begin with. Raises OptionError where it is of other sizes, or none."""
+    assert options.start is not None
+    try:
+        tensors = load_file(options.start / "model.safetensors")
+    except (OSError, SafetensorError) as failure:
+        raise OptionError(f"{options.start}: {failure}", "the folder of a checkpoint", param="start") from failure
+    shapes = options.config().shapes()
+    if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
+        raise OptionError(f"{options.start} is of other sizes", "the same width, inner and blocks", param="start")
+    # In the order in which a run that goes on has them: the optimizer knows them by their places.
+    return {name: tensors[name].float() for name in shapes}
+
+
+def measured(speech: Speech, tests: int, say: Callable[[Tensor, int], Tensor]) -> dict[str, float]:
+    """Mean distances of what `say` makes of frames (1, T, 81) and a seed from the recordings: energy distances,
+    and as "stft_once" and "mel_once" those of one saying, which noise keeps from 0."""
+    distance, sums = Distance(), dict[str, float]()
     recordings = speech.tests(tests)
     for recording in recordings:
         frames, wanted = speech.whole(recording)
-        for name, value in distance(say(frames), wanted).items():
-            sums[name] += float(value) / len(recordings)
+        said, again = say(frames, 0), say(frames, 1)
+        found = distance(said, wanted, again)
+        found |= {f"{name}_once": value for name, value in distance(said, wanted).items()}
+        for name, value in found.items():
+            sums[name] = sums.get(name, 0.0) + float(value) / len(recordings)
     return {name: round(value, 4) for name, value in sums.items()}
 
 
@@ -297,6 +323,7 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--speech", type=Path, required=True, metavar="FOLDER", help="what asr-serve train voice has made")
     add("--run", type=Path, required=True, metavar="FOLDER", help="everything that is written goes here")
+    add("--start", type=Path, metavar="FOLDER", help="a checkpoint to begin with")
     defaults = Options(speech=Path(), run=Path())
     helps = {
         "steps": "when to stop",

@@ -20,7 +20,7 @@ from typing import BinaryIO, NoReturn
 
 import msgspec
 
-from asr_serve.errors import OptionError, UnknownVoice, WeightsCorrupt
+from asr_serve.errors import NoSuchVoice, OptionError, WeightsCorrupt
 from asr_serve.values import nearest
 from asr_serve.voices.card import VoiceCard, expect_name
 
@@ -51,12 +51,12 @@ class Store:
         """Of all voices. What cannot be read, or goes away meanwhile, is left out."""
         found = []
         for name in self.names():
-            with contextlib.suppress(UnknownVoice, WeightsCorrupt):
+            with contextlib.suppress(NoSuchVoice, WeightsCorrupt):
                 found.append(self.card(name))
         return found
 
     def card(self, name: str) -> VoiceCard:
-        """Raises UnknownVoice, WeightsCorrupt."""
+        """Raises NoSuchVoice, WeightsCorrupt."""
         try:
             return msgspec.json.decode(self._file(name, CARD).read_bytes(), type=VoiceCard)
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class Store:
             ) from failure
 
     def path(self, name: str) -> Path:
-        """Of its tensors. Raises UnknownVoice."""
+        """Of its tensors. Raises NoSuchVoice."""
         path = self._file(name, TENSORS)
         if not path.is_file() or not self._file(name, CARD).is_file():
             self._unknown(name)
@@ -100,7 +100,7 @@ class Store:
             )
 
     def rename(self, name: str, new: str, reserved: Collection[str] = ()) -> VoiceCard:
-        """Raises UnknownVoice, OptionError. Who speaks with the old name meanwhile finishes the sentence."""
+        """Raises NoSuchVoice, OptionError. Who speaks with the old name meanwhile finishes the sentence."""
         with self._locked():
             card = self.card(name)
             if new == name:
@@ -114,14 +114,14 @@ class Store:
             return renamed
 
     def delete(self, name: str) -> VoiceCard:
-        """It is gone for good. Raises UnknownVoice."""
+        """It is gone for good. Raises NoSuchVoice."""
         with self._locked():
             card = self.card(name)
             self._remove(name)
             return card
 
     def export(self, name: str) -> bytes:
-        """A zip of all there is of it, consent and all. Raises UnknownVoice, WeightsCorrupt."""
+        """A zip of all there is of it, consent and all. Raises NoSuchVoice, WeightsCorrupt."""
         card, tensors = self.card(name), self.path(name).read_bytes()
         agreed = card.consent
         for_people = (
@@ -172,7 +172,7 @@ class Store:
 
     def _unknown(self, name: str) -> NoReturn:
         names = self.names()
-        raise UnknownVoice(
+        raise NoSuchVoice(
             f"there is no cloned voice {name[:80]!r}",
             f"cloned voices: {', '.join(names[:50]) or 'none'}",
             nearest(name, names),

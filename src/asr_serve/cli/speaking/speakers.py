@@ -102,10 +102,10 @@ class There:
             connection.connect()
             connection.sock.settimeout(READ_S)
             connection.request(method, route, body, headers)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise _refusal(answer, self._server)
-            yield answer
+            with contextlib.closing(connection.getresponse()) as answer:
+                if answer.status != 200:
+                    raise _refusal(answer, self._server)
+                yield answer
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(
                 f"no server answers at {self._server}, or not any more: {error or type(error).__name__}",

@@ -99,6 +99,7 @@ class Words:
             count = len(line.split())
             said, tokens = tokens[:count], tokens[count:]
             if said:
-                start, end = said[0][1].start_samples, said[-1][1].end_samples
-                lines.append(Segment(*(resampled_samples(at, sentence.rate_hz) for at in (start, end)), line))
+                start = resampled_samples(said[0][1].start_samples, sentence.rate_hz)
+                end = resampled_samples(said[-1][1].end_samples, sentence.rate_hz)
+                lines.append(Segment(start, end, line))
         return lines

@@ -15,7 +15,9 @@ from asr_serve.types import Priority
 
 WITHIN_S: dict[Priority, float] = {"live": 0.0, "interactive": 0.0, "bulk": 60.0}
 """How soon after its arrival a sentence should sound, unless it says so itself. Somebody waits for an interactive
-one; a bulk one takes what is left."""
+one; a bulk one takes what is left, and nobody plays it meanwhile: so much later is all of it wanted."""
+BULK_RESERVE = 4
+"""One in so many rows is kept for what is not bulk: that holds its row until nobody else wants a step."""
 AHEAD_S = 10.0
 """Sound beyond what can have been played; whoever has more waits while others are there."""
 
@@ -25,6 +27,8 @@ class Turn(NamedTuple):
 
     deadline_s: float
     id: int
+    begun: bool = False
+    """Some of it was heard."""
 
 
 def first_deadline_s(arrived_s: float, priority: Priority, within_ms: int | None) -> float:
@@ -35,15 +39,19 @@ def first_deadline_s(arrived_s: float, priority: Priority, within_ms: int | None
 class Playback:
     """What a caller has been given of a sentence, and until when that lasts, played as it came."""
 
-    def __init__(self, deadline_s: float) -> None:
-        self.deadline_s = deadline_s
-        """When it must have more."""
+    def __init__(self, deadline_s: float, later_s: float = 0.0) -> None:
+        """`deadline_s`: of its first sound; `later_s`: how late all that follows may come."""
+        self._dry_s, self._later_s, self._first_s = 0.0, later_s, deadline_s
         self.begun = False
+
+    @property
+    def deadline_s(self) -> float:
+        """When it must have more."""
+        return self._dry_s + self._later_s if self.begun else self._first_s
 
     def give(self, seconds: float, now_s: float) -> None:
         """Whoever ran dry waits, and goes on from here."""
-        dry_s = max(self.deadline_s, now_s) if self.begun else now_s
-        self.deadline_s, self.begun = dry_s + seconds, True
+        self._dry_s, self.begun = max(self._dry_s, now_s) + seconds if self.begun else now_s + seconds, True
 
 
 class Waiting:
@@ -52,6 +60,7 @@ class Waiting:
     def __init__(self) -> None:
         self._turns: list[Turn] = []
         self._sizes: dict[int, int] = {}
+        self._bulk: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -62,38 +71,60 @@ class Waiting:
     def __iter__(self) -> Iterable[int]:
         return iter(self._sizes)
 
-    def add(self, saying: int, phonemes: int, deadline_s: float) -> None:
+    def add(self, saying: int, phonemes: int, deadline_s: float, *, bulk: bool = False) -> None:
         self._sizes[saying] = phonemes
+        if bulk:
+            self._bulk.add(saying)
         heapq.heappush(self._turns, Turn(deadline_s, saying))
 
     def remove(self, saying: int) -> bool:
         """False where it does not wait here."""
+        self._bulk.discard(saying)
         return self._sizes.pop(saying, None) is not None
 
-    def take(self, most: int, phonemes: int) -> list[int]:
-        """Up to `most` sentences of so many phonemes together; the first one however long. They wait no more."""
+    def take(self, most: int, phonemes: int, bulk: int) -> list[int]:
+        """Up to `most` sentences of so many phonemes together, the first one however long; `bulk` of them may be
+        bulk. They wait no more."""
         taken: list[int] = []
+        passed: list[Turn] = []
         room = phonemes
         while self._turns and len(taken) < most:
-            saying = self._turns[0].id
-            size = self._sizes.get(saying)
+            turn = self._turns[0]
+            size = self._sizes.get(turn.id)
             if size is not None and taken and size > room:
                 break
             heapq.heappop(self._turns)
             if size is None:  # cancelled
                 continue
-            del self._sizes[saying]
-            taken.append(saying)
+            if turn.id in self._bulk and not bulk:
+                passed.append(turn)
+                continue
+            bulk -= turn.id in self._bulk
+            self.remove(turn.id)
+            taken.append(turn.id)
             room -= size
+        for turn in passed:
+            heapq.heappush(self._turns, turn)
         return taken
 
 
 def choose(turns: Iterable[Turn], most: int, now_s: float) -> list[int]:
-    """Whose chunks the next step makes: up to `most`, nearest deadline first; those that are far ahead only where
-    nobody else is there."""
+    """Whose chunks the next step makes, `most` of them at most.
+
+    The nearest deadline comes first; those that are far ahead only where nobody else is there. Where some have run
+    dry, half of the step is theirs at most as long as others wait for a first sound, so that who came first waits
+    for no second step; and half is for them, so that many who come do not silence those who are heard.
+    """
     order = sorted(turns)
     near = [turn for turn in order if turn.deadline_s - now_s <= AHEAD_S]
-    return [turn.id for turn in (near or order)[:most]]
+    order = near or order
+    first = [turn for turn in order if not turn.begun and turn.deadline_s <= now_s]
+    dry = [turn for turn in order if turn.begun and turn.deadline_s <= now_s]
+    if first and dry:
+        share = max(1, most // 2)
+        kept = {*first[:share], *dry[: most - min(share, len(first))]}
+        order = [*(turn for turn in order if turn in kept), *(turn for turn in order if turn not in kept)]
+    return [turn.id for turn in order[:most]]
 
 
 class Pace:

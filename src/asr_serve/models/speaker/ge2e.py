@@ -80,8 +80,9 @@ class Speaker(nn.Module):
 
     def forward(self, mels: Tensor) -> Tensor:
         _, (hidden, _) = self.lstm(mels)
-        raw: Tensor = self.linear(hidden[-1]).relu()
-        return raw / raw.norm(dim=1, keepdim=True)
+        raw = self.linear(hidden[-1]).relu()
+        found: Tensor = raw / raw.norm(dim=1, keepdim=True)
+        return found
 
     def mel(self, pcm: Tensor) -> Tensor:
         """(samples,) -> (frames, 40): frames are centred on every 160th sample, silence around the clip."""

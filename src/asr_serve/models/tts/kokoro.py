@@ -102,6 +102,11 @@ class Model:
         self._tokens = "tokens"
         self._graph = Session(_graph(folder), (UNITS,), lengths=[("speed", 0, "each")], change=self._taught)
 
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """All that may be asked for."""
+        return tuple(self._styles)
+
     def _taught(self, wiring: Wiring) -> None:
         """F0 times `pitch`, a number for each phoneme, for as long as it lasts."""
         if not all(map(wiring.has, (UNITS, F0, PLACES))):

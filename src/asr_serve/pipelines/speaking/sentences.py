@@ -9,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from asr_serve.engine.client import EngineClient, Ticket
+from asr_serve.engine.calls import Ticket
 from asr_serve.errors import AsrServeError
 from asr_serve.text.spoken.passages import Clause, Manner, Word
-from asr_serve.types import Priority, Sentence, Sound, Stretch
+from asr_serve.types import Sentence, Sound, Stretch
 
 SILENCE_SAMPLES = 4_096
 """Of silence, a piece."""
@@ -20,6 +20,10 @@ SILENCE_SAMPLES = 4_096
 
 class Part(Protocol):
     """Sound that is to come, in order."""
+
+    @property
+    def under_way(self) -> bool:
+        """The engine works on it."""
 
     @property
     def left_samples(self) -> int | None:
@@ -37,6 +41,8 @@ class Part(Protocol):
 
 
 class Silence:
+    under_way = False
+
     def __init__(self, samples: int) -> None:
         self.left_samples = samples
 
@@ -60,24 +66,27 @@ class Said:
 
     def __init__(
         self,
-        client: EngineClient,
         clause: Clause,
         sentence: Sentence,
-        priority: Priority,
-        within_ms: int | None,
+        say: Callable[[Sentence, Callable[[Sound], None]], Ticket],
+        cancel: Callable[[Ticket], None],
         wake: Callable[[], None],
     ) -> None:
-        """Raises what EngineClient.say does."""
+        """`say` and `cancel` are EngineClient's. Raises what `say` does."""
         self.clause = clause
-        self._client, self._wake = client, wake
+        self._cancel, self._wake = cancel, wake
         self._sounds: deque[Sound] = deque()
         self._heard_samples = self._taken_samples = 0
         self._whole = False
         """All of it was heard."""
         self._ends: tuple[int, ...] = ()
         self._told = False
-        self._ticket: Ticket = client.say(sentence, self._hear, priority=priority, within_ms=within_ms)
+        self._ticket = say(sentence, self._hear)
         self._ticket.future.add_done_callback(lambda _: wake())
+
+    @property
+    def under_way(self) -> bool:
+        return not self._whole
 
     @property
     def left_samples(self) -> int | None:
@@ -112,7 +121,7 @@ class Said:
 
     def cancel(self) -> None:
         if not self._whole:
-            self._client.cancel(self._ticket)
+            self._cancel(self._ticket)
 
     def _hear(self, sound: Sound) -> None:
         """On a thread of the engine's. Each field has one writer."""

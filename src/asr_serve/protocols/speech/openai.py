@@ -224,6 +224,8 @@ class VoiceEntry(msgspec.Struct, frozen=True):
     model: str
     default: bool
     """Of its model: it speaks where no voice is asked for."""
+    cloned: bool
+    """From somebody's recordings: see /v1/voices."""
 
 
 class VoiceList(msgspec.Struct, frozen=True):

@@ -88,6 +88,31 @@ class Form:
             part.clear()
 
     def _part_begin(self) -> None:
+        name, filename = self._named()
+        if name == FILE_FIELD:
+            if self.has_file:
+                raise MalformedRequest(
+                    "a second file came", "one file a request is allowed", "send a request for each"
+                )
+            self.has_file, self._field, self.filename = True, None, filename
+            self.content_type = self._headers.get("content-type")
+            return
+        if filename is not None:
+            raise MalformedRequest(
+                f"a file came as {_field(name)}", f"one file is allowed, in the field {FILE_FIELD!r}", _FORM
+            )
+        self._begin_field(name)
+
+    def _begin_field(self, name: str) -> None:
+        self._field = name
+        self._count += 1
+        if self._count > self._max_fields:
+            raise MalformedRequest(
+                f"more than {self._max_fields} fields came", "that many are allowed", "send fewer"
+            )
+
+    def _named(self) -> tuple[str, str | None]:
+        """What the part that begins is called, and its file, if it says that it is one."""
         parameters = _parameters(self._headers.get("content-disposition", ""))
         name, filename = parameters.get("name"), _filename(parameters)
         if name is None or "\ufffd" in name:
@@ -101,24 +126,7 @@ class Form:
             raise MalformedRequest(
                 f"{_field(name)} is encoded as {encoding[:80]!r}", "none is allowed in a form", _FORM
             )
-        if name == FILE_FIELD:
-            if self.has_file:
-                raise MalformedRequest(
-                    "a second file came", "one file a request is allowed", "send a request for each"
-                )
-            self.has_file, self._field, self.filename = True, None, filename
-            self.content_type = self._headers.get("content-type")
-            return
-        if filename is not None:
-            raise MalformedRequest(
-                f"a file came as {_field(name)}", f"one file is allowed, in the field {FILE_FIELD!r}", _FORM
-            )
-        self._field = name
-        self._count += 1
-        if self._count > self._max_fields:
-            raise MalformedRequest(
-                f"more than {self._max_fields} fields came", "that many are allowed", "send fewer"
-            )
+        return name, filename
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._field is None:

@@ -82,7 +82,7 @@ class Upload:
                 is full)
         """
         if content_length is not None:
-            _expect_allowed(content_length, limits)
+            expect_allowed(content_length, limits)
         upload = cls(body, content_type, limits, patience_bytes, gone)
         with contextlib.ExitStack() as undo:
             undo.callback(upload.close)
@@ -143,7 +143,7 @@ class Upload:
                 continue
             heard_s = loop.time()
             self.received_bytes += len(chunk)
-            _expect_allowed(self.received_bytes, limits)
+            expect_allowed(self.received_bytes, limits)
             self._form.put(chunk)
             if self._form.has_file:
                 self._begun.set()
@@ -199,7 +199,7 @@ class Upload:
         self._reading.result()
 
 
-def _expect_allowed(body_bytes: int, limits: UploadLimits) -> None:
+def expect_allowed(body_bytes: int, limits: UploadLimits) -> None:
     if body_bytes > limits.max_bytes:
         raise AudioTooLarge(
             f"a body of {body_bytes} bytes or more came",

@@ -49,11 +49,13 @@ class Kind(NamedTuple):
 KINDS = (
     Kind(errors.AudioTooLarge, 413),
     Kind(errors.AudioError, 400),
+    Kind(errors.NoSuchVoice, 404),
     Kind(errors.OptionError, 400),
     Kind(errors.RequestTimeout, 408),
     Kind(errors.InvalidKey, 401, code="invalid_api_key"),
     Kind(errors.NotAllowed, 403, "permission_error"),
     Kind(errors.NoSuchRoute, 404),
+    Kind(errors.UnknownJob, 404),
     Kind(errors.SessionExpired, 410),
     Kind(errors.EventsExpired, 410),
     Kind(errors.TakenOver, 409),

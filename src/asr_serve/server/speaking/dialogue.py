@@ -18,7 +18,9 @@ from starlette.types import Receive
 from asr_serve.errors import (
     AsrServeError,
     AtCapacity,
+    EngineClosed,
     MalformedRequest,
+    ModelError,
     OptionError,
     OutOfTurn,
     TextTooLong,
@@ -79,7 +81,7 @@ class Dialogue:
             if message.get("bytes") is not None:
                 raise MalformedRequest("a binary message came", "text goes in, as JSON; sound comes out")
             await self._command(message.get("text") or "")
-        except (MalformedRequest, OptionError, AtCapacity) as error:
+        except (MalformedRequest, OptionError, ModelError, AtCapacity, EngineClosed) as error:
             self.refuse(error)
 
     def refuse(self, error: AsrServeError) -> None:
@@ -133,7 +135,7 @@ class Dialogue:
             raise OutOfTurn("start came again", "a speech goes on", "wait for done, or send cancel")
         self._speech = self._begin(start)
         self._began_s = self._loop.time()
-        self._outbox.say(self._speech.started(start).text())
+        self._outbox.say(self._speech.started.text())
         self._saying = self._life.hear(self._say(self._speech))
 
     def _put(self, text: str) -> None:
@@ -152,7 +154,8 @@ class Dialogue:
         if speech is None or self._saying is None:
             return  # it was over already: who speaks between cannot know
         await ended(self._saying)
-        await self._over(speech, "cancelled")
+        if self._speech is speech:  # it may just have come to its end
+            await self._over(speech, "cancelled")
 
     # --- what goes out --------------------------------------------------------------------------------
 

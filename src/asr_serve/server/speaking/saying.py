@@ -7,16 +7,18 @@ import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asr_serve.audio.encode import Encoder
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.speak import Speaking
 from asr_serve.pipelines.speaking.options import Spoken
 from asr_serve.protocols.speech.openai import SpeechWord
-from asr_serve.units import samples_to_s
+from asr_serve.units import s_to_samples, samples_to_s
 
 T = TypeVar("T")
+AT_ONCE_S = 0.25
+"""So much sound is encoded before it goes out, and the next."""
 Begin = Callable[[Callable[[], None]], Speaking]
 """Given what is to be called when there is more to take. Raises what keeps a text from being said."""
 
@@ -70,11 +72,12 @@ class Inbox:
         self._parts.append(part)
         self.awake()
 
-    def read(self, speaking: Speaking) -> Iterator[Piece]:
-        """As much as there is room for. What is refused of it is left out."""
+    def read(self, speaking: Speaking, sounding: bool) -> Iterator[Piece]:
+        """As much as there is room for. What is refused of it is left out. `sounding`: sound was taken, and is not
+        out."""
         while True:
             if self._mark is not None:
-                if not speaking.idle:
+                if sounding or not speaking.idle:
                     return
                 yield Piece(mark=self._mark.name)
                 self._mark = None
@@ -107,8 +110,10 @@ class Saying:
         self._loop = asyncio.get_running_loop()
         self._awake = asyncio.Event()
         self._context = contextvars.copy_context()  # the request's id, for what is logged there
-        self._working: asyncio.Future[object] | None = None
+        self._working: asyncio.Future[Any] | None = None
         self._speaking: Speaking | None = None
+        self._spoken: deque[Spoken] = deque()
+        """Came, and is to be encoded."""
         self.said_samples = self.sentences = 0
         if inbox is not None:
             inbox.awake = self._awake.set
@@ -128,13 +133,13 @@ class Saying:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """What can be sent, in order; nothing more is made than is taken. Raises what the pipeline does."""
-        over = False
-        while not over:
+        assert self._speaking is not None, "it was begun"
+        while self._spoken or not self._speaking.done:
             self._awake.clear()
-            pieces, over = await self._on_a_thread(self._taken)
+            pieces, moved = await self._on_a_thread(self._taken)
             for piece in pieces:
                 yield piece
-            if not pieces and not over:
+            if not moved:  # what an encoder keeps to itself is no reason to wait
                 await self._awake.wait()
         if tail := await self._on_a_thread(self._encoder.end):
             yield Piece(audio=tail)
@@ -162,13 +167,17 @@ class Saying:
         self._loop.call_soon_threadsafe(self._awake.set)
 
     def _taken(self) -> tuple[list[Piece], bool]:
-        """What there is, and whether that was all."""
+        """What can be sent of what there is; and whether there was anything."""
         speaking = self._speaking
         assert speaking is not None
-        found: list[Piece] = [] if self._inbox is None else list(self._inbox.read(speaking))
-        for spoken in speaking.take():
-            found += self._pieces(spoken)
-        return found, speaking.done
+        found = [] if self._inbox is None else list(self._inbox.read(speaking, bool(self._spoken)))
+        if not self._spoken:
+            self._spoken += speaking.take()
+        moved = bool(found or self._spoken or speaking.done)
+        until_samples = self.said_samples + s_to_samples(AT_ONCE_S, self.rate_hz)
+        while self._spoken and self.said_samples < until_samples:
+            found += self._pieces(self._spoken.popleft())
+        return found, moved
 
     def _pieces(self, spoken: Spoken) -> Iterator[Piece]:
         words, start_s = None, samples_to_s(spoken.start_samples, self.rate_hz)

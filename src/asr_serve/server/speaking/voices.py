@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from asr_serve.errors import UnknownVoice
 from asr_serve.models.card import VoiceCard
+from asr_serve.pipelines.speaking.fronts import front_of, language_of
 from asr_serve.protocols.fields import shown
 from asr_serve.protocols.speech.openai import VoiceEntry
-from asr_serve.text.spoken.front import Front
 from asr_serve.values import nearest
+from asr_serve.voices.store import Store
 
 if TYPE_CHECKING:
     from asr_serve.server.engines import Engine, Engines
@@ -37,15 +38,23 @@ OPENAI_VOICES = {
 
 def warm(card: VoiceCard) -> None:
     """Load what texts are read by: of the first text it would take a second. Raises ProgramMissing."""
-    next(Front(card.alphabet).passages("One."))
+    for voice in {language_of(voice): voice for voice in card.voices}.values():
+        next(front_of(card, voice).passages("One."))
+
+
+MOST_SHOWN = 50
+"""Of cloned voices, in a message."""
 
 
 class Voices:
     """Belongs to the event loop's thread."""
 
-    def __init__(self, engines: Engines, models: Mapping[str, str], aliases: Mapping[str, str]) -> None:
-        """`models`: alias -> model. `aliases`: alias -> voice; a voice's own name comes before them."""
-        self._engines, self._models, self._aliases = engines, models, aliases
+    def __init__(
+        self, engines: Engines, store: Store, models: Mapping[str, str], aliases: Mapping[str, str]
+    ) -> None:
+        """`store`: of cloned voices. `models`: alias -> model. `aliases`: alias -> voice; a voice's own name comes
+        before them."""
+        self._engines, self._store, self._models, self._aliases = engines, store, models, aliases
 
     def engine(self, model: str | None) -> Engine:
         """Of the model by that name, or the server's own. Raises UnknownModel, ModelNotLoaded, WrongModel,
@@ -55,27 +64,37 @@ class Voices:
         return self._engines.voice(model)
 
     def voice(self, card: VoiceCard, name: str | None) -> str:
-        """The voice's own name. Raises UnknownVoice."""
+        """The voice's own name. Reads a folder where the model can be taught. Raises UnknownVoice."""
         if name is None:
             return card.voices[0]
-        for found in (name, self._aliases.get(name, name)):
+        own = self._aliases.get(name, name)
+        for found in (name, own):
             if found in card.voices:
+                return found
+        cloned = self._cloned(card)
+        for found in (name, own):
+            if found in cloned:
                 return found
         if name in OPENAI_VOICES and name not in self._aliases:
             return OPENAI_VOICES[name] if OPENAI_VOICES[name] in card.voices else card.voices[0]
-        names = [*card.voices, *self._aliases, *OPENAI_VOICES]
         raise UnknownVoice(
             f"voice={shown(name)}, which {card.name} has not",
-            f"voices: {', '.join(card.voices)}",
-            nearest(name, names) or "GET /v1/audio/voices lists them",
+            f"voices: {', '.join((*card.voices, *cloned[:MOST_SHOWN]))}",
+            nearest(name, [*card.voices, *cloned, *self._aliases, *OPENAI_VOICES])
+            or "GET /v1/audio/voices lists them",
             param="voice",
         )
 
     def every(self) -> list[VoiceEntry]:
-        """Of the models that are loaded, the server's own first."""
-        loaded = [engine for engine in self._engines if engine.speaks]
+        """Of the models that are loaded, in the order in which they were. Reads a folder."""
         return [
-            VoiceEntry(name, name, engine.name, name == engine.voice_card.voices[0])
-            for engine in loaded
-            for name in engine.voice_card.voices
+            VoiceEntry(name, name, engine.name, name == engine.voice_card.voices[0], name not in own)
+            for engine in self._engines
+            if engine.speaks
+            for own in [engine.voice_card.voices]
+            for name in (*own, *self._cloned(engine.voice_card))
         ]
+
+    def _cloned(self, card: VoiceCard) -> list[str]:
+        """What was taught to the model."""
+        return [voice.name for voice in self._store.cards() if voice.model == card.name] if card.clones else []

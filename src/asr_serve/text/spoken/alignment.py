@@ -1,7 +1,8 @@
 """Which written words became which spoken ones.
 
-What normalises a text rewrites it as a whole, because what a word means depends on its neighbours; it cannot tell where
-its words come from. Nearly all stay as they are, and between those that do, the rest is where something was rewritten.
+What normalises a text rewrites it as a whole, because what a word means depends on its neighbours; it cannot tell
+where its words come from. Nearly all stay as they are, and between those that do, the rest is where something was
+rewritten.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+STROKES = "\"'“”()[]{}.,;:!?…—*`"
+"""What may stand around a word and is no part of it."""
+
 
 class Group(NamedTuple):
-    """Written words, and the spoken ones that they are read as: ranges of two lists, each from `first` up to `end`."""
+    """Written words, and the spoken ones that they are read as: ranges of two lists, each from `first` up to
+    `end`."""
 
     first: int
     end: int
@@ -20,11 +25,11 @@ class Group(NamedTuple):
 
 
 def align(written: Sequence[str], spoken: Sequence[str], normalise: Callable[[str], str]) -> list[Group]:
-    """Groups in order, which hold every word once, as fine as can be told. `normalise`: what made one of the other;
-    words that were rewritten side by side are asked about one by one."""
+    """Groups in order, which hold every word once, as fine as can be told. `normalise`: what made one of the
+    other; words that were rewritten side by side are asked about one by one."""
     found: list[Group] = []
     at = spoken_at = 0
-    for first, spoken_first in [*_same(written, spoken), (len(written), len(spoken))]:
+    for first, spoken_first in [*_same(_bare(written), _bare(spoken)), (len(written), len(spoken))]:
         between = Group(at, first, spoken_at, spoken_first)
         if at < first and spoken_at < spoken_first:
             found += _finer(between, written, spoken, normalise)
@@ -68,19 +73,21 @@ def _same(written: Sequence[str], spoken: Sequence[str]) -> list[tuple[int, int]
 def _finer(
     group: Group, written: Sequence[str], spoken: Sequence[str], normalise: Callable[[str], str]
 ) -> Iterator[Group]:
-    """One group for each written word, if they can be told apart: there are as many spoken ones, or each by itself is
-    said as it is among the others."""
+    """One group for each written word, if each by itself is said as it is among the others."""
     words = written[group.first : group.end]
-    alone = [[""]] * len(words)
-    if len(words) > 1 and len(words) != group.spoken_end - group.spoken_first:
-        alone = [normalise(word).split() for word in words]
-        if [word for said in alone for word in said] != list(spoken[group.spoken_first : group.spoken_end]):
-            yield group
-            return
-    elif len(words) == 1:
+    if len(words) == 1:
+        yield group
+        return
+    alone = [_bare(normalise(word).split()) for word in words]
+    if [word for said in alone for word in said] != _bare(spoken[group.spoken_first : group.spoken_end]):
         yield group
         return
     at = group.spoken_first
     for offset, said in enumerate(alone):
         yield Group(group.first + offset, group.first + offset + 1, at, at + len(said))
         at += len(said)
+
+
+def _bare(words: Sequence[str]) -> list[str]:
+    """Without the punctuation around them, which a rewritten neighbour may have moved."""
+    return [word.strip(STROKES) or word for word in words]

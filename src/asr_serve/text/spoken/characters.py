@@ -1,8 +1,8 @@
 """Which characters can be read at all: the others are folded, dropped, or refused by name.
 
-Latin letters with marks beyond Latin-1 lose them; digits of any script become ours; a Greek letter by itself is named,
-as formulas have it. Emoji, pictures and control characters are not said. A letter of any other script is refused:
-nothing is left out of a text without a word.
+Latin letters with marks beyond Latin-1 lose them; digits of any script become ours; a Greek letter by itself is
+named, as formulas have it. Emoji, pictures and control characters are not said. A letter of any other script is
+refused: nothing is left out of a text without a word.
 """
 
 from __future__ import annotations
@@ -22,12 +22,24 @@ POINTS = {
     "‘": "'", "’": "'", "‚": "'", "‛": "'", "′": "'", "″": '"', "‹": "'", "›": "'", "·": " ", "¡": "", "¿": "",
 }  # fmt: skip
 """Punctuation, to what voices know. A dash ends a word, as a blank does."""
-PLAIN_LETTERS = {"ł": "l", "đ": "d", "œ": "oe", "ı": "i", "ŋ": "ng", "ĸ": "k", "ſ": "s", "ƒ": "f", "ʻ": "'", "ʼ": "'"}
+PLAIN_LETTERS = {
+    "ł": "l",
+    "đ": "d",
+    "œ": "oe",
+    "ı": "i",
+    "ŋ": "ng",
+    "ĸ": "k",
+    "ſ": "s",
+    "ƒ": "f",
+    "ʻ": "'",
+    "ʼ": "'",
+}
 """Letters that Unicode does not take apart."""
 GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
-    "ι": "iota", "κ": "kappa", "λ": "lambda", "μ": "mu", "ν": "nu", "ξ": "xi", "ο": "omicron", "π": "pi", "ρ": "rho",
-    "ς": "sigma", "σ": "sigma", "τ": "tau", "υ": "upsilon", "φ": "phi", "χ": "chi", "ψ": "psi", "ω": "omega",
+    "ι": "iota", "κ": "kappa", "λ": "lambda", "μ": "mu", "ν": "nu", "ξ": "xi", "ο": "omicron", "π": "pi",
+    "ρ": "rho", "ς": "sigma", "σ": "sigma", "τ": "tau", "υ": "upsilon", "φ": "phi", "χ": "chi",
+    "ψ": "psi", "ω": "omega",
 }  # fmt: skip
 ALLOWED = "Latin letters, digits, punctuation; emoji are left out"
 FOREIGN = "\ufffe"
@@ -45,8 +57,8 @@ class _Folded(dict[int, str]):
 
 
 def clean(text: str, of: str = "the text", start: int = 0) -> str:
-    """The text in characters that can be read; line ends stay. Raises UnsupportedScript, which calls the text `of`,
-    its first character being number `start`."""
+    """The text in characters that can be read; line ends stay. Raises UnsupportedScript, which calls the text
+    `of`, its first character being number `start`."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text)
     found = text.translate(_table)
@@ -69,12 +81,6 @@ def refused(letter: str, where: str) -> UnsupportedScript:
         "write it in Latin letters, or say how it sounds: [word](/phonemes/)",
         param="input",
     )
-
-
-def unmarked(word: str) -> str:
-    """Latin letters without their marks: `café` -> `cafe`."""
-    special = word.replace("ß", "ss").replace("æ", "ae").replace("ø", "o").replace("ð", "th").replace("þ", "th")
-    return "".join(letter for letter in unicodedata.normalize("NFKD", special) if letter.isascii())
 
 
 def _folded(letter: str) -> str:
@@ -109,7 +115,9 @@ def _letter(letter: str) -> str:
 
 def _compatible(letter: str) -> str:
     """Full width, ligatures, letters of formulas, marks: what Unicode says that they are made of; or nothing."""
-    parts = (part for part in unicodedata.normalize("NFKD", letter) if not unicodedata.category(part).startswith("M"))
+    parts = (
+        part for part in unicodedata.normalize("NFKD", letter) if not unicodedata.category(part).startswith("M")
+    )
     found = "".join(POINTS.get(part, part) for part in parts)
     return found if found.isascii() and found.isprintable() else ""
 

@@ -1,4 +1,5 @@
-"""A sentence to clauses: rewritten, read, cut to what a voice can say in one breath, with the place of each word."""
+"""A sentence to clauses: rewritten, read, cut to what a voice can say in one breath, with the place of each
+word."""
 
 from __future__ import annotations
 
@@ -8,19 +9,18 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
-from asr_serve.text.spoken.alignment import align
-from asr_serve.text.spoken.alphabets import POINTS, Lexicon, possessive
+from asr_serve.text.spoken.alignment import STROKES, align
 from asr_serve.text.spoken.characters import speakable
-from asr_serve.text.spoken.english import Chunk, Preset
 from asr_serve.text.spoken.normal import normalise
 from asr_serve.text.spoken.passages import PLAIN, PRESET, Clause, Manner, Said, Word
+from asr_serve.text.spoken.sounds.alphabets import POINTS, Lexicon, possessive
+from asr_serve.text.spoken.sounds.english import Chunk, Preset
 from asr_serve.text.spoken.splitting import STOPS, Break
 from asr_serve.types import Stretch
 
 LONGEST = 200
 """Phonemes of a clause, where it can be cut."""
 _chunks = re.compile(rf"{PRESET}(?:'s\b)?[^\w\s]*|\S+?(?={PRESET})|\S+")
-_strokes = "\"'“”()[]{}.,;:!?…—"
 _ends = (",", ";", ":", "—", ".", "!", "?", "…", ")")
 
 
@@ -54,8 +54,8 @@ class Clauses:
     def written(
         self, text: str, said: Iterator[Said], manners: Sequence[tuple[int, Manner]], start: int
     ) -> Iterator[tuple[Break, Clause]]:
-        """Clauses of a cleaned piece of text, each with what lies before it. `said`: for its PRESETs, of which it takes
-        as many as it has. `start`: where the piece lies in the text that `manners` is about."""
+        """Clauses of a cleaned piece of text, each with what lies before it. `said`: for its PRESETs, of which it
+        takes as many as it has. `start`: where the piece lies in the text that `manners` is about."""
         chunks, shown, given, places = [], [], [], [at for at, _ in manners]
         for found in _chunks.finditer(text):
             chunk, show = found[0], found[0]
@@ -81,15 +81,13 @@ class Clauses:
         yield from self._composed(bits, [_Written(word, PLAIN) for word in words])
 
     def _looked_up(self, chunk: str) -> tuple[str, Said] | None:
-        bare = chunk.strip(_strokes)
+        bare = chunk.strip(STROKES)
         for word in (chunk, bare):
             if phonemes := self._lexicon.get(word):
                 return chunk.replace(word, PRESET, 1), Said(word, phonemes=phonemes)
         return None
 
-    def _read(
-        self, chunks: list[str], shown: list[_Written], given: list[Said]
-    ) -> Iterator[tuple[Break, Clause]]:
+    def _read(self, chunks: list[str], shown: list[_Written], given: list[Said]) -> Iterator[tuple[Break, Clause]]:
         spoken = self._normalised(" ".join(chunks)).split()
         if sum(chunk.count(PRESET) for chunk in spoken) != len(given):
             spoken = list(chunks)
@@ -99,7 +97,11 @@ class Clauses:
         said = iter(given)
         for at, group in enumerate(groups):
             members = shown[group.first : group.end]
-            words.append(_Written(" ".join(one.text for one in members if one.text), members[0].manner if members else PLAIN))
+            words.append(
+                _Written(
+                    " ".join(one.text for one in members if one.text), members[0].manner if members else PLAIN
+                )
+            )
             for chunk in spoken[group.spoken_first : group.spoken_end]:
                 found = _sounds(chunk, said)
                 sounds += found
@@ -126,7 +128,8 @@ class Clauses:
 
 
 def _sounds(chunk: str, said: Iterator[Said]) -> list[Chunk]:
-    """A chunk as what reads it takes it, its PRESET replaced: by phonemes, or by words, which are chunks themselves."""
+    """A chunk as what reads it takes it, its PRESET replaced: by phonemes, or by words, which are chunks
+    themselves."""
     if PRESET not in chunk:
         return [(chunk,)]
     front, _, end = chunk.partition(PRESET)
@@ -139,9 +142,11 @@ def _sounds(chunk: str, said: Iterator[Said]) -> list[Chunk]:
 
 
 def _fitting(bits: list[_Bit], longest: int, most: int) -> Iterator[tuple[list[_Bit], Break]]:
-    """Parts of at most `longest` phonemes, cut where a clause ends, else evenly; with what each ends with. Of a bit that
-    is longer than `most`, there are several."""
-    bits = [_Bit(bit.phonemes[at : at + most], bit.word) for bit in bits for at in range(0, len(bit.phonemes), most)]
+    """Parts of at most `longest` phonemes, cut where a clause ends, else evenly; with what each ends with. Of a
+    bit that is longer than `most`, there are several."""
+    bits = [
+        _Bit(bit.phonemes[at : at + most], bit.word) for bit in bits for at in range(0, len(bit.phonemes), most)
+    ]
     while bits:
         ends = list(accumulate(len(bit.phonemes) for bit in bits))
         if ends[-1] - 1 <= longest:

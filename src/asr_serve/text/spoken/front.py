@@ -2,8 +2,8 @@
 
     characters -> ssml or links -> splitting -> normal -> alignment -> english or espeak -> clauses
 
-A clause is worked out when it is asked for: the first costs some milliseconds, however long the text. A Front holds
-nothing that changes, so threads may share it; what is large behind it is shared by all.
+A clause is worked out when it is asked for: the first costs some milliseconds, however long the text. A Front
+holds nothing that changes, so threads may share it; what is large behind it is shared by all.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from asr_serve.errors import EmptyText, OptionError, TextTooLong
-from asr_serve.text.spoken import alphabets
-from asr_serve.text.spoken.alphabets import Alphabet, Lexicon
 from asr_serve.text.spoken.characters import clean
 from asr_serve.text.spoken.clauses import Clauses
-from asr_serve.text.spoken.english import english
-from asr_serve.text.spoken.espeak import Espeak
 from asr_serve.text.spoken.passages import PLAIN, PRESET, Clause, Passage, Pause, Said
+from asr_serve.text.spoken.sounds import alphabets
+from asr_serve.text.spoken.sounds.alphabets import Alphabet, Lexicon
+from asr_serve.text.spoken.sounds.english import english
+from asr_serve.text.spoken.sounds.espeak import Espeak
 from asr_serve.text.spoken.splitting import CALM, LIVE, Break, Piece, Splitter
 from asr_serve.text.spoken.ssml import LONGEST_BREAK_MS, Script, Stop, parse
 
@@ -60,7 +60,8 @@ class Front:
 
         `ssml`: the text is a <speak> document. `phonemes`: it is written in the alphabet, words apart.
 
-        Raises, before anything is returned: TextTooLong, EmptyText, UnsupportedScript, MalformedSsml, UnknownPhoneme.
+        Raises, before anything is returned: TextTooLong, EmptyText, UnsupportedScript, MalformedSsml,
+        UnknownPhoneme.
         """
         if len(text) > self.max_characters:
             raise TextTooLong(
@@ -133,8 +134,8 @@ class LiveText:
         self._raw = ""
 
     def put(self, text: str) -> list[Passage]:
-        """What can be said now. Raises as `Front.passages` does; the text that was refused is left out, and the next
-        one may come."""
+        """What can be said now. Raises as `Front.passages` does; the text that was refused is left out, and the
+        next one may come."""
         self._raw += text
         ready = self._ready()
         taken, self._raw = self._raw[:ready], self._raw[ready:]
@@ -154,7 +155,8 @@ class LiveText:
             return len(raw)
         blank = max(raw.rfind(" "), raw.rfind("\n"))
         open_link = _open_link.search(raw)
-        return min(blank + 1, open_link.start() if open_link else len(raw))
+        ready = min(blank + 1, open_link.start() if open_link else len(raw))
+        return next((link.start() for link in LINK.finditer(raw) if link.start() < ready < link.end()), ready)
 
     def _take(self, text: str) -> list[Passage]:
         script = self._front._plain(text)

@@ -50,7 +50,8 @@ class Manner(NamedTuple):
     """dB."""
 
     def within(self, outer: Manner) -> Manner:
-        """Both together, as far as a model goes: speeds multiply; semitones and dB, which are logarithms, add up."""
+        """Both together, as far as a model goes: speeds multiply; semitones and dB, which are logarithms, add
+        up."""
         return Manner(
             _clipped(self.speed * outer.speed, SPEED),
             _clipped(self.pitch + outer.pitch, PITCH),

@@ -1,7 +1,7 @@
 """Where a text is cut, while it comes: at the ends of sentences, and earlier where somebody waits.
 
-A cut is made between two words, and stays: what is decided never depends on how the text arrived. The buffer holds at most
-one sentence, so the work grows with the text and no faster.
+A cut is made between two words, and stays: what is decided never depends on how the text arrived. The buffer holds
+at most one sentence, so the work grows with the text and no faster.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ Break = Literal["none", "clause", "sentence", "paragraph"]
 
 LONGEST = 400
 """Characters of a piece. A word longer than this is cut."""
-TITLES = set(
-    "mr mrs ms dr prof st mt ft gen gov sen rep capt lt col sgt cmdr rev hon pres supt cpl maj adm fr msgr vs e.g i.e cf "
-    "viz approx al messrs mme mlle ave blvd"
-    " fig figs vol ch pp p nos sec eq ed eds"
-    " jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thurs fri sat".split()
-)
+_titles = """
+mr mrs ms dr prof st mt ft gen gov sen rep capt lt col sgt cmdr rev hon pres supt cpl maj adm fr msgr messrs mme
+mlle vs e.g i.e cf viz approx al ave blvd fig figs vol ch pp p nos sec eq ed eds jan feb mar apr jun jul aug sep
+sept oct nov dec mon tue tues wed thu thurs fri sat
+"""
+_endings = """
+etc inc ltd co corp jr sr bros a.m p.m ph.d m.d b.a m.a u.s u.k u.s.a u.n e.u d.c st ave blvd rd no
+"""
+_starters = """
+the a an it its he she they we i you this that these those there then here but and or so if when while what who why
+how where which however in on at for from with as after before since although because my his her their our your let
+one all some many most no not now once please yes do does did is are was were can could will would should
+"""
+TITLES = frozenset(_titles.split())
 """Abbreviations that something follows."""
-ENDINGS = set("etc inc ltd co corp jr sr bros a.m p.m ph.d m.d b.a m.a u.s u.k u.s.a u.n e.u d.c st ave blvd rd no".split())
+ENDINGS = frozenset(_endings.split())
 """Abbreviations after which a sentence may end."""
-STARTERS = set(
-    "the a an it its he she they we i you this that these those there then here but and or so if when while what who why "
-    "how where which however in on at for from with as after before since although because my his her their our your let "
-    "one all some many most no not now once please yes do does did is are was were can could will would should".split()
-)
+STARTERS = frozenset(_starters.split())
 """Words that begin sentences, and seldom names."""
 CLOSERS, OPENERS = "\"'”’)]", "\"'“‘(["
 STOPS, CLAUSES, BULLETS = (*".!?…",), (*",;:—–",), (*"-*•–#0123456789",)
@@ -127,7 +131,9 @@ class Splitter:
                 return None
             if kind in ("sentence", "paragraph"):
                 return word.end(), kind
-            cut = self._hurried(word.end(), kind, _plain(word[1], buffer[_run_of_blanks(buffer, word.end()) :][:1]))
+            cut = self._hurried(
+                word.end(), kind, _plain(word[1], buffer[_run_of_blanks(buffer, word.end()) :][:1])
+            )
             if cut:
                 return cut
             self._at = self._previous = word.end()
@@ -202,7 +208,7 @@ class Splitter:
             return True
         if stem == "no":
             return not next_word[0].isdigit()
-        if stem in TITLES and stem not in ENDINGS or stem.isdigit():
+        if (stem in TITLES and stem not in ENDINGS) or stem.isdigit():
             return False
         return next_word[0].isupper() and _letters.sub("", next_word).lower() in STARTERS
 

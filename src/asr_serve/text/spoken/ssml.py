@@ -1,7 +1,8 @@
 """A subset of SSML: what a text says and how, as data.
 
-Read by expat, part by part. A document type is refused, so there are no entities but XML's own five; depth is bounded, and
-size by whoever calls. What is not known is an error that says what is: nothing is left out without a word.
+Read by expat, part by part. A document type is refused, so there are no entities but XML's own five; depth is
+bounded, and size by whoever calls. What is not known is an error that says what is: nothing is left out without a
+word.
 
 Source  W3C, Speech Synthesis Markup Language 1.1.
 """
@@ -15,11 +16,12 @@ from typing import NamedTuple, TypeVar
 from xml.parsers import expat
 
 from asr_serve.errors import MalformedSsml, TextError
-from asr_serve.text.spoken import alphabets, say_as
-from asr_serve.text.spoken.alphabets import Alphabet
 from asr_serve.text.spoken.characters import clean
 from asr_serve.text.spoken.passages import PITCH, PLAIN, PRESET, SPEED, Manner, Said
+from asr_serve.text.spoken.sounds import alphabets
+from asr_serve.text.spoken.sounds.alphabets import Alphabet
 from asr_serve.text.spoken.splitting import Break
+from asr_serve.text.spoken.words import say_as
 
 DEEPEST = 32
 LONGEST_BREAK_MS = 10_000
@@ -91,6 +93,7 @@ class _Reader:
         self._length = 0
         self._held: list[str] | None = None
         self._open: list[_Open] = []
+        self._blamed: _Open | None = None
         self._xml = xml = expat.ParserCreate()
         xml.buffer_text = True
         xml.StartElementHandler, xml.EndElementHandler = self._start, self._end
@@ -123,7 +126,9 @@ class _Reader:
         if len(self._open) >= DEEPEST:
             raise self._error(f"{DEEPEST + 1} elements in each other", f"at most {DEEPEST}")
         if self._open and self._open[-1].name in (*REPLACED, "break"):
-            raise self._error(f"<{name}> in <{self._open[-1].name}>", "text" if self._held is not None else "nothing")
+            raise self._error(
+                f"<{name}> in <{self._open[-1].name}>", "text" if self._held is not None else "nothing"
+            )
         for attribute in attributes:
             if attribute not in ELEMENTS[name]:
                 raise self._error(f'{attribute}="..." of <{name}>', ", ".join(ELEMENTS[name]))
@@ -182,7 +187,7 @@ class _Reader:
         self._script.stops.append(Stop(self._length, kind, ms))
 
     def _replace(self, element: _Open, written: str) -> None:
-        attributes = element.attributes
+        attributes, self._blamed = element.attributes, element
         try:
             if element.name == "phoneme":
                 said = Said(written, phonemes=self._phonemes(attributes))
@@ -190,13 +195,20 @@ class _Reader:
                 said = Said(written, words=clean(self._needed(attributes, "alias")).strip())
             else:
                 kind = self._needed(attributes, "interpret-as")
-                said = Said(written, words=say_as.words(written, kind, attributes.get("format", ""), self._british))
+                said = Said(
+                    written, words=say_as.words(written, kind, attributes.get("format", ""), self._british)
+                )
         except MalformedSsml:
             raise
         except TextError as error:
             raise MalformedSsml(
-                f"<{element.name}>: {error.came}", error.allowed, error.todo, line=element.line, column=element.column
+                f"<{element.name}>: {error.came}",
+                error.allowed,
+                error.todo,
+                line=element.line,
+                column=element.column,
             ) from error
+        self._blamed = None
         if said.words or said.phonemes:
             self._script.said.append(said)
             self._add(PRESET)
@@ -270,4 +282,6 @@ class _Reader:
 
     def _error(self, came: str, allowed: str, todo: str = "") -> MalformedSsml:
         line, column = self._xml.CurrentLineNumber, self._xml.CurrentColumnNumber + 1
+        if self._blamed:
+            line, column = self._blamed.line, self._blamed.column
         return MalformedSsml(came, allowed, todo, line=line, column=column)

@@ -50,9 +50,9 @@ class Base:
         """Of the model's voices the one most like this: by the speaker encoder's cosine, where the checkpoint
         tells what its own are like; else by how high they are. `pitch`: mean natural log of F0."""
         names = [name for name in self.config.voices if name in self.config.norms.pitch]
-        if self.likeness is not None:
-            number = {name: at for at, name in enumerate(self.config.voices)}
-            return max(names, key=lambda name: similarity(voice, self.likeness[number[name]]))  # type: ignore[index]
+        if (known := self.likeness) is not None:
+            heard = [name for name in names if known[self.number(name)].any()]
+            return max(heard, key=lambda name: similarity(voice, known[self.number(name)]))
         return min(names, key=lambda name: abs(self.config.norms.pitch[name][0] - pitch))
 
     def number(self, name: str) -> int:

@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from asr_serve.audio.io import Source
 from asr_serve.audio.manifest import Item
 from asr_serve.audio.media import Media
 from asr_serve.audio.pcm import clipped
-from asr_serve.audio.resample import Resampler
+from asr_serve.audio.resample import Resampler, resampled
 from asr_serve.audio.sources import ByteSource
-from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio, OptionError
+from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio
 from asr_serve.train.voice.recorded import HOP, RATE_HZ
 from asr_serve.units import RATE_HZ as HEARD_HZ
 from asr_serve.voices.order import Verdict
+from asr_serve.voices.texts import stem
 
 SHORTEST_S, LONGEST_S = 1.0, 15.0
 """Of a clip: less says little, more does not fit into a batch."""
@@ -35,6 +35,8 @@ CLIPPED_SHARE, AT_THE_TOP = 0.0005, 0.985
 """Of the samples, those that stand at the recording's greatest; a run of three or more counts."""
 FULL = 0.25
 """Below this of full scale nothing is clipped, however flat its tops are."""
+NOTHING = 1e-10
+"""Power of what a converter makes of silence."""
 NOISY_DB, FAINT = 12.0, 0.002
 """Speech must stand so far above what is heard between words; and be no fainter than this, as root mean square."""
 
@@ -66,7 +68,7 @@ def sound(source: Source) -> np.ndarray:
     """(samples,) float32 at 22.05 kHz, mono. Raises AudioError."""
     if isinstance(source, np.ndarray | tuple):
         pcm, rate_hz = source if isinstance(source, tuple) else (source, HEARD_HZ)
-        return resampled(np.asarray(pcm, np.float32), rate_hz, RATE_HZ)
+        return resampled(np.asarray(pcm), rate_hz, RATE_HZ)
     opened = ByteSource(source, None)
     try:
         media = Media(opened)
@@ -98,11 +100,6 @@ def _decoded(pieces: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
     if not len(pcm):
         raise EmptyAudio("0 samples came", "a voice needs some")
     return clipped(pcm)
-
-
-def resampled(pcm: np.ndarray, from_hz: int, to_hz: int) -> np.ndarray:
-    way = Resampler(from_hz, to_hz)
-    return np.concatenate([way.put(pcm), way.finish()])
 
 
 def at_16k(pcm: np.ndarray) -> np.ndarray:
@@ -153,6 +150,12 @@ def powers(pcm: np.ndarray) -> np.ndarray:
     return found
 
 
+def between(power: np.ndarray, percent: float) -> float:
+    """What is heard between words: of the blocks, that percentile. Digital silence is nobody's room."""
+    heard = power[power > NOTHING]
+    return float(np.percentile(heard, percent)) if len(heard) else NOTHING
+
+
 def fault(pcm: np.ndarray) -> str:
     """What makes it no good to learn from, in words; empty where nothing does."""
     power = powers(pcm)
@@ -166,7 +169,7 @@ def fault(pcm: np.ndarray) -> str:
     flat = top[2:] & top[1:-1] & top[:-2]
     if flat.mean() > CLIPPED_SHARE:
         return f"it is clipped ({100 * flat.mean():.1f} % of the samples stand at its top): record it less loud"
-    noise = float(np.percentile(power, 8)) + 1e-12
+    noise = between(power, 8)
     above = 10 * math.log10(level**2 / noise)
     if above < NOISY_DB:
         return f"it is noisy: speech is {above:.0f} dB above what is heard between words, {NOISY_DB:g} are wanted"
@@ -176,7 +179,7 @@ def fault(pcm: np.ndarray) -> str:
 def trimmed(pcm: np.ndarray) -> np.ndarray:
     """KEPT_S of silence before and after what is spoken: its own as far as there is any. Whole frames."""
     power = powers(pcm)
-    floor = max(np.percentile(power, 95) * 10 ** (-QUIET_DB / 10), 3 * float(np.percentile(power, 5)))
+    floor = max(float(np.percentile(power, 95)) * 10 ** (-QUIET_DB / 10), 3 * between(power, 5))
     spoken = np.flatnonzero(power > floor)
     kept = round(KEPT_S * RATE_HZ)
     first, last = spoken[0] * BLOCK - kept, (spoken[-1] + 1) * BLOCK + kept
@@ -199,30 +202,9 @@ def differing(text: str, heard: str) -> float:
     return row[-1] / max(1, len(wanted))
 
 
-def texts(source: str) -> dict[str, str]:
-    """`NAME<tab or |>TEXT` a line, or an object in JSON: what is said in the recording of that name, with or
-    without its ending. Of LJSpeech's three columns the last is read. Raises OptionError."""
-    if source.lstrip().startswith("{"):
-        try:
-            return {_stem(name): text for name, text in msgspec.json.decode(source, type=dict[str, str]).items()}
-        except msgspec.DecodeError as failure:
-            raise OptionError(f"texts: {failure}", "an object of names and texts", param="texts") from None
-    found = {}
-    for number, line in enumerate(source.splitlines(), 1):
-        if not line.strip():
-            continue
-        parts = [part.strip() for part in re.split(r"\t|\|", line)]
-        if len(parts) < 2 or not parts[0] or not parts[-1]:
-            raise OptionError(
-                f"line {number} of the texts is {line[:60]!r}", "a name, a tab or |, and a text", param="texts"
-            )
-        found[_stem(parts[0])] = parts[-1]
-    return found
-
-
 def text_of(key: str, known: Mapping[str, str]) -> str | None:
     """By the recording's name; or what stands beside it, in a file of the same name that ends in .txt or .lab."""
-    if (text := known.get(_stem(key))) is not None:
+    if (text := known.get(stem(key))) is not None:
         return spoken_case(text)
     for suffix in (".txt", ".lab"):
         beside = Path(key).with_suffix(suffix)
@@ -234,8 +216,3 @@ def text_of(key: str, known: Mapping[str, str]) -> str | None:
 def spoken_case(text: str) -> str:
     """Capitals throughout are how a corpus writes, and no abbreviations."""
     return text.capitalize() if text.isupper() and len(text.split()) > 2 else text
-
-
-def _stem(name: str) -> str:
-    path = Path(name)
-    return path.stem if re.fullmatch(r"\.\w{2,4}", path.suffix) else path.name

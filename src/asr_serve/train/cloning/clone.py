@@ -23,14 +23,14 @@ from torch import Tensor
 
 from asr_serve import __version__, devices
 from asr_serve.audio.manifest import expand
+from asr_serve.audio.resample import resampled
 from asr_serve.devices.cpu import keep_memory
-from asr_serve.errors import Cancelled, UnsupportedOption, WeightsMissing
+from asr_serve.errors import Cancelled, EmptyAudio, UnsupportedOption, WeightsMissing
 from asr_serve.models import weights
 from asr_serve.models.card import codec_card, kinds, voice_card
 from asr_serve.models.speaker import ge2e
 from asr_serve.models.speaking import Codec
 from asr_serve.train.cloning.base import Base
-from asr_serve.train.cloning.clips import resampled
 from asr_serve.train.cloning.listening import RECOGNISER, Aloud, Listener
 from asr_serve.train.cloning.material import Material, gather, written
 from asr_serve.train.cloning.pitch import track
@@ -77,6 +77,7 @@ def clone(order: Order, told: Told = lambda _: None, stop: Callable[[], bool] = 
     tell("loading", 0.0)
     folder = weights.beside(card, order.weights)
     base, encoder = Base(folder), ge2e.load()
+    codec = _codec(order.codec or card.codec)
     store.expect_free(order.name, base.config.voices)
     ready = _prepared(order, base, encoder, Aloud(card.alphabet, card.max_phonemes), tell)
     tell("learning", 0.0)
@@ -88,9 +89,7 @@ def clone(order: Order, told: Told = lambda _: None, stop: Callable[[], bool] = 
         stop,
     )
     tell("comparing", 0.0)
-    like = None
-    if (codec := _codec(card.codec if order.codec is None else order.codec)) is not None:
-        like = _likeness(tuning, ready, codec, encoder)
+    like = None if codec is None else _likeness(tuning, ready, codec, encoder)
     card_of = _card(order, base, ready, found, like)
     tell("comparing", 1.0)
     store.add(*card_of, reserved=base.config.voices)
@@ -122,15 +121,19 @@ def height(items: Sequence[Item]) -> tuple[float, float]:
     return float(heard.mean()), float(heard.std()) or 1.0
 
 
-def _likeness(tuning: Tuning, ready: Ready, codec: Codec, encoder: ge2e.Speaker) -> float:
-    """Cosine of what the voice says to the recordings. What it says was not learnt from."""
+def _likeness(tuning: Tuning, ready: Ready, codec: Codec, encoder: ge2e.Speaker) -> float | None:
+    """Cosine of what the voice says to the recordings. What it says was not learnt from. None of a voice that cannot
+    be heard."""
     base, names = tuning.base, {number: letter for letter, number in tuning.base.config.vocabulary.items()}
     said = []
     for held in tuning.held[:COMPARED]:
         phonemes = "".join(names[number] for number in held.ids[1:-1].tolist())
         mel, f0, _ = base.spoken(phonemes, base.speaker, tuning.delta.changes(), ready.pitch)
         said.append(resampled(sounded(mel, f0, codec), RATE_HZ, HEARD_HZ))
-    return ge2e.similarity(encoder.voice(said), ready.material.voice)
+    try:
+        return ge2e.similarity(encoder.voice(said), ready.material.voice)
+    except EmptyAudio:
+        return None
 
 
 @torch.no_grad()

@@ -1,30 +1,27 @@
 """English, by hibari-tts: the one file that loads it here. Phonemes in misaki's alphabet.
 
-Its lexicons are misaki's (American and British), its tagger chooses between readings (`I read`, `to read`), and a small
-network (onnxruntime) reads what no lexicon has. Everything is loaded once, at first use, and shared: nothing in it is
-changed by reading.
+Its lexicons are misaki's (American and British), its tagger chooses between readings (`I read`, `to read`), and a
+small network (onnxruntime) reads what no lexicon has. Everything is loaded once, at first use, and shared: nothing
+in it is changed by reading.
 
 Source  hibari-tts (Apache-2.0), after misaki (Apache-2.0).
 """
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import json
 import threading
+import unicodedata
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from asr_serve.errors import ProgramMissing
-from asr_serve.text.spoken.characters import unmarked
 
 BREAKS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a library may raise on a text that its author did not think of."""
-PUNCTUATION = frozenset(";:,.!?—…\"()“” ")
 HELD, GIVEN = str.maketrans("ɾʔ", "\ue010\ue011"), str.maketrans("\ue010\ue011", "ɾʔ")
 """hibari writes these two otherwise; not where they were asked for."""
 _loading = threading.Lock()
@@ -46,9 +43,12 @@ class English:
 
     def __init__(self, british: bool, like: English | None = None) -> None:
         """`like`: another one, to share what does not depend on the accent."""
-        g2p = _hibari("hibari.g2p")
-        self._token = _hibari("hibari.g2p.token").Tok
-        self._g2p: Any = g2p.G2P(british=british)
+        _folder()
+        from hibari.g2p import G2P
+        from hibari.g2p.token import Tok
+
+        self._token: Any = Tok
+        self._g2p: Any = G2P(british=british)
         if like:
             self._g2p.tagger, self._g2p.tokenizer = like._g2p.tagger, like._g2p.tokenizer
         self._g2p.oov  # noqa: B018  loads it, before threads could do so twice
@@ -67,7 +67,9 @@ class English:
         for at, chunk in enumerate(chunks):
             for part in chunk:
                 if isinstance(part, Preset):
-                    tokens.append(self._token(part.written, "NN", phonemes=part.phonemes.translate(HELD), rating=5))
+                    tokens.append(
+                        self._token(part.written, "NN", phonemes=part.phonemes.translate(HELD), rating=5)
+                    )
                 else:
                     named = _letter_a(chunk, at, len(chunks))
                     tokens += [
@@ -94,16 +96,15 @@ class English:
         try:
             return self._pronounce([chunk])[0]
         except BREAKS:
-            return "".join(part.phonemes if isinstance(part, Preset) else self._g2p.oov(part) or "" for part in chunk)
+            return "".join(
+                part.phonemes if isinstance(part, Preset) else self._g2p.oov(part) or "" for part in chunk
+            )
 
     def _known(self, word: str) -> str:
-        """As the lexicon has it: `résumé` with its marks, `Šimon` without."""
-        if word.isascii() or any(w in book for w in (word, word.lower()) for book in self._books()):
+        """Letters that neither lexicon nor network has lose their marks: `ő`, not the `é` of `résumé`."""
+        if word.isascii():
             return word
-        return unmarked(word) or word
-
-    def _books(self) -> tuple[Any, Any]:
-        return self._g2p.lexicon.golds, self._g2p.lexicon.silvers
+        return "".join(c if c in self._g2p.oov.cin else _unmarked(c) for c in word) or word
 
 
 def english(british: bool = False) -> English:
@@ -125,32 +126,41 @@ def letters() -> frozenset[str]:
 
 def numbers() -> Any:
     """Number words: ONES, cardinal, ordinal, year."""
-    return _hibari("hibari.g2p.numbers")
+    _folder()
+    from hibari.g2p import numbers
+
+    return numbers
 
 
 def expanded(text: str) -> str:
     """Dates, times, units, titles, abbreviations and Roman numbers in words; plain numbers stay. The text itself
     where the library breaks on it."""
+    _folder()
+    from hibari.g2p.normalize import normalize
+
     try:
-        return str(_hibari("hibari.g2p.normalize").normalize(text))
+        return str(normalize(text))
     except BREAKS:
         return text
 
 
 @cache
-def _hibari(module: str) -> ModuleType:
-    _folder()
-    return importlib.import_module(module)
-
-
-@cache
 def _folder() -> Path:
+    """Where hibari lies. Raises ProgramMissing."""
     found = importlib.util.find_spec("hibari")
     if found is None or found.origin is None:
-        raise ProgramMissing("hibari-tts is not installed", "English is read by it", "pip install asr-serve[voice]")
+        raise ProgramMissing(
+            "hibari-tts is not installed", "English is read by it", "pip install asr-serve[voice]"
+        )
     return Path(found.origin).parent
 
 
 def _letter_a(chunk: Chunk, at: int, of: int) -> bool:
     """Whether a capital A is the letter, not the article: nowhere but at the beginning is that written so."""
     return at > 0 or of == 1
+
+
+def _unmarked(word: str) -> str:
+    """Latin letters without their marks: `café` -> `cafe`."""
+    special = word.replace("ß", "ss").replace("æ", "ae").replace("ø", "o").replace("ð", "th").replace("þ", "th")
+    return "".join(letter for letter in unicodedata.normalize("NFKD", special) if letter.isascii())

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 from asr_serve.errors import TextError
-from asr_serve.text.spoken import numerals, readings
-from asr_serve.text.spoken.addresses import SIGNS
+from asr_serve.text.spoken.words import numerals, readings, rules
+from asr_serve.text.spoken.words.addresses import SIGNS
 
 DATES = ("mdy", "dmy", "ymd", "md", "dm", "ym", "my", "y", "m", "d")
 
@@ -28,7 +28,7 @@ def _characters(written: str, _form: str, _british: bool) -> str:
         elif run.isdecimal():
             said.append(numerals.one_by_one(run))
         else:
-            said.append(SIGNS.get(run) or readings.SIGNS.get(run) or NAMES.get(run, ""))
+            said.append(SIGNS.get(run) or rules.SIGNS.get(run) or NAMES.get(run, ""))
     return " ".join(filter(None, said))
 
 
@@ -59,7 +59,12 @@ def _date(written: str, form: str, british: bool) -> str:
     parts = re.findall(r"\d+", written)
     if form in ("mdy", "dmy") and len(parts) == 3 and len(parts[0]) == 4:
         form = "ymd"
-    _must(len(parts) == len(form) and not re.search(r"[^\d\s/.-]", written), written, f"a date as {form}", "3/15/2024")
+    _must(
+        len(parts) == len(form) and not re.search(r"[^\d\s/.-]", written),
+        written,
+        f"a date as {form}",
+        "3/15/2024",
+    )
     given = dict(zip(form, parts, strict=True))
     year, month, day = given.get("y"), int(given.get("m", 1)), int(given.get("d", 1))
     if year and len(year) == 2:
@@ -92,8 +97,9 @@ def _must(fits: bool, written: str, what: str, example: str) -> None:
 
 
 NAMES = {
-    ",": "comma", ";": "semicolon", "!": "exclamation mark", '"': "quote", "'": "apostrophe", "(": "open parenthesis",
-    ")": "close parenthesis", "*": "asterisk", "<": "less than", ">": "greater than", "^": "caret", "|": "bar",
+    ",": "comma", ";": "semicolon", "!": "exclamation mark", '"': "quote", "'": "apostrophe",
+    "(": "open parenthesis", ")": "close parenthesis", "*": "asterisk", "<": "less than", ">": "greater than",
+    "^": "caret", "|": "bar",
 }  # fmt: skip
 KINDS: dict[str, Callable[[str, str, bool], str]] = {
     "characters": _characters,

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from asr_serve.errors import OptionError, UnknownPhoneme
-from asr_serve.text.spoken import english
+from asr_serve.text.spoken.sounds import english
 
 Alphabet = Literal["misaki", "espeak"]
-POINTS = frozenset(";:,.!?—…\"()“” ")
+POINTS = frozenset(';:,.!?—…"()“” ')
 """What is no sound: of a word's phonemes, these belong to no word."""
-ESPEAK = POINTS | set("abcdefhijklmnopqrstuvwxyzæçðøħŋœβθχᵻⱱˈˌːˑ˞ʰʲʷˠˤⁿ̪̩̯̃̊̆") | {chr(code) for code in range(0x250, 0x2B0)}
+ESPEAK = (
+    POINTS | set("abcdefhijklmnopqrstuvwxyzæçðøħŋœβθχᵻⱱˈˌːˑ˞ʰʲʷˠˤⁿ̪̩̯̃̊̆") | {chr(code) for code in range(0x250, 0x2B0)}
+)
 LEXICON = (1_000, 64, 200)
 """Most words of a lexicon, letters of a word, phonemes of it."""
 _from_ipa = {
@@ -55,7 +57,9 @@ def check(phonemes: str, alphabet: Alphabet, of: str = "the text", param: str = 
                 param=param,
             )
     if not set(phonemes) - POINTS:
-        raise UnknownPhoneme(f"{of} has no phonemes", f"{alphabet}'s: {''.join(sorted(known - {' '}))}", param=param)
+        raise UnknownPhoneme(
+            f"{of} has no phonemes", f"{alphabet}'s: {''.join(sorted(known - {' '}))}", param=param
+        )
     return phonemes
 
 
@@ -74,11 +78,15 @@ class Lexicon:
         for word, phonemes in words.items():
             if not word or len(word) > longest or any(letter.isspace() for letter in word):
                 raise OptionError(
-                    f"the lexicon's word {word[: longest + 1]!r}", f"1 to {longest} letters, no blanks", param="lexicon"
+                    f"the lexicon's word {word[: longest + 1]!r}",
+                    f"1 to {longest} letters, no blanks",
+                    param="lexicon",
                 )
             if len(phonemes) > most_phonemes:
                 raise OptionError(
-                    f"{len(phonemes)} phonemes of the lexicon's word {word!r}", f"1 to {most_phonemes}", param="lexicon"
+                    f"{len(phonemes)} phonemes of the lexicon's word {word!r}",
+                    f"1 to {most_phonemes}",
+                    param="lexicon",
                 )
             check(phonemes, alphabet, f"the lexicon's word {word!r}", "lexicon")
         self._words = dict(words)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from asr_serve.text.spoken.numerals import in_pairs
+from asr_serve.text.spoken.words.numerals import in_pairs
 
-ENDINGS = "com|org|net|edu|gov|mil|int|info|biz|app|dev|shop|blog|online|site|io|ai|co|uk|us|de|fr|eu|ca|au|tv|me|ly|jp|in"
-FILES = "html?|php|pdf|txt|jpe?g|png|gif|svg|mp3|mp4|wav|csv|tsv|xml|json|ya?ml|toml|css|js|ts|py|cpp|rs|go|sh|exe|zip|gz"
-FILES += "|tar|docx?|xlsx?|pptx?|md|log|ini|cfg"
+ENDINGS = "com|org|net|edu|gov|mil|int|info|biz|app|dev|shop|blog|online|site"
+ENDINGS += "|io|ai|co|uk|us|de|fr|eu|ca|au|tv|me|ly|jp|in"
+FILES = "html?|php|pdf|txt|jpe?g|png|gif|svg|mp3|mp4|wav|csv|tsv|xml|json|ya?ml|toml|css|js|ts|py"
+FILES += "|cpp|rs|go|sh|exe|zip|gz|tar|docx?|xlsx?|pptx?|md|log|ini|cfg"
 _end = r"(?<![.,;:!?'\")\]])"
 ADDRESS = (
     rf"(?:https?|ftp)://[^\s<>\"]+{_end}|\bwww\.[^\s<>\"]+{_end}"
@@ -20,8 +21,11 @@ SIGNS = {
     ".": "dot", "/": "slash", "-": "dash", "_": "underscore", "?": "question mark", "=": "equals", "&": "and",
     "#": "hash", "%": "percent", ":": "colon", "+": "plus", "~": "tilde", "@": "at", "\\": "backslash",
 }  # fmt: skip
-NAMED = set("www io ai uk us tv eu edu html htm php pdf txt css xml ftp http https api mp js ts py jpg png svg csv url".split())
-NAMED |= set("faq usa bbc cpp rs sh exe wav docx".split())
+_named = """
+www io ai uk us tv eu edu html htm php pdf txt css xml ftp http https api mp js ts py jpg png svg csv url faq usa
+bbc cpp rs sh exe wav docx
+"""
+NAMED = frozenset(_named.split())
 """Not said as words, though some of them could be."""
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\w\s]|_")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from asr_serve.text.spoken import english
+from asr_serve.text.spoken.sounds import english
 
 LONGEST = 15
 """More digits than these are read one by one: they count nothing."""
@@ -17,11 +17,12 @@ _years = range(1_010, 2_100)
 
 
 def cardinal(number: str | int, british: bool = False) -> str:
-    """`1,234` -> `one thousand two hundred thirty-four`; British English has an `and` before the last two digits."""
+    """`1,234` -> `one thousand two hundred thirty-four`; British English has an `and` before the last two
+    digits."""
     digits = str(number).replace(",", "")
     if len(digits) > LONGEST:
         return one_by_one(digits)
-    words = english.numbers().cardinal(int(digits)).replace(",", "")
+    words = str(english.numbers().cardinal(int(digits))).replace(",", "")
     return words if british else words.replace(" and ", " ")
 
 
@@ -29,7 +30,7 @@ def ordinal(number: str | int, british: bool = False) -> str:
     digits = str(number).replace(",", "")
     if len(digits) > LONGEST:
         return one_by_one(digits)
-    words = english.numbers().ordinal(int(digits)).replace(",", "")
+    words = str(english.numbers().ordinal(int(digits))).replace(",", "")
     return words if british else words.replace(" and ", " ")
 
 
@@ -42,7 +43,7 @@ def decimal(number: str, british: bool = False) -> str:
 
 def year(number: str | int) -> str:
     """`1905` -> `nineteen oh five`."""
-    return english.numbers().year(int(number)).replace("-", " ").replace(" and ", " ")
+    return str(english.numbers().year(int(number))).replace("-", " ").replace(" and ", " ")
 
 
 def one_by_one(digits: str, gap: str = " ") -> str:

@@ -1,0 +1,1 @@
+"""Voices that were cloned: `asr-serve clone` makes them, `asr-serve voices` manages them."""

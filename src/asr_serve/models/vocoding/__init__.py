@@ -1,0 +1,1 @@
+"""What vocoders are made of."""

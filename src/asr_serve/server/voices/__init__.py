@@ -1,0 +1,1 @@
+"""Cloned voices of a server: the queue of clonings, and the routes."""

@@ -1,0 +1,286 @@
+"""/v1/voices: clone a voice, follow that; list, rename, delete, export."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive
+
+from asr_serve.audio.io import open_audio
+from asr_serve.config import ServeConfig, voices_dir
+from asr_serve.errors import (
+    AudioError,
+    ClientGone,
+    InvalidKey,
+    MalformedRequest,
+    NotAllowed,
+    OptionError,
+    UnsupportedOption,
+)
+from asr_serve.protocols import voices
+from asr_serve.server.bodies.files import Files, received
+from asr_serve.server.bodies.uploads import UploadLimits
+from asr_serve.server.engines import Engines
+from asr_serve.server.layers.replies import JSON
+from asr_serve.server.layers.visits import visit_of
+from asr_serve.server.voices import described
+from asr_serve.server.voices.queue import Clonings, Job
+from asr_serve.voices import texts
+from asr_serve.voices.order import Order
+from asr_serve.voices.store import Store
+
+MOST_FILES = 400
+MOST_BODY_BYTES = 1 << 20
+KEEP_ALIVE_S = 15.0
+KEEP_ALIVE = b": still learning\n\n"
+REPEAT_S = 0.5
+"""At most so often an event."""
+MODEL = "fastpitch-en"
+"""That learns voices, where none is named and none is loaded."""
+
+
+class Desk(NamedTuple):
+    """What these routes work with."""
+
+    engines: Engines
+    clonings: Clonings
+    store: Store
+    uploads: UploadLimits
+    admins: bool
+    codec: str | None
+
+    @classmethod
+    def of(cls, config: ServeConfig, engines: Engines) -> Desk:
+        uploads = UploadLimits(
+            max_bytes=config.max_body_bytes,
+            max_field_bytes=4 * voices.TEXTS_CHARACTERS,
+            idle_timeout_s=config.upload_idle_s,
+            min_bytes_per_s=config.upload_min_bytes_per_s,
+        )
+        folder = voices_dir(config.engine.voices_dir)
+        codec = config.engine.codec
+        return cls(engines, Clonings(1), Store(folder), uploads, bool(config.admin_keys), codec)
+
+
+def routes(desk: Desk) -> APIRouter:
+    router = APIRouter(prefix="/v1/voices", tags=["Voices"])
+
+    def expect_admin(request: Request) -> str:
+        """Who it is."""
+        caller = visit_of(request.scope).caller
+        if caller is None or not caller.admin:
+            todo = "send one" if desk.admins else "set admin_keys or admin_keys_file on the server first"
+            kind = NotAllowed if "authorization" in request.headers else InvalidKey
+            raise kind("only administrators clone voices and manage them", "an admin key, as `Bearer KEY`", todo)
+        return caller.name
+
+    def is_admin(request: Request) -> bool:
+        caller = visit_of(request.scope).caller
+        return caller is not None and caller.admin
+
+    @router.post("", summary="Clone a voice", status_code=202, **described.CLONE)
+    async def clone(request: Request) -> Response:
+        """Takes recordings and the words with which their speaker agrees, and answers when they are here. The
+        cloning waits for those before it, goes on without the client, and is followed under
+        `/v1/voices/jobs/{id}`. The voice can be used as soon as it is done, without a restart. For
+        administrators."""
+        by = expect_admin(request)
+        desk.clonings.expect_room()
+        folder = Path(tempfile.mkdtemp(prefix="asr-serve-clone-"))
+        try:
+            form = Files(request.headers.get("content-type", ""), folder, voices.FILES, MOST_FILES, desk.uploads)
+            await received(_body(request.receive), form, desk.uploads)
+            asked = voices.read(form.fields, len(form.names), by)
+            order = await asyncio.to_thread(_order, desk, asked, form)
+            job = desk.clonings.put(order, folder, len(form.names))
+            folder = Path()  # it is the job's now
+        finally:
+            if folder.name:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        return _json(desk.clonings.told(job), 202)
+
+    @router.get("", summary="List cloned voices", **described.VOICES)
+    async def cloned(request: Request) -> Response:
+        """Those that were cloned; `GET /v1/audio/voices` has all. The consent of each is for administrators."""
+        admin = is_admin(request)
+        cards = await asyncio.to_thread(desk.store.cards)
+        return _json(voices.ClonedVoices([voices.ClonedVoice.of(card, admin=admin) for card in cards]))
+
+    @router.get("/jobs", summary="List clonings", **described.JOBS)
+    async def jobs(request: Request) -> Response:
+        """Since the server began: those that wait, the one that goes on, and the last that are over; the latest
+        first. For administrators."""
+        expect_admin(request)
+        return _json(voices.Clonings([desk.clonings.told(job) for job in desk.clonings]))
+
+    @router.get("/jobs/{job}", summary="Look at a cloning", **described.JOB)
+    async def job_of(request: Request, job: str) -> Response:
+        """How far it is, and what became of it. For administrators."""
+        expect_admin(request)
+        return _json(desk.clonings.told(desk.clonings.get(job)))
+
+    @router.delete("/jobs/{job}", summary="Cancel a cloning", **described.JOB)
+    async def cancel(request: Request, job: str) -> Response:
+        """Answers when nothing of it is left. One that is over stays as it is. For administrators."""
+        expect_admin(request)
+        found = desk.clonings.get(job)
+        await desk.clonings.cancel(found)
+        return _json(desk.clonings.told(found))
+
+    @router.get("/jobs/{job}/events", summary="Follow a cloning", **described.EVENTS)
+    async def follow(request: Request, job: str) -> Response:
+        """Server-sent events: the cloning, whenever something changes, until it is over. For administrators."""
+        expect_admin(request)
+        found = desk.clonings.get(job)
+        return StreamingResponse(_events(desk.clonings, found), media_type="text/event-stream")
+
+    @router.get("/{name}", summary="Look at a cloned voice", **described.VOICE)
+    async def voice(request: Request, name: str) -> Response:
+        card = await asyncio.to_thread(desk.store.card, name)
+        return _json(voices.ClonedVoice.of(card, admin=is_admin(request)))
+
+    @router.patch("/{name}", summary="Rename a cloned voice", **described.RENAME)
+    async def rename(request: Request, name: str) -> Response:
+        """Whoever speaks with it now finishes the sentence. For administrators."""
+        expect_admin(request)
+        new = voices.rename(await _whole(request))
+        card = await asyncio.to_thread(desk.store.rename, name, new, _own_voices(desk))
+        return _json(voices.ClonedVoice.of(card, admin=True))
+
+    @router.delete("/{name}", summary="Delete a cloned voice", **described.DELETE)
+    async def delete(request: Request, name: str) -> Response:
+        """For good. For administrators."""
+        expect_admin(request)
+        card = await asyncio.to_thread(desk.store.delete, name)
+        return _json(voices.ClonedVoice.of(card, admin=True))
+
+    @router.get("/{name}/export", summary="Export a cloned voice", **described.EXPORT)
+    async def export(request: Request, name: str) -> Response:
+        """A zip of its weights, its card and its consent, for `asr-serve voices import`. For administrators."""
+        expect_admin(request)
+        data = await asyncio.to_thread(desk.store.export, name)
+        headers = {"content-disposition": f'attachment; filename="{name}.zip"'}
+        return Response(data, media_type="application/zip", headers=headers)
+
+    return router
+
+
+def _order(desk: Desk, asked: voices.Asked, form: Files) -> Order:
+    """Raises OptionError, UnknownModel, UnsupportedOption, and what is wrong with the first file where all are no
+    audio."""
+    cards = {name: card for name, card in desk.engines.known().items() if getattr(card, "clones", False)}
+    model = asked.model or desk.engines.own_voice or MODEL
+    if asked.model is None and model not in cards:
+        model = MODEL
+    if model not in cards:
+        desk.engines.resolve(model)
+        raise UnsupportedOption(
+            f"model={model}, which learns no voices",
+            f"models that do: {', '.join(cards) or 'none'}",
+            param="model",
+        )
+    desk.store.expect_free(asked.name, _own_voices(desk))
+    _expect_audio(list(form.names))
+    return Order(
+        name=asked.name,
+        audio=[str(path) for path in form.names],
+        texts=_texts(asked.texts, form),
+        consent=asked.consent,
+        model=model,
+        codec=desk.codec,
+        voices_dir=str(desk.store.folder),
+        minutes=asked.minutes,
+        seed=asked.seed,
+        threads=1,
+    )
+
+
+def _texts(source: str, form: Files) -> dict[str, str]:
+    """By the names that the recordings have here. Raises OptionError for a text of no recording."""
+    if not source:
+        return {}
+    told = texts.texts(source)
+    paths = {texts.stem(label): texts.stem(path.name) for path, label in form.names.items()}
+    lost = sorted(told.keys() - paths.keys())
+    if lost:
+        raise OptionError(
+            f"texts are of {', '.join(lost[:5])}, which did not come",
+            f"recordings that came: {', '.join(sorted(paths)[:20])}",
+            param="texts",
+        )
+    return {paths[name]: text for name, text in told.items()}
+
+
+def _expect_audio(paths: list[Path]) -> None:
+    """One of them at least: the others' faults are told of in the end. Raises AudioError."""
+    first: AudioError | None = None
+    for path in paths:
+        try:
+            open_audio(path).close()
+            return
+        except AudioError as failure:
+            first = first or failure
+    assert first is not None
+    raise first
+
+
+def _own_voices(desk: Desk) -> set[str]:
+    """Of all models: a name must not be two voices."""
+    return {voice for card in desk.engines.known().values() for voice in getattr(card, "voices", ())}
+
+
+async def _events(clonings: Clonings, job: Job) -> AsyncIterator[bytes]:
+    changes = job.changes()
+    coming: asyncio.Future[None] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(changes))
+            done, _ = await asyncio.wait({coming}, timeout=KEEP_ALIVE_S)
+            if not done:
+                yield KEEP_ALIVE
+                continue
+            try:
+                coming.result()
+            except StopAsyncIteration:
+                return
+            finally:
+                coming = None
+            yield b"data: " + msgspec.json.encode(clonings.told(job)) + b"\n\n"
+            if job.state == "running":
+                await asyncio.sleep(REPEAT_S)
+    finally:
+        if coming is not None:
+            coming.cancel()
+
+
+async def _whole(request: Request) -> bytes:
+    """The body, which is short. Raises MalformedRequest, ClientGone."""
+    parts, count = [], 0
+    async for part in _body(request.receive):
+        parts.append(part)
+        count += len(part)
+        if count > MOST_BODY_BYTES:
+            raise MalformedRequest(f"a body of over {MOST_BODY_BYTES} bytes", '{"name": "another-name"}')
+    return b"".join(parts)
+
+
+async def _body(receive: Receive) -> AsyncIterator[bytes]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left while it sent its request")
+        yield message.get("body", b"")
+        if not message.get("more_body"):
+            return
+
+
+def _json(answer: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type=JSON)

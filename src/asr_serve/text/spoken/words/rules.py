@@ -1,0 +1,216 @@
+"""Where in a text things stand that are written in signs: patterns, and what each is read as.
+
+They come before the library's rules (`english.expanded`), for what it leaves out or gets wrong. Their order
+matters: an address may hold any other sign, a telephone number looks like a sum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from asr_serve.text.spoken.words import readings
+from asr_serve.text.spoken.words.addresses import ADDRESS, PATH, address, path, spelled
+from asr_serve.text.spoken.words.numerals import NUMBER, cardinal, decade, in_pairs, one_by_one, ordinal
+from asr_serve.text.spoken.words.readings import MONTHS, PARTS, SCALES, WEEK, count, telephone
+
+Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
+
+SIGNS = {"≈": "about", "≤": "at most", "≥": "at least", "≠": "is not", "√": "the square root of", "∞": "infinity"}
+SIGNS |= {"%": "percent", "&": "and", "@": "at", "+": "plus", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen"}
+NUMBERED = (
+    "room|suite|flight|route|highway|interstate|gate|channel|bus|apartment|apt|extension|area code|unit|exit"
+)
+CODES = "code|zip|pin|id|number|account|order|ticket|confirmation|invoice|case|reference"
+_days = "Mon|Tues?|Wed|Thur?s?|Fri|Sat|Sun"
+_months = "|".join(name[:3] for name in MONTHS)
+_money = "|".join(map(re.escape, sorted(readings.MONEY, key=len, reverse=True)))
+_units = "|".join(map(re.escape, [*readings.RATES, *readings.UNITS]))
+_scale = r"hundred|thousand|million|billion|trillion|bn|mn|mm|tn|[kKmMbBtT]"
+_word = r"[\w\ue000]"
+_iso = r"(\d{4})-(\d\d)-(\d\d)"
+_mixed = re.compile(r"\b(?=\d*[A-Za-z])(?=[A-Za-z]*\d)(?!\d+(?:st|nd|rd|th)\b)[A-Za-z\d]+\b")
+
+
+def one(pattern: str, said: str | Callable[[re.Match[str]], str]) -> Rule:
+    return re.compile(pattern), said
+
+
+def apply(text: str, british: bool) -> str:
+    for pattern, said in BRITISH if british else AMERICAN:
+        text = pattern.sub(said, text)
+    return text
+
+
+def rest(text: str) -> str:
+    """What is left of signs, after all that knew more about them."""
+    text = _mixed.sub(readings.mixed, text)
+    for sign, said in SIGNS.items():
+        if sign in text:
+            text = text.replace(sign, f" {said} ")
+    return text
+
+
+def _marks() -> list[Rule]:
+    """What is no text: Markdown, faces, quotation marks that look like apostrophes."""
+    return [
+        one(r"(?<!\S)[:;=]['^-]?[)(DPpOo|3]+(?!\w)|<3+(?!\d)", " "),
+        one(r"\*{1,3}(?=\S)(.+?)(?<=\S)\*{1,3}(?!\w)", lambda m: m[1]),
+        one(r"`+", " "),
+        one(r"^\s*(?:#{1,6}|[-*•>]) +", ""),
+        one(r"\[\^?(\w+)\]|[\[\]{}]", lambda m: f" {m[1]} " if m[1] else " "),
+        one(r"(?<=\w) ?'n' ?(?=\w)", " and "),
+        # A pair around words; what contracts a word stays. A PRESET is a word too.
+        one(rf"(?<!{_word})'(?=\S)((?:[^']|(?<={_word})'(?=\w))+?)(?<=\S)'(?!\w)", lambda m: m[1]),
+        one(r"(?i)(?<!\w)'(tis|twas|em|cause|til|round)\b", lambda m: m[1]),
+        one(rf"(?<!{_word})'(?=[A-Za-z])|(?<=[^\w\s\ue000])'(?!\w)", ""),
+    ]
+
+
+def _calendar(british: bool) -> list[Rule]:
+    return [
+        one(
+            rf"\b{_iso}T(\d\d):(\d\d)(?::[\d.]+)?(?:Z|[+-]\d\d:?\d\d)?\b",
+            lambda m: readings.moment(m, british),
+        ),
+        one(
+            r"\b(\d{4})[-/](\d\d)[-/](\d\d)\b",
+            lambda m: readings.day(int(m[2]), int(m[3]), m[1], british) or m[0],
+        ),
+        one(r"(?<![\d/])(\d{1,2})/(\d{1,2})/(\d{4}|\d\d)(?![\d/])", lambda m: readings.date(m, british)),
+        one(r"(?<![\d.])(\d{1,2})\.(\d{1,2})\.((?:19|20)\d\d)(?![\d.])", lambda m: readings.date(m, True)),
+        one(rf"\b({_days})\.?\s?[-–]\s?({_days})\b\.?", lambda m: f"{WEEK[m[1][:3]]} to {WEEK[m[2][:3]]}"),
+        one(
+            rf"\b({_months})([a-z]*)\.? (\d{{1,2}})\s?[-–]\s?(\d{{1,2}})(?!\d)",
+            lambda m: f"{m[1]}{m[2]} {ordinal(m[3])} to {ordinal(m[4])}",
+        ),
+        one(r"(?<![\w/])9/11(?![\w/])", "nine eleven"),
+        one(r"(?<![\w/])24/7(?![\w/])", "twenty-four seven"),
+        one(r"(?<![\w/])50[/-]50(?![\w/])", "fifty-fifty"),
+        one(r"(?<![\w.])'?(\d0|\d{3}0)'?s\b", lambda m: decade(m[1])),
+        one(
+            r"(?i)\b(\d{1,2}:\d\d(?: ?[ap]\.?m\b\.?)?)\s?[-–]\s?(?=\d{1,2}:\d\d)",
+            lambda m: f"{m[1]} to ",
+        ),
+        one(
+            r"(?i)\b(\d{1,2})(?::([0-5]\d))?\s?([ap])(?:\.m\.?|m\b)(?=(\s*$)?)",
+            lambda m: readings.clock(m[1], m[2], m[3]) + ("." if m[4] is not None and m[0][-1] == "." else ""),
+        ),
+        one(r"(?<![\w:])(\d{1,2}:\d\d):00(?![\w:])", lambda m: m[1]),
+        one(r"(?<![\w:.])([01]?\d|2[0-3]):([0-5]\d)(?![\w:])", lambda m: readings.clock(m[1], m[2])),
+        one(r"(?<![\w:.])(\d+):(\d+)(?![\w:])", lambda m: f"{m[1]} to {m[2]}"),
+        one(r"\b(\d+)h ?(\d+)m(?:in)?\b", lambda m: f"{count(m[1], 'hour')} {count(m[2], 'minute')}"),
+    ]
+
+
+def _numbered() -> list[Rule]:
+    """Telephones, and other numbers that count nothing."""
+
+    def said(match: re.Match[str]) -> str:
+        return telephone(match[0])
+
+    return [
+        one(r"(?<![\w.])\+\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,5}(?!\w)", said),
+        one(r"(?<![\w.-])(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[.-]\d{4}(?![\w-])", said),
+        one(r"(?<![\w.-])(?:1[ .-])?\d{3} \d{3} \d{4}(?![\w-])", said),
+        one(r"(?<![\w.-])\d{3}-\d{4}(?![\w-])", said),
+        one(r"(?<![\w.-])0\d{2,4} \d{3,4} ?\d{3,4}(?![\w-])", said),
+        one(r"(?<![\w.-])(?:\d{3}-\d\d-\d{4}|\d{4}(?:[ -]\d{4}){3})(?![\w-])", said),
+        one(r"(?i)\b((?:call|dial)(?:ed|ing)?)\s(\d{3})\b", lambda m: f"{m[1]} {one_by_one(m[2])}"),
+        one(
+            rf"(?i)\b((?:{CODES})s?(?:\s(?:is|was|no\.?))?:?\s#?)(\d{{4,}})\b(?!,\d)",
+            lambda m: m[1].rstrip("#") + one_by_one(m[2]),
+        ),
+        one(rf"(?i)\b((?:{NUMBERED})\s)(\d{{3,4}})\b", lambda m: m[1] + in_pairs(m[2])),
+        one(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)", readings.internet),
+        one(r"\bv(?=\d+\.\d)", "version "),
+        one(r"(?<![\w.])\d+(?:\.\d+){2,}(?!\w)", lambda m: " point ".join(map(cardinal, m[0].split(".")))),
+    ]
+
+
+def _money_rules(british: bool) -> list[Rule]:
+    return [
+        one(
+            rf"(?<![\w])(-?)({_money})\s?({NUMBER})(?:\s?[-–]\s?(?:\2)?({NUMBER}))?"
+            rf"(?:\s?({_scale})\b)?(/[a-z]+)?(?!\w)",
+            lambda m: readings.price(m, british),
+        ),
+        one(
+            rf"(?<![\w.])({NUMBER})\s?({_scale})?\s?([$€£¥]|USD|EUR|GBP|JPY|CHF)(?!\w)",
+            lambda m: readings.money(m[3], m[1], m[2] or "", british),
+        ),
+        one(rf"(?<![\w.])({NUMBER})\s?¢", lambda m: count(m[1], "cent")),
+    ]
+
+
+def _measured(british: bool) -> list[Rule]:
+    """Parts, sums and measures."""
+    return [
+        one("[½¼¾⅓-⅞]", lambda m: f" {PARTS[m[0]]}" if m[0] in PARTS else ""),
+        one(r"(?<![\w./])(\d+ )?(\d)/([2-9]|10|16|32|64|100)(?![\w./]*\d)", readings.fraction),
+        one(r"(?<![\w./])(\d+)/(\d+)(?![\w./]*\d)", lambda m: readings.over(m, british)),
+        one(r"\band/or\b", "and or"),
+        one(rf"({NUMBER})\s?%?\s?[-–]\s?({NUMBER})\s?%", lambda m: f"{m[1]} to {m[2]} percent"),
+        one(rf"(?<=\d)\s?[-–−]\s?(?={NUMBER}\s?=)", " minus "),
+        one(r"(?<![\w.-])(\d{1,4})\s?[-–]\s?(\d{1,4})(?![\w-]|\.\d)", lambda m: f"{m[1]} to {m[2]}"),
+        one(rf"(?<=\d)\s?=\s?(?=[-−]?{NUMBER})", " equals "),
+        one(r"(\d) ?\* ?(?=\d)", lambda m: f"{m[1]} times "),
+        one(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b", lambda m: f"{m[1]} times 10^{m[2]}"),
+        one(r"\^2\b|²", " squared"),
+        one(r"\^3\b|³", " cubed"),
+        one(r"\s?\^\s?(?=-?\w)", " to the power of "),
+        one(r"(?<!\w)~\s?(?=\d)", "about "),
+        one(r"(?<!\w)[-−](?=\.?\d)", "minus "),
+        one(r"(?<![\w.])(\d+)'\s?(?:(\d+(?:\.\d+)?)(?:\"|'')|(?!\w))", readings.feet),
+        one(r'(?<![\w."“])(\d+(?:\.\d+)?)"(?!\w)', readings.inches),
+        one(r"\b\d{1,4}\s?[x×]\s?\d{1,4}(?:\s?[x×]\s?\d{1,4})?\b", readings.dimension),
+        one(rf"(?<![\w.])({NUMBER})x\b", lambda m: f"{m[1]} times"),
+        one(rf"(?<![\w.])({NUMBER})\s?({_units})(?![\w'/])", readings.measure),
+        one(r"\b([48])K\b(?=$|[ ,.;:!?]+(?:[a-z]|$))", lambda m: f"{m[1]} K"),
+        one(rf"(?<![\w.])({NUMBER})([kKM])\b", lambda m: f"{m[1]} {SCALES[m[2]]}"),
+        one(r"(?<=\d)-(?=[A-Za-z]{2,})|(?<=[A-Za-z])-(?=\d)", " "),
+    ]
+
+
+def _names() -> list[Rule]:
+    return [
+        one(r"\b([A-Z]{1,3})&([A-Z]{1,3})\b", lambda m: f"{spelled(m[1])} and {spelled(m[2])}"),
+        one(r"\bC\+\+(?!\w)", "C plus plus"),
+        one(r"\b([CFJ])#(?!\w)", lambda m: f"{m[1]} sharp"),
+        one(r"(?<!\w)\.NET\b", "dot net"),
+        one(r"\b(\w+)\.js\b", lambda m: f"{m[1]} dot J.S"),
+        one(r"\bGen Z\b", "Generation Z"),
+        one(r"\be\.g\.?,?(?=\W)", "for example,"),
+        one(r"\bi\.e\.?,?(?=\W)", "that is,"),
+        one(r"\betc\.(?=\s+\S)", "et cetera"),
+        one(r"\betc\b\.?", "et cetera."),
+        one(r"\ba\.k\.a\.?(?=\W)", "also known as"),
+        one(
+            r"\bPh\.? ?D\.?(?=(\W*$)?)",
+            lambda m: "P.H.D" + ("." if m[1] == "" and m[0].endswith(".") else ""),
+        ),
+        one(r"\bp\. ?(?=\d)", "page "),
+        # At the end of a sentence these are words; the library would read `number`, `Sunday`.
+        one(r"\b(no|ed|est|fig|ch|vol|eds|Sun|Sat|Mar|Wed|Dec|Co)\.(?=\W*$)", lambda m: f"{m[1]} ."),
+        one(r"\bno\.(?!\s?\d)", "no ."),
+        one(r"(\w)\\(?=\w)|(?<!\w)\\(?=\w)", lambda m: f"{m[1] or ''} backslash "),
+        one(r"([!?,;:])\1+", lambda m: m[1]),
+        one(r"\.{4,}|…+\.*", "..."),
+        one(r"(?<!\S)(?:[-=_*~#+|.]{2,}|\|)(?!\S)(?<!\.\.\.)", " "),
+    ]
+
+
+def _rules(british: bool) -> list[Rule]:
+    return [
+        one(ADDRESS, lambda m: address(m[0])),
+        one(PATH, lambda m: path(m[0])),
+        *_marks(),
+        *_calendar(british),
+        *_numbered(),
+        *_money_rules(british),
+        *_measured(british),
+        *_names(),
+    ]
+
+
+AMERICAN, BRITISH = _rules(british=False), _rules(british=True)

@@ -1,0 +1,127 @@
+"""The mark: found through codecs, other rates and cuts; in nothing that was not marked; and below the sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asr_serve.audio.encode import Encoder
+from asr_serve.audio.io import read_audio
+from asr_serve.audio.resample import Resampler
+from asr_serve.audio.watermark import MARKED, SILENT, Found, Watermark, detect, embed
+
+CLIPS = ("beckett.wav", "two_cities.wav")
+SECONDS = 8
+
+
+@pytest.fixture(scope="module", params=CLIPS)
+def speech(request: pytest.FixtureRequest, packaged_speech: Path) -> np.ndarray:
+    """Somebody who reads aloud: (n,) float32 at 16 kHz, and no louder than half."""
+    pcm = read_audio(str(packaged_speech / request.param))[: SECONDS * 16_000]
+    return 0.5 * pcm / np.abs(pcm).max()
+
+
+@pytest.fixture(scope="module")
+def marked(speech: np.ndarray) -> np.ndarray:
+    return embed(speech, 16_000)
+
+
+def at(rate_hz: int, pcm: np.ndarray) -> np.ndarray:
+    resampler = Resampler(16_000, rate_hz)
+    return np.concatenate([resampler.put(pcm), resampler.finish()])
+
+
+def coded(form: str, pcm: np.ndarray, rate_hz: int = 16_000, bit_rate: int = 64_000) -> np.ndarray:
+    encoder = Encoder(form, rate_hz, bit_rate=bit_rate)
+    return read_audio(encoder.put(pcm) + encoder.end())
+
+
+def test_it_lies_far_below_the_sound(speech: np.ndarray, marked: np.ndarray) -> None:
+    added = marked - speech
+    ratio_db = 10 * np.log10(np.square(speech).sum() / np.square(added).sum())
+    assert ratio_db > 36
+    # Where nothing is said, nothing is added.
+    quiet = np.sqrt(np.square(speech[: len(speech) // 640 * 640].reshape(-1, 640)).mean(1)) < SILENT
+    assert not added[: len(quiet) * 640].reshape(-1, 640)[quiet].any()
+
+
+def test_marked_is_told_from_unmarked(speech: np.ndarray, marked: np.ndarray) -> None:
+    assert detect(marked, 16_000).marked
+    assert detect(marked, 16_000).score > 50
+    assert not detect(speech, 16_000).marked
+
+
+@pytest.mark.parametrize(("form", "bit_rate"), [("mp3", 64_000), ("opus", 64_000), ("aac", 96_000), ("flac", 0)])
+@pytest.mark.parametrize("rate_hz", [16_000, 24_000])
+def test_codecs_leave_it(speech: np.ndarray, form: str, bit_rate: int, rate_hz: int) -> None:
+    marked = embed(at(rate_hz, speech), rate_hz)
+    assert detect(coded(form, marked, rate_hz, bit_rate), 16_000).marked
+    assert not detect(coded(form, at(rate_hz, speech), rate_hz, bit_rate), 16_000).marked
+
+
+@pytest.mark.parametrize("rate_hz", [8_000, 11_025, 22_050, 44_100, 48_000])
+def test_another_rate_leaves_it(marked: np.ndarray, rate_hz: int) -> None:
+    assert detect(at(rate_hz, marked), rate_hz).marked
+
+
+@pytest.mark.parametrize("rate_hz", [8_000, 22_050, 24_000, 48_000])
+def test_any_rate_can_be_marked(speech: np.ndarray, rate_hz: int) -> None:
+    pcm = at(rate_hz, speech)
+    marked = embed(pcm, rate_hz)
+    assert len(marked) == len(pcm)
+    assert detect(marked, rate_hz).marked
+
+
+def test_cuts_gain_and_sixteen_bits_leave_it(marked: np.ndarray) -> None:
+    assert detect(marked[12_345 : 12_345 + 3 * 16_000], 16_000).marked
+    assert detect(0.2 * marked, 16_000).marked
+    assert detect(np.rint(marked * 32_767).astype(np.int16), 16_000).marked
+    noise = np.random.default_rng(5).normal(0, 0.3, 40 * 16_000).astype(np.float32)
+    assert detect(np.concatenate([noise, marked]), 16_000).marked
+
+
+def test_a_gentle_equaliser_leaves_it(marked: np.ndarray) -> None:
+    tilted = np.empty_like(marked)  # 4 kHz is 3.5 dB louder than 300 Hz
+    tilted[0], tilted[1:] = marked[0], marked[1:] - 0.3 * marked[:-1]
+    assert detect(tilted, 16_000).marked
+
+
+def test_any_chunking_gives_the_same(speech: np.ndarray, marked: np.ndarray) -> None:
+    mark = Watermark(16_000)
+    cuts = np.random.default_rng(6).integers(0, len(speech), 50)
+    parts = [mark.put(part) for part in np.split(speech, np.sort(cuts))]
+    assert np.array_equal(np.concatenate([*parts, mark.end()]), marked)
+
+
+def test_it_lags_by_a_block(speech: np.ndarray) -> None:
+    mark, given = Watermark(16_000), 0
+    for start in range(0, 16_000, 160):
+        given += len(mark.put(speech[start : start + 160]))
+        assert start + 160 - given < 640
+
+
+def test_another_key_finds_nothing(marked: np.ndarray) -> None:
+    """And so is what chance does: of 60 keys none comes near."""
+    assert max(detect(marked, 16_000, b"key %d" % number).score for number in range(60)) < 4
+
+
+@pytest.mark.parametrize("kind", ["tone", "hum", "noise", "clicks", "silence", "constant"])
+def test_no_other_sound_is_taken_for_marked(kind: str) -> None:
+    t = np.arange(15 * 16_000) / 16_000
+    sounds = {
+        "tone": 0.3 * np.sin(2 * np.pi * 440 * t),
+        "hum": 0.2 * np.sign(np.sin(2 * np.pi * 100 * t)),
+        "noise": np.random.default_rng(7).normal(0, 0.1, len(t)),
+        "clicks": 0.9 * (np.arange(len(t)) % 640 == 0),
+        "silence": np.zeros(len(t)),
+        "constant": np.full(len(t), 0.5),
+    }
+    assert not detect(sounds[kind].astype(np.float32), 16_000).marked
+
+
+def test_too_little_says_nothing() -> None:
+    assert detect(np.zeros(0, np.float32), 16_000) == Found(0.0)
+    assert detect(np.ones(100, np.float32), 16_000) == Found(0.0)
+    assert MARKED == 6

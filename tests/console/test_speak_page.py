@@ -1,0 +1,178 @@
+"""The page that speaks, as its visitors have it: the real server with a real voice, and a Chromium that plays."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console_page import KEY, ROOT, Served, Visitor, browsers
+
+pytest.importorskip("hibari", reason="hibari-tts is not installed: pip install hibari-tts")
+
+AXE = ROOT / "console" / "node_modules" / "axe-core" / "axe.min.js"
+LONG = " ".join(f"This is sentence number {n}, and there are many more of its kind to come." for n in range(1, 60))
+"""Minutes. The page takes half a minute more than it has played, so the answer is not over when that begins."""
+WATCH = """() => {
+  window.seen = { contexts: [], answered: false, loudest: 0, before: 0, heardS: 0, words: new Set() };
+  const Own = window.AudioContext;
+  window.AudioContext = class extends Own {
+    constructor(...given) {
+      super(...given);
+      seen.contexts.push(this);
+    }
+    createAnalyser() {
+      const made = super.createAnalyser();
+      const levels = new Float32Array(made.fftSize);
+      const look = () => {
+        if (this.state === "closed") return;
+        made.getFloatTimeDomainData(levels);
+        const loud = Math.max(...levels.map(Math.abs));
+        seen.loudest = Math.max(seen.loudest, loud);
+        if (loud > 0.02 && !seen.answered) [seen.before, seen.heardS] = [seen.before + 1, this.currentTime];
+        const now = document.querySelector("#caption [data-now]");
+        if (now) seen.words.add(now.textContent);
+        requestAnimationFrame(look);
+      };
+      look();
+      return made;
+    }
+  };
+  const ask = window.fetch.bind(window);
+  window.fetch = async (...given) => {
+    const answer = await ask(...given);
+    if (!String(given[0]).endsWith("v1/audio/speech") || !answer.body) return answer;
+    const over = new TransformStream({ flush: () => void (seen.answered = true) });
+    return new Response(answer.body.pipeThrough(over), { status: answer.status, headers: answer.headers });
+  };
+}"""
+"""What sounds, and whether the answer was over by then."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    server = Served(tmp_path_factory.mktemp("speaks") / "log", "--api-key", KEY, voice="hibari")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Callable[..., Any]]:
+    with browsers() as found:
+        yield found
+
+
+@pytest.fixture
+def me(launch: Callable[..., Any], served: Served, packaged_speech: Path) -> Iterator[Visitor]:
+    """At the page, with a key."""
+    visitor = Visitor(launch(packaged_speech / "beckett.wav"))
+    visitor.page.add_init_script(f"sessionStorage.setItem('asr-serve.key', '{KEY}'); ({WATCH})()")
+    visitor.page.goto(f"{served.url}/speak")
+    visitor.page.wait_for_selector("#voice option[value=heart]", state="attached")
+    yield visitor
+    visitor.context.close()
+
+
+def test_it_plays_as_it_comes(me):
+    me.page.fill("#text", LONG)
+    assert f"{len(LONG)} characters" in me.page.inner_text("#count")
+    me.page.click("#primary")
+    me.mode("speaking")
+    me.holds("seen.before > 20 && seen.heardS > 2")  # sound for seconds, and the answer goes on
+    assert me.page.evaluate("seen.answered") is False
+    assert me.page.evaluate("seen.loudest") > 0.05
+    assert me.page.evaluate("seen.contexts[0].state") == "running"
+    me.holds("document.querySelector('#clock').textContent !== '0:00'")
+    me.holds("seen.words.has('sentence')")
+    assert me.page.inner_text("#first").endswith("s")
+    me.page.keyboard.press("Escape")
+    me.mode("idle")
+    assert me.page.evaluate("seen.contexts[0].state") == "closed"
+    me.holds("document.querySelector('#told').textContent === 'Stopped'")
+    me.expect_calm()
+
+
+def test_it_ends_by_itself(me):
+    me.page.fill("#text", "Ever tried. No matter.")
+    me.page.keyboard.press("Control+Enter")
+    me.mode("speaking")
+    me.mode("idle")
+    me.holds("document.querySelector('#told').textContent === 'All has been said'")
+    assert me.page.evaluate("seen.answered") is True
+    assert {"Ever", "tried.", "No", "matter."} >= set(me.page.evaluate("[...seen.words]")) != set()
+    assert me.page.inner_text("#gaps") == "0"
+    me.page.click("#sample")
+    me.mode("speaking")
+    me.page.click("#primary")
+    me.mode("idle")
+    me.expect_calm()
+
+
+def test_a_file_of_it(me, tmp_path):
+    me.page.fill("#text", "It was the best of times.")
+    with me.page.expect_download() as coming:
+        me.page.click("#download")
+    assert coming.value.suggested_filename == "speech.wav"
+    coming.value.save_as(tmp_path / "speech.wav")
+    head = (tmp_path / "speech.wav").read_bytes()[:4]
+    assert head == b"RIFF"
+    with wave.open(str(tmp_path / "speech.wav")) as file:
+        assert file.getframerate() == 24_000
+    me.mode("idle")
+    me.expect_calm()
+
+
+def test_what_cannot_be_said_is_told(me):
+    me.page.fill("#text", "Привет")
+    me.page.click("#primary")
+    me.until("#banner-text:has-text('CYRILLIC')")
+    me.mode("idle")
+    me.page.fill("#text", "<speak>\n<b>x</b></speak>")
+    me.page.check("#ssml")
+    me.page.click("#primary")
+    me.until("#banner-text:has-text('Line 2')")
+    me.page.fill("#text", "")
+    me.page.uncheck("#ssml")
+    me.page.click("#primary")
+    me.until("#banner-text:has-text('An empty text')")
+    me.page.click("#banner-close")
+    assert me.page.locator("#banner").is_hidden()
+    me.expect_calm("400")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 320])
+def test_axe_finds_nothing_serious(me, scheme, width):
+    if not AXE.is_file():
+        pytest.skip("axe-core is not installed: npm --prefix console ci")
+    me.page.emulate_media(color_scheme=scheme)
+    me.page.set_viewport_size({"width": width, "height": 740})
+    me.page.evaluate(AXE.read_text())
+    found = me.page.evaluate("() => axe.run({resultTypes: ['violations']})")["violations"]
+    serious = [
+        (each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")
+    ]
+    assert not serious
+    assert me.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_by_keyboard_alone(me):
+    order = []
+    me.page.focus("#text")
+    for _ in range(6):
+        order.append(me.page.evaluate("document.activeElement.id"))
+        me.page.keyboard.press("Tab")
+    assert order[:3] == ["text", "sample", "speed"] or order[1] in ("model", "voice", "sample")
+
+
+def test_a_server_without_a_voice_says_so(launch, packaged_speech, tmp_path):
+    server = Served(tmp_path / "log")
+    try:
+        visitor = Visitor(launch(packaged_speech / "beckett.wav"))
+        visitor.page.goto(f"{server.url}/speak")
+        visitor.until("#banner-text:has-text('This server has no voice')")
+        visitor.context.close()
+    finally:
+        server.stop()

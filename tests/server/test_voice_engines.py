@@ -1,0 +1,118 @@
+"""A server with a model that hears and one that speaks: each is asked for what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import MODEL, WAIT_S, Running
+
+from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.errors import ModelNotLoaded, WeightsMissing, WrongModel
+from asr_serve.models import weights
+from asr_serve.models.card import voice_card
+from asr_serve.server.engines import Engines, Parts, open_engine
+from asr_serve.types import Sentence, Stretch
+
+VOICE = "hibari"
+
+
+@pytest.fixture(scope="module")
+def speaking() -> Iterator[Parts]:
+    try:
+        weights.as_published(voice_card(VOICE))
+    except WeightsMissing as missing:
+        pytest.skip(str(missing))
+    made = open_engine(VOICE, ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0)))
+    yield made
+    made.client.close()
+
+
+@pytest.fixture(scope="module")
+def both(parts: Parts, speaking: Parts) -> Iterator[Running]:
+    config = ServeConfig(more_models=(VOICE,), voice="none", aliases={"tts-1": VOICE})
+    server = Running(config, lambda name, config: speaking if name == VOICE else parts)
+    yield server
+    server.stop()
+
+
+def test_models_tell_which_of_them_speak(both: Running) -> None:
+    found = {entry["id"]: entry for entry in both.http.get("/v1/models").json()["data"]}
+    assert (found[VOICE]["state"], found[VOICE]["speaks"], found[VOICE]["voices"]) == ("ready", True, ["heart"])
+    assert (found[MODEL]["state"], found[MODEL]["speaks"], found[MODEL]["voices"]) == ("ready", False, [])
+    assert both.http.get("/v1/models/tts-1").json()["aliases"] == ["tts-1"]
+    ready = both.http.get("/ready")
+    assert (ready.status_code, ready.json()["models"]) == (200, {MODEL: "ready", VOICE: "ready"})
+    assert f'asr_serve_spoken_seconds_total{{model="{VOICE}"}}' in both.http.get("/metrics").text
+
+
+def test_a_model_that_speaks_transcribes_nothing(both: Running, cities: Path) -> None:
+    with cities.open("rb") as file:
+        asked = both.http.post("/v1/audio/transcriptions", files={"file": file}, data={"model": VOICE})
+    assert asked.status_code == 400
+    assert asked.json()["error"]["code"] == "wrong_model"
+    assert "hibari speaks, and hears nothing" in asked.json()["error"]["message"]
+
+
+def test_engines_find_who_speaks_and_who_hears(both: Running) -> None:
+    engines = both.engines
+    assert engines.get().name == MODEL
+    assert engines.voice().name == engines.voice("tts-1").name == VOICE
+    assert engines.any(VOICE).speaks
+    with pytest.raises(WrongModel, match="hibari speaks"):
+        engines.get(VOICE)
+    with pytest.raises(WrongModel, match=f"{MODEL} hears"):
+        engines.voice(MODEL)
+    with pytest.raises(WrongModel):
+        _ = engines.voice().tokenizer
+    sound: list[bytes] = []
+    ticket = engines.voice().client.say(
+        Sentence((Stretch("həlˈO"),), "heart"), lambda piece: sound.append(piece.pcm)
+    )
+    assert ticket.future.result(WAIT_S) == len(b"".join(sound)) // 2
+
+
+async def test_the_servers_voice_is_loaded_beside_its_models(parts: Parts, speaking: Parts) -> None:
+    opened = []
+
+    def opening(name: str, config: ServeConfig) -> Parts:
+        opened.append(name)
+        return speaking if name in ("auto", VOICE) else parts
+
+    engines = Engines(ServeConfig(max_models=1), opening)
+    await engines.start()
+    assert opened == [MODEL, "auto"]
+    assert engines.voice().name == VOICE
+    assert engines.describe() == {MODEL: "ready", VOICE: "ready"}
+    assert (await engines.load(VOICE)).name == VOICE
+
+
+@pytest.mark.parametrize("voice", ["auto", VOICE])
+async def test_a_voice_that_is_there_already_is_not_loaded_again(
+    parts: Parts, speaking: Parts, voice: str
+) -> None:
+    opened = []
+
+    def opening(name: str, config: ServeConfig) -> Parts:
+        opened.append(name)
+        return speaking if name == VOICE else parts
+
+    engines = Engines(ServeConfig(more_models=(VOICE,), voice=voice), opening)
+    await engines.start()
+    assert opened == [MODEL, VOICE]
+    assert engines.voice().name == VOICE
+
+
+async def test_without_a_voice_on_this_machine_nothing_speaks(parts: Parts) -> None:
+    def opening(name: str, config: ServeConfig) -> Parts:
+        if name != MODEL:
+            raise WeightsMissing(f"the weights of {name} are not on this machine")
+        return parts
+
+    engines = Engines(ServeConfig(), opening)
+    await engines.start()
+    with pytest.raises(ModelNotLoaded, match="start the server with --voice"):
+        engines.voice()
+    with pytest.raises(WeightsMissing):
+        await Engines(ServeConfig(voice=VOICE), opening).start()

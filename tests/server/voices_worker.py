@@ -1,0 +1,70 @@
+"""In the place of train/cloning/worker where a test is about the queue: what happens is what the recordings' names
+ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from asr_serve.voices.card import VoiceCard
+from asr_serve.voices.order import Failed, Order, Progress, Report, Said, Verdict
+from asr_serve.voices.store import Store
+
+
+def say(what: Said) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    asks = " ".join(order.audio)
+    stop = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.buffer.read(), stop.set()), daemon=True).start()
+    Path(tempfile.gettempdir(), "left-behind").write_bytes(b"x")
+    say(Progress("listening", 0.1))
+    if "die" in asks:
+        print("the reason", file=sys.stderr, flush=True)
+        os._exit(3)
+    if "wait" in asks:
+        say(Progress("learning", 0.3, 0.9, 100.0))
+        stop.wait()
+        say(Failed("cancelled", "the cloning was cancelled"))
+        return
+    if "deaf" in asks:
+        say(Progress("learning", 0.3))
+        while True:
+            time.sleep(60)
+    if "bad" in asks:
+        say(Failed("too_few_clips", "1 good clips"))
+        return
+    tensors = b"tensors"
+    card = VoiceCard(
+        name=order.name,
+        created=1,
+        model=order.model,
+        fingerprint="f",
+        consent=order.consent,
+        clips=1,
+        seconds=30.0,
+        start="heart",
+        similarity=0.8,
+        ceiling=0.9,
+        steps=9,
+        seed=order.seed,
+        sha256=hashlib.sha256(tensors).hexdigest(),
+        release=f"{os.nice(0)} {order.texts}",
+    )
+    Store(Path(order.voices_dir)).add(card, tensors)
+    say(Report(card, [Verdict(audio, 3.0, "text") for audio in order.audio], 2.0, 1.0, 0.1))
+
+
+if __name__ == "__main__":
+    main()

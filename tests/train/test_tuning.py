@@ -1,0 +1,169 @@
+"""One more voice for a model: it is learnt, nothing else changes, and what is written is what was learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_fastpitch
+import torch
+from safetensors.torch import load_file, save_file
+
+from asr_serve.errors import Cancelled, OptionError, WeightsCorrupt
+from asr_serve.models.tts.fastpitch import read_voice
+from asr_serve.train.cloning import tuning
+from asr_serve.train.cloning.base import Base, fingerprint
+from asr_serve.train.cloning.clone import height
+from asr_serve.train.cloning.tuning import Going, Taught, Tuning, batches, divided
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_fastpitch.save(tmp_path_factory.mktemp("base"))
+
+
+def begun(checkpoint: Path, seed: int = 0, count: int = 10) -> Tuning:
+    base = Base(checkpoint)
+    items = tiny_fastpitch.items(base.speaker, count)
+    base.norms.pitch["new"] = height(items)
+    return Tuning(base, "new", "emma", items, seed)
+
+
+def taught(tuned: Tuning, minutes: float = 10, told: list[Going] | None = None) -> Taught:
+    return tuned.teach(minutes, (told if told is not None else []).append, lambda: False)
+
+
+@pytest.fixture(scope="module")
+def learnt(checkpoint: Path) -> tuple[Tuning, Taught, list[Going]]:
+    told: list[Going] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "MOST_STEPS", 120)
+        tuned = begun(checkpoint)
+        return tuned, taught(tuned, told=told), told
+
+
+def test_what_is_held_out_is_learnt_too(learnt):
+    tuned, found, told = learnt
+    assert found.after < 0.8 * found.before
+    assert 0 < found.steps <= 120
+    assert found.after == pytest.approx(tuned.held_out(), abs=1e-6), "the best is what is kept"
+    assert min(each.held_out for each in told) == pytest.approx(found.after)
+    shares = [each.share for each in told]
+    assert shares == sorted(shares)
+    assert all(0 < share <= 1 for share in shares)
+
+
+def test_nothing_else_has_changed(learnt, checkpoint):
+    """The model's own voices say what they said before, to the bit."""
+    tuned, _, _ = learnt
+    before = Base(checkpoint)
+    for speaker in range(len(tiny_fastpitch.VOICES)):
+        mel, frames = tuned.base.say("abc def", speaker)
+        other, other_frames = before.say("abc def", speaker)
+        assert np.array_equal(mel, other)
+        assert np.array_equal(frames, other_frames)
+    kept = load_file(checkpoint / "model.safetensors")
+    for name, tensor in tuned.base.learner.checkpoint().items():
+        assert torch.equal(tensor[: len(kept[name])], kept[name]), name
+
+
+def test_the_new_voice_says_something_else(learnt):
+    tuned, _, _ = learnt
+    base = tuned.base
+    mine = base.spoken("abc def", base.speaker, tuned.delta.changes(), (5.0, 0.1))
+    emma = base.spoken("abc def", base.number("emma"))
+    assert mine[0].shape != emma[0].shape or (mine[0] - emma[0]).abs().max() > 0.1
+
+
+def test_the_file_is_the_voice(learnt, tmp_path):
+    tuned, found, _ = learnt
+    save_file({name: t.contiguous() for name, t in found.tensors.items()}, tmp_path / "new.safetensors")
+    voice = read_voice(tmp_path / "new.safetensors", tuned.base.config.sizes, torch.device("cpu"))
+    assert voice.pitch == pytest.approx(tuned.base.norms.pitch["new"])
+    assert torch.equal(voice.encoder, tuned.base.learner.tables["speakers"][-1])
+    assert voice.changes is not None
+    assert set(voice.changes) == set(tuned.base.config.sizes.adapted())
+    for name, (down, up) in tuned.delta.changes().items():
+        assert torch.allclose(voice.changes[name][0], down[0], atol=2e-3)
+        assert torch.allclose(voice.changes[name][1], up[0], atol=2e-3)
+    assert (tmp_path / "new.safetensors").stat().st_size < 200_000
+
+
+def test_the_same_seed_is_the_same_voice(checkpoint, monkeypatch):
+    monkeypatch.setattr(tuning, "MOST_STEPS", 24)
+    one, same, other = (taught(begun(checkpoint, seed)) for seed in (3, 3, 4))
+    assert all(torch.equal(one.tensors[name], same.tensors[name]) for name in one.tensors)
+    assert not torch.equal(one.tensors["durations.0.down"], other.tensors["durations.0.down"])
+
+
+def test_it_ends_when_it_gets_no_better(checkpoint, monkeypatch):
+    tuned = begun(checkpoint)
+    monkeypatch.setattr(tuned, "held_out", lambda: 1.0)
+    told: list[Going] = []
+    found = taught(tuned, told=told)
+    assert len(told) == tuning.SLOWER * tuning.PATIENCE
+    assert found.steps == 0
+    assert (found.before, found.after) == (1.0, 1.0)
+    assert not found.tensors["durations.0.up"].any(), "none of it was better than to begin with"
+
+
+def test_time_is_a_bound(checkpoint):
+    told: list[Going] = []
+    found = taught(begun(checkpoint), minutes=1e-9, told=told)
+    assert found.steps == 0
+    assert found.after == found.before
+    assert not told
+
+
+def test_it_can_be_stopped(checkpoint):
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return len(asked) > 5
+
+    with pytest.raises(Cancelled):
+        begun(checkpoint).teach(10, lambda _: None, stop)
+    assert len(asked) == 6
+
+
+def test_short_and_long_ones_are_held_out():
+    items = tiny_fastpitch.items(3, 40)
+    learnt, held = divided(items)
+    assert len(held) == 6
+    assert len(learnt) + len(held) == 40
+    assert not {id(each) for each in learnt} & {id(each) for each in held}
+    lengths = sorted(len(each.mel) for each in held)
+    assert lengths[0] < np.median([len(each.mel) for each in items]) < lengths[-1]
+    assert [len(part) for part in divided(items[:5])] == [4, 1]
+
+
+def test_batches_hold_all_and_no_more_than_fits(monkeypatch):
+    monkeypatch.setattr(tuning, "BATCH_FRAMES", 300)
+    items = tiny_fastpitch.items(3, 30)
+    made = batches(items)
+    assert sorted(id(each) for part in made for each in part) == sorted(map(id, items))
+    assert all(len(part) * max(len(each.mel) for each in part) <= 300 for part in made)
+
+
+def test_the_nearest_voice(tmp_path):
+    by_pitch = Base(tiny_fastpitch.save(tmp_path / "pitch"))
+    assert by_pitch.nearest(np.ones(4), 4.8) == "adam"
+    assert by_pitch.nearest(np.ones(4), 5.5) == "emma"
+    like = np.zeros((3, 4), np.float32)
+    like[0, 0] = like[2, 1] = 1
+    by_ear = Base(tiny_fastpitch.save(tmp_path / "ear", like))
+    assert by_ear.nearest(np.array([0.2, 0.9, 0, 0]), 5.5) == "adam"
+    assert by_ear.nearest(np.array([0.9, 0.2, 0, 0]), 4.7) == "heart"
+    assert by_ear.fingerprint == fingerprint(tmp_path / "ear") == by_pitch.fingerprint
+
+
+def test_unknown_phonemes_are_named(checkpoint):
+    with pytest.raises(OptionError, match="ʃ"):
+        Base(checkpoint).ids("aʃ")
+
+
+def test_a_broken_checkpoint_is_told(tmp_path):
+    with pytest.raises(WeightsCorrupt):
+        Base(tmp_path)

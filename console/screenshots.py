@@ -24,6 +24,10 @@ PHONE = {"width": 390, "height": 844}
 SPOKEN_MS = 28_000
 PLAYED_MS = 4_000
 WATCHED_MS = 50_000
+TEXT = (
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
+    "It was the epoch of belief, it was the epoch of incredulity."
+)
 DONE = 'body[data-mode="idle"] #segments .said'
 LARGEST_BYTES = 150_000
 
@@ -42,6 +46,15 @@ def playing(page: Any, url: str, speech: Path) -> None:
     page.click("button.stamp >> nth=-1")
     page.wait_for_timeout(PLAYED_MS)
     page.mouse.move(0, 0)
+
+
+def reading(page: Any, url: str) -> None:
+    page.goto(f"{url}/speak")
+    page.wait_for_selector("#voice option:not([value=''])", state="attached")
+    page.fill("#text", TEXT)
+    page.click("#primary")
+    page.wait_for_selector('body[data-mode="speaking"]')
+    page.wait_for_timeout(PLAYED_MS)
 
 
 def uploads(url: str, speech: Path, over: threading.Event) -> None:
@@ -90,6 +103,10 @@ def main() -> int:
             shown = page(viewport, scheme)
             playing(shown, given.url, given.speech)
             keep(shown, name)
+
+        shown = page(DESKTOP)
+        reading(shown, given.url)
+        keep(shown, "speak")
 
         over = threading.Event()
         others = threading.Thread(target=uploads, args=(given.url, given.speech, over))

@@ -102,7 +102,6 @@ def test_it_ends_by_itself(me):
     me.holds("document.querySelector('#told').textContent === 'All has been said'")
     assert me.page.evaluate("seen.answered") is True
     assert {"Ever", "tried.", "No", "matter."} >= set(me.page.evaluate("[...seen.words]")) != set()
-    assert me.page.inner_text("#gaps") == "0"
     me.page.click("#sample")
     me.mode("speaking")
     me.page.click("#primary")
@@ -161,10 +160,10 @@ def test_axe_finds_nothing_serious(me, scheme, width):
 def test_by_keyboard_alone(me):
     order = []
     me.page.focus("#text")
-    for _ in range(6):
+    for _ in range(5):
         order.append(me.page.evaluate("document.activeElement.id"))
         me.page.keyboard.press("Tab")
-    assert order[:3] == ["text", "sample", "speed"] or order[1] in ("model", "voice", "sample")
+    assert order == ["text", "sample", "speed", "pitch", "ssml"]  # of one model and one voice there is no choice
 
 
 def test_a_server_without_a_voice_says_so(launch, packaged_speech, tmp_path):

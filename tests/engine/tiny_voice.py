@@ -23,7 +23,7 @@ from asr_serve.models.card import VoiceCard
 from asr_serve.models.speaking import WIDTH, State, StateSpec, expect_phonemes, expect_voice
 from asr_serve.types import Sentence, Sound, Stretch
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 """Longer than anything here takes; only a hang reaches it."""
 RATE_HZ, CHUNK, HOP, HIDDEN, DELAY = 8_000, 4, 32, 24, 2
 ALPHABET = "abcdefghijklmnop ."

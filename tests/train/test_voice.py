@@ -42,7 +42,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(tmp_path_factory: pytest.TempPathFactory, book: Path) -> Recording:
     pytest.importorskip("hibari", reason="hibari-tts, whose voice reads, is not installed")
     folder = tmp_path_factory.mktemp("speech")
-    found = Recording(texts=(book,), folder=folder, heart_minutes=3.0, voices=(), styles=folder)
+    found = Recording(texts=(book,), folder=folder, heart_minutes=3.0, voices=())
     record(found, lambda _: None)
     return found
 

@@ -23,7 +23,7 @@ export class Caption {
     if (!sentence) return;
     if (sentence !== this.#shown) {
       this.#shown = sentence;
-      this.#box.replaceChildren(...sentence.flatMap(({ word }) => [make("span", {}, word), " "]));
+      this.#box.replaceChildren(...sentence.map(({ word }) => make("span", {}, word)));
     }
     const spans = this.#box.querySelectorAll("span");
     sentence.forEach(({ start, end }, n) => {

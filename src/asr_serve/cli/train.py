@@ -26,14 +26,6 @@ def voice(
     run: Annotated[
         Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")
     ],
-    styles: Annotated[
-        Path | None,
-        typer.Option(
-            "--styles",
-            metavar="DIR",
-            help="Folder with the files of Kokoro's voices. Default: where asr-serve models fetch kokoro puts them.",
-        ),
-    ] = None,
     speech_minutes: Annotated[
         float, typer.Option("--speech-minutes", metavar="N", help="That each of Kokoro's voices reads.", min=0.5)
     ] = 20.0,
@@ -62,7 +54,8 @@ def voice(
     on with the speech there is. What is held out is never trained on.
 
     \b
-    It needs the packages: pip install 'asr-serve[train]'
+    It needs  pip install 'asr-serve\\[voice]' and resemblyzer --no-deps
+              asr-serve models fetch kokoro
 
     \b
     Examples
@@ -73,11 +66,12 @@ def voice(
     """
     from asr_serve.models.acoustic.network import Sizes
     from asr_serve.models.tts.fastpitch import ENGLISH
+    from asr_serve.train.cloning import likeness
     from asr_serve.train.voice.card import write_card
     from asr_serve.train.voice.record import Recording, record
     from asr_serve.train.voice.teach import Options, teach
     from asr_serve.train.voice.teachers import ENGLISH as TEACHERS
-    from asr_serve.train.voice.teachers import styles_folder, vocabulary
+    from asr_serve.train.voice.teachers import vocabulary
 
     job = Recording(
         texts=tuple(sentences),
@@ -85,9 +79,7 @@ def voice(
         heart_minutes=heart_minutes,
         minutes=speech_minutes,
         voices=tuple(TEACHERS.split()),
-        styles=styles or styles_folder(),
         processes=processes,
-        seed=seed,
     )
     record(job, say)
     phonemes = vocabulary()
@@ -106,6 +98,55 @@ def voice(
         ),
     )
     found = teach(options, say)
-    write_card(run / "model", job, options, found)
+    write_card(job, options, found)
+    likeness.write(job.folder, options.out)
     print(run / "model")
+    return 0
+
+
+@app.command("vocoder")
+@guarded
+def vocoder(
+    speech: Annotated[
+        Path, typer.Option("--speech", metavar="DIR", help="What asr-serve train voice has recorded.")
+    ],
+    run: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="Log, checkpoint and all that it goes on from.")
+    ],
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="When to stop.", min=1)] = 8_000,
+    judged_from: Annotated[
+        int, typer.Option("--judged-from", metavar="N", help="The step from which critics join.", min=1)
+    ] = 4_000,
+    start: Annotated[
+        Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to begin with.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Crops of 0.7 s in a step.", min=1)] = 12,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", metavar="N", help="0: a thread for every core.", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+) -> int:
+    """Teach the light vocoder to sound like recorded speech.
+
+    By the distance between spectra first, then by critics too, which tell it
+    from the recordings. The same command goes on where it was stopped.
+
+    \\b
+    Example
+      asr-serve train vocoder --speech runs/voice/speech --run runs/vocoder
+    """
+    from asr_serve.train.vocoder import Options, train
+
+    options = Options(
+        speech=speech,
+        run=run,
+        steps=steps,
+        judged_from=min(judged_from, steps),
+        start=start,
+        batch=batch,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+    train(options, say)
+    print(run / "checkpoint")
     return 0

@@ -351,14 +351,15 @@ class Model:
         course = (course @ self.lines).exp().transpose(1, 2)
         heard = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
         heard = torch.fft.rfft(heard * course[:, [0, 1, 1]]).transpose(1, 2)
-        voice: Tensor = torch.polar(loud[:, :, 0], turn) * heard[:, :, 0]
-        return voice + loud[:, :, 1] * heard[:, :, 1] + loud[:, :, 2] * heard[:, :, 2]
+        spectrum: Tensor = torch.polar(loud[:, :, 0], turn) * heard[:, :, 0]
+        spectrum = spectrum + loud[:, :, 1] * heard[:, :, 1]
+        return spectrum + loud[:, :, 2] * heard[:, :, 2]
 
     def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
         """Windows (n, frames, 1024), each 256 samples after the last, and the end of those before."""
         n, count, _ = pieces.shape
         parts = pieces.view(n, count, OVERLAP, HOP_SAMPLES)
-        sums = F.pad(parts[:, :, 0], (0, 0, 0, OVERLAP - 1))
+        sums: Tensor = F.pad(parts[:, :, 0], (0, 0, 0, OVERLAP - 1))
         for k in range(1, OVERLAP):
             sums = sums + F.pad(parts[:, :, k], (0, 0, k, OVERLAP - 1 - k))
         sums = F.pad(sums.reshape(n, -1), (HOP_SAMPLES // 2, 0))

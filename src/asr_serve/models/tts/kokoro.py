@@ -98,9 +98,9 @@ class Model:
     def __init__(self, card: VoiceCard, folder: Path) -> None:
         """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""
         self.rate_hz, self._card = card.rate_hz, card
-        self._styles = _styles(folder)
+        self._styles = styles_of(folder)
         self._tokens = "tokens"
-        self._graph = Session(_graph(folder), (UNITS,), lengths=[("speed", 0, "each")], change=self._taught)
+        self._graph = Session(graph_of(folder), (UNITS,), lengths=[("speed", 0, "each")], change=self._taught)
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -198,7 +198,8 @@ def _pip(into: Path, wanted: dict[str, str], *form: str) -> None:
         raise WeightsMissing(f"pip did not bring {', '.join(wanted)}: {(lines or ['no reason'])[0]}")
 
 
-def _graph(folder: Path) -> Path:
+def graph_of(folder: Path) -> Path:
+    """Raises WeightsMissing."""
     graphs = [folder / GRAPH, *sorted(folder.glob("*.onnx"))]
     found = next((path for path in graphs if path.is_file()), None)
     if found is None:
@@ -208,7 +209,7 @@ def _graph(folder: Path) -> Path:
     return found
 
 
-def _styles(folder: Path) -> dict[str, np.ndarray]:
+def styles_of(folder: Path) -> dict[str, np.ndarray]:
     """Name -> (numbers of phonemes, 256) float32, the card's voices first."""
     files = sorted((folder / VOICES).glob("*.bin"))
     archive = next(iter(sorted(folder.glob("voices*.bin"))), None)

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asr_serve import errors
@@ -257,13 +258,22 @@ async def not_found(request: Request, error: HTTPException) -> Response:
     """For FastAPI: no such path, or not that method."""
     visit = visit_of(request.scope)
     where = f"{request.method} {request.url.path[:100]}"
+    headers = error.headers
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = _methods(request) or (error.headers or {}).get("Allow", "")
+        headers = {**(error.headers or {}), "Allow": allowed}
         failure = NoSuchRoute(f"{where} is not allowed", f"methods there: {allowed}")
     else:
         failure = NoSuchRoute(f"{where} leads nowhere", "see /openapi.json for what there is")
     visit.reason = failure.code
-    return told(error.status_code, problem(failure, visit.request_id), error.headers)
+    return told(error.status_code, problem(failure, visit.request_id), headers)
+
+
+def _methods(request: Request) -> str:
+    """Of all routes with this path: it is said once for each method, and FastAPI tells of the first."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    path = next((route.path for route in routes if route.path_regex.match(request.url.path)), None)
+    return ", ".join(sorted({method for route in routes if route.path == path for method in route.methods or ()}))
 
 
 async def invalid(request: Request, error: RequestValidationError) -> Response:

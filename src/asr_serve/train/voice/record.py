@@ -36,8 +36,6 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Of each of the others."""
     voices: tuple[str, ...]
     """Kokoro's."""
-    styles: Path
-    """Folder with the files of Kokoro's voices."""
     processes: int = 1
     heart_characters: int = 150
     characters: int = 100
@@ -64,7 +62,7 @@ def _read(job: Recording, names: Sequence[str], say: Callable[[str], None]) -> N
     teachers: list[Teacher] = [] if names else [Heart()]
     shared = None
     for name in names:
-        kokoro = Kokoro(name, job.styles, shared)
+        kokoro = Kokoro(name, shared)
         shared = kokoro.session
         teachers.append(kokoro)
     wanted = job.minutes if names else job.heart_minutes

@@ -1,8 +1,8 @@
 """Speech to learn a voice from, on disk: PCM, what was said, when each sound of it ends, and how high.
 
-A folder has a voice in each three files: `NAME.i16`, 22.05 kHz mono end to end; `NAME.f0`, float32 in Hz, a
-value for each mel frame, 0 where there is no voice; `NAME.jsonl`, an utterance a line. A line is written last: what
-a run that was stopped has left half done is cut off by the next.
+A folder has a voice in each three files: `NAME.i16`, 22.05 kHz mono end to end; `NAME.f0`, float32 in Hz, a value
+for each mel frame, 0 where there is no voice; `NAME.jsonl`, an utterance a line. A line is written last: what a
+run that was stopped has left half done is cut off by the next.
 """
 
 from __future__ import annotations

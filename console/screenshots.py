@@ -25,8 +25,8 @@ SPOKEN_MS = 28_000
 PLAYED_MS = 4_000
 WATCHED_MS = 50_000
 TEXT = (
-    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
-    "It was the epoch of belief, it was the epoch of incredulity."
+    "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of "
+    "foolishness. It was the epoch of belief, it was the epoch of incredulity."
 )
 DONE = 'body[data-mode="idle"] #segments .said'
 LARGEST_BYTES = 150_000

@@ -50,10 +50,8 @@ def told(line: bytes) -> dict[str, object]:
 
 def test_only_a_text():
     assert ask(body(), MOST) == Ask("Hello.")
-    nothing = dict.fromkeys(
-        ("model", "voice", "instructions", "response_format", "speed", "stream_format", "words", "ssml", "phonemes")
-        + ("lexicon", "pitch", "energy", "seed", "sample_rate", "watermark")
-    )
+    names = "model voice instructions response_format speed stream_format words ssml phonemes lexicon pitch energy"
+    nothing = dict.fromkeys([*names.split(), "seed", "sample_rate", "watermark"])
     assert ask(body(**nothing), MOST) == Ask("Hello.")
 
 
@@ -150,7 +148,14 @@ def said(**members: object) -> str:
 def test_commands():
     assert command(said(type="start")) == Start()
     everything = said(
-        type="start", model="m", voice="v", format="mp3", sample_rate=16_000, words=False, instructions="x", **MANNER
+        type="start",
+        model="m",
+        voice="v",
+        format="mp3",
+        sample_rate=16_000,
+        words=False,
+        instructions="x",
+        **MANNER,
     )
     assert command(everything) == Start("m", "v", "mp3", 16_000, SAID, False, ("instructions",))
     assert command(said(type="text", text=" Hel")) == Text(" Hel")

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import MODEL, WAIT_S, Running, eventually
+from conftest import MODEL, VOICE, WAIT_S, Running, eventually
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
 
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel, WeightsMissing
 from asr_serve.metrics import ServerMetrics, exposition
-from asr_serve.models.card import Card
+from asr_serve.models.card import Card, VoiceCard
 from asr_serve.server.engines import Engine, Engines, Parts
 
 ROUTE = "/v1/audio/transcriptions"
@@ -313,7 +313,8 @@ def test_switched_off(serve):
 def test_the_document_is_whole(server):
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
-        ROUTE, "/v1/audio/translations", "/asr",
+        ROUTE, "/v1/audio/translations", "/asr", "/v1/audio/speech", "/v1/audio/voices",
+        *(path for path in document["paths"] if path.startswith("/v1/voices")),  # in test_schema
         "/v1/models", "/v1/models/{model}", "/v1/models/{model}/load", "/v1/models/{model}/unload",
         "/v1/models/{model}/renew",
         "/health", "/ready", "/metrics", "/v1/stream/{session_id}/flush", "/v1/stream/{session_id}/end",
@@ -334,4 +335,5 @@ def test_the_document_is_whole(server):
 
 
 def test_a_card_says_what_the_list_needs(parts):
-    assert all(isinstance(card, Card) and card.name for card in parts.cards.values())
+    assert all(isinstance(card, Card | VoiceCard) and card.name for card in parts.cards.values())
+    assert {VOICE, "fastpitch-en"} <= {card.name for card in parts.cards.values() if isinstance(card, VoiceCard)}

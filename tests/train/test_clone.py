@@ -78,7 +78,7 @@ def order(recordings: Path, checkpoint: Path, tmp_path: Path) -> Callable[..., O
                 "weights": str(checkpoint),
                 "voices_dir": str(tmp_path / "voices"),
                 "codec": "hifigan-universal",
-                "minutes": 0.05,
+                "minutes": 0.02,
                 **more,
             }
         )

@@ -144,8 +144,8 @@ def clock_time(seconds: float) -> str:
 
 
 class Shares:
-    """How much of some work is done: a bar on stderr where that is a terminal, else a line for each of its parts, by
-    `say`."""
+    """How much of some work is done: a bar on stderr where that is a terminal, else a line for each of its parts,
+    by `say`."""
 
     def __init__(self, say: Callable[[str], None], *, shown: bool = True, console: Console | None = None) -> None:
         self._say, self._shown, self._part = say, shown, ""

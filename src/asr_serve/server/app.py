@@ -80,6 +80,7 @@ def create_app(
         routers, live = [of_health], []
     console = pages.routes() if config.console and hears else []
     own = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
+    app.state.routes = own
     for router in routers:
         app.include_router(router)
     app.router.routes += [*live, *console]

@@ -350,10 +350,10 @@ class Model:
         loud, turn, course = told
         course = (course @ self.lines).exp().transpose(1, 2)
         heard = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
-        heard = torch.fft.rfft(heard * course[:, [0, 1, 1]]).transpose(1, 2)
-        spectrum: Tensor = torch.polar(loud[:, :, 0], turn) * heard[:, :, 0]
-        spectrum = spectrum + loud[:, :, 1] * heard[:, :, 1]
-        return spectrum + loud[:, :, 2] * heard[:, :, 2]
+        spectra: Tensor = torch.fft.rfft(heard * course[:, [0, 1, 1]])
+        pulse, noise, breath = spectra.unbind(1)
+        shaped = torch.polar(loud[:, :, 0], turn) * pulse
+        return shaped + loud[:, :, 1] * noise + loud[:, :, 2] * breath
 
     def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
         """Windows (n, frames, 1024), each 256 samples after the last, and the end of those before."""

@@ -271,7 +271,7 @@ async def not_found(request: Request, error: HTTPException) -> Response:
 
 def _methods(request: Request) -> str:
     """Of all routes with this path: it is said once for each method, and FastAPI tells of the first."""
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    routes = [route for route in getattr(request.app.state, "routes", ()) if isinstance(route, Route)]
     path = next((route.path for route in routes if route.path_regex.match(request.url.path)), None)
     return ", ".join(sorted({method for route in routes if route.path == path for method in route.methods or ()}))
 

@@ -22,8 +22,10 @@ from asr_serve.units import RATE_HZ as HEARD_HZ
 from asr_serve.voices.order import Verdict
 from asr_serve.voices.texts import stem
 
-SHORTEST_S, LONGEST_S = 1.0, 15.0
+SHORTEST_S, LONGEST_S = 1.0, 20.0
 """Of a clip: less says little, more does not fit into a batch."""
+SILENT_S = 5.0
+"""So much longer it may be with the silence around it."""
 RECORDING_S = 1_800.0
 """Longest recording that is taken apart."""
 BLOCK = RATE_HZ // 50
@@ -33,6 +35,9 @@ KEPT_S = 0.15
 """Silence that is left at, or put to, both ends: voices are taught with it."""
 CLIPPED_SHARE, AT_THE_TOP = 0.0005, 0.985
 """Of the samples, those that stand at the recording's greatest; a run of three or more counts."""
+OTHERWISE, TOLD_WORDS = 0.6, 5
+"""Share of a text's words that are heard otherwise, above which it is another clip's; of so many words at least:
+of fewer a recogniser makes anything."""
 FULL = 0.25
 """Below this of full scale nothing is clipped, however flat its tops are."""
 NOTHING = 1e-10
@@ -115,7 +120,7 @@ def taken_apart(item: Item, text: str | None, ear: Ear) -> Iterator[Clip | Verdi
         yield Verdict(item.key, 0.0, "", str(failure))
         return
     seconds = len(pcm) / RATE_HZ
-    if text is not None and seconds > LONGEST_S + 5:
+    if text is not None and seconds > LONGEST_S + SILENT_S:
         yield Verdict(
             item.key, round(seconds, 2), text, f"it is longer than {LONGEST_S:g} s: cut it with its text"
         )
@@ -138,7 +143,7 @@ def _one(key: str, pcm: np.ndarray, text: str, given: bool, heard: str) -> Itera
     seconds = round(len(cut) / RATE_HZ, 2)
     if not wrong and not SHORTEST_S + 2 * KEPT_S <= seconds <= LONGEST_S + 2 * KEPT_S:
         wrong = f"{seconds - 2 * KEPT_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are wanted"
-    if not wrong and given and (share := differing(text, heard)) > 0.5:
+    if not wrong and given and len(words(text)) >= TOLD_WORDS and (share := differing(text, heard)) > OTHERWISE:
         wrong = f"{heard!r} was heard in it: {100 * share:.0f} % other words than its text"
     yield Verdict(key, seconds, text, wrong) if wrong else Clip(key, cut, text, given, heard)
 

@@ -122,8 +122,8 @@ def height(items: Sequence[Item]) -> tuple[float, float]:
 
 
 def _likeness(tuning: Tuning, ready: Ready, codec: Codec, encoder: ge2e.Speaker) -> float | None:
-    """Cosine of what the voice says to the recordings. What it says was not learnt from. None of a voice that cannot
-    be heard."""
+    """Cosine of what the voice says to the recordings. What it says was not learnt from. None of a voice that
+    cannot be heard."""
     base, names = tuning.base, {number: letter for letter, number in tuning.base.config.vocabulary.items()}
     said = []
     for held in tuning.held[:COMPARED]:

@@ -2,8 +2,8 @@
 
     python -m asr_serve.train.cloning.likeness --speech speech/ --model model/
 
-writes speakers.safetensors beside the checkpoint: `ge2e` (voices, 256), in the order of config.json's voices. A voice
-of which there is no speech gets zeros, and is nobody's likeness.
+writes speakers.safetensors beside the checkpoint: `ge2e` (voices, 256), in the order of config.json's voices. A
+voice of which there is no speech gets zeros, and is nobody's likeness.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ import numpy as np
 from asr_serve.library import Model
 from asr_serve.text.spoken.front import Front
 from asr_serve.text.spoken.passages import Clause
-from asr_serve.train.cloning.clips import LONGEST_S, Heard
+from asr_serve.train.cloning.clips import Heard
 
 RECOGNISER = "moonshine-tiny-en"
+SEGMENT_MS = 12_000
+"""Longest clip that is cut of a longer recording."""
 
 
 class Aloud:
@@ -29,15 +31,14 @@ class Aloud:
 
 
 class Listener:
-    """An Ear. Segments are cut at pauses, and none is longer than a clip may be."""
+    """An Ear. Segments are cut at pauses."""
 
     def __init__(self, model: str = RECOGNISER, weights: str | None = None) -> None:
         """Raises UnknownModel, WeightsMissing."""
         self._model = Model.load(model, device="cpu", weights=weights)
 
     def __call__(self, pcm: np.ndarray) -> list[Heard]:
-        longest_ms = round(1_000 * (LONGEST_S - 1))
-        (found,) = self._model.transcribe([pcm], max_segment_ms=longest_ms)
+        (found,) = self._model.transcribe([pcm], max_segment_ms=SEGMENT_MS)
         return [Heard(each.start_samples, each.end_samples, each.text) for each in found.segments]
 
     def close(self) -> None:

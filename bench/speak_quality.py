@@ -71,7 +71,12 @@ class Ours:
             self._runner.leave(row)
         places = np.cumsum([0, *(len(piece.pcm) for piece in pieces)])[:-1]
         (encoded,) = self._model.encode([sentence])
-        whole = self._codec.whole(self._model.whole(encoded))[0].float().cpu().numpy()
+        whole = (
+            self._codec.whole(self._model.whole(encoded))[0, encoded.lead * self._codec.hop :]
+            .float()
+            .cpu()
+            .numpy()
+        )
         return Reading(np.concatenate([piece.pcm for piece in pieces]), whole, places.tolist())
 
 

@@ -20,6 +20,7 @@ from tiny_voice import (
     CHUNK,
     DELAY,
     HOP,
+    LEAD,
     WAIT_S,
     Codec,
     Heard,
@@ -118,7 +119,7 @@ def test_a_sentence_of_any_length_ends_where_it_ends():
         pieces = []
         while not pieces or not pieces[-1].over:
             pieces += runner.step([row])
-        assert len(pieces) == -(-(count + DELAY) // CHUNK)
+        assert len(pieces) == -(-(LEAD + count + DELAY) // CHUNK)
         assert len(np.concatenate([piece.pcm for piece in pieces])) == count * HOP
         assert row.ends == tuple(HOP * (at + 1) for at in range(count))
         runner.check()
@@ -199,7 +200,8 @@ def test_first_chunks_come_in_the_order_of_coming_and_before_all_others():
         spoken = [say(client, sentence(text)) for text in ("aaaaaa", "bbbbbb", "cccccc")]
     for ticket, _ in spoken:
         result(ticket)
-    assert steps_since(client, 0)[:3] == [["aaaaaa"], ["bbbbbb"], ["cccccc"]]
+    # The first chunk is all lead and delay: there is something to hear from the second on.
+    assert steps_since(client, 0)[:6] == [["aaaaaa"]] * 2 + [["bbbbbb"]] * 2 + [["cccccc"]] * 2
     client.close()
 
 

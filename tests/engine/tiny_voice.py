@@ -46,10 +46,15 @@ CARD = VoiceCard(
 )
 
 
+LEAD = 3
+"""Frames at the start of every sentence that nobody is to hear."""
+
+
 class Encoded(NamedTuple):
     x: Tensor
     """(frames, HIDDEN)"""
     frames: int
+    lead: int
     ends: tuple[int, ...]
 
 
@@ -87,13 +92,13 @@ class Voice:
         shift = {"low": 0.0, "high": 1.0}.get(sentence.voice, 0.0)
         if sentence.voice in self.cloned:
             shift = sum(self.cloned[sentence.voice]) / 100
-        x, lengths = [], []
+        x, lengths = [torch.zeros(HIDDEN)] * LEAD, []
         for stretch in sentence.stretches:
             for phoneme in stretch.phonemes:
                 at = ALPHABET.index(phoneme)
                 lengths.append(max(1, round((2 + at % 5) / stretch.speed)))
                 x += [self.table[at] + shift + stretch.pitch / 12] * lengths[-1]
-        made = Encoded(torch.stack(x), len(x), tuple(HOP * end for end in accumulate(lengths)))
+        made = Encoded(torch.stack(x), len(x), LEAD, tuple(HOP * end for end in accumulate(lengths)))
         self.of[id(made)] = sentence
         return made
 
@@ -166,7 +171,7 @@ def expected(said: Sentence, model: Voice | None = None) -> np.ndarray:
     for x in encoded.x:
         memory = torch.tanh(x[None] + (memory[:, None, :] * voice.inner.T).sum(-1))
         frames.append((memory[:, :, None] * voice.out).sum(1))
-    return to_int16(codec.whole(torch.stack(frames, 1), said.seed)[0].numpy())
+    return to_int16(codec.whole(torch.stack(frames, 1), said.seed)[0, LEAD * HOP :].numpy())
 
 
 class Heard:

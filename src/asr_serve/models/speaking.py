@@ -60,8 +60,12 @@ class Encoded(Protocol):
         """How long it is."""
 
     @property
+    def lead(self) -> int:
+        """Frames at its start that are made because of what follows them, and are not heard."""
+
+    @property
     def ends(self) -> Sequence[int]:
-        """The sample at which each phoneme ends."""
+        """The sample at which each phoneme ends, of those that are heard."""
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 What either remembers of a sentence lies in its row of StateCacheManager. A step gives each sentence in it one
 chunk, wherever it stands. The codec hears `delay` frames ahead, so that a sentence goes on for a while after its
-last frame; what lies before its first sample and after its last is cut here.
+last frame; what lies before its first sample and after its last is cut here, and so is its lead.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ChunkRunner:
 
     def _cut(self, row: ChunkRow, sound: np.ndarray) -> Piece:
         """What of a step's (chunk * hop,) samples is the sentence's."""
-        first = (row.seen - self._codec.delay) * self._hop
-        left = row.encoded.frames * self._hop - first
+        first = (row.seen - self._codec.delay - row.encoded.lead) * self._hop
+        left = (row.encoded.frames - row.encoded.lead) * self._hop - first
         row.seen += self._chunk
         return Piece(sound[max(0, -first) : max(0, left)], over=left <= len(sound))
 

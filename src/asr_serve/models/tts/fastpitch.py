@@ -6,7 +6,8 @@ must remember is a row of state of fixed size. A voice is a vector for the encod
 high it speaks; one that was cloned (train/voice/clone) has low-rank changes to products besides, its own in each
 row of a batch.
 
-The network hears a pause before the first phoneme and after the last. They are said, but kept short.
+The network hears a pause before the first phoneme and after the last. They are kept short, and of the first one
+only the end is heard.
 
 Source   FastPitch (arXiv:2006.06873), made incremental in models/acoustic/network
 Weights  our own, taught by Kokoro's and hibari's voices: docs/voices.md. They ship with this package
@@ -63,8 +64,11 @@ CARDS = (
 )
 PAUSE = "_"
 """Before the first phoneme and after the last."""
-BEFORE, AFTER = 2, 6
-"""Frames that those pauses last at most."""
+BEFORE, AFTER = 14, 6
+"""Frames that those pauses last at most. What begins without a pause before it is not said well: of thirty
+sentences three began with another word for Whisper base where it had 2 frames, and none from 12 on."""
+SAID_BEFORE = 2
+"""Frames of the pause before the first phoneme that are heard: nobody should wait for the others."""
 KEPT_VOICES = 64
 """Cloned voices that stay loaded; the one that was longest unused goes first."""
 
@@ -125,6 +129,7 @@ class Encoded(NamedTuple):
     """(frames,), as long: natural log of F0, as the pitch of its phoneme has it."""
     voice: Voice
     frames: int
+    lead: int
     ends: tuple[int, ...]
 
 
@@ -229,9 +234,10 @@ class Model:
         index, place = places(durations, torch.arange(padded, device=where)[None])
         said = self.network.conditioned(hidden, prosody)[0][index[0]]
         base = (prosody.pitch * prosody.voiced * deviation + mean)[0][index[0]]
-        ends = durations[0].cumsum(0)[1:-1] * HOP_SAMPLES
+        lead = max(0, int(durations[0, 0]) - SAID_BEFORE)
+        ends = (durations[0].cumsum(0)[1:-1] - lead) * HOP_SAMPLES
         x = self.network.frames_in(said[None], place, voice.decoder[None])[0]
-        return Encoded(x, base, voice, frames, tuple(ends.tolist()))
+        return Encoded(x, base, voice, frames, lead, tuple(ends.tolist()))
 
     def _frames(self, out: Tensor, base: Tensor) -> Tensor:
         """The network's numbers (n, chunk, MELS + 2) to frames as codecs hear them."""

@@ -18,6 +18,7 @@ from asr_serve.train.voice.record import Recording, record
 from asr_serve.train.voice.recorded import HOP, RATE_HZ, Line, Voice, levelled, voices
 from asr_serve.train.voice.sentences import cut, held_out, readings, said, sentences
 from asr_serve.train.voice.teach import Options, falling, teach
+from asr_serve.train.voice.teachers import between
 from asr_serve.types import Sentence, Stretch
 
 BOOK = (
@@ -145,6 +146,12 @@ def test_a_run_goes_on_where_it_stopped(job: Recording) -> None:
     assert len(after) > len(before)
 
 
+def test_pitch_is_on_lines_and_stops_with_the_voice() -> None:
+    f0 = np.array([0, 100, 200, 0, 10, 300], np.float32)
+    found = between(f0, np.array([0.9, 1.2, 1.5, 2.0, 2.5, 2.9, 3.5, 5.5]))
+    assert found.tolist() == [0, 100, 100, 150, 200, 200, 0, 300]
+
+
 # --- learning --------------------------------------------------------------------------------------------
 
 
@@ -171,7 +178,7 @@ def test_it_learns_and_speaks_what_it_learnt(job: Recording, tmp_path: Path) -> 
     told: list[str] = []
     teach(options(job, tmp_path / "first"), told.append)
     found = teach(options(job, tmp_path / "second", start=tmp_path / "first", steps=60), told.append)
-    first = [line for line in told if line.startswith("held out")][0]
+    first = next(line for line in told if line.startswith("held out"))
     assert found["mel"] < float(first.split("mel ")[1].split()[0])
     settings = json.loads((tmp_path / "second" / "config.json").read_text())
     assert settings["voices"] == ["heart", "alloy"]

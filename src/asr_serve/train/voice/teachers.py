@@ -119,10 +119,21 @@ def line(text: str, phonemes: str, said: Read) -> tuple[Line, np.ndarray, np.nda
     frames = np.diff(ends, prepend=0)
     if len(frames) != len(phonemes) or frames.min() < 1:
         return None
-    middles_s = (np.arange(total) + 0.5) * HOP / RATE_HZ
-    nearest = np.minimum((middles_s * TEACHER_HZ * 2 / UNIT).astype(np.int64), len(said.f0) - 1)
-    f0 = said.f0[nearest]
-    return Line(text, phonemes, len(pcm), frames.tolist()), pcm, np.where(f0 > VOICED_HZ, f0, 0).astype(np.float32)
+    f0 = between(said.f0, (np.arange(total) + 0.5) * HOP / RATE_HZ * TEACHER_HZ * 2 / UNIT)
+    return Line(text, phonemes, len(pcm), frames.tolist()), pcm, f0
+
+
+def between(f0: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """F0 in Hz at `places`, counted in cells of f0: on the line between the middles of two cells that have a
+    voice, for steps would blur high harmonics; 0 where the nearest has none."""
+    middles = places - 0.5
+    left = np.floor(middles).astype(np.int64).clip(0, len(f0) - 1)
+    right = (left + 1).clip(0, len(f0) - 1)
+    share = (middles - left).clip(0, 1)
+    nearest = f0[np.minimum(places.astype(np.int64), len(f0) - 1)]
+    both = (f0[left] > VOICED_HZ) & (f0[right] > VOICED_HZ)
+    found = np.where(both, (1 - share) * f0[left] + share * f0[right], nearest)
+    return np.where(nearest > VOICED_HZ, found, 0).astype(np.float32)
 
 
 def _hibari() -> Any:

@@ -44,6 +44,27 @@ def test_boundaries_are_found(said):
     assert np.mean(np.array(off_ms) < 50) > 0.95
 
 
+def test_several_voices_agree(said):
+    """One that is lost does not count."""
+    slow, fast = said[0][1], said[1][1]
+    heard, wanted = mel(deeper(slow.pcm)), np.cumsum(slow.line.frames)[:-1]
+    good = [(mel(each.pcm), np.array(each.line.frames)) for each in (fast, spoken(1.1)[1])]
+    lost = (np.roll(good[0][0], len(good[0][0]) // 2, 0), good[0][1])
+    found = align.agreed(heard, [*good, lost])
+    assert found is not None
+    assert found.frames.sum() == len(heard)
+    off = np.abs(np.cumsum(found.frames)[:-1] - wanted)
+    alone = align.aligned(heard, *lost)
+    assert alone is not None
+    assert np.median(off) <= 1
+    assert off.mean() < 0.3 * np.abs(np.cumsum(alone.frames)[:-1] - wanted).mean()
+    right = align.agreed(heard, good)
+    assert right is not None
+    assert right.apart < 1.5
+    assert right.apart < found.apart
+    assert align.agreed(heard[:3], good) is None
+
+
 def test_a_pause_in_the_middle_stays_with_its_neighbours(said):
     slow, fast = said[0][0], said[1][0]
     ends = np.cumsum(slow.line.frames)

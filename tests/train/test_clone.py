@@ -77,7 +77,6 @@ def order(recordings: Path, checkpoint: Path, tmp_path: Path) -> Callable[..., O
                 "model": "fastpitch-en",
                 "weights": str(checkpoint),
                 "voices_dir": str(tmp_path / "voices"),
-                "codec": "hifigan-universal",
                 "minutes": 0.02,
                 **more,
             }

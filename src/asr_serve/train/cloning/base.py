@@ -46,14 +46,14 @@ class Base:
         self.learner.requires_grad_(False)
         self.norms = Norms(self.config.norms.mel, self.config.norms.energy, dict(self.config.norms.pitch))
 
-    def nearest(self, voice: np.ndarray, pitch: float) -> str:
-        """Of the model's voices the one most like this: by the speaker encoder's cosine, where the checkpoint
-        tells what its own are like; else by how high they are. `pitch`: mean natural log of F0."""
+    def nearest(self, voice: np.ndarray, pitch: float) -> list[str]:
+        """The model's voices, those most like this one first: by the speaker encoder's cosine, where the
+        checkpoint tells what its own are like; else by how high they are. `pitch`: mean natural log of F0."""
         names = [name for name in self.config.voices if name in self.config.norms.pitch]
         if (known := self.likeness) is not None:
             heard = [name for name in names if known[self.number(name)].any()]
-            return max(heard, key=lambda name: similarity(voice, known[self.number(name)]))
-        return min(names, key=lambda name: abs(self.config.norms.pitch[name][0] - pitch))
+            return sorted(heard, key=lambda name: -similarity(voice, known[self.number(name)]))
+        return sorted(names, key=lambda name: abs(self.config.norms.pitch[name][0] - pitch))
 
     def number(self, name: str) -> int:
         return self.config.voices.index(name)

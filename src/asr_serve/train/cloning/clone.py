@@ -1,7 +1,7 @@
 """From recordings of somebody to a voice that says anything. START HERE.
 
 1. `material.gather` takes recordings apart, hears what is said where nobody tells, and keeps clips that are good.
-2. `material.written` has the most similar voice of the model's own say the same, and lays the clips upon that.
+2. `material.written` has the most similar voices of the model's own say the same, and lays the clips upon that.
 3. `tuning` teaches the model one more voice, and stops when it gets no better at clips that it does not learn
 from.
 4. The voice says those clips' texts; a speaker encoder tells how like the recordings that is.
@@ -42,6 +42,8 @@ from asr_serve.voices.card import VoiceCard
 from asr_serve.voices.order import STAGES, Order, Progress, Report, Stage, Verdict
 from asr_serve.voices.store import Store
 
+ASKED = 5
+"""Of the model's own voices, those that say the clips' texts for comparison: the most similar ones."""
 COMPARED = 4
 """Held-out clips whose texts are said, to be compared."""
 
@@ -105,14 +107,19 @@ def _prepared(order: Order, base: Base, encoder: ge2e.Speaker, aloud: Aloud, tel
     with Listener(recogniser) as ear:
         material = gather(expand(order.audio), order.texts, ear, encoder, tell.of("listening"))
     heights = np.concatenate([track(good.clip.pcm) for good in material.clips])
-    start = base.nearest(material.voice, float(np.log(heights[heights > 0]).mean()))
-    number = base.number(start)
+    near = base.nearest(material.voice, float(np.log(heights[heights > 0]).mean()))[:ASKED]
+    numbers = [base.number(name) for name in near]
     with tempfile.TemporaryDirectory(prefix="asr-serve-voice-") as folder:
         voice, verdicts = written(
-            material, aloud, lambda said: base.say(said, number), Path(folder), "clone", tell.of("aligning")
+            material,
+            aloud,
+            lambda said: [base.say(said, number) for number in numbers],
+            Path(folder),
+            "clone",
+            tell.of("aligning"),
         )
         items = [item(recording, base.speaker, base.config.vocabulary) for recording in voice]
-    return Ready(items, verdicts, material, start, height(items))
+    return Ready(items, verdicts, material, near[0], height(items))
 
 
 def height(items: Sequence[Item]) -> tuple[float, float]:

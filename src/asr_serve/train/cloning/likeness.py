@@ -51,6 +51,7 @@ def write(speech: Path, model: Path) -> Path:
     names = list(json.loads((model / "config.json").read_text("utf-8"))["voices"])
     path = model / LIKENESS
     save_file({"ge2e": torch.from_numpy(likeness(speech, names)).half()}, path)
+    path.chmod(0o644)  # it ships with the checkpoint
     return path
 
 

@@ -15,7 +15,7 @@ from asr_serve.errors import OptionError, TooFewClips
 from asr_serve.features.slaney_mel import SlaneyMel
 from asr_serve.models.speaker.ge2e import Speaker, prepared, similarity
 from asr_serve.models.tts.fastpitch import PAUSE
-from asr_serve.train.cloning.align import Aligned, aligned
+from asr_serve.train.cloning.align import Agreed, agreed
 from asr_serve.train.cloning.clips import KEPT_S, Clip, Ear, at_16k, taken_apart, text_of
 from asr_serve.train.cloning.pitch import track
 from asr_serve.train.voice.recorded import RATE_HZ, Line, Voice, levelled
@@ -28,13 +28,15 @@ ANOTHER, NEAR = 0.77, 0.7
 """A clip that is less like the mean of the others than the first is somebody else's, by the speaker encoder's
 cosine: of LibriSpeech's speakers one's own clips are at 0.85 or more, 98 of 100 of others' below 0.75. Of two
 single clips the second says the same."""
-COST, COST_SHARE = 0.85, 1.7
-"""Of an alignment: above the first, or so many times the clips' median, the text is not what is said."""
+COST = 0.85
+APART_FRAMES, APART_SHARE = 9.0, 4.0
+"""Of an alignment: above such a cost, or where the voices that it is compared with are so many frames apart and so
+many times the clips' median, the text is not what is said."""
 
 Phonemes = Callable[[str], str]
 """Text -> phonemes in the model's alphabet, no pauses around them. Raises OptionError."""
-Reference = Callable[[str], tuple[np.ndarray, np.ndarray]]
-"""Phonemes -> how a known voice says them: mel (frames, 80), and frames of each and of the pauses around them."""
+Reference = Callable[[str], Sequence[tuple[np.ndarray, np.ndarray]]]
+"""Phonemes -> how known voices say them: of each mel (frames, 80), and frames of each and of the pauses around."""
 Told = Callable[[float], None]
 """The share that is done."""
 
@@ -145,7 +147,7 @@ def written(
     """A voice's files in `folder`, of the clips whose frames could be laid upon their phonemes; and what became of
     every clip. Raises TooFewClips."""
     mels = SlaneyMel()
-    laid: list[tuple[Good, Line, Aligned, np.ndarray]] = []
+    laid: list[tuple[Good, Line, Agreed, np.ndarray]] = []
     verdicts = [verdict for verdict in material.verdicts if verdict.left_out]
     for number, good in enumerate(material.clips):
         told(number / len(material.clips))
@@ -154,7 +156,7 @@ def written(
         mel = mels(torch.from_numpy(pcm)[None])[0].numpy()
         try:
             said = phonemes(clip.text)
-            found = aligned(mel, *reference(said)) if said.strip() else None
+            found = agreed(mel, reference(said)) if said.strip() else None
         except OptionError as failure:
             verdicts.append(Verdict(clip.key, length_s(clip), clip.text, f"its text cannot be read: {failure}"))
             continue
@@ -163,13 +165,13 @@ def written(
             continue
         line = Line(clip.text, f"{PAUSE}{said}{PAUSE}", len(pcm), found.frames.tolist())
         laid.append((good, line, found, pcm))
-    usual = float(np.median([found.cost for _, _, found, _ in laid])) if laid else 0.0
-    worst = min(COST, COST_SHARE * usual)
+    usual = float(np.median([found.apart for _, _, found, _ in laid])) if laid else 0.0
+    most = max(APART_FRAMES, APART_SHARE * usual)
     voice, kept = Voice(folder, name, write=True), []
     for good, line, found, pcm in laid:
         length = length_s(good.clip)
-        if found.cost > worst:
-            wrong = f"its text is not what is said (distance {found.cost:.2f}, {usual:.2f} is usual here)"
+        if found.cost > COST or found.apart > most:
+            wrong = f"its text is not what is said (cost {found.cost:.2f}, {found.apart:.1f} frames apart)"
             verdicts.append(Verdict(good.clip.key, length, line.text, wrong))
             continue
         voice.add(line, pcm, track(pcm))

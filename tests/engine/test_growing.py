@@ -68,7 +68,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         found = Checkpoint.find(MODEL, folder)
-        self.model, _, self.device, self.text = found.build("cpu", "fp32")
+        self.model, _, self.device, self.text, _ = found.build("cpu", "fp32")
         self.chunk = found.card.chunk
 
     @cache  # noqa: B019

@@ -85,12 +85,17 @@ def order(recordings: Path, checkpoint: Path, tmp_path: Path) -> Callable[..., O
     return made
 
 
-def test_the_command_makes_a_voice(recordings, checkpoint, tmp_path):
+@pytest.mark.slow
+def test_the_command_makes_a_voice(recordings, tmp_path):
+    """With the model that is shipped, which knows this very voice."""
+    shipped = voice_card("fastpitch-en")
+    if weights.published(shipped) is None:
+        pytest.skip("the weights of fastpitch-en are not here")
     made = CliRunner().invoke(
         app,
         [
             *("clone", "--name", "ada", "--audio", str(recordings), "--texts", str(recordings / "texts.csv")),
-            *("--consent", EXAMPLE, "--weights", str(checkpoint), "--minutes", "0.1"),
+            *("--consent", EXAMPLE, "--minutes", "0.3"),
             *("--voices-dir", str(tmp_path / "voices"), "--json"),
         ],
     )
@@ -100,7 +105,7 @@ def test_the_command_makes_a_voice(recordings, checkpoint, tmp_path):
     out = {Path(clip["clip"]).name: clip["left_out"] for clip in report["clips"] if clip["left_out"]}
     assert set(out) == {"noise.wav"}
     used = {Path(clip["clip"]).name: clip["text"] for clip in report["clips"] if not clip["left_out"]}
-    assert set(NAMES[:4]) <= set(used)
+    assert {name.partition("#")[0] for name in used} == set(NAMES)
     assert used["0.wav"] == SAID[0]
     heard = " ".join(text for name, text in used.items() if name.startswith("7")).lower()
     assert "four hours" in heard or "4 hours" in heard, "whose text nobody told was heard"
@@ -108,11 +113,12 @@ def test_the_command_makes_a_voice(recordings, checkpoint, tmp_path):
     card = store.card("ada")
     assert card.clips == len(used)
     assert card.consent.statement == EXAMPLE
-    assert card.start in tiny_fastpitch.VOICES
+    assert card.start in shipped.voices
     assert card.ceiling > 0.85
+    assert report["after"] < report["before"]
+    assert card.similarity is None or card.similarity > 0.6
 
-    folder, picked = checkpoint, devices.pick("cpu", "fp32")
-    model = fastpitch.load(folder, voice_card("fastpitch-en"), picked)
+    model = fastpitch.load(weights.as_published(shipped), shipped, devices.pick("cpu", "fp32"))
     model.voice("ada", store.path("ada"))
     (said,) = model.encode([Sentence((Stretch("hˈW ɑɹ ju"),), "ada")])
     assert model.whole(said).shape[1] == said.frames
@@ -169,6 +175,7 @@ def worker(order: Order, *, hang_up: bool) -> tuple[list[Said], int]:
     return said, process.returncode
 
 
+@pytest.mark.slow
 def test_the_worker_says_what_happens(order):
     said, code = worker(order(), hang_up=False)
     assert code == 0
@@ -181,6 +188,7 @@ def test_the_worker_says_what_happens(order):
     assert "already" in said[-1].message
 
 
+@pytest.mark.slow
 def test_the_worker_stops_when_nobody_is_there(order):
     said, code = worker(order(minutes=30.0), hang_up=True)
     assert isinstance(said[-1], Failed)

@@ -29,7 +29,7 @@ RATE, RATE_OF_VECTORS = 2e-3, 1e-2
 WARM_UP = 10
 EVERY = 12
 """Steps between two looks at what is held out."""
-PATIENCE = 3
+PATIENCE = 5
 """Looks without getting better, until it goes back to the best and on from there more slowly."""
 SLOWER, LESS, LAST_SHARE = 3, 0.35, 0.3
 """How often that is done, until it ends; what is left of the rate; and the share of its time before the end from

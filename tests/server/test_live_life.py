@@ -35,7 +35,16 @@ class Served(NamedTuple):
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--voice", "none", "--port", "0"]
+    command = [
+        sys.executable,
+        "-c",
+        "from asr_serve.cli import main; main()",
+        "serve",
+        "--voice",
+        "none",
+        "--port",
+        "0",
+    ]
     command += ["--realtime-port", "0", "--set", "engine_threads=1", "--set", f"engine.max_sessions={SESSIONS}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr

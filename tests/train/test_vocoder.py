@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +15,16 @@ from safetensors.torch import load_file
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.errors import OptionError
 from asr_serve.features.slaney_mel import AROUND_SAMPLES, SlaneyMel
+from asr_serve.models.acoustic.network import Sizes
 from asr_serve.models.card import codec_card
 from asr_serve.models.codec import source_filter
 from asr_serve.train import vocoder
 from asr_serve.train.crops import Speech
+from asr_serve.train.predicted import Acoustic
 from asr_serve.train.spectra import Critics, Distance
 from asr_serve.train.voice.recorded import HOP, RATE_HZ, Line, Voice
 from asr_serve.train.voice.sentences import held_out
+from asr_serve.train.voice.teach import Options, teach
 
 FRAMES = 40
 SIZES = {"width": 16, "inner": 24, "blocks": 2, "channels": 2, "crop_frames": 24, "judged_frames": 16, "batch": 4}
@@ -52,28 +57,14 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(speech: Path, run: Path, steps: int) -> list[str]:
-    """A command line."""
-    sizes = [word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
-    words = [
-        "--speech",
-        str(speech),
-        "--run",
-        str(run),
-        "--steps",
-        str(steps),
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-    ]
-    rest = ["--judged-from", "30", "--log-every", "10", "--save-every", "20", "--tests", "2", "--lr", "3e-3"]
-    return [*words, *rest, *sizes]
+def asked(speech: Path, run: Path, steps: int, **more: Any) -> vocoder.Options:
+    rest = {"judged_from": 30, "log_every": 10, "save_every": 20, "tests": 2, "lr": 3e-3, **SIZES, **more}
+    return vocoder.Options(speech=speech, run=run, steps=steps, device="cpu", dtype="fp32", **rest)
 
 
-def learn(speech: Path, run: Path, steps: int) -> list[dict]:
+def learn(speech: Path, run: Path, steps: int, **more: Any) -> list[dict]:
     """Returns the log."""
-    assert vocoder.main(asked(speech, run, steps)) == 0
+    vocoder.train(asked(speech, run, steps, **more))
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
@@ -95,17 +86,14 @@ def test_the_distances_fall(taught: tuple[Path, list[dict]]) -> None:
     assert held[-1]["mel"] < held[0]["mel"]
 
 
-def test_a_run_goes_on_where_it_stopped(
-    taught: tuple[Path, list[dict]], speech: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_where_it_stopped(taught: tuple[Path, list[dict]], speech: Path, tmp_path: Path) -> None:
     learn(speech, tmp_path, 20)
     log = learn(speech, tmp_path, 40)
     assert [line["step"] for line in log] == [10, 20, 30, 40]
     # 20 steps were to be all: they went down further than the first half of 30, and no two runs are then the same.
     assert log[-1]["held_out"]["mel"] == pytest.approx(taught[1][-1]["held_out"]["mel"], rel=0.2)
-    capsys.readouterr()
-    assert vocoder.main([*asked(speech, tmp_path, 40), "--width", "32"]) == 1
-    assert "another run folder" in capsys.readouterr().err
+    with pytest.raises(OptionError, match="another run folder"):
+        learn(speech, tmp_path, 40, width=32)
 
 
 def test_a_run_that_was_stopped_learns_what_it_would_have(speech: Path, tmp_path: Path) -> None:
@@ -138,7 +126,7 @@ def test_what_it_ends_in_is_a_codec(taught: tuple[Path, list[dict]], speech: Pat
     assert found == pytest.approx(logged, abs=0.02)
 
 
-def test_folders_that_hold_nothing_to_learn_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_hold_nothing_to_learn_from(tmp_path: Path) -> None:
     with pytest.raises(OptionError):
         Speech(tmp_path, 24)
     voice = Voice(tmp_path, "short", write=True)
@@ -146,10 +134,6 @@ def test_folders_that_hold_nothing_to_learn_from(tmp_path: Path, capsys: pytest.
     voice.add(Line("Sentence 1.", "a", len(pcm), [FRAMES]), pcm, f0)
     with pytest.raises(OptionError, match="0 to test with"):
         Speech(tmp_path, 24)
-    assert vocoder.main(["--speech", str(tmp_path), "--run", str(tmp_path / "run")]) == 1
-    assert "recordings to learn from" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        vocoder.main(["--speech", str(tmp_path), "--run", str(tmp_path), "--batch", "0"])
 
 
 def test_a_crop_is_a_part_of_the_whole(speech: Path) -> None:
@@ -164,6 +148,30 @@ def test_a_crop_is_a_part_of_the_whole(speech: Path) -> None:
     torch.testing.assert_close(edge[..., :80], SlaneyMel()(whole)[:, -3:], rtol=0, atol=1e-3)
     assert len(found.crop(recording, 0, FRAMES)[1][0]) == FRAMES * HOP
     assert AROUND_SAMPLES == 384
+
+
+def test_half_of_the_spectra_may_be_an_acoustic_models(speech: Path, tmp_path: Path) -> None:
+    sizes = Sizes(phonemes=2, speakers=2, width=16, inner=24, encoder_layers=1, decoder_layers=1)
+    options = Options(
+        speech=speech, out=tmp_path, steps=3, speakers=("one", "two"), phonemes={"a": 1}, sizes=sizes
+    )
+    teach(options, lambda _: None)
+    acoustic = Acoustic(tmp_path)
+    found = Speech(speech, 24, acoustic)
+    recording = found.learning[1][3]
+    (alone,) = acoustic.frames([recording])
+    assert alone.shape == (FRAMES, 80)
+    together = acoustic.frames(found.learning[1][:5])[3]
+    np.testing.assert_allclose(alone.astype(np.float32), together.astype(np.float32), atol=0.06)  # bf16
+    recorded, mixed = Speech(speech, 24).batch(64, random.Random(0)), found.batch(64, random.Random(0))
+    own = SlaneyMel()(mixed.pcm)  # but for the ends, which do not know what came before
+    off = (mixed.frames[:, 3:-3, :80] - own[:, 3:-3]).abs().mean((1, 2))
+    assert recorded.frames.shape == mixed.frames.shape
+    assert 10 < int((off > 0.5).sum()) < 54, "some are predicted, some recorded"
+    with pytest.raises(OptionError, match="speakers: one, two"):
+        acoustic.frames([recording._replace(voice="three")])
+    with pytest.raises(OptionError, match="a checkpoint"):
+        Acoustic(tmp_path / "nowhere")
 
 
 def test_distance_is_nothing_between_a_sound_and_itself() -> None:
@@ -189,8 +197,7 @@ def test_noise_is_nearest_to_noise() -> None:
 
 
 def test_a_run_may_begin_with_a_checkpoint(taught: tuple[Path, list[dict]], speech: Path, tmp_path: Path) -> None:
-    start = ["--start", str(taught[0] / "checkpoint")]
-    assert vocoder.main([*asked(speech, tmp_path, 20), *start]) == 0
+    learn(speech, tmp_path, 20, start=taught[0] / "checkpoint")
     # And goes on, with or without.
     log = learn(speech, tmp_path, 40)
     assert log[0]["mel"] < taught[1][0]["mel"]

@@ -120,6 +120,10 @@ def vocoder(
     start: Annotated[
         Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to begin with.")
     ] = None,
+    acoustic: Annotated[
+        Path | None,
+        typer.Option("--acoustic", metavar="DIR", help="A voice's model, whose frames half of all are."),
+    ] = None,
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Crops of 0.7 s in a step.", min=1)] = 12,
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
     threads: Annotated[int, typer.Option("--threads", metavar="N", help="0: a thread for every core.", min=0)] = 0,
@@ -131,8 +135,10 @@ def vocoder(
     from the recordings. The same command goes on where it was stopped.
 
     \\b
-    Example
+    Examples
       asr-serve train vocoder --speech runs/voice/speech --run runs/vocoder
+      asr-serve train vocoder --speech runs/voice/speech --run runs/after
+        --start runs/vocoder/checkpoint --acoustic runs/voice/model
     """
     from asr_serve.train.vocoder import Options, train
 
@@ -142,6 +148,7 @@ def vocoder(
         steps=steps,
         judged_from=min(judged_from, steps),
         start=start,
+        acoustic=acoustic,
         batch=batch,
         device=device,
         threads=threads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import islice, zip_longest
@@ -13,12 +14,17 @@ import torch
 from torch import Tensor
 
 from asr_serve.errors import OptionError
-from asr_serve.features.slaney_mel import AROUND_SAMPLES, SlaneyMel
-from asr_serve.train.voice.recorded import FULL_SCALE, HOP, Recording, voices
+from asr_serve.features.slaney_mel import AROUND_SAMPLES, FLOOR, SlaneyMel
+from asr_serve.train.predicted import Acoustic
+from asr_serve.train.voice.recorded import FULL_SCALE, HOP, RATE_HZ, Recording, voices
 from asr_serve.train.voice.sentences import held_out
 
 GAINS_DB = (-12.0, 6.0)
 """Of a crop: speech is recorded as loud as all other, and asked for louder and softer."""
+PREDICTED = 0.5
+"""Share of the crops whose spectra an acoustic model made, where there is one."""
+PREDICTED_MINUTES = 6.0
+"""Of each voice that it is asked for, at most."""
 
 
 class Batch(NamedTuple):
@@ -31,8 +37,9 @@ class Batch(NamedTuple):
 class Speech:
     """Recordings of several voices in a folder, but for those that nothing is learnt from."""
 
-    def __init__(self, folder: Path, frames: int) -> None:
-        """`frames`: of a crop. Raises OptionError where no recording is so long, or none is held out."""
+    def __init__(self, folder: Path, frames: int, acoustic: Acoustic | None = None) -> None:
+        """`frames`: of a crop. `acoustic`: whose spectra are learnt from too. Raises OptionError where no
+        recording is so long, or none is held out."""
         self.frames = frames
         self.mel = SlaneyMel()
         self.learning: list[list[Recording]] = []
@@ -55,14 +62,23 @@ class Speech:
             )
         # A voice with much speech is heard more often, but not by as much more.
         self._weights = [sum(len(each.f0) for each in some) ** 0.5 for some in self.learning]
+        self._predicted = [acoustic.frames(some) for some in map(first_minutes, self.learning)] if acoustic else []
 
     def batch(self, size: int, chance: random.Random) -> Batch:
         found = []
-        for some in chance.choices(self.learning, self._weights, k=size):
-            recording = chance.choices(some, [len(each.f0) for each in some])[0]
-            first = chance.randint(0, len(recording.f0) - self.frames)
+        for voice in chance.choices(range(len(self.learning)), self._weights, k=size):
+            some = self.learning[voice]
+            predicted = bool(self._predicted) and chance.random() < PREDICTED
+            if predicted:
+                some = some[: len(self._predicted[voice])]
+            at = chance.choices(range(len(some)), [len(each.f0) for each in some])[0]
+            first = chance.randint(0, len(some[at].f0) - self.frames)
             gain = 10 ** (chance.uniform(*GAINS_DB) / 20)
-            found.append(self.crop(recording, first, self.frames, gain))
+            crop = self.crop(some[at], first, self.frames, gain)
+            if predicted:
+                mel = self._predicted[voice][at][first : first + self.frames].astype(np.float32)
+                crop.frames[0, :, :-1] = torch.from_numpy(mel + math.log(gain)).clamp(min=math.log(FLOOR))
+            found.append(crop)
         return Batch(*(torch.cat(each) for each in zip(*found, strict=True)))
 
     def crop(self, recording: Recording, first: int, count: int, gain: float = 1.0) -> Batch:
@@ -82,3 +98,13 @@ class Speech:
 
     def whole(self, recording: Recording) -> Batch:
         return self.crop(recording, 0, len(recording.f0))
+
+
+def first_minutes(recordings: Sequence[Recording]) -> list[Recording]:
+    """The first PREDICTED_MINUTES of them, and one at least."""
+    frames, found = 0, list[Recording]()
+    for each in recordings:
+        if frames < PREDICTED_MINUTES * 60 * RATE_HZ / HOP:
+            found.append(each)
+            frames += len(each.f0)
+    return found

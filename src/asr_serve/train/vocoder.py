@@ -7,14 +7,12 @@ twice, and the distance between the two is subtracted. What is kept is the runni
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asr_serve.devices.cpu import PlainLinear
-from asr_serve.errors import AsrServeError, OptionError
+from asr_serve.errors import OptionError
 from asr_serve.models.codec import source_filter
 from asr_serve.train.crops import Batch, Speech
+from asr_serve.train.predicted import Acoustic
 from asr_serve.train.spectra import Critics, Distance
 from asr_serve.train.voice.recorded import HOP
 
@@ -42,27 +41,10 @@ LEAST = 0.05
 MEAN = 0.999
 """Of the running mean of the weights: what a step leaves of it."""
 
-HELP = """\
-Teach the light vocoder to say what recorded speech says, from its mel and pitch.
-
-  python -m asr_serve.train.vocoder --speech speech/ --run runs/vocoder
-
---speech is a folder that `asr-serve train voice` has filled: PCM at 22.05 kHz, F0 of each mel frame, text. One
-sentence in twenty, chosen by its letters, is never learnt from.
-
-The run folder holds
-  log.jsonl     a line for every --log-every steps: the losses, how fast; with "held_out" every --save-every steps:
-                the distances on sentences that are never learnt from
-  checkpoint/   the model so far, 16-bit: config.json, model.safetensors
-  state.pt      what is needed to go on. The same command goes on where the last one stopped, however that ended
-
-Until --judged-from the distance between spectra is all that is learnt by: 3,000 steps bring most of what there is
-to gain. Then critics join, at about twice the time a step.
-"""
-
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`speech`, `run`: folders. `crop_frames`: of 11.6 ms."""
+    """`speech`: a folder that `asr-serve train voice` has filled. `run`: a folder for log.jsonl, checkpoint/ (the
+    model so far, 16-bit) and state.pt (what is needed to go on). `crop_frames`: of 11.6 ms."""
 
     speech: Path
     run: Path
@@ -71,6 +53,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 12
     start: Path | None = None
     """A checkpoint to begin with; nothing once there is something to go on with."""
+    acoustic: Path | None = None
+    """A checkpoint of an acoustic model, whose spectra are learnt from beside recorded ones."""
     crop_frames: int = 64
     judged_frames: int = 32
     """Of a crop, that critics see: they are what costs most."""
@@ -295,14 +279,16 @@ def write(folder: Path, config: source_filter.Config, tensors: dict[str, Tensor]
 
 
 def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Teach on to the last step. Returns the last line of the log. Raises OptionError."""
+    """Teach on to the last step: from the last save, where there is one, however that run ended. Returns the last
+    line of the log. Raises OptionError."""
     from asr_serve import devices
 
     device = devices.pick(options.device, options.dtype)
     if options.threads:
         device.share(options.threads)
     options.run.mkdir(parents=True, exist_ok=True)
-    speech = Speech(options.speech, options.crop_frames)
+    acoustic = Acoustic(options.acoustic) if options.acoustic else None
+    speech = Speech(options.speech, options.crop_frames, acoustic)
     say(f"{sum(speech.minutes.values()):.0f} minutes of {len(speech.minutes)} voices")
     run = Run(options, speech, device.torch_device, device.dtype == torch.bfloat16)
     say(f"step {run.step} of {options.steps} on {device.name} {device.dtype_name}")
@@ -314,64 +300,3 @@ def train(options: Options, say: Callable[[str], None] = lambda _: None) -> dict
             log.flush()
             say(text)
     return line
-
-
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m asr_serve.train.vocoder", description=HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--speech", type=Path, required=True, metavar="FOLDER", help="what asr-serve train voice has made")
-    add("--run", type=Path, required=True, metavar="FOLDER", help="everything that is written goes here")
-    add("--start", type=Path, metavar="FOLDER", help="a checkpoint to begin with")
-    defaults = Options(speech=Path(), run=Path())
-    helps = {
-        "steps": "when to stop",
-        "judged_from": "the step from which critics join",
-        "batch": "crops in a step",
-        "crop_frames": "frames of a crop, 11.6 ms each",
-        "judged_frames": "frames of a crop that critics see",
-        "lr": "highest learning rate",
-        "width": "of the network",
-        "inner": "of its blocks",
-        "blocks": "how many",
-        "channels": "of the critics",
-        "tests": "recordings to measure on",
-        "seed": "of everything random",
-        "device": "auto, cpu, cuda or cuda:N",
-        "dtype": "auto, fp32 or bf16",
-        "threads": "0: all",
-        "log_every": "steps",
-        "save_every": "steps",
-    }
-    for name, text in helps.items():
-        default = getattr(defaults, name)
-        flag = f"--{name.replace('_', '-')}"
-        add(flag, type=type(default), default=default, metavar=name.upper(), help=f"{text} (%(default)s)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    parser = arguments()
-    asked = vars(parser.parse_args(argv))
-    for name in ("steps", "batch", "crop_frames", "lr", "tests", "log_every", "save_every"):
-        if asked[name] <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be greater than 0")
-    if not 0 < asked["judged_frames"] <= asked["crop_frames"]:
-        parser.error("--judged-frames must be from 1 to --crop-frames")
-    try:
-        train(Options(**asked), say)
-    except AsrServeError as failure:
-        say(str(failure))
-        return 1
-    except KeyboardInterrupt:
-        say("stopped: the same command goes on from the last save")
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

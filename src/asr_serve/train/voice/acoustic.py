@@ -153,6 +153,19 @@ def batch(items: Sequence[Item], norms: Norms, speakers: Sequence[str], chunk: i
     )
 
 
+class Found(NamedTuple):
+    """What the network makes of a batch. `frames`: (rows, frames, 82), as Network.decode gives them; `phoneme`: of
+    each frame; `numbers`: each frame's number."""
+
+    log_durations: Tensor
+    pitch: Tensor
+    voiced: Tensor
+    energy: Tensor
+    frames: Tensor
+    phoneme: Tensor
+    numbers: Tensor
+
+
 class Learner(nn.Module):
     """The network with weights that learn."""
 
@@ -203,8 +216,8 @@ class Learner(nn.Module):
             else:
                 own.copy_(theirs)
 
-    def losses(self, b: Batch, norms: Norms, changes: Changes | None = None) -> dict[str, Tensor]:
-        """Of a batch; with a voice's `changes` to the products."""
+    def forward(self, b: Batch, changes: Changes | None = None) -> Found:
+        """With the recorded durations, pitch and energy; with a voice's `changes` to the products."""
         network, there, device = self.network, b.there, b.ids.device
         with torch.autocast(device.type, torch.bfloat16):
             hidden = network.encode(b.ids, there, self.tables["speakers"][b.speaker], changes)
@@ -215,7 +228,14 @@ class Learner(nn.Module):
             said = network.conditioned(hidden, b.prosody)
             said = said.gather(1, index[..., None].expand(-1, -1, said.shape[-1]))
             x = network.frames_in(said, place, self.tables["speakers_decoder"][b.speaker])
-            out = network.decode(x, b.frames, changes)
+            return Found(
+                log_durations, pitch, voiced, energy, network.decode(x, b.frames, changes), index, numbers
+            )
+
+    def losses(self, b: Batch, norms: Norms, changes: Changes | None = None) -> dict[str, Tensor]:
+        """How far what is found is from what was recorded."""
+        log_durations, pitch, voiced, energy, out, index, numbers = self(b, changes)
+        there = b.there
         inside = (numbers < b.frames[:, None]).float()
         has_voice = (b.f0 > 0).float() * inside
         off = b.f0 - b.base.gather(1, index)

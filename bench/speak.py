@@ -135,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.quality:
             import speak_quality
 
-            found["quality"] = speak_quality.measure(args, run.texts[: args.quality_sentences], say)
+            found |= speak_quality.measure(args, run.texts[: args.quality_sentences], say)
     machine.write(args.json, found)
     print(speak_report.table(found["rows"]))
-    for row in found.get("quality", []):
+    for row in [*found.get("voices", []), *found.get("codecs", [])]:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     return int(any("failed" in row for row in found["rows"] if row["system"] == OURS))
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 import msgspec
 import numpy as np
+import speak_codecs
 import torch
 from matplotlib.figure import Figure
 
@@ -25,6 +26,7 @@ from asr_serve.engine.speaking.chunks import ChunkRunner
 from asr_serve.engine.speaking.voices import Voices
 from asr_serve.errors import WeightsMissing
 from asr_serve.evaluate import voice as measures
+from asr_serve.evaluate.wer import normalize, wer
 from asr_serve.features.slaney_mel import RATE_HZ, SlaneyMel
 from asr_serve.models import weights
 from asr_serve.models.card import VoiceCard, kinds, voice_card
@@ -95,8 +97,9 @@ class Teacher:
         return self._model.say(msgspec.structs.replace(sentence, voice=self._voice)).pcm
 
 
-def measure(args: argparse.Namespace, texts: Sequence[str], say: Say) -> list[Row]:
-    """A row for each voice that is asked for; `skipped` where its teacher is not on this machine."""
+def measure(args: argparse.Namespace, texts: Sequence[str], say: Say) -> dict[str, list[Row]]:
+    """{"voices": a row for each that is asked for, `skipped` where its teacher is not on this machine; "codecs": a
+    row for each, and one for speech that went through none}."""
     ours, rows = Ours(args.voice_model, args.codec, "cpu"), []
     with measures.Listener(args.recogniser) as listener:
         for name in args.teachers:
@@ -108,7 +111,11 @@ def measure(args: argparse.Namespace, texts: Sequence[str], say: Say) -> list[Ro
             say(f"quality  {name}: {len(texts)} sentences")
             rows.append(one(name, ours, teacher, listener, texts, args.spectrogram if not rows else None))
             say(f"quality  {rows[-1]}")
-    return rows
+        try:
+            codecs = speak_codecs.measure(texts, listener, say)
+        except WeightsMissing as missing:
+            codecs = [{"codec": ", ".join(speak_codecs.CODECS), "skipped": str(missing)}]
+    return {"voices": rows, "codecs": codecs}
 
 
 def one(
@@ -141,8 +148,8 @@ def one(
         if picture is not None and min(map(len, pair)) > DRAWN_S * RATE_HZ:
             draw(picture, text, *pair)
             picture = None
-    errors = listener.errors(texts, said, ours.card.rate_hz)
-    errors_theirs = listener.errors(texts, theirs, teacher.rate_hz)
+    heard, heard_theirs = listener.hear(said, ours.card.rate_hz), listener.hear(theirs, teacher.rate_hz)
+    errors, errors_theirs = wer(texts, heard), wer(texts, heard_theirs)
     found = {key: rounded(value) for key, value in msgspec.structs.asdict(measures.mean(likeness)).items()}
     return {
         "voice": name,
@@ -151,6 +158,8 @@ def one(
         "teacher_wer": round(errors_theirs.percent, 2),
         "wer_more": round(errors.percent - errors_theirs.percent, 2),
         "words": errors.reference,
+        "first_words_wrong": first_words_wrong(texts, heard),
+        "teacher_first_words_wrong": first_words_wrong(texts, heard_theirs),
         **found,
         "joins": sum(join.places for join in joins),
         "join_jump_db": rounded(max(join.jump_db for join in joins), 4),
@@ -158,6 +167,12 @@ def one(
         "length": round(sum(map(len, said)) / ours.card.rate_hz / (sum(map(len, theirs)) / teacher.rate_hz), 3),
         **alike(said, ours.card.rate_hz, theirs, teacher.rate_hz),
     }
+
+
+def first_words_wrong(texts: Sequence[str], heard: Sequence[str]) -> int:
+    """Sentences that seem to begin with another word: what an onset that is cut sounds like."""
+    pairs = [(normalize(text).split(), normalize(found).split()) for text, found in zip(texts, heard, strict=True)]
+    return sum(said[:1] != found[:1] for said, found in pairs)
 
 
 def alike(ours: Sequence[np.ndarray], rate_hz: int, theirs: Sequence[np.ndarray], their_hz: int) -> Row:

@@ -3,10 +3,12 @@ go."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from tiny_voice import (
 from asr_serve import devices
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.speaking.chunks import ChunkRow, ChunkRunner
+from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.speaking.voices import Voices
 from asr_serve.errors import (
     AtCapacity,
@@ -44,6 +47,7 @@ from asr_serve.errors import (
     OptionError,
     StepFailed,
     UnknownVoice,
+    WeightsCorrupt,
     WrongModel,
 )
 from asr_serve.types import Sentence, Sound, Stretch
@@ -340,7 +344,7 @@ def test_a_step_that_fails_fails_those_in_it_and_nobody_else(client):
     expect_empty(client)
 
 
-def test_an_encoding_that_fails_fails_its_batch(client):
+def test_an_encoding_that_fails_fails_nobody_else_in_its_batch(client):
     model = voice(client)
     encode = model.encode
 
@@ -350,11 +354,78 @@ def test_an_encoding_that_fails_fails_its_batch(client):
         return encode(sentences)
 
     model.encode = failing
-    ticket, _ = say(client, sentence("ccc"))
+    with held(client):
+        spoken = [say(client, sentence(text)) for text in ("abc", "ccc", "cba")]
     with pytest.raises(StepFailed, match="a broken batch"):
-        result(ticket)
-    assert result(say(client, sentence("abc"))[0])
+        result(spoken[1][0])
+    for (ticket, heard), text in ((spoken[0], "abc"), (spoken[2], "cba")):
+        assert result(ticket) == len(heard.pcm)
+        np.testing.assert_allclose(heard.pcm.astype(int), expected(sentence(text)).astype(int), atol=1)
     expect_empty(client)
+
+
+def test_sound_that_is_no_number_is_nobodys_but_its_own(client):
+    codec = client.link.loop.speaking.runner._codec
+    step = codec.step
+
+    def failing(frames: Any, rows: Any, seen: Any, ends: Any, seeds: Any, state: Any) -> Any:
+        sound = step(frames, rows, seen, ends, seeds, state)
+        sound[seeds == 7] = float("nan")
+        return sound
+
+    codec.step = failing
+    with held(client):
+        spoken = [say(client, sentence(LONG, seed=seed)) for seed in (1, 7, 2)]
+    with pytest.raises(StepFailed, match="no numbers"):
+        result(spoken[1][0])
+    assert spoken[1][1].pieces == []
+    for (ticket, heard), seed in ((spoken[0], 1), (spoken[2], 2)):
+        assert result(ticket) == len(heard.pcm)
+        want = expected(sentence(LONG, seed=seed))
+        np.testing.assert_allclose(heard.pcm.astype(int), want.astype(int), atol=1)
+    expect_empty(client)
+
+
+def test_whatever_comes_and_goes_nobody_is_left_asleep(client):
+    """An engine that sleeps has nothing to do: of all that was let in while it worked, went to sleep and woke,
+    everything is answered. With a wake-up lost the last one would wait for ever."""
+    chance = random.Random(11)
+    for _ in range(60):
+        with contextlib.ExitStack() as together:
+            if chance.random() < 0.3:
+                together.enter_context(held(client))
+            spoken = [
+                say(client, sentence("ab" * chance.randint(1, 6)), priority=chance.choice(("interactive", "bulk")))
+                for _ in range(chance.randint(1, 12))
+            ]
+            gone = [ticket for ticket, _ in spoken if chance.random() < 0.4]
+            if chance.random() < 0.5:
+                time.sleep(chance.random() / 500)  # anywhere in its work
+            for ticket in gone:
+                client.cancel(ticket)
+        done, late = wait([ticket.future for ticket, _ in spoken], WAIT_S)
+        assert not late
+        assert len(done) == len(spoken)
+        on_loop(client, lambda loop: loop.check())
+    expect_empty(client)
+
+
+def test_who_waited_in_an_engine_that_is_gone_has_waited(client):
+    """A sentence that comes again of one that died counts from when it was submitted, and so does `within_ms`."""
+    order: list[str] = []
+
+    def saying(number: int, text: str, ago_s: float, within_ms: int | None = None) -> Saying:
+        future: Future[int] = Future()
+        future.add_done_callback(lambda _: order.append(text))
+        since_ns = time.time_ns() - int(ago_s * 1e9)
+        said = sentence(text)
+        return Saying(number, said, lambda _: None, "interactive", future, within_ms, submitted_ns=since_ns)
+
+    sayings = [saying(901, "aaaa", 0.0), saying(902, "bbbb", 9.0, 5_000), saying(903, "cccc", 1.0, 5_000)]
+    on_loop(client, lambda loop: [loop.speaking.say(each) for each in sayings])
+    for each in sayings:
+        each.future.result(WAIT_S)
+    assert [each.phonemes for each in voice(client).encodes[0]] == ["bbbb", "aaaa", "cccc"]
 
 
 def test_who_hears_and_fails_hurts_nobody_else(client, caplog):
@@ -434,6 +505,24 @@ def test_a_cloned_voice_is_there_with_its_file(tmp_path):
     (tmp_path / "min.safetensors").write_bytes(b"")
     with pytest.raises(UnknownVoice, match=r"voices: low, high, min.*did you mean 'min'"):
         result(say(client, sentence("abc", voice="mine"))[0])
+    client.close()
+
+
+def test_a_voice_that_is_gone_before_its_turn_is_refused_and_nobody_else(tmp_path):
+    client = start(voices_dir=str(tmp_path))
+    for name in ("gone", "bad"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"\x32")
+    with held(client):
+        spoken = {name: say(client, sentence("abc", voice=name)) for name in ("low", "gone", "bad", "high")}
+        unlink = (tmp_path / "gone.safetensors").unlink
+        client.link.loop.call(unlink)  # after they were let in, before they are encoded
+        client.link.loop.call(lambda: voice(client).broken.add("bad"))
+    with pytest.raises(UnknownVoice, match="no voice 'gone'"):
+        result(spoken["gone"][0])
+    with pytest.raises(WeightsCorrupt, match="bad"):
+        result(spoken["bad"][0])
+    for name in ("low", "high"):
+        assert result(spoken[name][0]) == len(spoken[name][1].pcm)
     client.close()
 
 

@@ -111,6 +111,31 @@ def test_nobody_plays_bulk_while_others_wait():
     assert choose([Turn(bulk.deadline_s, 1), Turn(playing.deadline_s, 2)], 2, now_s=5.0) == [2, 1]
 
 
+def test_bulk_is_no_nearer_for_saying_when_it_would_run_dry():
+    later = first_deadline_s(5.0, "bulk", 2_000)
+    assert later > first_deadline_s(5.0, "bulk", None) > first_deadline_s(5.0, "interactive", 2_000) == 7.0
+    assert first_deadline_s(5.0, "interactive", -40) == 5.0
+
+
+def test_what_comes_before_it_is_wanted_is_played_when_it_is():
+    """A sentence whose caller has 6 s of sound before it is not wanted again a second after its first second."""
+    early = Playback(first_deadline_s(5.0, "interactive", 6_000))
+    early.give(1.0, now_s=5.0)
+    assert early.deadline_s == 12.0
+    early.give(1.0, now_s=6.0)
+    assert early.deadline_s == 13.0
+
+
+def test_those_who_went_are_forgotten_however_far_off_they_were():
+    waiting = Waiting()
+    for number in range(10_000):
+        waiting.add(number, 10, 100.0 + number, bulk=number % 2 == 0)
+        if number > 2:
+            assert waiting.remove(number)
+    assert sum(map(len, waiting._turns.values())) < 200
+    assert waiting.take(8, 1_000, 8) == [0, 1, 2]
+
+
 def test_who_was_taken_back_is_not_encoded():
     waiting = Waiting()
     for number in range(4):

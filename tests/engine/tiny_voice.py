@@ -19,6 +19,7 @@ from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.local import local
 from asr_serve.engine.speaking.work import to_int16
 from asr_serve.engine.work import Parts
+from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.card import VoiceCard
 from asr_serve.models.speaking import WIDTH, State, StateSpec, expect_phonemes, expect_voice
 from asr_serve.types import Sentence, Sound, Stretch
@@ -70,11 +71,15 @@ class Voice:
         self.inner = torch.randn(HIDDEN, HIDDEN, generator=chance) / HIDDEN**0.5
         self.out = torch.randn(HIDDEN, WIDTH, generator=chance) / HIDDEN**0.5
         self.cloned: dict[str, bytes] = {}
+        self.broken: set[str] = set()
+        """Voices whose files cannot be read."""
         self.encodes: list[list[Sentence]] = []
         self.steps: list[list[Sentence]] = []
         self.of: dict[int, Sentence] = {}
 
     def voice(self, name: str, path: Path) -> None:
+        if name in self.broken:
+            raise WeightsCorrupt(f"{path.name} is no voice")
         self.cloned[name] = path.read_bytes()
 
     def expect(self, sentence: Sentence) -> None:

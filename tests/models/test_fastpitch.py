@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asr_serve import devices
@@ -136,6 +137,13 @@ def test_speed_pitch_and_energy(model: Model) -> None:
     assert (model.whole(louder) - model.whole(plain)).abs().max() > 0.01
 
 
+def test_the_pause_before_is_as_long_however_fast_the_speech(model: Model) -> None:
+    """It is not heard, and what begins without it begins with the wrong sound."""
+    plain, fast, slow = model.encode([sentence(40), sentence(40, speed=4.0), sentence(40, speed=0.25)])
+    assert plain.lead == fast.lead <= slow.lead <= BEFORE - SAID_BEFORE
+    assert fast.frames < 0.4 * plain.frames
+
+
 def test_stretches_have_manners_of_their_own(model: Model) -> None:
     letters = sentence(40).phonemes
     parts = (Stretch(letters[:20]), Stretch(letters[20:], speed=4.0))
@@ -172,15 +180,17 @@ def test_places() -> None:
 # --- cloned voices ---------------------------------------------------------------------------------------
 
 
-def clone(folder: Path, name: str, seed: int, scale: float = 0.3) -> Path:
+def clone(folder: Path, name: str, seed: int, scale: float = 0.3, rank: int = 4, products: str = "") -> Path:
+    """`products`: those alone whose names begin so."""
     torch.manual_seed(seed)
     found = {"speaker": torch.randn(SIZES.width), "speaker_decoder": torch.randn(SIZES.width)}
     found["pitch"] = torch.tensor([5.0, 0.2])
     for product, (outputs, inputs) in SIZES.adapted().items():
-        found |= {
-            f"{product}.down": scale * torch.randn(inputs, 4),
-            f"{product}.up": scale * torch.randn(4, outputs),
-        }
+        if product.startswith(products):
+            found |= {
+                f"{product}.down": scale * torch.randn(inputs, rank),
+                f"{product}.up": scale * torch.randn(rank, outputs),
+            }
     save_file(found, folder / f"{name}.safetensors")
     return folder / f"{name}.safetensors"
 
@@ -194,6 +204,35 @@ def test_clones_share_batches_with_other_voices(tmp_path: Path) -> None:
         assert_equal(frames, whole(model, each))
     clara, dora = whole(model, sentences[1]), whole(model, sentences[3])
     assert clara.shape != dora.shape or (clara - dora).abs().max() > 0.1
+
+
+def test_clones_of_other_ranks_and_products_share_batches_too(tmp_path: Path) -> None:
+    """Voices come from other machines, cloned with other settings: whoever speaks with one harms nobody."""
+    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
+    model.voice("clara", clone(tmp_path, "clara", 1))
+    model.voice("dora", clone(tmp_path, "dora", 2, rank=7))
+    model.voice("emil", clone(tmp_path, "emil", 3, products="decoder.0"))
+    model.voice("fred", clone(tmp_path, "fred", 4, products="none"))
+    sentences = [sentence(30, voice) for voice in ("anna", "emil", "clara", "dora", "fred", "emil")]
+    for frames, each in zip(said(model, sentences, [0, 0, 1, 2, 0, 0]), sentences, strict=True):
+        assert_equal(frames, whole(model, each))
+
+
+def test_a_voice_of_other_weights_is_refused(tmp_path: Path) -> None:
+    """With these it would be somebody else's, or noise."""
+    found = load_file(clone(tmp_path, "clara", 1))
+    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"), fingerprint="a" * 64)
+    for name, marks in (("own", {"fingerprint": "a" * 64}), ("unmarked", None)):
+        save_file(found, tmp_path / name, marks)
+        model.voice(name, tmp_path / name)
+    save_file(found, tmp_path / "other", {"fingerprint": "b" * 64})
+    with pytest.raises(UnknownVoice, match=r"'other' was taught to other weights of test .*clone it again"):
+        model.voice("other", tmp_path / "other")
+    assert model.voices[-2:] == ("own", "unmarked")
+    save_file(found, tmp_path / "own", {"fingerprint": "b" * 64})
+    os.utime(tmp_path / "own", ns=(1, 1))
+    with pytest.raises(UnknownVoice):
+        model.voice("own", tmp_path / "own")
 
 
 def test_changes_are_products_added(tmp_path: Path) -> None:
@@ -220,6 +259,18 @@ def test_a_voice_of_another_model_is_refused(tmp_path: Path) -> None:
     save_file(other, tmp_path / "v")
     with pytest.raises(WeightsCorrupt, match="another model"):
         read_voice(tmp_path / "v", SIZES, torch.device("cpu"))
+    for name, broken in (
+        ("pitch", torch.tensor([5.0, 0.0])),
+        ("pitch", torch.tensor([float("nan"), 0.2])),
+        ("speaker", torch.full((SIZES.width,), float("inf"))),
+        ("decoder.0.qkv.down", torch.full((SIZES.width, 4), float("nan"))),
+        ("decoder.0.qkv.down", torch.zeros(SIZES.width)),
+        ("decoder.0.qkv.down", torch.tensor(1.0)),
+        ("speaker", torch.zeros(1)),
+    ):
+        save_file({**load_file(clone(tmp_path, "clara", 1)), name: broken}, tmp_path / "v")
+        with pytest.raises(WeightsCorrupt):
+            read_voice(tmp_path / "v", SIZES, torch.device("cpu"))
     (tmp_path / "w").write_bytes(b"nothing")
     with pytest.raises(WeightsCorrupt, match="is no voice"):
         read_voice(tmp_path / "w", SIZES, torch.device("cpu"))

@@ -15,6 +15,7 @@ from asr_serve.models.card import voice_card
 from asr_serve.models.onnx_session import Session
 from asr_serve.models.speaking import Spoken
 from asr_serve.models.tts import hibari
+from asr_serve.models.whole import manner
 from asr_serve.types import Sentence, Stretch
 
 CARD = voice_card("hibari")
@@ -63,8 +64,8 @@ def test_the_same_samples_as_the_package_makes_but_for_the_silence_at_the_ends(s
     ]
     assert starts
     np.testing.assert_allclose(theirs[starts[0] : starts[0] + len(ours.pcm)], ours.pcm, atol=1e-6)
-    assert np.abs(theirs[: starts[0]]).max() <= hibari.QUIET
-    assert np.abs(theirs[starts[0] + len(ours.pcm) :]).max(initial=0) <= hibari.QUIET
+    assert np.abs(theirs[: starts[0]]).max() <= manner.QUIET
+    assert np.abs(theirs[starts[0] + len(ours.pcm) :]).max(initial=0) <= manner.QUIET
 
 
 def test_phonemes_end_in_order_and_the_last_one_with_the_sound():

@@ -23,7 +23,7 @@ import pytest
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import weights
 from asr_serve.models.asr import moonshine
-from asr_serve.models.card import Card, Packaged, card, voice_card
+from asr_serve.models.card import Card, Packaged, card, codec_card, voice_card
 
 FILES = {"encoder_model.ort": b"encoder", "decoder_model_merged.ort": b"decoder"}
 
@@ -376,3 +376,34 @@ def test_a_voice_may_lie_where_somebody_says(tmp_path: Path) -> None:
     assert weights.beside(voice_card("hibari"), tmp_path) == tmp_path
     with pytest.raises(WeightsMissing, match="there is nothing at"):
         weights.beside(voice_card("hibari"), tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("broken", "content"),
+    [
+        ("fastpitch-en/config.json", b"{"),
+        ("fastpitch-en/model.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+        ("source_filter/model.safetensors", None),
+    ],
+)
+def test_a_voice_that_nobody_named_gives_way_to_another_where_its_weights_are_broken(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: str,
+    content: bytes | None,
+) -> None:
+    ours = voice_card("fastpitch-en")
+    for folder in (ours.shipped, codec_card(ours.codec).shipped):
+        shutil.copytree(weights.PACKAGE / folder, tmp_path / folder)
+    monkeypatch.setattr(weights, "PACKAGE", tmp_path)
+    assert weights.auto_voice() == ours
+    (path,) = tmp_path.glob(f"models/*/weights/{broken}")
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    assert weights.auto_voice().name == "hibari"
+    assert "the voice fastpitch-en is not used" in caplog.text
+    assert str(path) in caplog.text
+    caplog.clear()
+    path.unlink()
+    assert weights.auto_voice().name == "hibari"
+    assert not caplog.text

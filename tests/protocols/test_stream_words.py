@@ -86,6 +86,7 @@ def test_turn_silence_is_the_rule():
         ('{"type":"flush","id":"' + "x" * 201 + '"}', OptionError),
         ("\ud800", MalformedRequest),
         ("null", MalformedRequest),
+        ('{"x":' + "[" * 4_000, MalformedRequest),
         ('{"type":"end"}' + " " * 4_096, MalformedRequest),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 import wave
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -12,15 +13,18 @@ from itertools import pairwise
 import numpy as np
 import openai
 import pytest
-from conftest import MODEL, VOICE, Running, eventually
+from conftest import MODEL, VOICE, WAIT_S, Running, eventually
 from openai import AsyncOpenAI
 from raw_http import Raw
 
 from asr_serve.audio.encode import FORMATS
 from asr_serve.audio.io import open_audio
+from asr_serve.audio.resample import resampled
 from asr_serve.audio.watermark import detect
 from asr_serve.server.speaking.saying import Saying
 from asr_serve.server.speaking.voices import OPENAI_VOICES
+from asr_serve.train.cloning.pitch import track
+from asr_serve.train.voice.recorded import RATE_HZ
 
 ROUTE = "/v1/audio/speech"
 TEXT = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
@@ -79,15 +83,26 @@ def as_wav(samples: bytes, rate_hz: int) -> bytes:
     return made.getvalue()
 
 
-def test_the_first_bytes_come_before_the_last_are_made(speaker):
+def test_the_first_bytes_come_before_the_last_are_made(speaker, monkeypatch):
+    """The server is kept from taking a third sentence until the client has heard of the first."""
+    text, heard, waited, taken = LONG[:500], threading.Event(), list[bool](), Saying._taken
+
+    def waiting(saying):
+        if saying.sentences == 2:
+            waited.append(heard.wait(WAIT_S))
+        return taken(saying)
+
+    monkeypatch.setattr(Saying, "_taken", waiting)
     with speaker.openai().audio.speech.with_streaming_response.create(
-        model="tts-1", voice="alloy", input=LONG, response_format="pcm"
+        model="tts-1", voice="alloy", input=text, response_format="pcm"
     ) as answer:
         pieces = answer.iter_bytes(4_096)
-        assert np.frombuffer(next(pieces), "<i2").any()
-        assert speaker.held()["working"] == 1  # it is still at it, and goes on only while somebody listens
-        assert speaker.held()["requests"] > 0 or speaker.gate.inside == 1
-    speaker.expect_empty()
+        first = next(pieces)
+        assert np.frombuffer(first, "<i2").any()
+        heard.set()
+        assert first + b"".join(pieces) == pcm(speaker, text).tobytes()
+    assert waited
+    assert all(waited)
 
 
 def test_events(speaker):
@@ -158,13 +173,31 @@ def test_the_same_request_gives_the_same_samples(speaker):
     assert np.array_equal(pcm(speaker, seed=7), pcm(speaker, seed=7))
 
 
-def test_speed_and_its_like(speaker):
+def test_speed_pitch_and_energy(speaker):
     text = "It was the best of times and the worst of times."
     usual = pcm(speaker, text)
-    assert 1.4 < len(usual) / len(pcm(speaker, text, speed=2)) < 2.3  # its durations are whole frames
-    louder, lower = pcm(speaker, text, energy=6).astype(float), pcm(speaker, text, pitch=-4)
-    assert 1.7 < np.sqrt(np.mean(louder**2) / np.mean(usual.astype(float) ** 2)) < 2.3
-    assert not np.array_equal(lower, usual)
+    assert len(pcm(speaker, text, speed=0.5)) == pytest.approx(2 * len(usual), rel=0.02)
+    # Durations of this voice are whole frames of 25 ms, one at least: twice as fast is longer than half.
+    fast, faster = (len(usual) / len(pcm(speaker, text, speed=speed)) for speed in (2, 4))
+    assert 1.5 < fast < faster < 4
+    for wanted_db in (6, -6):
+        assert loudness_db(pcm(speaker, text, energy=wanted_db)) - loudness_db(usual) == pytest.approx(
+            wanted_db, abs=0.2
+        )
+    for semitones in (4, -4):
+        moved = pcm(speaker, text, pitch=semitones)
+        assert len(moved) == pytest.approx(len(usual), rel=0.01)
+        assert 12 * np.log2(height_hz(moved) / height_hz(usual)) == pytest.approx(semitones, abs=0.6)
+
+
+def loudness_db(said: np.ndarray) -> float:
+    return float(10 * np.log10(np.mean(np.square(said, dtype=np.float64))))
+
+
+def height_hz(said: np.ndarray) -> float:
+    """Of what OpenAI calls pcm: the geometric mean of F0."""
+    heights = track(resampled(said.astype(np.float32) / 32_768, 24_000, RATE_HZ))
+    return float(np.exp(np.log(heights[heights > 0]).mean()))
 
 
 def test_rates(speaker):

@@ -13,6 +13,7 @@ from asr_serve.errors import ModelNotLoaded, WeightsMissing, WrongModel
 from asr_serve.models import weights
 from asr_serve.models.card import voice_card
 from asr_serve.server.engines import Engines, Parts, open_engine
+from asr_serve.server.run import _announce
 from asr_serve.types import Sentence, Stretch
 
 VOICE = "hibari"
@@ -102,6 +103,16 @@ async def test_a_voice_that_is_there_already_is_not_loaded_again(
     await engines.start()
     assert opened == [MODEL, VOICE]
     assert engines.voice().name == VOICE
+
+
+@pytest.mark.parametrize("model", [MODEL, VOICE])
+def test_who_starts_it_is_told_what_it_can(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _announce(ServeConfig(model=model, port=9_000), [9_000], 1.0, VOICE)
+    told = capsys.readouterr()
+    said = told.out + told.err
+    assert "/v1/audio/speech -d" in said
+    assert ("/v1/audio/transcriptions" in said) == ("/v1/realtime" in said) == (model == MODEL)
+    assert ("http://127.0.0.1:9000/speak" in said) == (model == VOICE)
 
 
 async def test_without_a_voice_on_this_machine_nothing_speaks(parts: Parts) -> None:

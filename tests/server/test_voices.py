@@ -21,6 +21,7 @@ from conftest import Running, eventually
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, EngineClosed
 from asr_serve.server.voices import queue
+from asr_serve.server.voices.folders import PREFIX, Folder, sweep
 from asr_serve.voices.card import EXAMPLE
 from asr_serve.voices.store import Store
 
@@ -83,7 +84,7 @@ def over(server: Running, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_voice_is_cloned_and_managed(server, folder):
-    answer = ask(server, ("one.wav", "sub/two.wav"), texts="one|This is one.", seed="7")
+    answer = ask(server, ("one.wav", "sub/two.wav"), texts="one|This is one.", seed="7", language="en-gb")
     assert answer.status_code == 202, answer.text
     job = answer.json()
     assert (job["object"], job["name"], job["files"], job["error"]) == ("voice.cloning", "ada", 2, None)
@@ -98,6 +99,8 @@ def test_a_voice_is_cloned_and_managed(server, folder):
     card = Store(folder).card("ada")
     assert card.seed == 7
     assert "This is one." in card.release, "texts came by the recordings' names"
+
+    assert card.language == done["voice"]["language"] == "en-gb"
 
     (voice,) = server.http.get("/v1/voices", headers=ADMIN).json()["data"]
     assert (voice["name"], voice["similarity"]) == ("ada", 0.8)
@@ -146,6 +149,7 @@ def test_administrators_only(server, method, path):
         ({"minutes": "0"}, "minutes", "option_error"),
         ({"minutes": "a lot"}, "minutes", "option_error"),
         ({"seed": "1.5"}, "seed", "option_error"),
+        ({"language": "fr"}, "language", "option_error"),
         ({"texts": "b|Of a recording that did not come."}, "texts", "option_error"),
         ({"texts": "no text"}, "texts", "option_error"),
         ({"pitch": "1"}, "pitch", "option_error"),
@@ -247,6 +251,29 @@ def test_it_is_followed_by_events(server):
     shares = [each["progress"]["share"] for each in seen]
     assert shares == sorted(shares)
     assert seen[-2]["progress"]["held_out"] == 0.9
+
+
+def test_recordings_of_a_server_that_was_killed_go_away(tmp_path, monkeypatch):
+    """The next one removes them, and nobody else's."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    held, fresh = Folder(), tmp_path / f"{PREFIX}fresh"
+    fresh.mkdir()
+    dead, outside = tmp_path / f"{PREFIX}dead", tmp_path / "outside"
+    for folder in (dead, outside):
+        folder.mkdir()
+        (folder / "1-a.wav").write_bytes(tone())
+    (tmp_path / f"{PREFIX}link").symlink_to(outside)
+    (tmp_path / f"{PREFIX}file").touch()
+    for path in (held.path, dead, outside):
+        os.utime(path, (1, 1))
+    assert sweep() == [dead]
+    assert not dead.exists()
+    assert held.path.exists()
+    assert fresh.exists()
+    assert (outside / "1-a.wav").exists()
+    held.remove()
+    held.remove()
+    assert not held.path.exists()
 
 
 def test_an_unknown_cloning(server):

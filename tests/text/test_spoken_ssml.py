@@ -44,12 +44,12 @@ def test_plain_text_is_read_as_without(front):
 
 def test_breaks(front):
     first, pause, second = read(front, 'One,<break time="700ms"/> two.')
-    assert (pause, first.phonemes, second.phonemes) == (Pause(700), "wˈʌn,", "tˈu.")
-    assert Pause(400) in read(front, "One<break/>two")
-    assert Pause(1_200) in read(front, 'One<break strength="x-strong"/>two')
+    assert (pause, first.phonemes, second.phonemes) == (Pause(700, asked=True), "wˈʌn,", "tˈu.")
+    assert Pause(400, asked=True) in read(front, "One<break/>two")
+    assert Pause(1_200, asked=True) in read(front, 'One<break strength="x-strong"/>two')
     assert not any(isinstance(p, Pause) for p in read(front, 'One.<break strength="none"/>Two.'))
-    assert read(front, 'One.<break time="1.5s"/><break time="500ms"/>')[-1] == Pause(2_000)
-    assert read(front, 'One.<break time="9s"/><break time="9s"/>Two.')[1] == Pause(10_000)
+    assert read(front, 'One.<break time="1.5s"/><break time="500ms"/>')[-1] == Pause(2_000, asked=True)
+    assert read(front, 'One.<break time="9s"/><break time="9s"/>Two.')[1] == Pause(10_000, asked=True)
 
 
 def test_sentences_and_paragraphs(front):
@@ -178,6 +178,8 @@ def test_white_space_of_the_document_says_nothing(front):
         ('<speak><sub alias="a"><p>x</p></sub></speak>', 1, 23, "text"),
         ('<speak xml:lang="de">x</speak>', 1, 1, "en"),
         ("<speak>" + "<emphasis>" * 40 + "x" + "</emphasis>" * 40 + "</speak>", 1, 318, "at most 32"),
+        (f"<speak><sub alias='{'a ' * 600}'>x</sub></speak>", 1, 8, "at most 1,000"),
+        (f"<speak><say-as interpret-as='digits'>{'1' * 1_001}</say-as></speak>", 1, 1039, "at most 1,000"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -201,4 +203,4 @@ def test_other_errors(front):
 
 
 def test_silence_alone_is_a_document(front):
-    assert read(front, '<break time="2s"/>') == [Pause(2_000)]
+    assert read(front, '<break time="2s"/>') == [Pause(2_000, asked=True)]

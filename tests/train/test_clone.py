@@ -114,6 +114,7 @@ def test_the_command_makes_a_voice(recordings, tmp_path):
     assert card.clips == len(used)
     assert card.consent.statement == EXAMPLE
     assert card.start in shipped.voices
+    assert card.language == shipped.language(card.start), "it reads as the voice that it began as"
     assert card.ceiling > 0.85
     assert report["after"] < report["before"]
     assert card.similarity is None or card.similarity > 0.6
@@ -126,8 +127,9 @@ def test_the_command_makes_a_voice(recordings, tmp_path):
 
 def test_progress_and_the_same_again(order):
     told: list[Progress] = []
-    report = clone(order(), told.append)
+    report = clone(order(language="en-gb"), told.append)
     assert isinstance(report, Report)
+    assert report.card.language == Store(Path(order().voices_dir)).language("ada") == "en-gb"
     shares = [each.share for each in told]
     assert shares == sorted(shares)
     assert shares[-1] == 1
@@ -147,6 +149,12 @@ def test_stopping_leaves_nothing(order):
     with pytest.raises(Cancelled):
         clone(order(), stop=stop)
     assert Store(Path(order().voices_dir)).names() == []
+
+
+def test_another_language_is_refused(order):
+    with pytest.raises(OptionError, match="en-gb") as refused:
+        clone(order(language="en-us"))
+    assert refused.value.param == "language"
 
 
 def test_a_voice_of_the_models_own_is_not_replaced(order):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from asr_serve import devices
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, WeightsMissing
+from asr_serve.models import weights
 from asr_serve.models.acoustic.network import Sizes
 from asr_serve.models.tts import fastpitch
 from asr_serve.train.voice.acoustic import Learner, batch, item, loudness
-from asr_serve.train.voice.record import Recording, record
+from asr_serve.train.voice.needs import alone, expect_needs
+from asr_serve.train.voice.record import Progress, Recording, record
 from asr_serve.train.voice.recorded import HOP, RATE_HZ, Line, Voice, levelled, voices
 from asr_serve.train.voice.sentences import cut, held_out, readings, said, sentences
 from asr_serve.train.voice.teach import Options, falling, teach
@@ -182,6 +185,10 @@ def test_it_learns_and_speaks_what_it_learnt(job: Recording, tmp_path: Path) -> 
     assert found["mel"] < float(first.split("mel ")[1].split()[0])
     settings = json.loads((tmp_path / "second" / "config.json").read_text())
     assert settings["voices"] == ["heart", "alloy"]
+    made = tmp_path / "second"
+    assert {path.name: path.stat().st_mode & 0o777 for path in made.glob("*.safetensors")} == {
+        "model.safetensors": 0o644
+    }
     card = fastpitch.CARDS[0]
     model = fastpitch.load(tmp_path / "second", card, devices.pick("cpu", "fp32"))
     line = voices(job.folder)[0].lines[0]
@@ -252,3 +259,57 @@ def test_a_stranger_among_the_speakers(tmp_path: Path) -> None:
     )
     with pytest.raises(OptionError, match="nobody"):
         teach(chosen)
+
+
+# --- what a run needs --------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_told_before_hours_of_speech(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("hibari", reason="hibari-tts, whose voice reads, is not installed")
+    read = Recording(texts=(book,), folder=tmp_path / "run" / "speech", voices=("af_alloy",))
+    to = Options(
+        speech=read.folder, out=tmp_path / "run" / "model", speakers=("heart", "alloy"), phonemes={"_": 0}
+    )
+    with pytest.raises(OptionError, match=r"has no config\.json"):
+        expect_needs(read, msgspec.structs.replace(to, start=tmp_path))
+    with pytest.raises(OptionError, match="multiple of 4"):
+        expect_needs(read, msgspec.structs.replace(to, sizes=Sizes(width=50)))
+    (tmp_path / "empty").touch()
+    with pytest.raises(OptionError, match="no sentence"):
+        expect_needs(msgspec.structs.replace(read, texts=(tmp_path / "empty",)), to)
+    with pytest.raises(NotADirectoryError):
+        expect_needs(msgspec.structs.replace(read, folder=tmp_path / "empty" / "speech"), to)
+    monkeypatch.setattr(weights, "cache_dir", lambda: tmp_path / "nothing")
+    with pytest.raises(WeightsMissing, match="asr-serve models fetch kokoro"):
+        expect_needs(read, to)
+    assert not list(read.folder.iterdir())
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    with alone(tmp_path), pytest.raises(OptionError, match="another run"), alone(tmp_path):
+        pass
+    with alone(tmp_path):
+        pass
+
+
+def test_who_waits_is_told_how_long(tmp_path: Path) -> None:
+    said, now = list[str](), [0.0]
+    files = [Voice(tmp_path, name, write=True) for name in ("anna", "ben")]
+    progress = Progress(files, 1.0, said.append, lambda: now[0])
+    for file, seconds, at_s in ((files[0], 30, 60.0), (files[1], 6, 80.0), (files[1], 60, 240.0)):
+        frames = seconds * RATE_HZ // HOP
+        file.add(
+            Line("x", "_", frames * HOP, [frames]),
+            np.zeros(frames * HOP, np.float32),
+            np.zeros(frames, np.float32),
+        )
+        now[0] = at_s
+        progress.tell()
+    progress.end()
+    assert said == [
+        "2 voices: 0.5 of 2 minutes of speech, about 3 min left",
+        "2 voices: 1.5 of 2 minutes of speech, about 1 min left",
+        "2 voices: 1.6 minutes of speech",
+    ]

@@ -276,11 +276,11 @@ def here_or_there(
 def voice_model(name: str) -> VoiceCard:
     """The card of a model that speaks; `auto` is the first whose weights are here. Raises UnknownModel,
     OptionError."""
-    from asr_serve.models.card import AUTO_VOICE, AUTO_VOICES, VoiceCard, engine_card, voice_card, voice_cards
-    from asr_serve.models.weights import locate
+    from asr_serve.models.card import AUTO_VOICE, VoiceCard, engine_card, voice_cards
+    from asr_serve.models.weights import auto_voice
 
     if name == AUTO_VOICE:
-        return voice_card(next((each for each in AUTO_VOICES if locate(voice_card(each))), AUTO_VOICES[-1]))
+        return auto_voice()
     found = engine_card(name)
     if not isinstance(found, VoiceCard):
         raise OptionError(f"--model {name}, which hears and has no voice", f"one of: {', '.join(voice_cards())}")
@@ -293,7 +293,6 @@ def show_voices(speaker: Here | There, model: str | None) -> int:
     from asr_serve.cli.speaking.speakers import There
     from asr_serve.config import voices_dir
     from asr_serve.models.card import AUTO_VOICE
-    from asr_serve.pipelines.speaking.fronts import language_of
     from asr_serve.voices.store import Store
 
     rows: list[tuple[str, ...]]
@@ -302,12 +301,12 @@ def show_voices(speaker: Here | There, model: str | None) -> int:
         print_table(("VOICE", "MODEL", ""), rows)
         return 0
     card = voice_model(model or AUTO_VOICE)
-    cloned = [each.name for each in Store(voices_dir(None)).cards() if card.clones and each.model == card.name]
+    cloned = [each for each in Store(voices_dir(None)).cards() if card.clones and each.model == card.name]
     rows = [
-        (name, card.name, language_of(name), card.alphabet, "" if at else "default")
+        (name, card.name, card.language(name), card.alphabet, "" if at else "default")
         for at, name in enumerate(card.voices)
     ]
-    rows += [(name, card.name, language_of(name), card.alphabet, "cloned") for name in cloned]
+    rows += [(each.name, card.name, each.language, card.alphabet, "cloned") for each in cloned]
     print_table(("VOICE", "MODEL", "LANGUAGE", "PHONEMES", ""), rows)
     return 0
 

@@ -40,9 +40,9 @@ def voice(
     width: Annotated[
         int, typer.Option("--width", metavar="N", help="Of the network: more for a GPU and more hours.", min=32)
     ] = 256,
-    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="To train on.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="To train on.")] = "cpu",
     processes: Annotated[
-        int, typer.Option("--processes", metavar="N", help="That read, and threads that train.")
+        int, typer.Option("--processes", metavar="N", help="That read, and threads that train.", min=1)
     ] = 1,
     seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
 ) -> int:
@@ -64,10 +64,12 @@ def voice(
         --width 384 --minutes 240
       asr-serve serve --model fastpitch-en --weights runs/voice/model
     """
+    from asr_serve import devices
     from asr_serve.models.acoustic.network import Sizes
     from asr_serve.models.tts.fastpitch import ENGLISH
     from asr_serve.train.cloning import likeness
     from asr_serve.train.voice.card import write_card
+    from asr_serve.train.voice.needs import alone, expect_needs
     from asr_serve.train.voice.record import Recording, record
     from asr_serve.train.voice.teach import Options, teach
     from asr_serve.train.voice.teachers import ENGLISH as TEACHERS
@@ -81,7 +83,6 @@ def voice(
         voices=tuple(TEACHERS.split()),
         processes=processes,
     )
-    record(job, say)
     phonemes = vocabulary()
     options = Options(
         speech=job.folder,
@@ -92,14 +93,17 @@ def voice(
         phonemes=phonemes,
         seed=seed,
         threads=processes,
-        device=device,
+        device=str(devices.pick(device).torch_device),
         sizes=Sizes(
             phonemes=max(phonemes.values()) + 1, speakers=len(ENGLISH.split()), width=width, inner=3 * width
         ),
     )
-    found = teach(options, say)
-    write_card(job, options, found)
-    likeness.write(job.folder, options.out)
+    expect_needs(job, options)
+    with alone(run):
+        record(job, say)
+        found = teach(options, say)
+        write_card(job, options, found)
+        likeness.write(job.folder, options.out)
     print(run / "model")
     return 0
 
@@ -134,7 +138,7 @@ def vocoder(
     By the distance between spectra first, then by critics too, which tell it
     from the recordings. The same command goes on where it was stopped.
 
-    \\b
+    \b
     Examples
       asr-serve train vocoder --speech runs/voice/speech --run runs/vocoder
       asr-serve train vocoder --speech runs/voice/speech --run runs/after

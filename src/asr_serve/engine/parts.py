@@ -44,7 +44,6 @@ from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models import weights as model_weights
 from asr_serve.models.card import (
     AUTO_VOICE,
-    AUTO_VOICES,
     AnyCard,
     Card,
     Times,
@@ -52,7 +51,6 @@ from asr_serve.models.card import (
     card,
     engine_card,
     kinds,
-    voice_card,
 )
 from asr_serve.models.streaming import Search
 from asr_serve.models.vad import silero
@@ -130,12 +128,9 @@ class Checkpoint(NamedTuple):
 
 
 def find(model: str, weights: str | os.PathLike[str] | None, config: EngineConfig) -> Checkpoint | VoiceCheckpoint:
-    """Whatever an engine can run; `auto` is a voice. Raises UnknownModel, WeightsMissing, WeightsCorrupt,
-    OptionError."""
-    if model == AUTO_VOICE:
-        there = (name for name in AUTO_VOICES if model_weights.locate(voice_card(name)) is not None)
-        model = next(there, AUTO_VOICES[-1])
-    chosen = engine_card(model)
+    """Whatever an engine can run; `auto` is a voice (models/weights.auto_voice). Raises UnknownModel,
+    WeightsMissing, WeightsCorrupt, OptionError."""
+    chosen = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(chosen, VoiceCard):
         return VoiceCheckpoint.find(chosen, weights, config.codec)
     return Checkpoint.find(model, weights).looking_ahead(config.lookahead_frames)

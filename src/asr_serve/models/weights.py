@@ -10,16 +10,29 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from asr_serve.config import cache_dir
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
-from asr_serve.models.card import Card, Packaged, Published, kinds
+from asr_serve.models.card import (
+    AUTO_VOICES,
+    Card,
+    Packaged,
+    Published,
+    VoiceCard,
+    codec_card,
+    kinds,
+    voice_card,
+)
 
+log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 HUB_TIMEOUT_S = 5.0
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -203,6 +216,40 @@ def beside(card: Published, weights: str | os.PathLike[str] | None) -> Path:
     if not folder.exists():
         raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
     return folder
+
+
+def auto_voice() -> VoiceCard:
+    """What `auto` stands for: the first voice whose weights are on this machine, else the last. Nobody asked for
+    it by name: if what ships with us cannot be read that is said, and another speaks."""
+    for name in AUTO_VOICES:
+        chosen = voice_card(name)
+        needed: list[Published] = [chosen, *([codec_card(chosen.codec)] if chosen.codec else [])]
+        try:
+            for each in needed:
+                folder = as_published(each)
+                expect_readable(folder / file for file in each.files)
+            break
+        except WeightsMissing:
+            continue
+        except WeightsCorrupt as failure:
+            log.warning("the voice %s is not used: %s", name, failure)
+    return chosen
+
+
+def expect_readable(files: Iterable[Path]) -> None:
+    """As far as can be told without reading tensors. Raises WeightsCorrupt for one that is cut short or something
+    else than its name says."""
+    for path in files:
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "numpy"):
+                    pass
+        except (OSError, ValueError, SafetensorError) as failure:
+            raise WeightsCorrupt(
+                f"{path} cannot be read: {failure}", todo="install the package again"
+            ) from failure
 
 
 def verify(folder: Path, sha256: dict[str, str]) -> None:

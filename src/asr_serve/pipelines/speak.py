@@ -15,6 +15,7 @@ socket drive it alike.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
@@ -23,6 +24,7 @@ import numpy as np
 
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
+from asr_serve.engine.speaking.planner import Playback
 from asr_serve.errors import AsrServeError, Cancelled, OptionError, TextTooLong
 from asr_serve.pipelines.speaking.feeder import Feeder
 from asr_serve.pipelines.speaking.options import SpeakOptions as SpeakOptions
@@ -75,6 +77,8 @@ class Speaking:
         """Of that part, taken."""
         self._given_samples = 0
         self._failure: AsrServeError | None = None
+        self._playback = Playback(0.0)
+        """Of what was taken."""
         self._drained = self._closed = self._gap = False
         self._passages: deque[Passage] = deque()
         self._whole: Iterator[Passage] | None = None
@@ -209,15 +213,20 @@ class Speaking:
             if passage is None:
                 return
             if isinstance(passage, Pause):
-                self._parts.append(Silence(units.ms_to_samples(passage.ms, self._card_hz)))
+                ms = passage.ms if passage.asked else passage.ms / self._manner.speed
+                self._parts.append(Silence(units.ms_to_samples(ms, self._card_hz)))
             else:
                 self._say(passage, left)
 
     def _say(self, clause: Clause, left: int) -> None:
-        """The first sentence asks whether there is room; then the speech is let in."""
+        """The first sentence asks whether there is room; then the speech is let in. The others are wanted when all
+        before them has been played, as if that began with its first piece."""
         options, begun = self._options, self._said > 0
         wanted = sentence(clause, self._manner, self._voice, options.seed + self._said)
-        within_ms = units.samples_to_ms(left, self._card_hz) if begun else None
+        within_ms: int | None = None
+        if begun:
+            held_s = self._playback.deadline_s - time.monotonic() if self._playback.begun else 0.0
+            within_ms = units.samples_to_ms(max(0, left), self._card_hz) + int(1_000 * max(0.0, held_s))
         say = partial(self._client.say, priority=options.priority, within_ms=within_ms, admitted=begun)
         self._parts.append(Said(clause, wanted, say, self._client.cancel, self._wake))
         self._said += 1
@@ -247,6 +256,7 @@ class Speaking:
             if (pcm := part.take()) is not None:
                 told = part.words() if isinstance(part, Said) else None
                 self._part_samples += len(pcm)
+                self._playback.give(len(pcm) / self._card_hz, time.monotonic())
                 words = tuple(
                     SpokenWord(word.text, self._at(start), self._at(end)) for word, start, end in told or ()
                 )

@@ -149,7 +149,7 @@ def _read(text: str | bytes) -> _Sent:
         )
     try:
         return msgspec.json.decode(text, type=_Sent)
-    except (msgspec.DecodeError, UnicodeError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedRequest(
             f"a command came that cannot be read: {error}", 'commands are JSON, like {"type":"flush","id":"1"}'
         ) from None

@@ -270,14 +270,22 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str |
         ]
         _say(config, lines, {"encode_at": at, "url": url, "model": config.model, "load_s": round(took_s, 2)})
         return
+    live = f"ws{secure}://{host}:{ports[-1]}"
+    if voice == config.model:  # it speaks, and hears nothing
+        page, ways = f"{url}/speak   (have it read what you write)", []
+        live += "/v1/audio/speech/stream   (text while it is written)"
+    else:
+        page = f"{url}/   (talk to it, or drop a recording)"
+        ways = [f"  try it    curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav"]
+        live += "   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)"
     lines = [
         f"asr-serve {__version__} serves {config.model} on {url} {took}",
         "",
         *([f"  peers     {', '.join(config.engine.peers)} (asked to encode)"] if config.engine.peers else []),
-        *([f"  console   {url}/   (talk to it, or drop a recording)"] if config.console else []),
-        "  try it    " + f"curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav",
+        *([f"  console   {page}"] if config.console else []),
+        *ways,
         *([f"  speak     {_speak(url, key)}   ({voice})"] if voice else []),
-        f"  live      ws{secure}://{host}:{ports[-1]}   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)",
+        f"  live      {live}",
         *([f"  docs      {url}/docs"] if config.docs else []),
         health,
     ]

@@ -77,7 +77,7 @@ class ChunkRunner:
     @torch.inference_mode()
     def begin(self, sentences: Sequence[Sentence]) -> list[ChunkRow]:
         for sentence in sentences:
-            self._voices.know(sentence.voice)
+            self._voices.ensure(sentence.voice)
         encoded = self._model.encode(sentences)
         made = [
             ChunkRow(each, self.states.take(), sentence.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,12 +57,23 @@ class VoiceCheckpoint(NamedTuple):
 
     def fingerprint(self) -> int:
         """Of all that another engine of the same model must share with one whose callers it takes over."""
-        folders = [self.folder, *([self.codec_folder] if self.codec_folder else [])]
-        files = [path for folder in folders for path in model_weights.files_of(folder)]
-        return checksum(repr([(path.name, checksum_of(path)) for path in files]).encode())
+        found = files_below(self.folder, self.card.files)
+        if self.codec is not None and self.codec_folder is not None:
+            found += files_below(self.codec_folder, self.codec.files)
+        return checksum(repr([(name, checksum_of(path)) for name, path in found]).encode())
 
     def meeting(self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]) -> None:
         """With none."""
+
+
+def files_below(folder: Path, patterns: Iterable[str]) -> list[tuple[str, Path]]:
+    """What lies in a folder, and whatever deeper in it a card names; or the one file. With their names there,
+    sorted."""
+    if not folder.is_dir():
+        return [(folder.name, folder)]
+    named = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    found = {*model_weights.files_of(folder), *named}
+    return sorted((path.relative_to(folder).as_posix(), path) for path in found)
 
 
 def speaking(

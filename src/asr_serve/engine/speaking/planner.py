@@ -18,6 +18,8 @@ WITHIN_S: dict[Priority, float] = {"live": 0.0, "interactive": 0.0, "bulk": 60.0
 one; a bulk one takes what is left, and nobody plays it meanwhile: so much later is all of it wanted."""
 BULK_RESERVE = 4
 """One in so many rows is kept for what is not bulk: that holds its row until nobody else wants a step."""
+KEPT_GONE = 64
+"""Of those who were taken back, so many may still be counted."""
 AHEAD_S = 10.0
 """Sound beyond what can have been played; whoever has more waits while others are there."""
 
@@ -32,8 +34,8 @@ class Turn(NamedTuple):
 
 
 def first_deadline_s(arrived_s: float, priority: Priority, within_ms: int | None) -> float:
-    """Of a sentence that was not heard yet."""
-    return arrived_s + (WITHIN_S[priority] if within_ms is None else within_ms / 1_000)
+    """Of a sentence that was not heard yet. `within_ms`: so much later it would do."""
+    return arrived_s + WITHIN_S[priority] + max(0, within_ms or 0) / 1_000
 
 
 class Playback:
@@ -50,17 +52,18 @@ class Playback:
         return self._dry_s + self._later_s if self.begun else self._first_s
 
     def give(self, seconds: float, now_s: float) -> None:
-        """Whoever ran dry waits, and goes on from here."""
-        self._dry_s, self.begun = max(self._dry_s, now_s) + seconds if self.begun else now_s + seconds, True
+        """Whoever ran dry waits, and goes on from here; what comes before it is wanted is played when it is."""
+        dry_s = self._dry_s if self.begun else self._first_s - self._later_s
+        self._dry_s, self.begun = max(dry_s, now_s) + seconds, True
 
 
 class Waiting:
     """Sentences that are yet to be encoded, nearest deadline first."""
 
     def __init__(self) -> None:
-        self._turns: list[Turn] = []
+        self._turns: dict[bool, list[Turn]] = {False: [], True: []}
+        """Heaps, of bulk one of its own. Those who were taken back stay until they are in the way, or many."""
         self._sizes: dict[int, int] = {}
-        self._bulk: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -73,39 +76,39 @@ class Waiting:
 
     def add(self, saying: int, phonemes: int, deadline_s: float, *, bulk: bool = False) -> None:
         self._sizes[saying] = phonemes
-        if bulk:
-            self._bulk.add(saying)
-        heapq.heappush(self._turns, Turn(deadline_s, saying))
+        heapq.heappush(self._turns[bulk], Turn(deadline_s, saying))
 
     def remove(self, saying: int) -> bool:
         """False where it does not wait here."""
-        self._bulk.discard(saying)
-        return self._sizes.pop(saying, None) is not None
+        there = self._sizes.pop(saying, None) is not None
+        if sum(map(len, self._turns.values())) > 2 * len(self._sizes) + KEPT_GONE:
+            for bulk, turns in self._turns.items():
+                self._turns[bulk] = [turn for turn in turns if turn.id in self._sizes]
+                heapq.heapify(self._turns[bulk])
+        return there
 
     def take(self, most: int, phonemes: int, bulk: int) -> list[int]:
         """Up to `most` sentences of so many phonemes together, the first one however long; `bulk` of them may be
         bulk. They wait no more."""
         taken: list[int] = []
-        passed: list[Turn] = []
         room = phonemes
-        while self._turns and len(taken) < most:
-            turn = self._turns[0]
-            size = self._sizes.get(turn.id)
-            if size is not None and taken and size > room:
+        while len(taken) < most:
+            heaps = [self._living(False), *([self._living(True)] if bulk else [])]
+            nearest = min((heap for heap in heaps if heap), key=lambda heap: heap[0], default=None)
+            if nearest is None or (taken and self._sizes[nearest[0].id] > room):
                 break
-            heapq.heappop(self._turns)
-            if size is None:  # cancelled
-                continue
-            if turn.id in self._bulk and not bulk:
-                passed.append(turn)
-                continue
-            bulk -= turn.id in self._bulk
-            self.remove(turn.id)
+            turn = heapq.heappop(nearest)
+            bulk -= nearest is self._turns[True]
+            room -= self._sizes.pop(turn.id)
             taken.append(turn.id)
-            room -= size
-        for turn in passed:
-            heapq.heappush(self._turns, turn)
         return taken
+
+    def _living(self, bulk: bool) -> list[Turn]:
+        """Its first one waits still."""
+        turns = self._turns[bulk]
+        while turns and turns[0].id not in self._sizes:
+            heapq.heappop(turns)
+        return turns
 
 
 def choose(turns: Iterable[Turn], most: int, now_s: float) -> list[int]:

@@ -26,20 +26,18 @@ class Voices:
 
     def expect(self, sentence: Sentence) -> None:
         """The model knows its voice from here on. Raises UnknownVoice, WeightsCorrupt, OptionError."""
-        if self._taught(sentence.voice) and not self.know(sentence.voice):
-            raise self._unknown(sentence.voice)
+        self.ensure(sentence.voice)
         self._model.expect(sentence)
 
-    def know(self, name: str) -> bool:
+    def ensure(self, name: str) -> None:
         """Have the model know that voice, which reads a file anew when it has changed, and forgets those that were
-        not wanted for long. False: there is no such file. Raises WeightsCorrupt."""
+        not wanted for long. Raises UnknownVoice where there is no such file, WeightsCorrupt."""
         if not self._taught(name):
-            return True
+            return
         path = self._folder / f"{name}{SUFFIX}"
-        there = NAME.match(name) is not None and path.is_file()
-        if there:
-            self._model.voice(name, path)
-        return there
+        if NAME.match(name) is None or not path.is_file():
+            raise self._unknown(name)
+        self._model.voice(name, path)
 
     def _taught(self, name: str) -> bool:
         """It is none of the model's own, where it may have others."""

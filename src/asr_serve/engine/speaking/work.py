@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,8 @@ class Speaking:
     def say(self, saying: Saying) -> None:
         """What the model cannot say is refused before it shares anything with others."""
         self._sayings[saying.id] = saying
-        saying.arrived_s = time.monotonic()
+        # Also of an engine that is gone: who waited there has waited here.
+        saying.arrived_s = time.monotonic() - _since_s(saying.submitted_ns)
         with self._attempt("speak", "a sentence", [saying.id]):
             try:
                 self.runner.expect(saying.sentence)
@@ -149,17 +150,28 @@ class Speaking:
         sayings = [self._sayings[number] for number in taken]
         phonemes = sum(len(each.sentence.phonemes) for each in sayings)
         self._on_start(taken)
-        rows: list[Row] = []
-        with self._attempt("encode", "encoding a sentence", taken):
-            rows = list(self.runner.begin([each.sentence for each in sayings]))
-        for saying, row in zip(sayings, rows, strict=False):  # none where it failed
-            self._active[saying.id] = Active(saying, row)
-            waited_s = max(0, time.time_ns() - saying.submitted_ns) / 1e9
-            self._keeper.stats.queued(saying.priority, waited_s)
+        self._encode(sayings)
         spent_s = time.perf_counter() - started
         self._encoding.took(spent_s, phonemes)
         self._keeper.stats.step("encode", spent_s, len(taken), min(1.0, phonemes / ENCODE_PHONEMES))
         return True
+
+    def _encode(self, sayings: Sequence[Saying]) -> None:
+        """Of a batch that fails each sentence is tried by itself: nobody pays for another's."""
+
+        def fail(error: AsrServeError) -> None:
+            if len(sayings) > 1:
+                for saying in sayings:
+                    self._encode([saying])
+            else:
+                self._drop(sayings[0].id, error.__cause__ if isinstance(error.__cause__, AsrServeError) else error)
+
+        rows: list[Row] = []
+        with Attempt(self._keeper.stats, "encode", "encoding a sentence", fail):
+            rows = list(self.runner.begin([each.sentence for each in sayings]))
+        for saying, row in zip(sayings, rows, strict=False):  # none where it failed
+            self._active[saying.id] = Active(saying, row)
+            self._keeper.stats.queued(saying.priority, _since_s(saying.submitted_ns))
 
     def _speak(self) -> bool:
         playing = ((number, each.playback) for number, each in self._active.items())
@@ -176,10 +188,11 @@ class Speaking:
         self._stepping.took(spent_s, len(rows))
         self._keeper.stats.step("speak", spent_s, len(rows), len(rows) / self.runner.step_rows)
         for number, each, piece in zip(chosen, rows, pieces, strict=False):  # none where it failed
-            self._tell(each, piece)
-            if piece.over:
-                self._leave(number)
-                resolve(each.saying.future, each.made)
+            with self._attempt("speak", "speaking", [number]):
+                self._tell(each, piece)
+                if piece.over:
+                    self._leave(number)
+                    resolve(each.saying.future, each.made)
         return True
 
     def _tell(self, active: Active, piece: Piece) -> None:
@@ -192,8 +205,7 @@ class Speaking:
         first = not active.playback.begun
         active.playback.give(len(new) / rate_hz, time.monotonic())
         if first:
-            waited_s = max(0, time.time_ns() - saying.submitted_ns) / 1e9
-            self._keeper.stats.sounded(waited_s)
+            self._keeper.stats.sounded(_since_s(saying.submitted_ns))
         self._keeper.stats.spoke(len(new) / rate_hz)
         samples = to_int16(new)
         size = int(PIECE_S * rate_hz)
@@ -230,9 +242,15 @@ class Speaking:
 
 
 def to_int16(pcm: np.ndarray) -> np.ndarray:
-    """(n,) float32 in -1..1, as it goes over wires."""
+    """(n,) float32 in -1..1, as it goes over wires. Raises ValueError for what is no number: it would be noise."""
+    if not np.isfinite(pcm).all():
+        raise ValueError("samples that are no numbers")
     samples: np.ndarray = np.rint(np.clip(pcm, -1.0, 1.0) * 32_767).astype("<i2")
     return samples
+
+
+def _since_s(submitted_ns: int) -> float:
+    return max(0, time.time_ns() - submitted_ns) / 1e9
 
 
 def _first_s(saying: Saying) -> float:

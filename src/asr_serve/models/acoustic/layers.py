@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -76,15 +76,30 @@ def joined(x: Tensor, width: int) -> Tensor:
     return torch.cat([x[:, at : at + frames] for at in range(width)], -1)
 
 
-def rotated(x: Tensor, places: Tensor) -> Tensor:
-    """Rotary positions (arXiv:2104.09864): x (rows, heads, frames, d), `places` (frames,) or (rows, frames)."""
-    half = x.shape[-1] // 2
-    rates = torch.exp(-math.log(10_000.0) / half * torch.arange(half, device=x.device, dtype=torch.float32))
-    angles = places[..., None].float() * rates
-    if angles.dim() == 3:
-        angles = angles[:, None]
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x[..., :half], x[..., half:]
+class Turns(NamedTuple):
+    """Rotary positions (arXiv:2104.09864) of some frames: the same in all layers."""
+
+    cos: Tensor
+    """(frames, d / 2), or (rows, 1, frames, d / 2)."""
+    sin: Tensor
+
+    @classmethod
+    def of(cls, places: Tensor, d: int, dtype: torch.dtype) -> Turns:
+        """`places` (frames,) or (rows, frames); `d`: of a head."""
+        half = d // 2
+        rates = torch.exp(
+            -math.log(10_000.0) / half * torch.arange(half, device=places.device, dtype=torch.float32)
+        )
+        angles = places[..., None].float() * rates
+        if angles.dim() == 3:
+            angles = angles[:, None]
+        return cls(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def rotated(x: Tensor, turns: Turns) -> Tensor:
+    """x (rows, heads, frames, d)."""
+    cos, sin = turns
+    first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 

@@ -26,6 +26,7 @@ from asr_serve.models.acoustic.layers import (
     Norm,
     Parts,
     Product,
+    Turns,
     attended,
     beside,
     joined,
@@ -128,10 +129,10 @@ class Network:
         x = F.embedding(ids, self._phonemes) * there[..., None]
         x = x + self._pre(beside(x, PRE)) + speaker[:, None].to(x.dtype)
         bias = torch.where(there, 0.0, MASKED)[:, None, None, :].to(x.dtype)
-        places = torch.arange(ids.shape[1], device=ids.device)
+        turns = self._turns(torch.arange(ids.shape[1], device=ids.device), x)
         for block in self._encoder:
             q, k, v = block.qkv(x, changes)
-            q, k = rotated(q, places), rotated(k, places)
+            q, k = rotated(q, turns), rotated(k, turns)
             x = block.attend(x, attended(q, k, v, bias), changes)
             x = block.feed(x, beside(block.second(x) * there[..., None].to(x.dtype), CONV), changes)
         return self._encoded(x)
@@ -164,7 +165,7 @@ class Network:
         `frames` (rows,). Returns (rows, frames, MELS + 2) float32: what `step` gives, chunk by chunk."""
         sizes, (rows, total, _) = self.sizes, x.shape
         chunks, heads = total // sizes.chunk, sizes.heads
-        places = torch.arange(total, device=x.device)
+        turns = self._turns(torch.arange(total, device=x.device), x)
         seen = torch.arange((sizes.past + 1) * sizes.chunk, device=x.device) - sizes.past * sizes.chunk
         key_places = torch.arange(chunks, device=x.device)[:, None] * sizes.chunk + seen
         there = (key_places >= 0) & (key_places < frames[:, None, None])
@@ -179,8 +180,8 @@ class Network:
 
         for block in self._decoder:
             q, k, v = block.qkv(x, changes)
-            q = rotated(q, places).reshape(rows, heads, chunks, sizes.chunk, -1)
-            heard = attended(q, windows(rotated(k, places)), windows(v), bias)
+            q = rotated(q, turns).reshape(rows, heads, chunks, sizes.chunk, -1)
+            heard = attended(q, windows(rotated(k, turns)), windows(v), bias)
             x = block.attend(x, heard.reshape(rows, heads, total, -1), changes)
             x = block.feed(x, joined(F.pad(block.second(x), (0, 0, CONV - 1, 0)), CONV), changes)
         return self._out(self._decoded(x)).float()
@@ -212,10 +213,10 @@ class Network:
         written = (slots < chunk[:, None])[:, :, None].expand(n, s.past, s.chunk).reshape(n, -1)
         there = torch.cat([written, places < frames[:, None]], 1)
         bias = torch.where(there, 0.0, MASKED)[:, None, None, :].to(x.dtype)
-        slot = chunk % s.past
+        slot, turns = chunk % s.past, self._turns(places, x)
         for at, block in enumerate(self._decoder):
             q, k, v = block.qkv(x, changes)
-            q, k = rotated(q, places), rotated(k, places)
+            q, k = rotated(q, turns), rotated(k, turns)
             keys, values = (
                 torch.cat([_flat(state[name][rows, at]).to(new.dtype), new], 2)
                 for name, new in (("keys", k), ("values", v))
@@ -228,6 +229,9 @@ class Network:
             state["tails"][rows, at] = longer[:, s.chunk :].to(state["tails"].dtype)
             x = block.feed(x, joined(longer, CONV), changes)
         return self._out(self._decoded(x)).float()
+
+    def _turns(self, places: Tensor, x: Tensor) -> Turns:
+        return Turns.of(places, self.sizes.width // self.sizes.heads, x.dtype)
 
 
 def _flat(past: Tensor) -> Tensor:

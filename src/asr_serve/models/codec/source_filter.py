@@ -169,7 +169,9 @@ def load(folder: Path, card: CodecCard, device: Device) -> Model:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as failure:
-        raise WeightsCorrupt(f"{folder} holds no source-filter vocoder: {failure}") from failure
+        raise WeightsCorrupt(
+            f"{folder} holds no source-filter vocoder: {failure}", todo="get it again"
+        ) from failure
     return Model(Config.of(settings), tensors, device)
 
 

@@ -15,6 +15,7 @@ Weights  our own, taught by Kokoro's and hibari's voices: docs/voices.md. They s
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,12 +24,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from asr_serve.devices.base import Device, Linear
-from asr_serve.errors import WeightsCorrupt
+from asr_serve.errors import UnknownVoice, WeightsCorrupt
 from asr_serve.features.slaney_mel import HOP_SAMPLES, RATE_HZ
 from asr_serve.models.acoustic.layers import Changes
 from asr_serve.models.acoustic.network import F0_SCALE, LN10_20, SEMITONE, Network, Prosody, Sizes, places
@@ -41,6 +42,7 @@ ENGLISH = (
     "puck santa alice emma isabella lily daniel fable george lewis"
 )
 """By number. American women, American men, British women, British men; the first is the one to use unless told."""
+BRITISH = "alice emma isabella lily daniel fable george lewis"
 CARDS = (
     VoiceCard(
         name="fastpitch-en",
@@ -56,6 +58,7 @@ CARDS = (
         rate_hz=RATE_HZ,
         alphabet="misaki",
         voices=tuple(ENGLISH.split()),
+        british=tuple(BRITISH.split()),
         max_phonemes=400,
         chunk_frames=16,
         clones=True,
@@ -138,9 +141,12 @@ class Model:
 
     hop, width, rate_hz = HOP_SAMPLES, WIDTH, RATE_HZ
 
-    def __init__(self, name: str, config: Config, tensors: Mapping[str, Tensor], device: Device) -> None:
-        """Raises WeightsCorrupt for tensors that the sizes do not make."""
-        self._name, self.config, self._device = name, config, device
+    def __init__(
+        self, name: str, config: Config, tensors: Mapping[str, Tensor], device: Device, fingerprint: str = ""
+    ) -> None:
+        """`fingerprint`: sha256 of the checkpoint, of which cloned voices must be; empty: of any. Raises
+        WeightsCorrupt for tensors that the sizes do not make."""
+        self._name, self.config, self._device, self._fingerprint = name, config, device, fingerprint
         parts = _Parts(config.sizes, tensors, device)
         self.network, self.chunk = Network(config.sizes, parts), config.sizes.chunk
         speakers, speakers_decoder = parts.vector("speakers"), parts.vector("speakers_decoder")
@@ -157,11 +163,13 @@ class Model:
         return (*self._voices, *self._cloned)
 
     def voice(self, name: str, path: Path) -> None:
-        """Know a cloned voice by its file, from here on; read again when it has changed. Raises WeightsCorrupt."""
+        """Know a cloned voice by its file, from here on; read again when it has changed. Raises WeightsCorrupt;
+        UnknownVoice of one that was taught to other weights: with these it would be another voice, or noise."""
         changed = path.stat().st_mtime_ns
         if name in self._cloned and self._cloned[name][0] == changed:
             self._cloned.move_to_end(name)
             return
+        expect_taught(path, self._fingerprint, self._name)
         self._cloned[name] = (changed, read_voice(path, self.config.sizes, self._device.torch_device))
         self._cloned.move_to_end(name)
         while len(self._cloned) > KEPT_VOICES:
@@ -218,6 +226,9 @@ class Model:
                 for name in ("speed", "pitch", "energy")
             )
         )
+        speed[:, 0].clamp_(
+            max=1.0
+        )  # of that pause next to nothing is heard, and a short one spoils the first word
         there, changes = torch.ones_like(ids, dtype=torch.bool), _changes([voice])
         hidden = self.network.encode(ids, there, voice.encoder[None], changes)
         pitch, voiced, energy = self.network.prosody(hidden, there, changes)
@@ -267,26 +278,48 @@ class _Stacked(Mapping[str, tuple[Tensor, Tensor]]):
     """The changes of some rows, side by side when a product asks for them."""
 
     def __init__(self, voices: Sequence[Voice], rows: Sequence[int]) -> None:
-        self._voices, self._rows = voices, rows
-        self._some = next(voice.changes for voice in voices if voice.changes is not None)
+        self._voices, self._rows = [voice.changes or {} for voice in voices], rows
+        self._names = dict.fromkeys(name for changes in self._voices for name in changes)
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
-        pair = self._some[name]
-        each = [pair if v.changes is None else v.changes[name] for v in self._voices]
-        down, up = (torch.stack([matrices[side] for matrices in each]) for side in (0, 1))
-        for at, voice in enumerate(self._voices):
-            if voice.changes is None:
-                up[at] = 0
-        return (down, up) if len(self._rows) == 1 else (down[self._rows], up[self._rows])
+        """Zeros where a voice has none to this product, or fewer of them than another."""
+        pairs = [changes.get(name) for changes in self._voices]
+        some = [pair for pair in pairs if pair is not None]
+        rank = max(down.shape[1] for down, _ in some)
+        inputs, outputs = some[0][0].shape[0], some[0][1].shape[1]
+        downs = some[0][0].new_zeros(len(pairs), inputs, rank)
+        ups = some[0][1].new_zeros(len(pairs), rank, outputs)
+        for at, pair in enumerate(pairs):
+            if pair is not None:
+                own = pair[0].shape[1]
+                downs[at, :, :own], ups[at, :own] = pair
+        return (downs, ups) if len(self._rows) == 1 else (downs[self._rows], ups[self._rows])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._some
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._some)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._some)
+        return len(self._names)
+
+
+def expect_taught(path: Path, fingerprint: str, model: str) -> None:
+    """A voice's file says which weights were taught it. Raises UnknownVoice where those are others,
+    WeightsCorrupt."""
+    try:
+        with safe_open(path, "pt") as file:
+            came = (file.metadata() or {}).get("fingerprint", "")
+    except (OSError, SafetensorError) as failure:
+        raise WeightsCorrupt(f"{path} is no voice: {failure}", todo="clone it again") from failure
+    if came and fingerprint and came != fingerprint:
+        raise UnknownVoice(
+            f"the voice {path.stem!r} was taught to other weights of {model} (sha256 {came[:12]})",
+            f"voices of those that are loaded (sha256 {fingerprint[:12]})",
+            "clone it again, or load those weights",
+            param="voice",
+        )
 
 
 def read_voice(path: Path, sizes: Sizes, where: torch.device) -> Voice:
@@ -296,22 +329,29 @@ def read_voice(path: Path, sizes: Sizes, where: torch.device) -> Voice:
         found = {name: tensor.float().to(where) for name, tensor in load_file(path).items()}
         mean, deviation = found["pitch"].tolist()
         encoder, decoder = found["speaker"], found["speaker_decoder"]
-    except (OSError, SafetensorError, KeyError, ValueError) as failure:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as failure:
         raise WeightsCorrupt(f"{path} is no voice: {failure}", todo="clone it again") from failure
+    if encoder.shape != (sizes.width,) or decoder.shape != (sizes.width,):
+        raise WeightsCorrupt(f"{path} is a voice of another model", f"vectors of {sizes.width}", "clone it again")
+    strange = next((name for name, tensor in found.items() if not tensor.isfinite().all()), None)
+    if strange is not None or deviation <= 0:
+        raise WeightsCorrupt(
+            f"{path}: {strange or f'the pitch deviates by {deviation:g}'}",
+            "numbers; more than 0",
+            "clone it again",
+        )
     changes = {}
     for name, (outputs, inputs) in sizes.adapted().items():
         down, up = found.get(f"{name}.down"), found.get(f"{name}.up")
         if down is None or up is None:
             continue
-        if down.shape[0] != inputs or up.shape[1] != outputs or down.shape[1] != up.shape[0]:
+        if down.shape[:1] != (inputs,) or up.shape[1:] != (outputs,) or down.shape[1:] != up.shape[:1]:
             raise WeightsCorrupt(
                 f"{path}: {name} is changed by {tuple(down.shape)} and {tuple(up.shape)}",
                 f"({inputs}, rank) and (rank, {outputs})",
                 "it was cloned from another model: clone it again",
             )
         changes[name] = (down, up)
-    if encoder.shape != (sizes.width,) or decoder.shape != (sizes.width,):
-        raise WeightsCorrupt(f"{path} is a voice of another model", f"vectors of {sizes.width}", "clone it again")
     return Voice(encoder, decoder, (mean, deviation), changes or None)
 
 
@@ -344,6 +384,8 @@ def load(folder: Path, card: VoiceCard, device: Device) -> Model:
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
+        with (folder / "model.safetensors").open("rb") as file:
+            fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, json.JSONDecodeError, SafetensorError) as failure:
-        raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}") from failure
-    return Model(card.name, Config.of(settings), tensors, device)
+        raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}", todo="get it again") from failure
+    return Model(card.name, Config.of(settings), tensors, device, fingerprint)

@@ -24,6 +24,7 @@ from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.card import Packaged, VoiceCard
 from asr_serve.models.onnx_session import Session
 from asr_serve.models.speaking import Spoken, expect_phonemes, expect_voice
+from asr_serve.models.whole import manner
 from asr_serve.types import Sentence
 
 GRAPH, VOCABULARY = "hibari.onnx", "vocab.json"
@@ -55,13 +56,9 @@ CARDS = (
 )
 UNITS = "/Clip_output_0"
 """The value inside the graph that tells how long each phoneme is, in 25 ms."""
-UNIT_SAMPLES, UNIT_FRAMES, FRAME_SAMPLES = 600, 2, 300
+UNIT_SAMPLES, UNIT_FRAMES = 600, 2
 PAUSE = 0
 """Before the first phoneme and after the last."""
-QUIET = 0.003
-"""Of 1: what is below it at the ends is cut."""
-EDGE_SAMPLES = 480
-"""Of it that stays, on either side: 20 ms."""
 
 
 class Model:
@@ -83,54 +80,21 @@ class Model:
     def say(self, sentence: Sentence) -> Spoken:
         ids = [PAUSE, *(self._ids[each] for each in sentence.phonemes), PAUSE]
         found = self._graph(
-            ids=np.array([ids], np.int64), speed=_each(sentence, [each.speed for each in sentence.stretches])
+            ids=np.array([ids], np.int64),
+            speed=manner.each(sentence, [each.speed for each in sentence.stretches]),
         )
         harmonic, phase, noise, rest, rest_phase, f0 = (each[0] for each in found[:6])
         units = found[6].reshape(-1).astype(np.int64)
-        semitones = _each(sentence, [each.pitch for each in sentence.stretches])
+        semitones = manner.each(sentence, [each.pitch for each in sentence.stretches])
         f0 = f0 * np.exp2(np.repeat(semitones, UNIT_FRAMES * units) / 12)
         chance = np.random.default_rng(sentence.seed)
         pcm = self._dsp.synth(harmonic, phase, noise, rest, rest_phase, f0.astype(np.float32), chance)
-        pcm = pcm * self._gains(sentence, units)
-        ends = UNIT_SAMPLES * np.cumsum(units)
-        first, last = _sounding(pcm, int(ends[0]), int(ends[-3]))
-        inner = np.clip(ends[1:-1] - first, 0, last - first)
-        inner[-1:] = last - first
-        return Spoken(np.clip(pcm[first:last], -1.0, 1.0), tuple(map(int, inner)))
-
-    @staticmethod
-    def _gains(sentence: Sentence, units: np.ndarray) -> np.ndarray:
-        """How much louder each sample is; from one stretch to the next in the course of a frame, not at once."""
-        db = _each(sentence, [each.energy for each in sentence.stretches])
-        if not db.any():
-            return np.ones(1, np.float32)
-        frames = np.repeat(db, UNIT_FRAMES * units)
-        middles = FRAME_SAMPLES * (np.arange(len(frames)) + 0.5)
-        curve = np.interp(np.arange(FRAME_SAMPLES * len(frames)), middles, frames)
-        gains: np.ndarray = 10 ** (curve / 20)
-        return gains.astype(np.float32)
+        return manner.spoken(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
 
 
 def load(folder: Path, card: VoiceCard, device: Device) -> Model:
     """Runs on the host whatever the device: a graph of a few layers."""
     return Model(card, folder)
-
-
-def _each(sentence: Sentence, values: list[float]) -> np.ndarray:
-    """One number for every id, of one for every stretch; the pauses have those of their neighbours."""
-    lengths = [len(stretch.phonemes) for stretch in sentence.stretches]
-    inner = np.repeat(np.array(values, np.float32), lengths)
-    return np.concatenate([inner[:1], inner, inner[-1:]])
-
-
-def _sounding(pcm: np.ndarray, first_end: int, last_begin: int) -> tuple[int, int]:
-    """Without the silence at both ends: that of the pause in front, and that after the last phoneme but one began,
-    which may be a full stop."""
-    loud = np.abs(pcm) > QUIET
-    before, after = loud[:first_end], loud[last_begin:]
-    first = int(before.argmax()) if before.any() else first_end
-    last = len(pcm) - int(after[::-1].argmax()) if after.any() else last_begin
-    return max(0, first - EDGE_SAMPLES), min(len(pcm), last + EDGE_SAMPLES)
 
 
 def _dsp() -> ModuleType:

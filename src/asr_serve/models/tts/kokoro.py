@@ -58,6 +58,7 @@ CARDS = (
         rate_hz=24_000,
         alphabet="misaki",
         voices=tuple(NAMES.split()),
+        british=tuple(name for name in NAMES.split() if name.startswith("b")),
         max_phonemes=510,
     ),
 )

@@ -67,7 +67,7 @@ def command(message: str) -> Command:
         )
     try:
         sent: Any = msgspec.json.decode(message)
-    except (msgspec.DecodeError, UnicodeError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedRequest(
             f"a message came that cannot be read: {error}",
             'messages are JSON, like {"type":"text","text":"Hello."}',

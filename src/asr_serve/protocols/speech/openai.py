@@ -79,7 +79,7 @@ def ask(body: bytes, most_characters: int) -> Ask:
     """Read a body. Raises MalformedRequest, OptionError, TextTooLong."""
     try:
         sent = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedRequest(
             f"a body came that is no JSON: {error}",
             'a body is like {"model":"tts-1","input":"Hello.","voice":"alloy"}',

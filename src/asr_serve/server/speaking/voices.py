@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from asr_serve.errors import UnknownVoice
 from asr_serve.models.card import VoiceCard
-from asr_serve.pipelines.speaking.fronts import front_of, language_of
+from asr_serve.pipelines.speaking.fronts import front_of
 from asr_serve.protocols.fields import shown
 from asr_serve.protocols.speech.openai import VoiceEntry
 from asr_serve.values import nearest
@@ -38,7 +38,7 @@ OPENAI_VOICES = {
 
 def warm(card: VoiceCard) -> None:
     """Load what texts are read by: of the first text it would take a second. Raises ProgramMissing."""
-    for voice in {language_of(voice): voice for voice in card.voices}.values():
+    for voice in {card.language(voice): voice for voice in card.voices}.values():
         next(front_of(card, voice).passages("One."))
 
 
@@ -84,6 +84,10 @@ class Voices:
             or "GET /v1/audio/voices lists them",
             param="voice",
         )
+
+    def language(self, card: VoiceCard, voice: str) -> str | None:
+        """That a cloned voice reads texts in; None of the model's own. Reads a file."""
+        return self._store.language(voice) if card.clones and voice not in card.voices else None
 
     def every(self) -> list[VoiceEntry]:
         """Of the models that are loaded, in the order in which they were. Reads a folder."""

@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,11 +35,11 @@ OVER: tuple[State, ...] = ("done", "failed", "cancelled")
 
 
 class Job:
-    """One cloning. `folder` is its own, and goes away with it."""
+    """One cloning. `folder` is its own, and goes away with it; `removed` is then called."""
 
-    def __init__(self, order: Order, folder: Path, files: int) -> None:
+    def __init__(self, order: Order, folder: Path, files: int, removed: Callable[[], None] = lambda: None) -> None:
         self.id = f"clone_{uuid.uuid4().hex[:16]}"
-        self.order, self.folder, self.files = order, folder, files
+        self.order, self.folder, self.files, self._removed = order, folder, files, removed
         self.state: State = "waiting"
         self.progress = Progress("waiting", 0.0)
         self.created, self.begun, self.ended = int(time.time()), 0, 0
@@ -56,6 +56,7 @@ class Job:
     def end(self, state: State, error: Trouble | None = None) -> None:
         self.state, self.error, self.ended = state, error, int(time.time())
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._removed()
         self.change()
 
     async def changes(self) -> AsyncIterator[None]:
@@ -89,7 +90,7 @@ class Clonings:
                 f"{len(self._waiting)} clonings wait for the one that goes on", f"up to {MOST_WAITING}", RETRY_MS
             )
 
-    def put(self, order: Order, folder: Path, files: int) -> Job:
+    def put(self, order: Order, folder: Path, files: int, removed: Callable[[], None] = lambda: None) -> Job:
         """Raises AtCapacity, EngineClosed; OptionError where another makes a voice of that name."""
         self.expect_room()
         for job in (*self._waiting, *([self._running] if self._running else [])):
@@ -97,7 +98,7 @@ class Clonings:
                 raise OptionError(
                     f"the cloning {job.id} makes a voice {order.name!r} already", "another name", param="name"
                 )
-        job = Job(order, folder, files)
+        job = Job(order, folder, files, removed)
         self._jobs[job.id] = job
         self._waiting.append(job)
         over = [each for each in self._jobs.values() if each.state in OVER]
@@ -132,7 +133,7 @@ class Clonings:
             job.begun or None,
             job.ended or None,
             job.files,
-            self._waiting.index(job) + 1 if job in self._waiting else 0,
+            self._waiting.index(job) + (self._running is not None) if job in self._waiting else 0,
             cloned(job.report) if job.report else None,
             [named(verdict) for verdict in job.report.clips] if job.report else [],
             job.error,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +30,7 @@ from asr_serve.server.engines import Engines
 from asr_serve.server.layers.replies import JSON
 from asr_serve.server.layers.visits import visit_of
 from asr_serve.server.voices import described
+from asr_serve.server.voices.folders import Folder, sweep
 from asr_serve.server.voices.queue import Clonings, Job
 from asr_serve.voices import texts
 from asr_serve.voices.order import Order
@@ -65,6 +64,7 @@ class Desk(NamedTuple):
             idle_timeout_s=config.upload_idle_s,
             min_bytes_per_s=config.upload_min_bytes_per_s,
         )
+        sweep()
         folder = voices_dir(config.engine.voices_dir)
         codec = config.engine.codec
         return cls(engines, Clonings(1), Store(folder), uploads, bool(config.admin_keys), codec)
@@ -94,17 +94,18 @@ def routes(desk: Desk) -> APIRouter:
         administrators."""
         by = expect_admin(request)
         desk.clonings.expect_room()
-        folder = Path(tempfile.mkdtemp(prefix="asr-serve-clone-"))
+        folder, job = Folder(), None
         try:
-            form = Files(request.headers.get("content-type", ""), folder, voices.FILES, MOST_FILES, desk.uploads)
+            form = Files(
+                request.headers.get("content-type", ""), folder.path, voices.FILES, MOST_FILES, desk.uploads
+            )
             await received(_body(request.receive), form, desk.uploads)
             asked = voices.read(form.fields, len(form.names), by)
             order = await asyncio.to_thread(_order, desk, asked, form)
-            job = desk.clonings.put(order, folder, len(form.names))
-            folder = Path()  # it is the job's now
+            job = desk.clonings.put(order, folder.path, len(form.names), folder.remove)
         finally:
-            if folder.name:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            if job is None:  # else the folder is the job's
+                await asyncio.to_thread(folder.remove)
         return _json(desk.clonings.told(job), 202)
 
     @router.get("", summary="List cloned voices", **described.VOICES)
@@ -197,6 +198,7 @@ def _order(desk: Desk, asked: voices.Asked, form: Files) -> Order:
         model=model,
         codec=desk.codec,
         voices_dir=str(desk.store.folder),
+        language=asked.language,
         minutes=asked.minutes,
         seed=asked.seed,
         threads=1,

@@ -199,14 +199,14 @@ class _Silence:
             if self._asked is not None:
                 ms = self._asked
             if ms:
-                yield Pause(ms)
+                yield Pause(ms, self._asked is not None)
             yield clause
             self._begun, self._kind, self._asked = True, "none", None
 
     def last(self) -> Iterator[Pause]:
         """After the text: only what was asked for."""
         if self._asked:
-            yield Pause(self._asked)
+            yield Pause(self._asked, asked=True)
 
 
 def _pieces(splitter: Splitter, text: str, begin: int, end: int) -> Iterator[Piece]:

@@ -14,6 +14,8 @@ class Pause(NamedTuple):
     """Silence. Every silence between clauses is told: who plays adds none."""
 
     ms: int
+    asked: bool = False
+    """Somebody said how long. Any other is shorter where speech is faster."""
 
 
 class Word(NamedTuple):

@@ -25,6 +25,8 @@ from asr_serve.text.spoken.words import say_as
 
 DEEPEST = 32
 LONGEST_BREAK_MS = 10_000
+LONGEST_SAID = 1_000
+"""Characters that are said otherwise than written: they are read at once, before anything of them sounds."""
 ELEMENTS: dict[str, tuple[str, ...]] = {
     "speak": ("version", "xml:lang", "xmlns", "xmlns:xsi", "xsi:schemaLocation", "xml:base"),
     "p": ("xml:lang",),
@@ -155,7 +157,7 @@ class _Reader:
     def _end(self, name: str) -> None:
         done = self._open.pop()
         if name in REPLACED:
-            written = clean("".join(self._held or [])).strip()
+            written = clean(self._short("".join(self._held or []), f"<{name}>")).strip()
             self._held = None
             self._replace(done, written)
         elif name in ("p", "s"):
@@ -278,7 +280,14 @@ class _Reader:
     def _needed(self, attributes: dict[str, str], name: str) -> str:
         if not attributes.get(name, "").strip():
             raise self._error(f"no {name}", f'{name}="..."')
-        return attributes[name]
+        return self._short(attributes[name], name)
+
+    def _short(self, text: str, where: str) -> str:
+        if len(text) > LONGEST_SAID:
+            raise self._error(
+                f"{len(text):,} characters of {where}", f"at most {LONGEST_SAID:,}", "make several of it"
+            )
+        return text
 
     def _error(self, came: str, allowed: str, todo: str = "") -> MalformedSsml:
         line, column = self._xml.CurrentLineNumber, self._xml.CurrentColumnNumber + 1

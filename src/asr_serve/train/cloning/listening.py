@@ -8,7 +8,8 @@ from typing import Self
 import numpy as np
 
 from asr_serve.library import Model
-from asr_serve.text.spoken.front import Front
+from asr_serve.models.card import VoiceCard
+from asr_serve.pipelines.speaking.fronts import front_of
 from asr_serve.text.spoken.passages import Clause
 from asr_serve.train.cloning.clips import Heard
 
@@ -20,9 +21,9 @@ SEGMENT_MS = 12_000
 class Aloud:
     """Phonemes of what is said: numbers, dates and all as people read them."""
 
-    def __init__(self, alphabet: str, most: int) -> None:
-        """`most` phonemes of a sentence, as the model's card has it. Raises ProgramMissing."""
-        self._front = Front("espeak" if alphabet == "espeak" else "misaki", max_phonemes=most)
+    def __init__(self, card: VoiceCard, language: str) -> None:
+        """In the alphabet of the model that the card is of. Raises OptionError, ProgramMissing."""
+        self._front = front_of(card, language=language)
 
     def __call__(self, text: str) -> str:
         """Raises OptionError for what cannot be read."""

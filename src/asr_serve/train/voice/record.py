@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,8 +52,12 @@ def record(job: Recording, say: Callable[[str], None]) -> None:
         return
     # A process each: the graphs hold the interpreter for long.
     with multiprocessing.get_context("spawn").Pool(job.processes) as pool:
-        for _ in pool.starmap(_read, [(job, share, print) for share in shares if share]):
-            pass
+        pool.starmap(_read, [(job, share, _aloud) for share in shares if share])
+
+
+def _aloud(line: str) -> None:
+    """Of a process of its own: stdout is for the result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _read(job: Recording, names: Sequence[str], say: Callable[[str], None]) -> None:
@@ -72,7 +77,7 @@ def _read(job: Recording, names: Sequence[str], say: Callable[[str], None]) -> N
     for teacher in teachers:  # what was read before is not read again
         for _ in files[teacher.name].lines:
             next(reading[teacher.name])
-    told = time.monotonic()
+    progress = Progress(list(files.values()), wanted, say)
     while busy := [teacher for teacher in teachers if files[teacher.name].minutes < wanted]:
         for teacher in busy:
             text, chance = next(reading[teacher.name]), paces[teacher.name]
@@ -84,7 +89,41 @@ def _read(job: Recording, names: Sequence[str], say: Callable[[str], None]) -> N
                 read = line(text, reader.spoken(phonemes), teacher.read(reader.ids(phonemes), pace))
                 if read is not None:
                     files[teacher.name].add(*read)
-        if time.monotonic() - told > TOLD_EVERY_S:
-            told = time.monotonic()
-            least = min(files[teacher.name].minutes for teacher in teachers)
-            say(f"{', '.join(files)}: {least:.1f} of {wanted:g} minutes each")
+            progress.tell()
+    progress.end()
+
+
+class Progress:
+    """How much has been read, and when all of it will be."""
+
+    def __init__(
+        self,
+        files: Sequence[Voice],
+        wanted: float,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wanted`: minutes of each."""
+        self._files, self._wanted, self._say, self._clock = files, wanted, say, clock
+        self._who = files[0].name if len(files) == 1 else f"{len(files)} voices"
+        self._began_s = self._told_s = clock()
+        self._before = self._minutes
+
+    @property
+    def _minutes(self) -> float:
+        """Of what is wanted: a voice's last sentence may be more."""
+        return sum(min(each.minutes, self._wanted) for each in self._files)
+
+    def tell(self) -> None:
+        """Now and then."""
+        now_s = self._clock()
+        if now_s - self._told_s < TOLD_EVERY_S:
+            return
+        self._told_s, minutes, whole = now_s, self._minutes, self._wanted * len(self._files)
+        if made := minutes - self._before:
+            left_s = (whole - minutes) / made * (now_s - self._began_s)
+            left = f"about {left_s / 60:.0f} min left" if left_s >= 60 else f"about {left_s:.0f} s left"
+            self._say(f"{self._who}: {minutes:.1f} of {whole:g} minutes of speech, {left}")
+
+    def end(self) -> None:
+        self._say(f"{self._who}: {sum(each.minutes for each in self._files):.1f} minutes of speech")

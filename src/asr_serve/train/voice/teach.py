@@ -211,7 +211,7 @@ def save(options: Options, tensors: dict[str, Tensor], known: Norms, lengthen: f
         "vocabulary": options.phonemes,
     }
     (options.out / "config.json").write_text(json.dumps(settings, indent=1, ensure_ascii=False))
-    save_file(
-        {name: tensor.half().cpu().contiguous() for name, tensor in tensors.items()},
-        options.out / "model.safetensors",
-    )
+    weights, building = options.out / "model.safetensors", options.out / "building.safetensors"
+    save_file({name: tensor.half().cpu().contiguous() for name, tensor in tensors.items()}, building)
+    building.chmod(0o644)  # who serves it need not be who made it
+    building.replace(weights)  # whole at any time

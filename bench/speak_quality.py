@@ -22,7 +22,7 @@ from asr_serve.audio.resample import resampled
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.engine import parts
-from asr_serve.engine.speaking.chunks import ChunkRunner
+from asr_serve.engine.speaking.chunks import ChunkRunner, risen
 from asr_serve.engine.speaking.voices import Voices
 from asr_serve.errors import WeightsMissing
 from asr_serve.evaluate import voice as measures
@@ -73,13 +73,9 @@ class Ours:
             self._runner.leave(row)
         places = np.cumsum([0, *(len(piece.pcm) for piece in pieces)])[:-1]
         (encoded,) = self._model.encode([sentence])
-        whole = (
-            self._codec.whole(self._model.whole(encoded))[0, encoded.lead * self._codec.hop :]
-            .float()
-            .cpu()
-            .numpy()
-        )
-        return Reading(np.concatenate([piece.pcm for piece in pieces]), whole, places.tolist())
+        whole = self._codec.whole(self._model.whole(encoded))[0, encoded.lead * self._codec.hop :]
+        pcm = np.concatenate([piece.pcm for piece in pieces])
+        return Reading(pcm, risen(whole.float().cpu().numpy()), places.tolist())
 
 
 class Teacher:

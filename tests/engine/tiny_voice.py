@@ -17,6 +17,7 @@ from asr_serve import devices
 from asr_serve.config import EngineConfig
 from asr_serve.engine.client import EngineClient, Ticket
 from asr_serve.engine.local import local
+from asr_serve.engine.speaking.chunks import risen
 from asr_serve.engine.speaking.work import to_int16
 from asr_serve.engine.work import Parts
 from asr_serve.errors import WeightsCorrupt
@@ -176,7 +177,7 @@ def expected(said: Sentence, model: Voice | None = None) -> np.ndarray:
     for x in encoded.x:
         memory = torch.tanh(x[None] + (memory[:, None, :] * voice.inner.T).sum(-1))
         frames.append((memory[:, :, None] * voice.out).sum(1))
-    return to_int16(codec.whole(torch.stack(frames, 1), said.seed)[0, LEAD * HOP :].numpy())
+    return to_int16(risen(codec.whole(torch.stack(frames, 1), said.seed)[0, LEAD * HOP :].numpy()))
 
 
 class Heard:

@@ -226,6 +226,7 @@ def test_a_full_queue_says_when(server):
 def test_what_went_wrong_is_told(server):
     bad = over(server, ask(server, ("bad.wav",)).json())
     assert (bad["state"], bad["error"]["code"]) == ("failed", "too_few_clips")
+    assert bad["error"]["message"] == "1 good clips. Left out: bad.wav: noise", "by its own name, without a folder"
     died = over(server, ask(server, ("die.wav",)).json())
     assert (died["state"], died["error"]["code"]) == ("failed", "worker_died")
     assert over(server, ask(server).json())["state"] == "done", "the next one goes on"

@@ -43,7 +43,7 @@ def main() -> None:
         while True:
             time.sleep(60)
     if "bad" in asks:
-        say(Failed("too_few_clips", "1 good clips"))
+        say(Failed("too_few_clips", f"1 good clips. Left out: {order.audio[0]}: noise"))
         return
     tensors = b"tensors"
     card = VoiceCard(

@@ -22,6 +22,8 @@ from asr_serve.types import Sentence
 
 VOICE, CODEC = "voice", "codec"
 """Whose state a tensor is."""
+RISE = 128
+"""Samples at a sentence's start that grow out of silence: cut out of a breath, it would begin with a tick."""
 
 
 class ChunkRow:
@@ -114,7 +116,8 @@ class ChunkRunner:
         first = (row.seen - self._codec.delay - row.encoded.lead) * self._hop
         left = (row.encoded.frames - row.encoded.lead) * self._hop - first
         row.seen += self._chunk
-        return Piece(sound[max(0, -first) : max(0, left)], over=left <= len(sound))
+        heard = sound[max(0, -first) : max(0, left)]
+        return Piece(risen(heard, max(0, first)), over=left <= len(sound))
 
     def leave(self, row: ChunkRow) -> None:
         self._held.remove(row)
@@ -126,3 +129,12 @@ class ChunkRunner:
         assert len(slots) == len(self._held) == self.states.used, "a row has two holders, or none"
         for row in self._held:
             self.states.expect(row.slot)
+
+
+def risen(pcm: np.ndarray, at: int = 0) -> np.ndarray:
+    """(n,), of a sentence from its sample `at` on: its start grows out of silence."""
+    if at >= RISE:
+        return pcm
+    ramp = np.ones(len(pcm), np.float32)
+    ramp[: RISE - at] = ((np.arange(at, RISE, dtype=np.float32) + 0.5) / RISE)[: len(pcm)]
+    return pcm * ramp

@@ -129,7 +129,7 @@ class Encoded(NamedTuple):
     x: Tensor
     """(frames, width), filled up to whole chunks: what the decoder hears."""
     base: Tensor
-    """(frames,), as long: natural log of F0, as the pitch of its phoneme has it."""
+    """(frames, 2), as long: natural logs of F0, as the pitch of its phoneme has it, and of how much louder."""
     voice: Voice
     frames: int
     lead: int
@@ -214,8 +214,7 @@ class Model:
         return self._frames(out, encoded.base[None])[:, : encoded.frames]
 
     def _encode(self, sentence: Sentence) -> Encoded:
-        config, norms = self.config, self.config.norms
-        where = self._device.torch_device
+        config, where = self.config, self._device.torch_device
         voice = self._voices.get(sentence.voice) or self._cloned[sentence.voice][1]
         phonemes = f"{PAUSE}{sentence.phonemes}{PAUSE}"
         ids = torch.tensor([[config.vocabulary[each] for each in phonemes]], device=where)
@@ -226,15 +225,13 @@ class Model:
                 for name in ("speed", "pitch", "energy")
             )
         )
-        speed[:, 0].clamp_(
-            max=1.0
-        )  # of that pause next to nothing is heard, and a short one spoils the first word
+        # Of that pause next to nothing is heard, and a short one spoils the first word.
+        speed[:, 0].clamp_(max=1.0)
         there, changes = torch.ones_like(ids, dtype=torch.bool), _changes([voice])
         hidden = self.network.encode(ids, there, voice.encoder[None], changes)
         pitch, voiced, energy = self.network.prosody(hidden, there, changes)
         mean, deviation = voice.pitch
         pitch = pitch + semitones * SEMITONE / deviation
-        energy = energy + decibels * LN10_20 / norms.energy[1]
         prosody = Prosody(pitch, (voiced > 0).float(), energy)
         lengths = self.network.log_durations(hidden, there, changes).exp() * config.lengthen / speed
         durations = whole_frames(lengths)
@@ -244,7 +241,8 @@ class Model:
         padded = -(-frames // self.chunk) * self.chunk
         index, place = places(durations, torch.arange(padded, device=where)[None])
         said = self.network.conditioned(hidden, prosody)[0][index[0]]
-        base = (prosody.pitch * prosody.voiced * deviation + mean)[0][index[0]]
+        # What is asked for on top is a gain: more energy in the prosody would be two thirds of that.
+        base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, decibels * LN10_20])[:, index[0]].T
         lead = max(0, int(durations[0, 0]) - SAID_BEFORE)
         ends = (durations[0].cumsum(0)[1:-1] - lead) * HOP_SAMPLES
         x = self.network.frames_in(said[None], place, voice.decoder[None])[0]
@@ -253,8 +251,8 @@ class Model:
     def _frames(self, out: Tensor, base: Tensor) -> Tensor:
         """The network's numbers (n, chunk, MELS + 2) to frames as codecs hear them."""
         mean, deviation = self.config.norms.mel
-        f0 = torch.where(out[..., MELS + 1] > 0, torch.exp(base + out[..., MELS] / F0_SCALE), 0.0)
-        return torch.cat([out[..., :MELS] * deviation + mean, f0[..., None]], -1)
+        f0 = torch.where(out[..., MELS + 1] > 0, torch.exp(base[..., 0] + out[..., MELS] / F0_SCALE), 0.0)
+        return torch.cat([out[..., :MELS] * deviation + mean + base[..., 1:], f0[..., None]], -1)
 
 
 def whole_frames(lengths: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import shutil
 import sys
 import time
@@ -228,7 +229,7 @@ class Clonings:
         elif job.stopped.is_set():
             job.end("cancelled")
         elif isinstance(said, Failed):
-            job.end("failed", Trouble(said.code, said.message))
+            job.end("failed", Trouble(said.code, without_folder(said.message, job.folder)))
         else:
             log.error("the process of cloning %s ended with %s:\n%s", job.id, code, "\n".join(last))
             job.end(
@@ -258,6 +259,11 @@ async def _ends(process: asyncio.subprocess.Process, wait_s: float) -> bool:
 async def _remember(lines: asyncio.StreamReader, last: deque[str]) -> None:
     while line := await lines.readline():
         last.append(line.decode(errors="replace").rstrip()[:500])
+
+
+def without_folder(message: str, folder: Path) -> str:
+    """Recordings by the names that they came with: where they lay is nobody's business."""
+    return re.sub(rf"{re.escape(str(folder))}/\d+-", "", message)
 
 
 def named(verdict: Verdict) -> Verdict:

@@ -149,7 +149,7 @@ class Model:
         """Sound of `text`, of a model that speaks: read it with `for` or `async for`, each piece as soon as it is
         made, or have all of it. Nothing happens before.
 
-            model = asr_serve.load("hibari")
+            model = asr_serve.load("fastpitch-en")
             model.speak("Hello there.").save("hello.mp3")              # or .wav .opus .flac .aac .pcm
             samples = model.speak("Hello there.", seed=7).read()       # (n,) int16, at model.card.rate_hz
             for piece in model.speak("A long story.", speed=1.2):      # while it is made
@@ -162,8 +162,7 @@ class Model:
         language: en or en-gb, None: the voice's own. lexicon: words and their phonemes. options: the fields of
         SpeakOptions: voice, speed, pitch, energy, ssml, phonemes, seed, rate_hz, watermark, priority.
 
-        Raises OptionError, WrongModel for a model that hears; reading it raises TextError (empty, too long,
-               another
+        Raises OptionError, WrongModel for a model that hears; reading it raises TextError (empty, too long, another
         script, malformed SSML), UnknownVoice, AtCapacity, EngineClosed, and the text's own errors.
         """
         chosen = SpeakOptions.of(options)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asr_serve import errors
-from asr_serve.text.spoken.front import Front
+from asr_serve.text.spoken.front import Front, expect_text
 from asr_serve.text.spoken.passages import Clause, Pause
 from asr_serve.text.spoken.sounds.alphabets import letters
+from asr_serve.text.spoken.sounds.names import names
 
 FRONT = Front()
 BRITISH = Front(british=True)
@@ -115,6 +116,9 @@ def test_an_abbreviation_ends_a_sentence_too():
         ("a\u200bb\x00c", "abc"),
         ("oﬃce ½ № 5", "office 1/2 No 5"),
         ("don’t ‘quote’", "don't quote"),
+        ("12\u202f500 people", "12,500 people"),
+        ("1\xa0234\xa0567", "1,234,567"),
+        ("+1\xa0800\xa0555\xa00199", "+1 800 555 0199"),
         ("so\ud800 it goes", "so it goes"),
     ],
 )
@@ -153,6 +157,47 @@ def test_a_greek_word_is_another_script():
 def test_nothing_to_say(text):
     with pytest.raises(errors.EmptyText):
         FRONT.passages(text)
+
+
+@pytest.mark.parametrize("text", ["<speak>Hi</speak>", ' \n<speak version="1.1">Hi', "<speak/>"])
+def test_ssml_that_is_not_said_to_be_such(text):
+    with pytest.raises(errors.TextError, match="ssml: true, or --ssml") as caught:
+        FRONT.passages(text)
+    assert caught.value.param == "input"
+    live = FRONT.live()
+    with pytest.raises(errors.TextError, match="--ssml"):
+        live.put(f"{text} ")
+    assert words(put("Say <speak> now.", 5)) == ["Say", "<speak>", "now."]
+
+
+def test_a_live_text_that_begins_later_is_looked_at_too():
+    live = FRONT.live()
+    assert live.put("\n ") == []
+    with pytest.raises(errors.TextError, match="--ssml"):
+        live.put("<speak>Hi there. ")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("", errors.EmptyText),
+        ("🙂", errors.EmptyText),
+        ("你好", errors.UnsupportedScript),
+        ("[a 你](/ˈA/)", errors.UnsupportedScript),
+        ("<speak>Hi</speak>", errors.TextError),
+    ],
+)
+def test_what_can_be_refused_without_a_voice(text, kind):
+    with pytest.raises(kind) as caught:
+        expect_text(text)
+    assert type(caught.value) is kind
+
+
+def test_what_cannot_be_refused_without_a_voice():
+    expect_text("It is [Nguyen](/nwˈɪn/).")
+    expect_text("[Nguyen](/ʨ/)")
+    expect_text("<speak>Hi</speak>", ssml=True)
+    expect_text("həlˈO", phonemes=True)
 
 
 def test_too_long():
@@ -227,6 +272,36 @@ def test_phonemes_alone():
     assert "ɹ" in caught.value.allowed
     with pytest.raises(errors.UnknownPhoneme, match="no phonemes"):
         FRONT.passages("...", phonemes=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "american", "british"),
+    [
+        ("Siobhan", "ʃɪvˈɔn", "ʃɪvˈɔːn"),
+        ("Joaquín", "wɑkˈin", "wɑːkˈiːn"),
+        ("NGUYEN", "wˈɪn", "wˈɪn"),
+        ("Saoirse", "sˈɪɹʃə", "sˈɪəʃə"),
+        ("Jorge", "hˈɔɹhA", "hˈɔːhA"),
+        ("José", "hOzˈA", "hQzˈA"),
+        ("Siobhan's", "ʃɪvˈɔnz", "ʃɪvˈɔːnz"),
+        ("Rhys's", "ɹˈisɪz", "ɹˈiːsɪz"),
+        ("(Nguyen),", "wˈɪn", "wˈɪn"),
+    ],
+)
+def test_names(name, american, british):
+    assert dict(sounding(f"I met {name} today."))[name] == american
+    assert dict(sounding(f"I met {name} today.", BRITISH))[name] == british
+
+
+def test_the_caller_knows_names_better():
+    assert dict(sounding("I met Nguyen.", Front(lexicon={"Nguyen": "nwˈɪn"})))["Nguyen."] == "nwˈɪn"
+
+
+@pytest.mark.parametrize("british", [False, True])
+def test_names_are_in_the_alphabet(british):
+    found = names(british)
+    assert set("".join(found.values())) <= letters("misaki")
+    assert all(name.isascii() and name.islower() for name in found)
 
 
 def test_a_lexicon():

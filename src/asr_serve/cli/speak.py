@@ -160,6 +160,7 @@ def speak(
     from asr_serve.cli.progress import Bar
     from asr_serve.cli.speaking.places import expect_place, format_of
     from asr_serve.cli.speaking.telling import SpeakMeter, Words
+    from asr_serve.text.spoken.front import expect_text
 
     manner = {
         "speed": speed,
@@ -179,12 +180,14 @@ def speak(
         return show_voices(speaker, model)
     form = format_of(output, form)
     expect_place(output)
+    said = what(text, whole=ssml or phonemes or server is not None)
+    if isinstance(said, str):
+        expect_text(said, ssml=ssml, phonemes=phonemes)
     if output is None:
         from asr_serve.cli.speaking.player import expect_player
 
         expect_player()
     told = None if words is None else Words(words)
-    said = what(text, whole=ssml or phonemes or server is not None)
     meter = SpeakMeter()
     place: Place | None = None
     with contextlib.ExitStack() as held, Bar(meter, shown=not quiet, stdout_shared=False) as bar:

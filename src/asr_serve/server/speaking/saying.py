@@ -190,4 +190,5 @@ class Saying:
             yield Piece(words, start_s, audio)
 
     def _word(self, text: str, start_samples: int, end_samples: int) -> SpeechWord:
-        return SpeechWord(text, samples_to_s(start_samples, self.rate_hz), samples_to_s(end_samples, self.rate_hz))
+        start_s, end_s = (round(samples_to_s(each, self.rate_hz), 3) for each in (start_samples, end_samples))
+        return SpeechWord(text, start_s, end_s)

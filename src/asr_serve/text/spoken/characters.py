@@ -44,6 +44,10 @@ GREEK = {
 ALLOWED = "Latin letters, digits, punctuation; emoji are left out"
 FOREIGN = "\ufffe"
 """What a letter of another script is folded to: no character of any text."""
+_grouped = re.compile(
+    r"(?<![\d+.,])(?<!\d[\xa0\u2009\u202f])[1-9]\d{0,2}(?:[\xa0\u2009\u202f]\d{3})+(?![\d\xa0\u2009\u202f])"
+)
+"""A number whose thousands stand apart by a blank at which no line ends."""
 _greek = re.compile("[Ͱ-Ͽἀ-῿]+")
 _speakable = re.compile(rf"[^\W_]|{PRESET[1]}|[%&+=@$£€¥¢₹₩°§¶±×÷©½¼¾⅓-⅞≈≤≥≠√∞]")
 
@@ -61,6 +65,7 @@ def clean(text: str, of: str = "the text", start: int = 0) -> str:
     `of`, its first character being number `start`."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text)
+        text = _grouped.sub(lambda m: re.sub(r"\D", ",", m[0]), text)
     found = text.translate(_table)
     if FOREIGN in found:
         at = next(at for at, letter in enumerate(text) if _table[ord(letter)] == FOREIGN)

@@ -13,8 +13,9 @@ from asr_serve.text.spoken.alignment import STROKES, align
 from asr_serve.text.spoken.characters import speakable
 from asr_serve.text.spoken.normal import normalise
 from asr_serve.text.spoken.passages import PLAIN, PRESET, Clause, Manner, Said, Word
-from asr_serve.text.spoken.sounds.alphabets import POINTS, Lexicon, possessive
+from asr_serve.text.spoken.sounds.alphabets import POINTS, Lexicon
 from asr_serve.text.spoken.sounds.english import Chunk, Preset
+from asr_serve.text.spoken.sounds.names import possessive
 from asr_serve.text.spoken.splitting import STOPS, Break
 from asr_serve.types import Stretch
 

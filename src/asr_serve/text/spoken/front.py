@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
-from asr_serve.errors import EmptyText, OptionError, TextTooLong
-from asr_serve.text.spoken.characters import clean
+from asr_serve.errors import EmptyText, OptionError, TextError, TextTooLong
+from asr_serve.text.spoken.characters import clean, speakable
 from asr_serve.text.spoken.clauses import Clauses
 from asr_serve.text.spoken.passages import PLAIN, PRESET, Clause, Passage, Pause, Said
 from asr_serve.text.spoken.sounds import alphabets
@@ -30,6 +30,7 @@ BLOCK = 512
 """Characters of a long text that are looked at at once."""
 LINK = re.compile(r"\[([^\[\]\n]{1,200})\]\(([^()\n]{0,2000})\)")
 """misaki's: `[word](/phonemes/)`. Without the strokes it is Markdown's, of which the words are read."""
+_document = re.compile(r"\s*<speak[\s/>]")
 _open_link = re.compile(r"\[[^\[\]\n]{0,200}(?:\](?:\([^()\n]{0,2000})?)?\Z")
 
 
@@ -61,7 +62,7 @@ class Front:
         `ssml`: the text is a <speak> document. `phonemes`: it is written in the alphabet, words apart.
 
         Raises, before anything is returned: TextTooLong, EmptyText, UnsupportedScript, MalformedSsml,
-        UnknownPhoneme.
+        UnknownPhoneme; and TextError for SSML without `ssml`.
         """
         if len(text) > self.max_characters:
             raise TextTooLong(
@@ -69,35 +70,21 @@ class Front:
             )
         if ssml and phonemes:
             raise OptionError("ssml and phonemes together", "one of them", "use <phoneme>", param="phonemes")
-        if not text.strip():
-            raise EmptyText("an empty text", "words to be said", param="input")
+        _expect_plain(text, ssml or phonemes)
         if phonemes:
             found = self._given(" ".join(text.split()))
         else:
-            found = self._written(parse(text, self.alphabet, self.british) if ssml else self._plain(text))
+            found = self._written(
+                parse(text, self.alphabet, self.british) if ssml else _plain(text, self.alphabet)
+            )
         first = next(found, None)
         if first is None:
-            raise EmptyText("a text with nothing in it to say", "letters or digits", param="input")
+            raise _nothing()
         return chain((first,), found)
 
     def live(self) -> LiveText:
         """For a text that is still being written."""
         return LiveText(self)
-
-    def _plain(self, text: str) -> Script:
-        said: list[Said] = []
-        parts, at = [], 0
-        for link in LINK.finditer(text):
-            written, given = clean(link[1], start=link.start(1)), link[2].strip()
-            parts.append(clean(text[at : link.start()], start=at))
-            if len(given) > 2 and given[0] == given[-1] == "/":
-                phonemes = alphabets.check(given[1:-1].strip(), self.alphabet, f"[{link[1]}]")
-                said.append(Said(written, phonemes=phonemes))
-                written = PRESET
-            parts.append(written)
-            at = link.end()
-        parts.append(clean(text[at:], start=at))
-        return Script("".join(parts), said, [(0, PLAIN)], [])
 
     def _written(self, script: Script) -> Iterator[Passage]:
         said = iter(script.said)
@@ -121,6 +108,50 @@ class Front:
             yield from silence.around(self._clauses.given(piece.text))
 
 
+def expect_text(text: str, *, ssml: bool = False, phonemes: bool = False) -> None:
+    """What can be known without a voice. Raises EmptyText, UnsupportedScript, and TextError for SSML that is not
+    said to be such."""
+    _expect_plain(text, ssml or phonemes)
+    if not (ssml or phonemes or speakable(_plain(text, None).text)):
+        raise _nothing()
+
+
+def _expect_plain(text: str, marked: bool = False) -> None:
+    """`marked`: the caller says that it is SSML, or phonemes."""
+    if not text.strip():
+        raise EmptyText("an empty text", "words to be said", param="input")
+    if not marked and _document.match(text):
+        raise TextError(
+            "a text that begins with <speak>, as SSML does, and is not said to be SSML",
+            "ssml: true, or --ssml",
+            "to hear the brackets, begin with another word",
+            param="input",
+        )
+
+
+def _nothing() -> EmptyText:
+    return EmptyText("a text with nothing in it to say", "letters or digits", param="input")
+
+
+def _plain(text: str, alphabet: Alphabet | None) -> Script:
+    """Its links read. Without an alphabet their phonemes are not looked at."""
+    said: list[Said] = []
+    parts, at = [], 0
+    for link in LINK.finditer(text):
+        written, given = clean(link[1], start=link.start(1)), link[2].strip()
+        parts.append(clean(text[at : link.start()], start=at))
+        if len(given) > 2 and given[0] == given[-1] == "/":
+            phonemes = given[1:-1].strip()
+            if alphabet:
+                alphabets.check(phonemes, alphabet, f"[{link[1]}]")
+            said.append(Said(written, phonemes=phonemes))
+            written = PRESET
+        parts.append(written)
+        at = link.end()
+    parts.append(clean(text[at:], start=at))
+    return Script("".join(parts), said, [(0, PLAIN)], [])
+
+
 class LiveText:
     """A text token by token, as a language model writes it. For one caller."""
 
@@ -131,7 +162,7 @@ class LiveText:
     def _begin(self) -> None:
         self._splitter, self._silence = Splitter(LIVE), _Silence()
         self._said: list[Said] = []
-        self._raw = ""
+        self._raw, self._begun = "", False
 
     def put(self, text: str) -> list[Passage]:
         """What can be said now. Raises as `Front.passages` does; the text that was refused is left out, and the
@@ -159,7 +190,10 @@ class LiveText:
         return next((link.start() for link in LINK.finditer(raw) if link.start() < ready < link.end()), ready)
 
     def _take(self, text: str) -> list[Passage]:
-        script = self._front._plain(text)
+        if not self._begun and text.strip():
+            _expect_plain(text)
+            self._begun = True
+        script = _plain(text, self._front.alphabet)
         self._said += script.said
         return self._passages(self._splitter.put(script.text))
 

@@ -18,7 +18,7 @@ LONGEST = 400
 _titles = """
 mr mrs ms dr prof st mt ft gen gov sen rep capt lt col sgt cmdr rev hon pres supt cpl maj adm fr msgr messrs mme
 mlle vs e.g i.e cf viz approx al ave blvd fig figs vol ch pp p nos sec eq ed eds jan feb mar apr jun jul aug sep
-sept oct nov dec mon tue tues wed thu thurs fri sat
+sept oct nov dec mon tue tues wed thu thurs fri sat ext
 """
 _endings = """
 etc inc ltd co corp jr sr bros a.m p.m ph.d m.d b.a m.a u.s u.k u.s.a u.n e.u d.c st ave blvd rd no
@@ -28,10 +28,13 @@ the a an it its he she they we i you this that these those there then here but a
 how where which however in on at for from with as after before since although because my his her their our your let
 one all some many most no not now once please yes do does did is are was were can could will would should
 """
+_units = "in ft yd mi oz lb lbs hr hrs min sec tsp tbsp qt gal"
 TITLES = frozenset(_titles.split())
 """Abbreviations that something follows."""
 ENDINGS = frozenset(_endings.split())
 """Abbreviations after which a sentence may end."""
+UNITS = frozenset(_units.split())
+"""Abbreviations behind a number, after which a sentence may end."""
 STARTERS = frozenset(_starters.split())
 """Words that begin sentences, and seldom names."""
 CLOSERS, OPENERS = "\"'”’)]", "\"'“‘(["
@@ -198,6 +201,8 @@ class Splitter:
         """Whether its full stop may be no end. Of a number at the beginning it counts an item of a list."""
         stem = core[:-1].lstrip(OPENERS).lower()
         if at == 0 and stem.isdigit() and len(stem) < 4:
+            return True
+        if stem in UNITS and self._buffer[:at].rstrip()[-1:].isdigit():
             return True
         return stem in TITLES or stem in ENDINGS or bool(_initials.fullmatch(stem))
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from asr_serve.errors import OptionError, UnknownPhoneme
 from asr_serve.text.spoken.sounds import english
+from asr_serve.text.spoken.sounds.names import possessive
 
 Alphabet = Literal["misaki", "espeak"]
 POINTS = frozenset(';:,.!?—…"()“” ')
@@ -99,7 +100,3 @@ class Lexicon:
         if found is None and word[-2:] in ("'s", "'S") and (stem := self.get(word[:-2])):
             return possessive(stem)
         return found
-
-
-def possessive(phonemes: str) -> str:
-    return phonemes + ("s" if phonemes[-1] in "ptkfθ" else "ɪz" if phonemes[-1] in "szʃʒʧʤ" else "z")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asr_serve.errors import ProgramMissing
+from asr_serve.text.spoken.sounds.names import names, possessive
 
 BREAKS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a library may raise on a text that its author did not think of."""
@@ -52,7 +53,7 @@ class English:
         if like:
             self._g2p.tagger, self._g2p.tokenizer = like._g2p.tagger, like._g2p.tokenizer
         self._g2p.oov  # noqa: B018  loads it, before threads could do so twice
-        self.letters = letters()
+        self.letters, self._names = letters(), names(british)
 
     def pronounce(self, chunks: Sequence[Chunk]) -> list[str]:
         """Phonemes of each chunk of a sentence, with the blank behind it."""
@@ -71,11 +72,7 @@ class English:
                         self._token(part.written, "NN", phonemes=part.phonemes.translate(HELD), rating=5)
                     )
                 else:
-                    named = _letter_a(chunk, at, len(chunks))
-                    tokens += [
-                        self._token(self._known(text), phonemes="ˈA" if named and text == "A" else None)
-                        for text in self._g2p.tokenizer.split(part)
-                    ]
+                    tokens += self._tokens(part, _letter_a(chunk, at, len(chunks)))
             if tokens:
                 tokens[-1].whitespace = " "
         tags = self._g2p.tagger([token.text for token in tokens])
@@ -99,6 +96,17 @@ class English:
             return "".join(
                 part.phonemes if isinstance(part, Preset) else self._g2p.oov(part) or "" for part in chunk
             )
+
+    def _tokens(self, part: str, letter_a: bool) -> list[Any]:
+        tokens: list[Any] = []
+        name = None
+        for text in self._g2p.tokenizer.split(part):
+            if name and text == "'s":
+                tokens[-1].phonemes = possessive(name)
+            else:
+                name = self._names.get(_unmarked(text).lower())
+                tokens.append(self._token(self._known(text), phonemes="ˈA" if letter_a and text == "A" else name))
+        return tokens
 
     def _known(self, word: str) -> str:
         """Letters that neither lexicon nor network has lose their marks: `ő`, not the `é` of `résumé`."""

@@ -22,8 +22,10 @@ MONEY = {
     "£": ("pound", "penny"), "GBP": ("pound", "penny"), "€": ("euro", "cent"), "EUR": ("euro", "cent"),
     "¥": ("yen", ""), "JPY": ("yen", ""), "₩": ("won", ""), "₹": ("rupee", "paisa"), "INR": ("rupee", "paisa"),
     "Rs.": ("rupee", "paisa"), "Rs": ("rupee", "paisa"), "CHF": ("Swiss franc", "cent"),
+    "PLN": ("zloty", "grosz"), "zł": ("zloty", "grosz"), "zl": ("zloty", "grosz"),
 }  # fmt: skip
-SAME = {"yen", "won", "paisa"}
+PLURALS = {"penny": "pence", "square foot": "square feet", "foot": "feet", "inch": "inches"}
+SAME = {"yen", "won", "paisa", "zloty", "grosz"}
 UNITS = {
     "m": "meter", "g": "gram", "l": "liter", "L": "liter", "s": "second", "h": "hour", "W": "watt", "V": "volt",
     "dB": "decibel", "mL": "milliliter", "kV": "kilovolt", "mA": "milliamp", "px": "pixel", "gal": "gallon",
@@ -37,6 +39,12 @@ RATES = {
     "GB/s": "gigabytes per second", "kB/s": "kilobytes per second", "rpm": "R.P.M", "bpm": "beats per minute",
     "mpg": "miles per gallon", "kbps": "kilobits per second", "psi": "P.S.I",
 }  # fmt: skip
+PARTED = {
+    "in": "inch", "ft": "foot", "yd": "yard", "mi": "mile", "oz": "ounce", "lb": "pound", "lbs": "pound",
+    "hr": "hour", "qt": "quart", "pt": "pint", "gal": "gallon", "tsp": "teaspoon", "tbsp": "tablespoon",
+}  # fmt: skip
+"""What parts are taken of; behind a number each may end with a full stop."""
+SIZED = {"m": "meter", "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "ft": "foot", "yd": "yard"}
 PARTS = {
     "½": "1/2",
     "¼": "1/4",
@@ -102,6 +110,21 @@ def clock(hours: str, minutes: str, half: str = "") -> str:
     return f"{said} {half.upper()}.M" if half else said
 
 
+def second(match: Match) -> str:
+    """Of `10`, `05`, `30`, `a`: `ten oh five and thirty seconds A.M`."""
+    hours, minutes, seconds, half = match.groups()
+    said = clock(hours, minutes) if int(minutes) else cardinal(int(hours))
+    return f"{said} and {count(str(int(seconds)), 'second')} {half.upper()}.M"
+
+
+def lap(match: Match) -> str:
+    """Of `45`, `30`, minutes and seconds; but what makes a hundred are shares."""
+    minutes, seconds = match[1], match[2]
+    if int(minutes) + int(seconds) == 100:
+        return f"{minutes} to {seconds}"
+    return clock(minutes, seconds) if int(seconds) else f"{minutes} minutes"
+
+
 def day(month: int, number: int, of: str | None = None, british: bool = False) -> str | None:
     """None where there is no such day."""
     if not (1 <= month <= 12 and 1 <= number <= 31):
@@ -149,6 +172,39 @@ def measure(match: Match) -> str:
     return f"{number} {RATES.get(unit) or _plural(UNITS[unit], 1 if number == '1' else 2)}"
 
 
+def parted(match: Match) -> str:
+    """Of `3 `, `1/2`, `in`: the unit, in words."""
+    unit = PARTED[match[3]]
+    return f"{match[1] or ''}{match[2]} {_plural(unit, 2 if match[1] else 1)}"
+
+
+def inch(match: Match) -> str:
+    return f"{match[1]} {_plural('inch', 1 if match[1] == '1' else 2)}"
+
+
+def sized(match: Match) -> str:
+    """Of `6x4`, `m`: the unit, in words."""
+    return f"{match[1]} {_plural('inch' if match[2] == 'in' else SIZED[match[2]], 2)}"
+
+
+def share(match: Match) -> str:
+    """Of `3/4`, `cup`: three quarters of a cup."""
+    return f"{fraction(match)} of {'an' if match[4] in ('inch', 'ounce', 'hour', 'acre') else 'a'} {match[4]}"
+
+
+def compared(match: Match) -> str:
+    """Of `7`, `>=`: a number is it, anything else may be said to be so by the words around."""
+    left, sign = match[1], match[2]
+    said = "greater than" if sign[0] in ">≥" else "less than"
+    equal = " or equal to" if sign in (">=", "<=", "≥", "≤") else ""
+    return f"{left} {'is ' if left.isdigit() else ''}{said}{equal} "
+
+
+def european(match: Match) -> str:
+    """`1.234,56` -> `1,234.56`."""
+    return match[0].translate(str.maketrans(".,", ",."))
+
+
 def feet(match: Match) -> str:
     """Of `6`, `2`: the inches are said without their name."""
     whole, inches = match[1], match[2]
@@ -164,7 +220,8 @@ def inches(match: Match) -> str:
 
 def dimension(match: Match) -> str:
     """`2x4`, `1920 x 1080`."""
-    return " by ".join(in_pairs(n) if len(n) == 4 else plain(n) for n in re.split(r"\s?[x×]\s?", match[0]))
+    sides = re.split(r"\s?[x×]\s?", match[0])
+    return " by ".join(in_pairs(side) if len(side) == 4 else plain(side) for side in sides)
 
 
 def internet(match: Match) -> str:
@@ -186,4 +243,4 @@ def mixed(match: Match) -> str:
 def _plural(unit: str, number: int) -> str:
     if number == 1 or unit in SAME:
         return unit
-    return "pence" if unit == "penny" else "square feet" if unit == "square foot" else f"{unit}s"
+    return PLURALS.get(unit, f"{unit}s")

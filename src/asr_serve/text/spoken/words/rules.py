@@ -19,13 +19,26 @@ Rule = tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
 SIGNS = {"≈": "about", "≤": "at most", "≥": "at least", "≠": "is not", "√": "the square root of", "∞": "infinity"}
 SIGNS |= {"%": "percent", "&": "and", "@": "at", "+": "plus", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen"}
 NUMBERED = (
-    "room|suite|flight|route|highway|interstate|gate|channel|bus|apartment|apt|extension|area code|unit|exit"
+    "room|suite|flight|route|highway|interstate|gate|channel|bus|apartment|apt|extension|port|area code|unit|exit"
 )
 CODES = "code|zip|pin|id|number|account|order|ticket|confirmation|invoice|case|reference"
 _days = "Mon|Tues?|Wed|Thur?s?|Fri|Sat|Sun"
 _months = "|".join(name[:3] for name in MONTHS)
+_parted = "|".join(readings.PARTED)
+_sized = "|".join(readings.SIZED)
 _money = "|".join(map(re.escape, sorted(readings.MONEY, key=len, reverse=True)))
 _units = "|".join(map(re.escape, [*readings.RATES, *readings.UNITS]))
+_coins = r"[$€£¥]|USD|EUR|GBP|JPY|CHF|AUD|CAD|PLN|z[łl]"
+_metric = "kg|km|cm|mm|mg|ml|mph|ft|oz|lbs?|[GMk]Hz|[GMT]B|%|°"
+_half = r"[ap](?:\.m\.?|m\b)"
+_part = r"(?<![\w./])(\d+ )?(\d)/([2-9]|10|16|32|64|100)"
+_shared = (
+    "cup|inch|foot|mile|yard|hour|pound|ounce|gallon|pint|quart|teaspoon|tablespoon|acre|meter|kilometer|liter"
+)
+_joins = "of|and|or|in|to|from|at|for|with|per|more|less|long|wide|thick|deep|high|tall|away|ago|later|into|then"
+_sides = r"\d{1,4}\s?[x×]\s?\d{1,4}(?:\s?[x×]\s?\d{1,4})?"
+_times = r"(?=\d{1,2}\b(?:\W*$|[,.;:!?)]| (?:=|equals|is)))"
+_no_article = r"(?<!\b[Aa] )(?<!\b[Aa]n )(?<!\b[Tt]he )"
 _scale = r"hundred|thousand|million|billion|trillion|bn|mn|mm|tn|[kKmMbBtT]"
 _word = r"[\w\ue000]"
 _iso = r"(\d{4})-(\d\d)-(\d\d)"
@@ -44,7 +57,7 @@ def apply(text: str, british: bool) -> str:
 
 def rest(text: str) -> str:
     """What is left of signs, after all that knew more about them."""
-    text = _mixed.sub(readings.mixed, text)
+    text = _mixed.sub(readings.mixed, re.sub(r" (?='s\b)|\u200b", "", text))
     for sign, said in SIGNS.items():
         if sign in text:
             text = text.replace(sign, f" {said} ")
@@ -65,6 +78,23 @@ def _marks() -> list[Rule]:
         one(r"(?i)(?<!\w)'(tis|twas|em|cause|til|round)\b", lambda m: m[1]),
         one(rf"(?<!{_word})'(?=[A-Za-z])|(?<=[^\w\s\ue000])'(?!\w)", ""),
     ]
+
+
+def _foreign() -> list[Rule]:
+    """Numbers as other languages group them: `5 000`, `1.234,56`; only where they are nothing else."""
+    return [
+        one(r"(?<![\w+.,/-])(?<!\d )[1-9]\d?(?: \d{3}){2,}(?![\w-]| \d)", _grouped),
+        one(r"(?<![\w+.,/-])(?<!\d )[1-9]\d{0,2}(?: \d{3})* 000(?![\w-]| \d)", _grouped),
+        one(rf"(?<![\w+.,/-])(?<!\d )[1-9]\d{{0,2}}(?: \d{{3}})+(?=(?:[.,]\d\d)?\s?(?:{_coins})(?!\w))", _grouped),
+        one(r"(?<=[$€£¥])\s?[1-9]\d{0,2}(?: \d{3})+(?![\w-]| \d)", _grouped),
+        one(r"(?<![\w.,])\d{1,3}(?:\.\d{3})+,\d\d?(?![\w,]|\.\d)", readings.european),
+        one(rf"(?<![\w.,])\d+,\d\d?(?=\s?(?:{_coins}|{_metric}|{_units})(?!\w))", readings.european),
+        one(r"(?<=[€£$])\s?\d+,\d\d(?![\w,]|\.\d)", readings.european),
+    ]
+
+
+def _grouped(match: re.Match[str]) -> str:
+    return match[0].strip().replace(" ", ",")
 
 
 def _calendar(british: bool) -> list[Rule]:
@@ -89,15 +119,19 @@ def _calendar(british: bool) -> list[Rule]:
         one(r"(?<![\w/])50[/-]50(?![\w/])", "fifty-fifty"),
         one(r"(?<![\w.])'?(\d0|\d{3}0)'?s\b", lambda m: decade(m[1])),
         one(
-            r"(?i)\b(\d{1,2}:\d\d(?: ?[ap]\.?m\b\.?)?)\s?[-–]\s?(?=\d{1,2}:\d\d)",
+            rf"(?i)(?<![\w.:/-])(\d{{1,2}}(?::\d\d)?(?: ?{_half})?)\s?[-–]\s?"
+            rf"(?=\d{{1,2}}:\d\d|\d{{1,2}}\s?{_half})",
             lambda m: f"{m[1]} to ",
         ),
+        one(r"(\d(?:st|nd|rd|th))\s?[-–]\s?(?=\d+(?:st|nd|rd|th)\b)", lambda m: f"{m[1]} to "),
+        one(r"(?i)(?<![\w:])(\d{1,2}):([0-5]\d):([0-5]\d)\s?([ap])\.?m\b", readings.second),
         one(
             r"(?i)\b(\d{1,2})(?::([0-5]\d))?\s?([ap])(?:\.m\.?|m\b)(?=(\s*$)?)",
             lambda m: readings.clock(m[1], m[2], m[3]) + ("." if m[4] is not None and m[0][-1] == "." else ""),
         ),
         one(r"(?<![\w:])(\d{1,2}:\d\d):00(?![\w:])", lambda m: m[1]),
         one(r"(?<![\w:.])([01]?\d|2[0-3]):([0-5]\d)(?![\w:])", lambda m: readings.clock(m[1], m[2])),
+        one(r"(?<![\w:.])(\d\d):([0-5]\d)(?![\w:])", readings.lap),
         one(r"(?<![\w:.])(\d+):(\d+)(?![\w:])", lambda m: f"{m[1]} to {m[2]}"),
         one(r"\b(\d+)h ?(\d+)m(?:in)?\b", lambda m: f"{count(m[1], 'hour')} {count(m[2], 'minute')}"),
     ]
@@ -121,6 +155,7 @@ def _numbered() -> list[Rule]:
             rf"(?i)\b((?:{CODES})s?(?:\s(?:is|was|no\.?))?:?\s#?)(\d{{4,}})\b(?!,\d)",
             lambda m: m[1].rstrip("#") + one_by_one(m[2]),
         ),
+        one(r"\b([Ee])xt\.?\s?(?=\d)", lambda m: f"{m[1]}xtension "),
         one(rf"(?i)\b((?:{NUMBERED})\s)(\d{{3,4}})\b", lambda m: m[1] + in_pairs(m[2])),
         one(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)", readings.internet),
         one(r"\bv(?=\d+\.\d)", "version "),
@@ -136,7 +171,7 @@ def _money_rules(british: bool) -> list[Rule]:
             lambda m: readings.price(m, british),
         ),
         one(
-            rf"(?<![\w.])({NUMBER})\s?({_scale})?\s?([$€£¥]|USD|EUR|GBP|JPY|CHF)(?!\w)",
+            rf"(?<![\w.])({NUMBER})\s?({_scale})?\s?({_coins})(?!\w)",
             lambda m: readings.money(m[3], m[1], m[2] or "", british),
         ),
         one(rf"(?<![\w.])({NUMBER})\s?¢", lambda m: count(m[1], "cent")),
@@ -147,12 +182,23 @@ def _measured(british: bool) -> list[Rule]:
     """Parts, sums and measures."""
     return [
         one("[½¼¾⅓-⅞]", lambda m: f" {PARTS[m[0]]}" if m[0] in PARTS else ""),
-        one(r"(?<![\w./])(\d+ )?(\d)/([2-9]|10|16|32|64|100)(?![\w./]*\d)", readings.fraction),
+        one(rf"(?<![\w./])(\d+ )?(\d{{1,2}}/\d{{1,3}})\s?({_parted})\b(?:\.(?=\W*[a-z\d]))?", readings.parted),
+        one(rf"(?<![\w.])({NUMBER})\s?in\.(?=\W*$)", lambda m: f"{readings.inch(m)}."),
+        one(rf"(?<![\w.])({NUMBER})\s?in\.(?=\W)", readings.inch),
+        one(rf"(?<=\d)(\s?(?:{_parted}))\.(?=\s+[a-z\d(])", lambda m: m[1]),
+        one(rf"\b({_sides})\s?(in\b(?=\W*$|[,.;:)])|(?:{_sized})\b)", readings.sized),
+        one(
+            rf"{_no_article}{_part} ({_shared})\b(?=\W*$|[,.;:!?)]| (?:{_joins})\b)",
+            lambda m: readings.share(m) if not m[1] and m[2] != "1" and int(m[2]) < int(m[3]) else m[0],
+        ),
+        one(rf"{_part}(?![\w./]*\d)", readings.fraction),
         one(r"(?<![\w./])(\d+)/(\d+)(?![\w./]*\d)", lambda m: readings.over(m, british)),
         one(r"\band/or\b", "and or"),
         one(rf"({NUMBER})\s?%?\s?[-–]\s?({NUMBER})\s?%", lambda m: f"{m[1]} to {m[2]} percent"),
         one(rf"(?<=\d)\s?[-–−]\s?(?={NUMBER}\s?=)", " minus "),
         one(r"(?<![\w.-])(\d{1,4})\s?[-–]\s?(\d{1,4})(?![\w-]|\.\d)", lambda m: f"{m[1]} to {m[2]}"),
+        one(r"\s?-+>\s?", " to "),
+        one(r"\b(\w+)\s?(>=|<=|≥|≤|(?<=\d)[<>]|(?<=\d )[<>])\s?(?=[-−]?\w)", readings.compared),
         one(rf"(?<=\d)\s?=\s?(?=[-−]?{NUMBER})", " equals "),
         one(r"(\d) ?\* ?(?=\d)", lambda m: f"{m[1]} times "),
         one(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)\b", lambda m: f"{m[1]} times 10^{m[2]}"),
@@ -163,7 +209,8 @@ def _measured(british: bool) -> list[Rule]:
         one(r"(?<!\w)[-−](?=\.?\d)", "minus "),
         one(r"(?<![\w.])(\d+)'\s?(?:(\d+(?:\.\d+)?)(?:\"|'')|(?!\w))", readings.feet),
         one(r'(?<![\w."“])(\d+(?:\.\d+)?)"(?!\w)', readings.inches),
-        one(r"\b\d{1,4}\s?[x×]\s?\d{1,4}(?:\s?[x×]\s?\d{1,4})?\b", readings.dimension),
+        one(rf"{_no_article}\b(\d{{1,4}}) [x×] {_times}", lambda m: f"{m[1]} times "),
+        one(rf"\b{_sides}\b", readings.dimension),
         one(rf"(?<![\w.])({NUMBER})x\b", lambda m: f"{m[1]} times"),
         one(rf"(?<![\w.])({NUMBER})\s?({_units})(?![\w'/])", readings.measure),
         one(r"\b([48])K\b(?=$|[ ,.;:!?]+(?:[a-z]|$))", lambda m: f"{m[1]} K"),
@@ -180,8 +227,8 @@ def _names() -> list[Rule]:
         one(r"(?<!\w)\.NET\b", "dot net"),
         one(r"\b(\w+)\.js\b", lambda m: f"{m[1]} dot J.S"),
         one(r"\bGen Z\b", "Generation Z"),
-        one(r"\be\.g\.?,?(?=\W)", "for example,"),
-        one(r"\bi\.e\.?,?(?=\W)", "that is,"),
+        one(r"\b([Ee])\.g\.?,?(?=\W)", lambda m: "For example," if m[1] == "E" else "for example,"),
+        one(r"\b([Ii])\.e\.?,?(?=\W)", lambda m: "That is," if m[1] == "I" else "that is,"),
         one(r"\betc\.(?=\s+\S)", "et cetera"),
         one(r"\betc\b\.?", "et cetera."),
         one(r"\ba\.k\.a\.?(?=\W)", "also known as"),
@@ -190,6 +237,9 @@ def _names() -> list[Rule]:
             lambda m: "P.H.D" + ("." if m[1] == "" and m[0].endswith(".") else ""),
         ),
         one(r"\bp\. ?(?=\d)", "page "),
+        # Apart, lest the library misses a Roman number, or makes one of a letter; `rest` puts them together again.
+        one(r"(?<=[A-Za-z] )([IVXLC]+)(?='s\b)", r"\1 "),
+        one(r"\b([Tt]ype|[Cc]lass|[Gg]rade|[Ll]evel|[Ss]ection|[Pp]art) (?=[CDLM]\b)", "\\1 \u200b"),
         # At the end of a sentence these are words; the library would read `number`, `Sunday`.
         one(r"\b(no|ed|est|fig|ch|vol|eds|Sun|Sat|Mar|Wed|Dec|Co)\.(?=\W*$)", lambda m: f"{m[1]} ."),
         one(r"\bno\.(?!\s?\d)", "no ."),
@@ -207,6 +257,7 @@ def _rules(british: bool) -> list[Rule]:
         *_marks(),
         *_calendar(british),
         *_numbered(),
+        *_foreign(),
         *_money_rules(british),
         *_measured(british),
         *_names(),

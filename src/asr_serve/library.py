@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from asr_serve.audio.io import Source
 from asr_serve.audio.manifest import Item, expand
-from asr_serve.config import EngineConfig, voices_dir
+from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import LocalLink, local
@@ -28,7 +28,6 @@ from asr_serve.streaming.speech import Speech, Text
 from asr_serve.streaming.stream import Stream
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Transcript
-from asr_serve.voices.store import Store
 
 
 class Model:
@@ -159,16 +158,15 @@ class Model:
                 play(piece.pcm, piece.rate_hz)
 
         text: all of it; or its pieces, from a plain or an asynchronous iterable, as a language model writes them.
-        language: en or en-gb, None: the voice's own. lexicon: words and their phonemes. options: the fields of
-        SpeakOptions: voice, speed, pitch, energy, ssml, phonemes, seed, rate_hz, watermark, priority.
+        language: en or en-gb, as far as the model was taught it; None: the voice's own. lexicon: words and their
+        phonemes. options: the fields of SpeakOptions: voice, speed, pitch, energy, ssml, phonemes, seed, rate_hz,
+        watermark, priority.
 
-        Raises OptionError, WrongModel for a model that hears; reading it raises TextError (empty, too long, another
-        script, malformed SSML), UnknownVoice, AtCapacity, EngineClosed, and the text's own errors.
+        Raises OptionError, WrongModel for a model that hears; reading it raises TextError (empty, too long,
+        another script, malformed SSML), UnknownVoice, AtCapacity, EngineClosed, and the text's own errors.
         """
         chosen = SpeakOptions.of(options)
         card = self._client.voice_card
-        if language is None and chosen.voice is not None and card.clones and chosen.voice not in card.voices:
-            language = Store(voices_dir(self._client.config.voices_dir)).language(chosen.voice)
         front = front_of(card, chosen.voice, language, lexicon)
         return Speech(self._client, front, text, chosen, self)
 

@@ -55,7 +55,6 @@ def main() -> None:
         clips=1,
         seconds=30.0,
         start="heart",
-        language=order.language or "en",
         similarity=0.8,
         ceiling=0.9,
         steps=9,

@@ -127,9 +127,8 @@ def test_the_command_makes_a_voice(recordings, tmp_path):
 
 def test_progress_and_the_same_again(order):
     told: list[Progress] = []
-    report = clone(order(language="en-gb"), told.append)
+    report = clone(order(), told.append)
     assert isinstance(report, Report)
-    assert report.card.language == Store(Path(order().voices_dir)).language("ada") == "en-gb"
     shares = [each.share for each in told]
     assert shares == sorted(shares)
     assert shares[-1] == 1
@@ -149,12 +148,6 @@ def test_stopping_leaves_nothing(order):
     with pytest.raises(Cancelled):
         clone(order(), stop=stop)
     assert Store(Path(order().voices_dir)).names() == []
-
-
-def test_another_language_is_refused(order):
-    with pytest.raises(OptionError, match="en-gb") as refused:
-        clone(order(language="en-us"))
-    assert refused.value.param == "language"
 
 
 def test_a_voice_of_the_models_own_is_not_replaced(order):

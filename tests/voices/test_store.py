@@ -46,14 +46,6 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "voices")
 
 
-def test_the_language_of_a_voice(store):
-    store.add(card("ada", language="en-gb"), TENSORS)
-    store.add(card("grace"), TENSORS)
-    assert [store.language(name) for name in ("ada", "grace", "nobody", "../ada")] == ["en-gb", "en", None, None]
-    (store.folder / "grace.json").write_text("{")
-    assert store.language("grace") is None
-
-
 def test_a_folder_that_is_not_there_holds_no_voices(store):
     assert store.names() == []
     assert store.cards() == []

@@ -94,7 +94,7 @@ def serve(
         ),
     ] = False,
 ) -> int:
-    """Serve transcription over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
+    """Serve transcription and speech over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
 
     Settings come from a file (--config), then variables (ASR_SERVE_PORT,
     ASR_SERVE_ENGINE__MAX_DECODE_ROWS), then flags; a later one replaces an

@@ -89,7 +89,12 @@ def speak(
     ] = None,
     language: Annotated[
         str | None,
-        typer.Option("--language", "-l", help="en or en-gb. Default: the voice's own.", show_default=False),
+        typer.Option(
+            "--language",
+            "-l",
+            help="en or en-gb, as far as the model was taught it. Default: the voice's own.",
+            show_default=False,
+        ),
     ] = None,
     words: Annotated[
         Path | None,
@@ -309,7 +314,7 @@ def show_voices(speaker: Here | There, model: str | None) -> int:
         (name, card.name, card.language(name), card.alphabet, "" if at else "default")
         for at, name in enumerate(card.voices)
     ]
-    rows += [(each.name, card.name, each.language, card.alphabet, "cloned") for each in cloned]
+    rows += [(each.name, card.name, card.language(each.name), card.alphabet, "cloned") for each in cloned]
     print_table(("VOICE", "MODEL", "LANGUAGE", "PHONEMES", ""), rows)
     return 0
 

@@ -143,7 +143,7 @@ class VoiceCard(Published, frozen=True, kw_only=True, tag="speaks", tag_field="d
     voices: tuple[str, ...]
     """The first unless told. Those that were cloned are known to the engine alone."""
     british: tuple[str, ...] = ()
-    """Those of them that were taught British English; all others speak American."""
+    """Those of its voices that read British English unless told; all others read American."""
     max_phonemes: int
     """Of a sentence."""
     chunk_frames: int = 0
@@ -154,7 +154,7 @@ class VoiceCard(Published, frozen=True, kw_only=True, tag="speaks", tag_field="d
     """Of a model that makes frames: what makes sound of them, a name among the cards of models/codec."""
 
     def language(self, voice: str | None = None) -> str:
-        """What that voice was taught to say, the first unless told: en, or en-gb."""
+        """What that voice reads unless told, the first where none is: en, or en-gb."""
         return "en-gb" if (voice or self.voices[0]) in self.british else "en"
 
 

@@ -9,13 +9,12 @@ import msgspec
 
 from asr_serve.errors import MalformedRequest, MissingOption, OptionError
 from asr_serve.protocols.fields import Fields
-from asr_serve.text.spoken.normal import LANGUAGES
 from asr_serve.voices.card import EXAMPLE, NAME, STATEMENT_CHARACTERS, Consent, VoiceCard, consent, expect_name
 from asr_serve.voices.order import Progress, Report, Verdict
 
 FILES = ("files", "files[]", "file")
 """Fields that hold recordings."""
-FIELDS = ("name", "consent", "texts", "model", "language", "minutes", "seed")
+FIELDS = ("name", "consent", "texts", "model", "minutes", "seed")
 TEXTS_CHARACTERS = 65_536
 MOST_MINUTES = 60.0
 MOST_SEED = 2**31 - 1
@@ -35,8 +34,6 @@ class ClonedVoice(msgspec.Struct, frozen=True):
     """Of speech that it was learnt from."""
     start: str
     """The model's own voice that it began as."""
-    language: str
-    """That it reads texts in: en or en-gb."""
     similarity: float | None
     """Cosine of what it says to the recordings; null where that was not measured."""
     ceiling: float
@@ -54,7 +51,6 @@ class ClonedVoice(msgspec.Struct, frozen=True):
             card.clips,
             card.seconds,
             card.start,
-            card.language,
             card.similarity,
             card.ceiling,
             card.consent if admin else None,
@@ -114,7 +110,6 @@ class Asked(msgspec.Struct, frozen=True):
     consent: Consent
     texts: str
     model: str | None
-    language: str | None
     minutes: float
     seed: int
 
@@ -136,7 +131,6 @@ def read(sent: Mapping[str, Sequence[str]], files: int, by: str) -> Asked:
         agreed,
         fields.text("texts", TEXTS_CHARACTERS) or "",
         fields.text("model"),
-        fields.choice("language", LANGUAGES),
         10.0 if minutes is None else minutes,
         int(seed or 0),
     )
@@ -180,11 +174,6 @@ def form() -> dict[str, Any]:
                 "not told is heard.",
             },
             "model": {"type": "string", "description": "Voice model that learns it. Default: the first that can."},
-            "language": {
-                "type": "string",
-                "enum": list(LANGUAGES),
-                "description": "How it reads texts. Default: as the model's own voice that it is most like.",
-            },
             "minutes": {
                 "type": "number",
                 "minimum": 0.1,

@@ -66,7 +66,6 @@ class Speaker(NamedTuple):
 
     engine: Engine
     options: SpeakOptions
-    language: str | None
     lexicon: dict[str, str]
     most_characters: int
     encoder: Encoder
@@ -81,8 +80,8 @@ class Speaker(NamedTuple):
         rate_hz = fitting_hz(asked.format, asked.rate_hz or usual_hz)
         lexicon = manner.pop("lexicon")
         voice = voices.voice(card, asked.voice)
-        options, language = SpeakOptions(voice=voice, rate_hz=rate_hz, **manner), voices.language(card, voice)
-        return cls(engine, options, language, lexicon, most_characters, Encoder(asked.format, rate_hz))
+        options = SpeakOptions(voice=voice, rate_hz=rate_hz, **manner)
+        return cls(engine, options, lexicon, most_characters, Encoder(asked.format, rate_hz))
 
     @property
     def voice(self) -> str:
@@ -91,9 +90,7 @@ class Speaker(NamedTuple):
     def begin(self, text: str | None, wake: Callable[[], None]) -> Speaking:
         """On a thread: reading takes time. Raises what Speaking does."""
         card = self.engine.voice_card
-        front = front_of(
-            card, self.voice, self.language, lexicon=self.lexicon, max_characters=self.most_characters
-        )
+        front = front_of(card, self.voice, lexicon=self.lexicon, max_characters=self.most_characters)
         return Speaking(self.engine.client, front, self.options, wake, text)
 
     def headers(self, ignored: tuple[str, ...]) -> dict[str, str]:

@@ -43,8 +43,6 @@ class VoiceCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of speech that it was learnt from."""
     start: str
     """The voice of the model's own that it began as: the most similar one."""
-    language: str = "en"
-    """What it reads texts in, unless told: en or en-gb. It was taught by what that makes of its recordings."""
     similarity: float | None
     """Cosine of what it says to the recordings, by a speaker encoder (GE2E); null where nothing could be said."""
     ceiling: float

@@ -37,8 +37,6 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     codec: str | None = None
     recogniser: str | None = None
     """Model that hears what is said. None: the packaged one."""
-    language: str | None = None
-    """en or en-gb: how what is said is read. None: as the most similar voice of the model's own reads."""
     voices_dir: str
     minutes: float = 10.0
     """Of learning, at most: it ends when it gets no better."""

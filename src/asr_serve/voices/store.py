@@ -66,13 +66,6 @@ class Store:
                 f"the card of the voice {name!r}: {failure}", "one that asr-serve wrote", "clone it again"
             ) from failure
 
-    def language(self, name: str) -> str | None:
-        """That a voice reads texts in. None: there is none by that name, or its card cannot be read."""
-        try:
-            return self.card(name).language
-        except (NoSuchVoice, WeightsCorrupt):
-            return None
-
     def path(self, name: str) -> Path:
         """Of its tensors. Raises NoSuchVoice."""
         path = self._file(name, TENSORS)

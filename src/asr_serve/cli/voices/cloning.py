@@ -68,15 +68,6 @@ def clone(
     recogniser: Annotated[
         str | None, typer.Option("--recogniser", metavar="NAME", help="Model that hears what is said.")
     ] = None,
-    language: Annotated[
-        str | None,
-        typer.Option(
-            "--language",
-            "-l",
-            metavar="NAME",
-            help="How it reads: en or en-gb. Default: as the voice of the model's own that it is most like.",
-        ),
-    ] = None,
     minutes: Annotated[
         float, typer.Option(metavar="N", help="Of learning, at most. It ends when it gets no better.", min=0.1)
     ] = 10.0,
@@ -124,7 +115,6 @@ def clone(
         weights=weights,
         codec=codec,
         recogniser=recogniser,
-        language=language,
         voices_dir=str(folder_of(voices_dir)),
         minutes=minutes,
         seed=seed,

@@ -42,7 +42,6 @@ ENGLISH = (
     "puck santa alice emma isabella lily daniel fable george lewis"
 )
 """By number. American women, American men, British women, British men; the first is the one to use unless told."""
-BRITISH = "alice emma isabella lily daniel fable george lewis"
 CARDS = (
     VoiceCard(
         name="fastpitch-en",
@@ -58,7 +57,6 @@ CARDS = (
         rate_hz=RATE_HZ,
         alphabet="misaki",
         voices=tuple(ENGLISH.split()),
-        british=tuple(BRITISH.split()),
         max_phonemes=400,
         chunk_frames=16,
         clones=True,

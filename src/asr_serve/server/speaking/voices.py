@@ -78,16 +78,12 @@ class Voices:
         if name in OPENAI_VOICES and name not in self._aliases:
             return OPENAI_VOICES[name] if OPENAI_VOICES[name] in card.voices else card.voices[0]
         raise UnknownVoice(
-            f"voice={shown(name)}, which {card.name} has not",
+            f"{card.name} has no voice {shown(name)}",
             f"voices: {', '.join((*card.voices, *cloned[:MOST_SHOWN]))}",
             nearest(name, [*card.voices, *cloned, *self._aliases, *OPENAI_VOICES])
             or "GET /v1/audio/voices lists them",
             param="voice",
         )
-
-    def language(self, card: VoiceCard, voice: str) -> str | None:
-        """That a cloned voice reads texts in; None of the model's own. Reads a file."""
-        return self._store.language(voice) if card.clones and voice not in card.voices else None
 
     def every(self) -> list[VoiceEntry]:
         """Of the models that are loaded, in the order in which they were. Reads a folder."""

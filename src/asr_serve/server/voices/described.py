@@ -20,7 +20,6 @@ _VOICE = {
     "clips": 20,
     "seconds": 96.4,
     "start": "emma",
-    "language": "en-gb",
     "similarity": 0.82,
     "ceiling": 0.95,
     "consent": None,

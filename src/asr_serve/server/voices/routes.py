@@ -198,7 +198,6 @@ def _order(desk: Desk, asked: voices.Asked, form: Files) -> Order:
         model=model,
         codec=desk.codec,
         voices_dir=str(desk.store.folder),
-        language=asked.language,
         minutes=asked.minutes,
         seed=asked.seed,
         threads=1,

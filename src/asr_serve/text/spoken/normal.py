@@ -4,8 +4,8 @@ Three steps: our rules for what stands in signs (`words/rules`); the library's, 
 abbreviations and Roman numbers (`sounds/english.expanded`); then the numbers that are left (`words/numerals`).
 
 Which library: both hibari-tts's and WeTextProcessing's runtime (wetext 0.1.8) were given the table of
-tests/text/test_spoken_normal.py, of 132 rows then. Alone, hibari sounds as it says in 77 of them, wetext in 60, some
-for style only; wetext fails on 7 (`#1`, `5¢`, `±3`), makes seconds of `1990s`, and takes 7 ms for a
+tests/text/test_spoken_normal.py, of 132 rows then. Alone, hibari sounds as it says in 77 of them, wetext in 60,
+some for style only; wetext fails on 7 (`#1`, `5¢`, `±3`), makes seconds of `1990s`, and takes 7 ms for a
 sentence instead of 0.1. So hibari's, and rules for what it lacks.
 """
 

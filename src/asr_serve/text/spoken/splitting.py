@@ -202,6 +202,8 @@ class Splitter:
         stem = core[:-1].lstrip(OPENERS).lower()
         if at == 0 and stem.isdigit() and len(stem) < 4:
             return True
+        if core == "sat.":
+            return False
         if stem in UNITS and self._buffer[:at].rstrip()[-1:].isdigit():
             return True
         return stem in TITLES or stem in ENDINGS or bool(_initials.fullmatch(stem))

@@ -25,13 +25,12 @@ from asr_serve import __version__, devices
 from asr_serve.audio.manifest import expand
 from asr_serve.audio.resample import resampled
 from asr_serve.devices.cpu import keep_memory
-from asr_serve.errors import Cancelled, EmptyAudio, OptionError, UnsupportedOption, WeightsMissing
+from asr_serve.errors import Cancelled, EmptyAudio, UnsupportedOption, WeightsMissing
 from asr_serve.models import weights
 from asr_serve.models.card import VoiceCard as ModelCard
 from asr_serve.models.card import codec_card, kinds, voice_card
 from asr_serve.models.speaker import ge2e
 from asr_serve.models.speaking import Codec
-from asr_serve.text.spoken.normal import LANGUAGES
 from asr_serve.train.cloning.base import Base
 from asr_serve.train.cloning.listening import RECOGNISER, Aloud, Listener
 from asr_serve.train.cloning.material import Material, gather, written
@@ -40,7 +39,6 @@ from asr_serve.train.cloning.tuning import Taught, Tuning
 from asr_serve.train.voice.acoustic import Item, item
 from asr_serve.train.voice.recorded import RATE_HZ
 from asr_serve.units import RATE_HZ as HEARD_HZ
-from asr_serve.values import nearest
 from asr_serve.voices.card import VoiceCard
 from asr_serve.voices.order import STAGES, Order, Progress, Report, Stage, Verdict
 from asr_serve.voices.store import Store
@@ -60,7 +58,6 @@ class Ready(NamedTuple):
     verdicts: list[Verdict]
     material: Material
     start: str
-    language: str
     pitch: tuple[float, float]
 
 
@@ -73,11 +70,6 @@ def clone(order: Order, told: Told = lambda _: None, stop: Callable[[], bool] = 
     began = time.monotonic()
     store = Store(Path(order.voices_dir))
     card = voice_card(order.model)
-    if order.language not in (None, *LANGUAGES):
-        wrong = str(order.language)[:20]
-        raise OptionError(
-            f"language={wrong}", f"one of: {', '.join(LANGUAGES)}", nearest(wrong, LANGUAGES), param="language"
-        )
     if not card.clones:
         raise UnsupportedOption(f"model={card.name}", "a model that can be taught voices", param="model")
     store.expect_free(order.name, card.voices)
@@ -118,18 +110,17 @@ def _prepared(order: Order, base: Base, encoder: ge2e.Speaker, card: ModelCard, 
     heights = np.concatenate([track(good.clip.pcm) for good in material.clips])
     near = base.nearest(material.voice, float(np.log(heights[heights > 0]).mean()))[:ASKED]
     numbers = [base.number(name) for name in near]
-    language = order.language or card.language(near[0])
     with tempfile.TemporaryDirectory(prefix="asr-serve-voice-") as folder:
         voice, verdicts = written(
             material,
-            Aloud(card, language),
+            Aloud(card, near[0]),
             lambda said: [base.say(said, number) for number in numbers],
             Path(folder),
             "clone",
             tell.of("aligning"),
         )
         items = [item(recording, base.speaker, base.config.vocabulary) for recording in voice]
-    return Ready(items, verdicts, material, near[0], language, height(items))
+    return Ready(items, verdicts, material, near[0], height(items))
 
 
 def height(items: Sequence[Item]) -> tuple[float, float]:
@@ -184,7 +175,6 @@ def _card(order: Order, base: Base, ready: Ready, found: Taught, like: float | N
         clips=len(used),
         seconds=round(sum(verdict.seconds for verdict in used), 1),
         start=ready.start,
-        language=ready.language,
         similarity=None if like is None else round(like, 3),
         ceiling=round(ready.material.ceiling, 3),
         steps=found.steps,

@@ -21,9 +21,9 @@ SEGMENT_MS = 12_000
 class Aloud:
     """Phonemes of what is said: numbers, dates and all as people read them."""
 
-    def __init__(self, card: VoiceCard, language: str) -> None:
-        """In the alphabet of the model that the card is of. Raises OptionError, ProgramMissing."""
-        self._front = front_of(card, language=language)
+    def __init__(self, card: VoiceCard, voice: str) -> None:
+        """As that voice of the card's model reads it, in its alphabet. Raises OptionError, ProgramMissing."""
+        self._front = front_of(card, voice)
 
     def __call__(self, text: str) -> str:
         """Raises OptionError for what cannot be read."""

@@ -24,12 +24,13 @@ NUMBERED = (
 CODES = "code|zip|pin|id|number|account|order|ticket|confirmation|invoice|case|reference"
 _days = "Mon|Tues?|Wed|Thur?s?|Fri|Sat|Sun"
 _months = "|".join(name[:3] for name in MONTHS)
-_parted = "|".join(readings.PARTED)
+_inch = r"in(?=\W*$|[,.;:)])"
+_parted = "|".join([_inch, *(unit for unit in readings.PARTED if unit != "in")])
 _sized = "|".join(readings.SIZED)
 _money = "|".join(map(re.escape, sorted(readings.MONEY, key=len, reverse=True)))
 _units = "|".join(map(re.escape, [*readings.RATES, *readings.UNITS]))
 _coins = r"[$€£¥]|USD|EUR|GBP|JPY|CHF|AUD|CAD|PLN|z[łl]"
-_metric = "kg|km|cm|mm|mg|ml|mph|ft|oz|lbs?|[GMk]Hz|[GMT]B|%|°"
+_metric = "kg|km|cm|mm|mg|ml|mph|ft|oz|lbs?|[GMk]Hz|[GMT]B|%|°(?:\\s?[CF])?"
 _half = r"[ap](?:\.m\.?|m\b)"
 _part = r"(?<![\w./])(\d+ )?(\d)/([2-9]|10|16|32|64|100)"
 _shared = (
@@ -119,7 +120,11 @@ def _calendar(british: bool) -> list[Rule]:
         one(r"(?<![\w/])50[/-]50(?![\w/])", "fifty-fifty"),
         one(r"(?<![\w.])'?(\d0|\d{3}0)'?s\b", lambda m: decade(m[1])),
         one(
-            rf"(?i)(?<![\w.:/-])(\d{{1,2}}(?::\d\d)?(?: ?{_half})?)\s?[-–]\s?"
+            rf"(?i)(?<![\w.:/-])(\d{{1,2}}(?::\d\d(?: ?{_half})?| ?{_half}))\s?[-–]\s?(?=\d)",
+            lambda m: f"{m[1]} to ",
+        ),
+        one(
+            rf"(?i)(?<![\w.:/-])(\d{{1,2}})\s?[-–]\s?"
             rf"(?=\d{{1,2}}:\d\d|\d{{1,2}}\s?{_half})",
             lambda m: f"{m[1]} to ",
         ),
@@ -155,7 +160,7 @@ def _numbered() -> list[Rule]:
             rf"(?i)\b((?:{CODES})s?(?:\s(?:is|was|no\.?))?:?\s#?)(\d{{4,}})\b(?!,\d)",
             lambda m: m[1].rstrip("#") + one_by_one(m[2]),
         ),
-        one(r"\b([Ee])xt\.?\s?(?=\d)", lambda m: f"{m[1]}xtension "),
+        one(r"\b([Ee])xt(?:\.\s?|\s)(?=\d)", lambda m: f"{m[1]}xtension "),
         one(rf"(?i)\b((?:{NUMBERED})\s)(\d{{3,4}})\b", lambda m: m[1] + in_pairs(m[2])),
         one(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)", readings.internet),
         one(r"\bv(?=\d+\.\d)", "version "),
@@ -181,12 +186,13 @@ def _money_rules(british: bool) -> list[Rule]:
 def _measured(british: bool) -> list[Rule]:
     """Parts, sums and measures."""
     return [
+        one(r"(?<=\d/\d)-(?=[a-z])", " "),
         one("[½¼¾⅓-⅞]", lambda m: f" {PARTS[m[0]]}" if m[0] in PARTS else ""),
         one(rf"(?<![\w./])(\d+ )?(\d{{1,2}}/\d{{1,3}})\s?({_parted})\b(?:\.(?=\W*[a-z\d]))?", readings.parted),
         one(rf"(?<![\w.])({NUMBER})\s?in\.(?=\W*$)", lambda m: f"{readings.inch(m)}."),
         one(rf"(?<![\w.])({NUMBER})\s?in\.(?=\W)", readings.inch),
         one(rf"(?<=\d)(\s?(?:{_parted}))\.(?=\s+[a-z\d(])", lambda m: m[1]),
-        one(rf"\b({_sides})\s?(in\b(?=\W*$|[,.;:)])|(?:{_sized})\b)", readings.sized),
+        one(rf"\b({_sides})\s?({_inch}|(?:{_sized})\b)", readings.sized),
         one(
             rf"{_no_article}{_part} ({_shared})\b(?=\W*$|[,.;:!?)]| (?:{_joins})\b)",
             lambda m: readings.share(m) if not m[1] and m[2] != "1" and int(m[2]) < int(m[3]) else m[0],

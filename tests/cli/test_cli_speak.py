@@ -270,7 +270,7 @@ def test_no_player_is_told_before_any_work(monkeypatch: pytest.MonkeyPatch, hiba
     assert "pip install 'asr-serve[mic]', or write it to a file instead: -o speech.wav" in done.stderr
 
 
-@pytest.mark.parametrize(("text", "told"), [("", "an empty text"), ("\u4f60\u597d", "Han")])
+@pytest.mark.parametrize(("text", "told"), [("", "an empty text"), ("\u4f60\u597d", "this voice reads English")])
 def test_a_text_that_cannot_be_said_is_told_before_the_player(
     monkeypatch: pytest.MonkeyPatch, hibari: str, text: str, told: str
 ) -> None:

@@ -122,7 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sentences that a voice model may be saying at once, fewer where `kv_bytes` are not enough for what it
     remembers of them; others wait."""
     codec: Name | None = None
-    """What makes sound of a voice model's frames. None: as its card says."""
+    """What makes sound of a voice model's frames: a name, or a checkpoint's folder. None: as its card says."""
     voices_dir: Text | None = None
     """Folder of cloned voices. None: asr-serve/voices where programs keep a user's data (XDG_DATA_HOME)."""
     vad_step_windows: Count = 8_192

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from asr_serve.engine.speaking.parts import VoiceCheckpoint
+from asr_serve.errors import OptionError, UnknownModel, WeightsCorrupt
 from asr_serve.models.card import codec_card, voice_card
 
 NAMES = ("model.onnx", "onnx/model.onnx", "voices/a.bin")
@@ -43,3 +45,21 @@ def test_what_no_card_names_does_not(checkpoint: VoiceCheckpoint) -> None:
     before = checkpoint.fingerprint()
     (checkpoint.folder / "deep" / "er" / "nothing.bin").write_text("other")
     assert checkpoint.fingerprint() == before
+
+
+def test_a_codec_may_be_a_checkpoints_folder(tmp_path: Path) -> None:
+    ours = voice_card("fastpitch-en")
+    shipped = VoiceCheckpoint.find(ours, None, None)
+    assert shipped.codec_folder is not None
+    mine = tmp_path / "mine"
+    shutil.copytree(shipped.codec_folder, mine)
+    found = VoiceCheckpoint.find(ours, None, str(mine))
+    assert (found.codec, found.codec_folder) == (shipped.codec, mine)
+    (mine / "config.json").write_text('{"model_type": "vocos"}')
+    with pytest.raises(OptionError, match="source_filter"):
+        VoiceCheckpoint.find(ours, None, str(mine))
+    (mine / "config.json").write_text("[]")
+    with pytest.raises(WeightsCorrupt, match="cannot be read"):
+        VoiceCheckpoint.find(ours, None, str(mine))
+    with pytest.raises(UnknownModel):
+        VoiceCheckpoint.find(ours, None, str(tmp_path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,9 +15,9 @@ from asr_serve.engine.speaking.runner import Runner, WholeRunner
 from asr_serve.engine.speaking.voices import Voices
 from asr_serve.engine.speaking.work import Speaking
 from asr_serve.engine.work import Parts
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models import weights as model_weights
-from asr_serve.models.card import CodecCard, VoiceCard, codec_card, kinds
+from asr_serve.models.card import CodecCard, VoiceCard, codec_card, codec_cards, kinds
 from asr_serve.transfer.checksum import checksum, checksum_of
 from asr_serve.values import Quantize
 
@@ -31,18 +32,17 @@ class VoiceCheckpoint(NamedTuple):
 
     @classmethod
     def find(cls, model: VoiceCard, weights: str | os.PathLike[str] | None, codec: str | None) -> VoiceCheckpoint:
-        """`codec`: another one than its card names. Raises UnknownModel, WeightsMissing, WeightsCorrupt,
-        OptionError."""
+        """`codec`: another one than its card names, by its name or by a folder that asr-serve train vocoder has
+        written. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
         if codec is not None and not model.codec:
             raise OptionError(f"codec={codec}", f"{model.name} makes sound by itself", param="codec")
-        chosen = codec_card(codec or model.codec) if model.codec else None
+        chosen, codec_folder = codec_of(codec or model.codec) if model.codec else (None, None)
         if chosen is not None and chosen.rate_hz != model.rate_hz:
             raise OptionError(
                 f"codec={chosen.name}, which makes {chosen.rate_hz} Hz",
                 f"one for {model.name}: {model.rate_hz} Hz",
                 param="codec",
             )
-        codec_folder = model_weights.as_published(chosen) if chosen is not None else None
         return cls(model, model_weights.beside(model, weights), chosen, codec_folder)
 
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> Parts:
@@ -74,6 +74,21 @@ def files_below(folder: Path, patterns: Iterable[str]) -> list[tuple[str, Path]]
     named = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
     found = {*model_weights.files_of(folder), *named}
     return sorted((path.relative_to(folder).as_posix(), path) for path in found)
+
+
+def codec_of(named: str) -> tuple[CodecCard, Path]:
+    folder = Path(named)
+    if not (folder / "config.json").is_file():
+        card = codec_card(named)
+        return card, model_weights.as_published(card)
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise WeightsCorrupt(f"{folder / 'config.json'} cannot be read: {failure}") from failure
+    known = {each.kind: each for each in codec_cards().values()}
+    if kind not in known:
+        raise OptionError(f"codec={named}, a {kind!r}"[:200], f"one of: {', '.join(known)}", param="codec")
+    return known[kind], folder
 
 
 def speaking(

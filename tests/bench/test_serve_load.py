@@ -147,7 +147,7 @@ async def test_every_answer_belongs_to_its_clip(bench: SimpleNamespace, files: l
     assert len(answers) > len(inside)
     assert all(0 < answer["latency_s"] < 60 for answer in answers)
     assert found["reconnects"] == (len(answers) - 4 if reply in (then_close, until_end) else 0)
-    assert 0 < found["client_cpu_s"] <= found["wall_s"] * 1.1
+    assert found["client_cpu_s"] > 0
     assert found["rss_mib"] > 1
     assert found["server_cpu_s"] >= 0
 

@@ -15,6 +15,7 @@ from asr_serve.audio.manifest import Item, expand
 from asr_serve.audio.resample import resampled
 from asr_serve.errors import AsrServeError, OptionError, TooFewClips
 from asr_serve.models import weights
+from asr_serve.models.card import voice_card
 from asr_serve.models.speaker import ge2e
 from asr_serve.train.cloning import clips, material
 from asr_serve.train.cloning.clips import Clip, Heard
@@ -209,7 +210,7 @@ def test_real_speech_is_heard_and_read_aloud(packaged_speech):
     assert len(heard) > 3
     assert all(part.end - part.start <= 16_000 * clips.LONGEST_S for part in heard)
     assert "it was the best of times" in " ".join(part.text for part in heard).lower()
-    aloud = Aloud("misaki", 400)
+    aloud = Aloud(voice_card("fastpitch-en"), "heart")
     assert aloud("It was 3 dollars.") == aloud("It was three dollars.")
     with pytest.raises(OptionError):
         aloud("Это было")

@@ -114,7 +114,6 @@ def test_the_command_makes_a_voice(recordings, tmp_path):
     assert card.clips == len(used)
     assert card.consent.statement == EXAMPLE
     assert card.start in shipped.voices
-    assert card.language == shipped.language(card.start), "it reads as the voice that it began as"
     assert card.ceiling > 0.85
     assert report["after"] < report["before"]
     assert card.similarity is None or card.similarity > 0.6

@@ -10,12 +10,16 @@ import tiny_fastpitch
 import torch
 from safetensors.torch import load_file, save_file
 
+from asr_serve import devices
 from asr_serve.errors import Cancelled, OptionError, WeightsCorrupt
+from asr_serve.models.card import voice_card
+from asr_serve.models.tts import fastpitch
 from asr_serve.models.tts.fastpitch import read_voice
 from asr_serve.train.cloning import tuning
 from asr_serve.train.cloning.base import Base, fingerprint
 from asr_serve.train.cloning.clone import height
 from asr_serve.train.cloning.tuning import Going, Taught, Tuning, batches, divided
+from asr_serve.types import Sentence, Stretch
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,8 @@ def taught(tuned: Tuning, minutes: float = 10, told: list[Going] | None = None) 
 def learnt(checkpoint: Path) -> tuple[Tuning, Taught, list[Going]]:
     told: list[Going] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "MOST_STEPS", 120)
+        patch.setattr(tuning, "STEPS", 120)
+        patch.setattr(tuning, "STEPS_A_SECOND", 0)
         tuned = begun(checkpoint)
         return tuned, taught(tuned, told=told), told
 
@@ -46,12 +51,14 @@ def learnt(checkpoint: Path) -> tuple[Tuning, Taught, list[Going]]:
 def test_what_is_held_out_is_learnt_too(learnt):
     tuned, found, told = learnt
     assert found.after < 0.8 * found.before
-    assert 0 < found.steps <= 120
-    assert found.after == pytest.approx(tuned.held_out(), abs=1e-6), "the best is what is kept"
-    assert min(each.held_out for each in told) == pytest.approx(found.after)
+    assert found.steps == 120
+    assert found.after == pytest.approx(tuned.held_out(), abs=1e-6), "the last is what is kept"
+    assert len(told) == 120 / tuning.EVERY
+    assert told[-1].held_out == found.after
     shares = [each.share for each in told]
     assert shares == sorted(shares)
-    assert all(0 < share <= 1 for share in shares)
+    assert 0 < shares[0] < shares[-1] == 1
+    assert told[-1].left_s == 0
 
 
 def test_nothing_else_has_changed(learnt, checkpoint):
@@ -97,15 +104,41 @@ def test_the_same_seed_is_the_same_voice(checkpoint, monkeypatch):
     assert not torch.equal(one.tensors["durations.0.down"], other.tensors["durations.0.down"])
 
 
-def test_it_ends_when_it_gets_no_better(checkpoint, monkeypatch):
-    tuned = begun(checkpoint)
-    monkeypatch.setattr(tuned, "held_out", lambda: 1.0)
-    told: list[Going] = []
-    found = taught(tuned, told=told)
-    assert len(told) == tuning.SLOWER * tuning.PATIENCE
-    assert found.steps == 0
-    assert (found.before, found.after) == (1.0, 1.0)
-    assert not found.tensors["durations.0.up"].any(), "none of it was better than to begin with"
+def test_more_speech_takes_more_steps(checkpoint, monkeypatch):
+    few, many = begun(checkpoint, count=10).steps(), begun(checkpoint, count=30).steps()
+    assert tuning.STEPS < few < many < tuning.MOST_STEPS
+    monkeypatch.setattr(tuning, "MOST_STEPS", 24)
+    assert begun(checkpoint, count=30).steps() == 24
+
+
+def test_what_has_gone_wrong_is_not_kept(checkpoint, monkeypatch):
+    monkeypatch.setattr(tuning, "MOST_STEPS", 36)
+    tuned, heard = begun(checkpoint), iter([1.0, 0.8, 0.9, 0.8 * tuning.WORSE + 0.01])
+    monkeypatch.setattr(tuned, "held_out", lambda: next(heard))
+    found = taught(tuned)
+    assert (found.steps, found.before, found.after) == (12, 1.0, 0.8)
+    tuned, heard = begun(checkpoint), iter([1.0, float("nan"), 0.9, float("nan")])
+    monkeypatch.setattr(tuned, "held_out", lambda: next(heard))
+    assert (taught(tuned).steps, next(heard, None)) == (24, None)
+
+
+def test_a_voice_is_as_loud_as_it_is_to_be(learnt, tmp_path):
+    _, found, _ = learnt
+    path = tmp_path / "new.safetensors"
+    card = voice_card("fastpitch-en")
+    folder = tiny_fastpitch.save(tmp_path / "base")
+    model = fastpitch.load(folder, card, devices.pick("cpu", "fp32"))
+    heard = []
+    for gain in (0.0, 0.5):
+        save_file(
+            {name: t.contiguous() for name, t in found.tensors.items()} | {"gain": torch.tensor([gain])}, path
+        )
+        model.forget("new")
+        model.voice("new", path)
+        (said,) = model.encode([Sentence((Stretch("abc"),), "new")])
+        heard.append(model.whole(said)[0])
+    assert torch.allclose(heard[1][:, :80], heard[0][:, :80] + 0.5, atol=1e-4)
+    assert torch.equal(heard[1][:, 80], heard[0][:, 80])
 
 
 def test_time_is_a_bound(checkpoint):

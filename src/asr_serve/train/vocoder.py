@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -148,7 +147,7 @@ class Run:
     def save(self) -> None:
         part = self.options.run / "state.part"
         torch.save(self._state(), part)
-        os.replace(part, self.options.run / "state.pt")
+        part.replace(self.options.run / "state.pt")
         write(self.options.run / "checkpoint", self.config, self.means, {"steps": self.step})
 
     def batch(self, step: int) -> tuple[Batch, Tensor, slice]:
@@ -273,7 +272,8 @@ def write(folder: Path, config: source_filter.Config, tensors: dict[str, Tensor]
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.part"
     save_file({name: tensor.detach().half().cpu().contiguous() for name, tensor in tensors.items()}, part)
-    os.replace(part, folder / "model.safetensors")
+    part.chmod(0o644)  # who serves it need not be who made it
+    part.replace(folder / "model.safetensors")
     settings = {"model_type": "source_filter", **msgspec.to_builtins(config), **more}
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
 

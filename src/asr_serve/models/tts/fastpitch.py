@@ -119,6 +119,8 @@ class Voice(NamedTuple):
     """Mean and deviation of the natural log of F0 in Hz."""
     changes: Mapping[str, tuple[Tensor, Tensor]] | None = None
     """By product: (in, rank) and (rank, out). None: this voice is one of the model's own."""
+    gain: float = 0.0
+    """Natural log of how much louder its frames are made."""
 
 
 class Encoded(NamedTuple):
@@ -240,7 +242,8 @@ class Model:
         index, place = places(durations, torch.arange(padded, device=where)[None])
         said = self.network.conditioned(hidden, prosody)[0][index[0]]
         # What is asked for on top is a gain: more energy in the prosody would be two thirds of that.
-        base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, decibels * LN10_20])[:, index[0]].T
+        louder = decibels * LN10_20 + voice.gain
+        base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, louder])[:, index[0]].T
         lead = max(0, int(durations[0, 0]) - SAID_BEFORE)
         ends = (durations[0].cumsum(0)[1:-1] - lead) * HOP_SAMPLES
         x = self.network.frames_in(said[None], place, voice.decoder[None])[0]
@@ -319,11 +322,12 @@ def expect_taught(path: Path, fingerprint: str, model: str) -> None:
 
 
 def read_voice(path: Path, sizes: Sizes, where: torch.device) -> Voice:
-    """A cloned voice's file: `speaker`, `speaker_decoder` (width,), `pitch` (2,), and `NAME.down` (in, rank),
-    `NAME.up` (rank, out) of each product. Raises WeightsCorrupt."""
+    """A cloned voice's file: `speaker`, `speaker_decoder` (width,), `pitch` (2,), `gain` (1,) if it has
+    any, and `NAME.down` (in, rank), `NAME.up` (rank, out) of each product. Raises WeightsCorrupt."""
     try:
         found = {name: tensor.float().to(where) for name, tensor in load_file(path).items()}
         mean, deviation = found["pitch"].tolist()
+        (gain,) = found.get("gain", torch.zeros(1)).tolist()
         encoder, decoder = found["speaker"], found["speaker_decoder"]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as failure:
         raise WeightsCorrupt(f"{path} is no voice: {failure}", todo="clone it again") from failure
@@ -348,7 +352,7 @@ def read_voice(path: Path, sizes: Sizes, where: torch.device) -> Voice:
                 "it was cloned from another model: clone it again",
             )
         changes[name] = (down, up)
-    return Voice(encoder, decoder, (mean, deviation), changes or None)
+    return Voice(encoder, decoder, (mean, deviation), changes or None, gain)
 
 
 class _Parts:

@@ -2,14 +2,15 @@
 
 1. `material.gather` takes recordings apart, hears what is said where nobody tells, and keeps clips that are good.
 2. `material.written` has the most similar voices of the model's own say the same, and lays the clips upon that.
-3. `tuning` teaches the model one more voice, and stops when it gets no better at clips that it does not learn
-from.
-4. The voice says those clips' texts; a speaker encoder tells how like the recordings that is.
+3. `tuning` teaches the model one more voice, for as many steps as there is speech.
+4. The voice says the texts of clips that it did not learn from; a speaker encoder tells how like the recordings
+that is, and it is made as loud as the voice that it began as.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from asr_serve.audio.resample import resampled
 from asr_serve.devices.cpu import keep_memory
 from asr_serve.errors import Cancelled, EmptyAudio, UnsupportedOption, WeightsMissing
 from asr_serve.models import weights
+from asr_serve.models.acoustic.network import LN10_20
 from asr_serve.models.card import VoiceCard as ModelCard
 from asr_serve.models.card import codec_card, kinds, voice_card
 from asr_serve.models.speaker import ge2e
@@ -37,7 +39,7 @@ from asr_serve.train.cloning.material import Material, gather, written
 from asr_serve.train.cloning.pitch import track
 from asr_serve.train.cloning.tuning import Taught, Tuning
 from asr_serve.train.voice.acoustic import Item, item
-from asr_serve.train.voice.recorded import RATE_HZ
+from asr_serve.train.voice.recorded import RATE_HZ, level
 from asr_serve.units import RATE_HZ as HEARD_HZ
 from asr_serve.voices.card import VoiceCard
 from asr_serve.voices.order import STAGES, Order, Progress, Report, Stage, Verdict
@@ -46,7 +48,9 @@ from asr_serve.voices.store import Store
 ASKED = 5
 """Of the model's own voices, those that say the clips' texts for comparison: the most similar ones."""
 COMPARED = 4
-"""Held-out clips whose texts are said, to be compared."""
+"""Clips whose texts are said, to be compared: those that are held out, and as many more as that takes."""
+LOUDER_DB = 8.0
+"""So much louder or less loud a voice is made at most."""
 
 Told = Callable[[Progress], None]
 
@@ -92,7 +96,8 @@ def clone(order: Order, told: Told = lambda _: None, stop: Callable[[], bool] = 
         stop,
     )
     tell("comparing", 0.0)
-    like = None if codec is None else _likeness(tuning, ready, codec, encoder)
+    like, gain = (None, 0.0) if codec is None else _heard(tuning, ready, codec, encoder)
+    found.tensors["gain"] = torch.tensor([gain])
     card_of = _card(order, base, ready, found, like)
     tell("comparing", 1.0)
     store.add(*card_of, reserved=base.config.voices)
@@ -129,19 +134,27 @@ def height(items: Sequence[Item]) -> tuple[float, float]:
     return float(heard.mean()), float(heard.std()) or 1.0
 
 
-def _likeness(tuning: Tuning, ready: Ready, codec: Codec, encoder: ge2e.Speaker) -> float | None:
-    """Cosine of what the voice says to the recordings. What it says was not learnt from. None of a voice that
-    cannot be heard."""
+def _heard(tuning: Tuning, ready: Ready, codec: Codec, encoder: ge2e.Speaker) -> tuple[float | None, float]:
+    """Cosine of what the voice says to the recordings: None of a voice that cannot be heard; and the natural log
+    of how much louder the voice that it began as says the same. What a model has heard little of it says as a mean
+    of many sounds, in logarithms, and that is fainter than any of them."""
     base, names = tuning.base, {number: letter for letter, number in tuning.base.config.vocabulary.items()}
-    said = []
-    for held in tuning.held[:COMPARED]:
-        phonemes = "".join(names[number] for number in held.ids[1:-1].tolist())
+    said, levels = [], []
+    for each in [*tuning.held, *tuning.learnt][:COMPARED]:
+        phonemes = "".join(names[number] for number in each.ids[1:-1].tolist())
         mel, f0, _ = base.spoken(phonemes, base.speaker, tuning.delta.changes(), ready.pitch)
-        said.append(resampled(sounded(mel, f0, codec), RATE_HZ, HEARD_HZ))
+        other, other_f0, _ = base.spoken(phonemes, base.number(ready.start))
+        own, stock = sounded(mel, f0, codec), sounded(other, other_f0, codec)
+        said.append(resampled(own, RATE_HZ, HEARD_HZ))
+        levels.append((level(own), level(stock)))
+    whole, whole_stock = np.array(levels).mean(0)
+    gain = math.log(whole_stock / whole) if whole and whole_stock else 0.0
+    most = LOUDER_DB * LN10_20
     try:
-        return ge2e.similarity(encoder.voice(said), ready.material.voice)
+        like = ge2e.similarity(encoder.voice(said[: len(tuning.held)]), ready.material.voice)
     except EmptyAudio:
-        return None
+        like = None
+    return like, min(most, max(-most, gain))
 
 
 @torch.no_grad()

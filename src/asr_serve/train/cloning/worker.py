@@ -41,13 +41,14 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no message
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     stop = threading.Event()
-    threading.Thread(target=_watch, args=(sys.stdin.buffer, stop), daemon=True).start()
+    threading.Thread(target=_watch, args=(sys.stdin.fileno(), stop), daemon=True).start()
     say(out, run(lambda progress: say(out, progress), order, stop))
 
 
-def _watch(asked: BinaryIO, stop: threading.Event) -> None:
-    """Until the other side hangs up."""
-    while asked.read(1):
+def _watch(asked: int, stop: threading.Event) -> None:
+    """Until the other side hangs up. Not through the buffer: its lock, held by a thread that waits, would abort
+    the interpreter's end."""
+    while os.read(asked, 1):
         pass
     stop.set()
 

@@ -108,12 +108,18 @@ def voices(folder: Path) -> list[Voice]:
 
 def levelled(pcm: np.ndarray) -> np.ndarray:
     """(n,) float at 22.05 kHz, as loud as all other speech here. Silence stays what it is."""
+    found = level(pcm)
+    if not found:
+        return pcm
+    gain = LEVEL / found
+    return (pcm * min(gain, 0.99 / float(np.abs(pcm).max()))).astype(np.float32)
+
+
+def level(pcm: np.ndarray) -> float:
+    """Root mean square of what is spoken, see RANGE_DB. 0 where nothing is."""
     size = RATE_HZ // 50
     if len(pcm) < size:
-        return pcm
+        return 0.0
     power = (pcm[: len(pcm) // size * size].reshape(-1, size) ** 2).mean(1)
     loud = power[power > power.max() * 10 ** (-RANGE_DB / 10)]
-    if not len(loud):
-        return pcm
-    gain = LEVEL / float(np.sqrt(loud.mean()))
-    return (pcm * min(gain, 0.99 / float(np.abs(pcm).max()))).astype(np.float32)
+    return float(np.sqrt(loud.mean())) if len(loud) else 0.0

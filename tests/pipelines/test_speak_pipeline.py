@@ -31,7 +31,7 @@ from asr_serve.models.card import voice_card
 from asr_serve.pipelines import speak as pipeline
 from asr_serve.pipelines.speak import Speaking, SpeakOptions, Spoken, Stop, speak
 from asr_serve.pipelines.speaking.fronts import front_of
-from asr_serve.pipelines.speaking.sentences import SILENCE_SAMPLES
+from asr_serve.pipelines.speaking.sentences import SILENCE_SAMPLES, Silence, quiet_end
 from asr_serve.text.spoken.front import PAUSE_MS
 from asr_serve.text.spoken.sounds import alphabets
 from asr_serve.types import Sentence
@@ -69,10 +69,12 @@ class Voice:
         return speak(self.client, self.front, text, SpeakOptions(**options), stop)
 
     def expected(self) -> np.ndarray:
-        """Every sentence that was asked for, each said as a whole, and the silence between."""
+        """Every sentence that was asked for, each said as a whole, and the silence between, of which what is quiet
+        at a sentence's end is a part."""
         parts = []
         for sentence in self.asked:
-            parts += [self.made.expected(sentence), np.zeros(GAP_MS * self.rate_hz // 1_000, np.int16)]
+            said = self.made.expected(sentence)
+            parts += [said, np.zeros(GAP_MS * self.rate_hz // 1_000 - quiet_end(said), np.int16)]
         return np.concatenate(parts[:-1])
 
     def expect_empty(self) -> None:
@@ -538,3 +540,13 @@ def test_which_language_a_voice_reads() -> None:
     assert not front_of(ours, "emma").british, "which was taught by a British voice, in American phonemes"
     with pytest.raises(OptionError, match="unknown language 'en-gb'"):
         front_of(ours, "emma", "en-gb")
+
+
+def test_silence_counts_what_was_quiet_before_it() -> None:
+    loud, quiet = np.array([0, 900, -64, 3], np.int16), np.array([1, -64], np.int16)
+    assert [quiet_end(each) for each in (loud, quiet, loud[:0])] == [2, 2, 0]
+    between, asked, shorter = Silence(10), Silence(10, asked=True), Silence(10)
+    for silence, before in ((between, 4), (asked, 4), (shorter, 40)):
+        silence.begin(before)
+        silence.begin(before)
+    assert (between.left_samples, asked.left_samples, shorter.over) == (6, 10, True)

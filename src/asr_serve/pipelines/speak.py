@@ -30,7 +30,7 @@ from asr_serve.pipelines.speaking.feeder import Feeder
 from asr_serve.pipelines.speaking.options import SpeakOptions as SpeakOptions
 from asr_serve.pipelines.speaking.options import Spoken as Spoken
 from asr_serve.pipelines.speaking.options import SpokenWord, expect_text
-from asr_serve.pipelines.speaking.sentences import Part, Said, Silence, sentence
+from asr_serve.pipelines.speaking.sentences import Part, Said, Silence, quiet_end, sentence
 from asr_serve.pipelines.speaking.sound import Outlet
 from asr_serve.text.spoken.front import PAUSE_MS, Front, LiveText
 from asr_serve.text.spoken.passages import Clause, Manner, Passage, Pause
@@ -75,7 +75,8 @@ class Speaking:
         """Of the voice's own, before the part that sounds."""
         self._part_samples = 0
         """Of that part, taken."""
-        self._given_samples = 0
+        self._given_samples = self._quiet_samples = 0
+        """What went out; what of the voice's own was silent, last."""
         self._failure: AsrServeError | None = None
         self._playback = Playback(0.0)
         """Of what was taken."""
@@ -214,7 +215,7 @@ class Speaking:
                 return
             if isinstance(passage, Pause):
                 ms = passage.ms if passage.asked else passage.ms / self._manner.speed
-                self._parts.append(Silence(units.ms_to_samples(ms, self._card_hz)))
+                self._parts.append(Silence(units.ms_to_samples(ms, self._card_hz), asked=passage.asked))
             else:
                 self._say(passage, left)
 
@@ -253,7 +254,11 @@ class Speaking:
         """The next piece that is there."""
         while self._parts:
             part = self._parts[0]
+            if isinstance(part, Silence):
+                part.begin(self._quiet_samples)
             if (pcm := part.take()) is not None:
+                quiet = quiet_end(pcm)
+                self._quiet_samples = quiet + (self._quiet_samples if quiet == len(pcm) else 0)
                 told = part.words() if isinstance(part, Said) else None
                 self._part_samples += len(pcm)
                 self._playback.give(len(pcm) / self._card_hz, time.monotonic())

@@ -16,6 +16,8 @@ from asr_serve.types import Sentence, Sound, Stretch
 
 SILENCE_SAMPLES = 4_096
 """Of silence, a piece."""
+QUIET = 64
+"""Of 32,767: what is no louder is not heard."""
 
 
 class Part(Protocol):
@@ -43,8 +45,16 @@ class Part(Protocol):
 class Silence:
     under_way = False
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, *, asked: bool = False) -> None:
+        """`asked`: somebody wants it so long; any other counts what was silent before it."""
         self.left_samples = samples
+        self._more = not asked
+
+    def begin(self, quiet_samples: int) -> None:
+        """So much of what came before was silent: sentences fade out for as long as they like."""
+        if self._more:
+            self.left_samples = max(0, self.left_samples - quiet_samples)
+            self._more = False
 
     @property
     def over(self) -> bool:
@@ -141,3 +151,9 @@ def sentence(clause: Clause, manner: Manner, voice: str, seed: int) -> Sentence:
         both = Manner(stretch.speed, stretch.pitch, stretch.energy).within(manner)
         stretches.append(Stretch(stretch.phonemes, both.speed, both.pitch, both.energy))
     return Sentence(tuple(stretches), voice, seed)
+
+
+def quiet_end(pcm: np.ndarray) -> int:
+    """Of (n,) int16, the samples after the last that is heard."""
+    loud = np.flatnonzero(np.abs(pcm.astype(np.int32)) > QUIET)
+    return len(pcm) - 1 - int(loud[-1]) if len(loud) else len(pcm)

@@ -66,8 +66,8 @@ CARDS = (
 PAUSE = "_"
 """Before the first phoneme and after the last."""
 BEFORE, AFTER = 14, 6
-"""Frames that those pauses last at most. What begins without a pause before it is not said well: of thirty
-sentences three began with another word for Whisper base where it had 2 frames, and none from 12 on."""
+"""Frames that those pauses last at most. What begins without a pause before it begins with another sound
+now and then (bench/speak.py counts first words that are misheard); from 12 frames on it does not."""
 SAID_BEFORE = 2
 """Frames of the pause before the first phoneme that are heard: nobody should wait for the others."""
 KEPT_VOICES = 64

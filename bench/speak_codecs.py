@@ -14,11 +14,11 @@ import torch
 
 from asr_serve.audio.resample import resampled
 from asr_serve.devices.cpu import CpuDevice
+from asr_serve.engine.speaking.parts import codec_of
 from asr_serve.evaluate import voice as measures
 from asr_serve.evaluate.wer import wer
 from asr_serve.features.slaney_mel import RATE_HZ, SlaneyMel
-from asr_serve.models import weights
-from asr_serve.models.card import codec_card, kinds
+from asr_serve.models.card import kinds
 from asr_serve.models.speaker import ge2e
 from asr_serve.models.speaking import Codec
 from asr_serve.train.voice.teachers import ENGLISH, Heart, Kokoro, Reader, Teacher, line
@@ -76,8 +76,8 @@ def recorded(texts: Sequence[str]) -> list[Clip]:
 
 
 def loaded(name: str) -> Codec:
-    card = codec_card(name)
-    found: Codec = kinds("codec")[card.kind].load(weights.as_published(card), card, CpuDevice())
+    card, folder = codec_of(name)
+    found: Codec = kinds("codec")[card.kind].load(folder, card, CpuDevice())
     torch.set_num_threads(1)
     return found
 

@@ -12,26 +12,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from asr_serve.errors import OptionError
-from asr_serve.models.acoustic.network import Sizes
+from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.models.tts.fastpitch import Config
 from asr_serve.train.voice.acoustic import Learner, Norms, batch, item
 from asr_serve.train.voice.recorded import Recording
 
 AT_ONCE = 8
-
-
-class Known(msgspec.Struct, frozen=True):
-    """What of a checkpoint's config.json is needed here, beside the network's sizes."""
-
-    norms: Norms
-    voices: list[str]
-    vocabulary: dict[str, int]
 
 
 class Acoustic:
@@ -40,27 +31,27 @@ class Acoustic:
     def __init__(self, folder: Path) -> None:
         """`folder`: config.json and model.safetensors. Raises OptionError."""
         try:
-            settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            self.known = msgspec.convert(settings, Known)
-            self.sizes = msgspec.convert(settings, Sizes)
+            self.config = Config.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
             tensors = load_file(folder / "model.safetensors")
-        except (OSError, ValueError, SafetensorError) as failure:
+        except (OSError, ValueError, SafetensorError, WeightsCorrupt) as failure:
             raise OptionError(
                 f"{folder}: {failure}", "a checkpoint of asr-serve train voice", param="acoustic"
             ) from failure
-        self._learner = Learner(self.sizes)
+        known = self.config.norms
+        self._norms = Norms(known.mel, known.energy, dict(known.pitch))
+        self._learner = Learner(self.config.sizes)
         self._learner.load(tensors)
 
     @torch.no_grad()
     def frames(self, recordings: Sequence[Recording]) -> list[np.ndarray]:
         """Log-mel (frames, 80) float16 of each. Raises OptionError for a voice that the model does not have."""
         found: list[np.ndarray] = []
-        mean, deviation = self.known.norms.mel
+        mean, deviation = self._norms.mel
         for at in range(0, len(recordings), AT_ONCE):
             items = [
-                item(each, self._speaker(each), self.known.vocabulary) for each in recordings[at : at + AT_ONCE]
+                item(each, self._speaker(each), self.config.vocabulary) for each in recordings[at : at + AT_ONCE]
             ]
-            heard = batch(items, self.known.norms, self.known.voices, self.sizes.chunk)
+            heard = batch(items, self._norms, self.config.voices, self.config.sizes.chunk)
             mels = self._learner(heard).frames[..., :80].float() * deviation + mean
             found += [
                 mel[: len(each.mel)].numpy().astype(np.float16) for mel, each in zip(mels, items, strict=True)
@@ -69,6 +60,6 @@ class Acoustic:
 
     def _speaker(self, recording: Recording) -> int:
         name = recording.voice.rpartition("_")[2]
-        if name not in self.known.voices:
-            raise OptionError(f"speech of {recording.voice!r}", f"speakers: {', '.join(self.known.voices)}")
-        return self.known.voices.index(name)
+        if name not in self.config.voices:
+            raise OptionError(f"speech of {recording.voice!r}", f"speakers: {', '.join(self.config.voices)}")
+        return self.config.voices.index(name)

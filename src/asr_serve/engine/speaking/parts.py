@@ -77,6 +77,8 @@ def files_below(folder: Path, patterns: Iterable[str]) -> list[tuple[str, Path]]
 
 
 def codec_of(named: str) -> tuple[CodecCard, Path]:
+    """A codec and its files, by its name or by a checkpoint's folder. Raises UnknownModel, WeightsMissing,
+    WeightsCorrupt, OptionError."""
     folder = Path(named)
     if not (folder / "config.json").is_file():
         card = codec_card(named)

@@ -26,11 +26,12 @@ from asr_serve import __version__, devices
 from asr_serve.audio.manifest import expand
 from asr_serve.audio.resample import resampled
 from asr_serve.devices.cpu import keep_memory
+from asr_serve.engine.speaking.parts import codec_of
 from asr_serve.errors import Cancelled, EmptyAudio, UnsupportedOption, WeightsMissing
 from asr_serve.models import weights
 from asr_serve.models.acoustic.network import LN10_20
 from asr_serve.models.card import VoiceCard as ModelCard
-from asr_serve.models.card import codec_card, kinds, voice_card
+from asr_serve.models.card import kinds, voice_card
 from asr_serve.models.speaker import ge2e
 from asr_serve.models.speaking import Codec
 from asr_serve.train.cloning.base import Base
@@ -163,11 +164,10 @@ def sounded(mel: Tensor, f0: Tensor, codec: Codec) -> np.ndarray:
     return found
 
 
-def _codec(name: str) -> Codec | None:
+def _codec(named: str) -> Codec | None:
     """None where its weights are not on this machine: a voice can be learnt without being heard."""
-    card = codec_card(name)
     try:
-        folder = weights.as_published(card)
+        card, folder = codec_of(named)
     except WeightsMissing:
         return None
     found: Codec = kinds("codec")[card.kind].load(folder, card, devices.pick("cpu", "fp32"))

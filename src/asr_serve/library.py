@@ -19,9 +19,10 @@ from asr_serve.engine.local import LocalLink, local
 from asr_serve.engine.parts import Checkpoint, find
 from asr_serve.engine.turns import runner as turns
 from asr_serve.models.card import VoiceCard
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.speaking.fronts import front_of
 from asr_serve.pipelines.speaking.options import SpeakOptions
-from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, TranscribeOptions, events
+from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, events
 from asr_serve.streaming.chunks import Chunks, one_source
 from asr_serve.streaming.results import StreamOptions
 from asr_serve.streaming.speech import Speech, Text

@@ -97,6 +97,37 @@ class Sound(NamedTuple):
     last: bool
 
 
+class Word(msgspec.Struct, frozen=True):
+    """A word of a segment, or a character of a script that has no spaces, and when it was said."""
+
+    text: str
+    """As in the segment's text, with the marks that touch it, without spaces around it."""
+    start_samples: int
+    end_samples: int
+    confidence: float = 0.0
+    """0 to 1: the geometric mean of its tokens' probabilities."""
+    speaker: str = ""
+    """Who said it, where speakers were wanted: one of the names in `Transcript.turns`."""
+    spoken: str = ""
+    """Of the written form: the words that were said for it, where they are others."""
+
+    @property
+    def start_s(self) -> float:
+        return units.samples_to_s(self.start_samples)
+
+    @property
+    def end_s(self) -> float:
+        return units.samples_to_s(self.end_samples)
+
+
+class SpeakerTurn(msgspec.Struct, frozen=True):
+    """Somebody speaks. Turns of two speakers may overlap."""
+
+    speaker: str
+    start_samples: int
+    end_samples: int
+
+
 class Segment(msgspec.Struct, frozen=True):
     """One closed utterance and its text."""
 
@@ -114,6 +145,12 @@ class Segment(msgspec.Struct, frozen=True):
     """Natural-log probability of each token."""
     no_speech_prob: float = 0.0
     """How sure the model was that nobody speaks; 0 of one that cannot tell."""
+    words: tuple[Word, ...] = ()
+    """In order, inside the segment, never overlapping; empty unless they were wanted."""
+    speaker: str = ""
+    """Who said it, where speakers were wanted."""
+    spoken: str = ""
+    """Where the written form was wanted and is another: the text as it was said."""
 
     @property
     def start_s(self) -> float:
@@ -135,6 +172,10 @@ class Transcript(msgspec.Struct, frozen=True):
     model: str = ""
     cached_samples: int = 0
     """Of what was heard in it, how much somebody had brought before: it was not computed anew, or not all."""
+    language_prob: float = 0.0
+    """How sure the model was of the language, where it was to hear it; 0 where it was told."""
+    turns: tuple[SpeakerTurn, ...] = ()
+    """Who spoke when, where speakers were wanted, in order of their starts."""
 
     @property
     def duration_s(self) -> float:

@@ -13,7 +13,8 @@ from typing import Self
 
 from asr_serve.audio.manifest import Item
 from asr_serve.errors import CorruptAudio, SourceNotFound, UnknownModel
-from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone
 from asr_serve.types import Segment, Transcript
 
 SEGMENT_SAMPLES = 16_000

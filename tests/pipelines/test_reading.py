@@ -18,8 +18,9 @@ from asr_serve.audio.manifest import Item
 from asr_serve.config import EngineConfig
 from asr_serve.errors import CorruptAudio, EmptyAudio, NotAudio
 from asr_serve.library import Model
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.reading import Ahead, Straight, reading
-from asr_serve.pipelines.transcribe import FileDone, FileFailed, SegmentDone, TranscribeOptions
+from asr_serve.pipelines.transcribe import FileDone, FileFailed, SegmentDone
 
 WAIT_S = 60.0
 

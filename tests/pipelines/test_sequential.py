@@ -32,18 +32,10 @@ from asr_serve.errors import AsrServeError, Cancelled, OptionError, TruncatedAud
 from asr_serve.models import weights
 from asr_serve.models.asr import moonshine
 from asr_serve.models.card import Card, Times, card
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.sequential import Windows
 from asr_serve.pipelines.spoken import Spoken
-from asr_serve.pipelines.transcribe import (
-    Event,
-    FileDone,
-    FileFailed,
-    Progress,
-    SegmentDone,
-    Stop,
-    TranscribeOptions,
-    events,
-)
+from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, Progress, SegmentDone, Stop, events
 from asr_serve.pipelines.way import Request
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Segment, Span, Transcript

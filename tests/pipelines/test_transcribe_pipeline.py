@@ -22,7 +22,8 @@ from asr_serve.config import EngineConfig
 from asr_serve.errors import AsrServeError, AudioTooLong, EmptyAudio, NotAudio, OptionError, SourceNotFound
 from asr_serve.library import Model
 from asr_serve.pipelines import cutting, transcribe
-from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone, TranscribeOptions
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone
 from asr_serve.types import Transcript
 
 RATE_HZ = 16_000

@@ -12,7 +12,7 @@ import pytest
 from conftest import MODEL, Running
 
 from asr_serve.config import ServeConfig
-from asr_serve.pipelines.transcribe import TranscribeOptions
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols.openai import Ask, Usage, render
 from asr_serve.server.engines import open_engine
 from asr_serve.types import Segment, Transcript

@@ -13,7 +13,7 @@ from conftest import eventually
 from asr_serve.audio.io import AudioLimits
 from asr_serve.errors import AudioTooLong, Cancelled, NotAudio, OptionError
 from asr_serve.pipelines import transcribe
-from asr_serve.pipelines.transcribe import TranscribeOptions
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.server.bodies.spool import Spool, SpoolReader
 from asr_serve.server.engines import Engine, Parts
 from asr_serve.server.jobs import Jobs

@@ -20,14 +20,8 @@ if TYPE_CHECKING:
     from asr_serve.audio.manifest import Item
     from asr_serve.cli.outputs import Sink
     from asr_serve.cli.progress import Bar
-    from asr_serve.pipelines.transcribe import (
-        FileDone,
-        FileFailed,
-        LongForm,
-        Progress,
-        SegmentDone,
-        TranscribeOptions,
-    )
+    from asr_serve.pipelines.options import LongForm, TranscribeOptions
+    from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone
 
 
 class Transcriber(Protocol):
@@ -202,7 +196,7 @@ def transcribe(
     with Bar(meter, shown=not quiet) as bar:
         import asr_serve
         from asr_serve.audio.io import AudioLimits
-        from asr_serve.pipelines.transcribe import TranscribeOptions
+        from asr_serve.pipelines.options import TranscribeOptions
 
         options = TranscribeOptions(
             language=language,
@@ -249,7 +243,7 @@ def choose_format(form: str | None, output: str | None) -> str:
 
 def choose_long_form(chosen: str) -> LongForm:
     """Raises OptionError with the nearest name."""
-    from asr_serve.pipelines.transcribe import LongForm
+    from asr_serve.pipelines.options import LongForm
     from asr_serve.values import unknown
 
     for way in get_args(LongForm):

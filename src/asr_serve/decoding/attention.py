@@ -64,6 +64,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Hypotheses that the first try follows at once, where its temperature is 0; 1 is greedy."""
     max_no_speech: float = 0.6
     """Where the model is surer than this that nobody speaks, an answer below `min_avg_logprob` is none."""
+    words: bool = False
+    """Whether it is to be told when each token was said."""
     hurried: bool = False
     """Somebody waits: no higher temperature is tried once the tries together are as long as the longest answer
     could be."""
@@ -102,11 +104,16 @@ class Recognition(msgspec.Struct, frozen=True):
     """When the engine worked on it; the loop fills it in."""
     language: str = ""
     """What was spoken: as asked for, or as heard."""
+    language_prob: float = 0.0
+    """How sure the model was of it, among all languages it knows; 0 where it was told."""
     no_speech_prob: float = 0.0
     """How sure the model is that nobody speaks; 0 from one that cannot tell."""
     reused: Reused = ""
     """What was there already, because the same audio was heard before: nothing; what the encoder makes of it; or
     all of the answer, to the same options."""
+    times: tuple[tuple[int, int], ...] = ()
+    """Where each token was said, start and end in samples from the start of the utterance's audio, never running
+    backwards; empty unless SearchOptions.words asked for it."""
 
 
 class Hypothesis:

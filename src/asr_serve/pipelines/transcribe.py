@@ -10,17 +10,17 @@ import queue
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, Literal, get_args
+from typing import Any
 
 import msgspec
 
 from asr_serve import units
-from asr_serve.audio.io import AudioLimits
 from asr_serve.audio.manifest import Item
-from asr_serve.decoding.attention import SearchOptions, Task
+from asr_serve.decoding.attention import SearchOptions
 from asr_serve.engine.client import EngineClient, Ticket, VadSession
-from asr_serve.errors import AsrServeError, AtCapacity, Cancelled, OptionError
+from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
 from asr_serve.pipelines.cutting import Cutting
+from asr_serve.pipelines.options import PROMPT_SAMPLES, TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_tokens, prompt_tokens
 from asr_serve.pipelines.reading import Reading, reading
 from asr_serve.pipelines.sequential import Windows
@@ -29,82 +29,19 @@ from asr_serve.pipelines.utterance import (
     endpoint_settings,
     expect_search,
     expect_times,
-    known_options,
     language,
     segment_limit_ms,
 )
 from asr_serve.pipelines.way import Heard, Request, Way
 from asr_serve.text.tokens import Tokenizer
-from asr_serve.types import Phases, Priority, Segment, Span, Transcript
+from asr_serve.types import Phases, Segment, Span, Transcript
 from asr_serve.vad.endpoint import EndpointConfig
-from asr_serve.vad.schedule import OFFLINE, SilenceSchedule
-from asr_serve.values import unknown
+from asr_serve.vad.schedule import OFFLINE
 
 MAX_OPEN_FILES = 64
 """Files that are read at once; the results of the later ones wait, as text, for the first."""
 MAX_AHEAD_SAMPLES = units.s_to_samples(1_200)
 """Audio cut into segments and not yet recognised."""
-PROMPT_SAMPLES = units.s_to_samples(120)
-"""How much of a recording somebody can be waiting for at once."""
-
-LongForm = Literal["parallel", "sequential"]
-OF_SEGMENTS = ("silence_schedule", "max_segment_ms", "threshold", "pad_before_ms")
-"""What is asked of voice activity, which has no part in windows."""
-
-
-class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may choose. Raises OptionError for what cannot be."""
-
-    language: str | None = None
-    """None: the model's own, or detected where it can."""
-    priority: Priority = "bulk"
-    """`interactive` holds for PROMPT_SAMPLES of a recording; the rest is bulk, so that nobody waits for it."""
-    vad: bool = True
-    """False: every sample is speech, cut only where the model's limit demands, at the quietest point; windows of
-    `sequential` are then Whisper's own, also over silence."""
-    silence_schedule: SilenceSchedule | None = None
-    max_segment_ms: int | None = None
-    """Cut segments shorter than the model's own limit."""
-    threshold: float | None = None
-    """Probability at which a window is speech, above 0 up to 1. None: EndpointConfig's, as for the next."""
-    pad_before_ms: int | None = None
-    """Audio before the first window of speech that belongs to a segment."""
-    temperatures: tuple[float, ...] = SearchOptions().temperatures
-    task: Task = "transcribe"
-    """`translate`: into English, by models that can."""
-    beam: int = 1
-    """Hypotheses that a decoder follows at once; 1: greedy."""
-    prompt: str = ""
-    """What was said before, for models that read: names, spelling and style go on from it."""
-    hotwords: tuple[str, ...] = ()
-    """Words that may come, for models that read."""
-    long_form: LongForm = "parallel"
-    """`parallel`: segments that voice activity cuts, all at once. `sequential`: windows one after the other, each
-    cut where the model says that a sentence ended, and heard knowing what was said before; by models that say
-    when. What shapes segments is refused there."""
-    condition_on_previous_text: bool = True
-    """False: the windows of `sequential` do not know of each other. Then nothing misheard is carried on."""
-    limits: AudioLimits = AudioLimits()
-
-    def __post_init__(self) -> None:
-        if self.priority not in ("interactive", "bulk"):
-            raise unknown("priority", str(self.priority), ["interactive", "bulk"])
-        if self.long_form not in get_args(LongForm):
-            raise unknown("long_form", str(self.long_form), get_args(LongForm))
-        for name in OF_SEGMENTS if self.long_form == "sequential" else ():
-            if getattr(self, name) is not None:
-                raise OptionError(
-                    f"{name} beside long_form=sequential",
-                    "there the model's own times cut a recording, and not voice activity",
-                    f"leave {name} out, or ask for long_form=parallel",
-                    param=name,
-                )
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> TranscribeOptions:
-        """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
-        (up_to_ms, silence_ms)."""
-        return cls(**known_options(options, cls.__struct_fields__))
 
 
 class SegmentDone(msgspec.Struct, frozen=True):

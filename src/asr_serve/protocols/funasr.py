@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.prompts import MOST_CHARACTERS
-from asr_serve.pipelines.transcribe import TranscribeOptions
 from asr_serve.protocols.fields import Fields
 from asr_serve.types import Transcript
 

@@ -13,8 +13,8 @@ import msgspec
 
 from asr_serve.decoding.attention import MOST_BEAMS, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.pipelines.options import LongForm, TranscribeOptions
 from asr_serve.pipelines.prompts import MOST_CHARACTERS
-from asr_serve.pipelines.transcribe import LongForm, TranscribeOptions
 from asr_serve.protocols.fields import Fields, expect, shown
 from asr_serve.text import subtitles
 from asr_serve.types import Segment, Transcript

@@ -7,8 +7,8 @@ from typing import Any, get_args
 import msgspec
 
 from asr_serve.decoding.attention import MOST_BEAMS
+from asr_serve.pipelines.options import LongForm
 from asr_serve.pipelines.prompts import MOST_CHARACTERS
-from asr_serve.pipelines.transcribe import LongForm
 from asr_serve.protocols import funasr, openai, openai_models
 from asr_serve.protocols.openai import (
     FORMATS,

@@ -12,15 +12,8 @@ from typing import BinaryIO
 from asr_serve.audio.manifest import Item
 from asr_serve.errors import AsrServeError
 from asr_serve.pipelines import transcribe
-from asr_serve.pipelines.transcribe import (
-    Event,
-    FileDone,
-    FileFailed,
-    Progress,
-    SegmentDone,
-    Stop,
-    TranscribeOptions,
-)
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, Progress, SegmentDone, Stop
 from asr_serve.server.engines import Engine
 from asr_serve.types import Transcript
 

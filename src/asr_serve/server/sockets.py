@@ -20,8 +20,8 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveMeter, ServerMetrics
 from asr_serve.pipelines.live.caller import ListenOptions
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_tokens
-from asr_serve.pipelines.transcribe import TranscribeOptions
 from asr_serve.pipelines.utterance import language
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.funasr_live import Sentences

@@ -17,7 +17,8 @@ from starlette.types import Receive, Scope, Send
 from asr_serve.audio.io import AudioLimits
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
-from asr_serve.pipelines.transcribe import SegmentDone, TranscribeOptions
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.transcribe import SegmentDone
 from asr_serve.protocols import funasr, openai
 from asr_serve.server import documents
 from asr_serve.server.bodies.uploads import Upload, UploadLimits

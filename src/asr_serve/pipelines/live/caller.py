@@ -71,6 +71,13 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What was said before, for models that read: names, spelling and style go on from it."""
     hotwords: tuple[str, ...] = ()
     """Words that may come, for models that read."""
+    words: bool = False
+    """Whether each segment tells its words: when each was said, and how sure the model was."""
+    speakers: bool = False
+    """Whether each segment tells who speaks; at the end all of them are told once more, as all that was said
+    shows."""
+    itn: bool = False
+    """Whether numbers, dates and money in segments are written as one writes them."""
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():

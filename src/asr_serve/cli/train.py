@@ -49,8 +49,7 @@ def voice(
     """Teach the acoustic model of a voice what other voices say.
 
     First hibari's voice and Kokoro's 28 English ones read sentences, with the
-    times of all sounds, which takes a hundredth and a third of the time that
-    they speak; then a FastPitch learns from them. A run that is stopped goes
+    times of all sounds; then a FastPitch learns from them. A run that is stopped goes
     on with the speech there is. What is held out is never trained on.
 
     \b

@@ -31,7 +31,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     """Where the speech goes (train/voice/recorded)."""
     heart_minutes: float = 300.0
-    """Of hibari's voice, which reads in a hundredth of the time that it speaks: most sentences are learnt from
+    """Of hibari's voice, which reads fastest: most sentences are learnt from
     it."""
     minutes: float = 20.0
     """Of each of the others."""

@@ -50,6 +50,9 @@ class Found(NamedTuple):
     """New, and for ever."""
     tail: list[Token]
     """After everything fixed: what is likeliest now, and may change."""
+    runs: list[tuple[int, int]] = []  # noqa: RUF012
+    """Where it was asked for: the first frame of each token, and the one behind its last, of all that were fixed
+    since this was told last, these included."""
 
 
 class Guess(NamedTuple):

@@ -86,15 +86,15 @@ class _Stream:
     """Says a token once the chunk with it, and `late` samples more, are there, and has it `drift` samples late;
     `held` tokens may still change."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, words: bool) -> None:
+        self._client, self._words = client, words
         self._tokenizer = self
         self._pcm = np.zeros(0, np.float32)
-        self._told = 0
+        self._told = self._timed = 0
         self.under_way = self.failed = self.ended = False
         client.streams.add(self)
 
-    def put(self, pcm: np.ndarray, *, last: bool = False) -> Future[Found]:
+    def put(self, pcm: np.ndarray, *, last: bool = False, timed: bool = False) -> Future[Found]:
         assert self in self._client.streams, "a piece of a stream that is closed"
         assert not self.under_way, "one piece at a time"
         assert not self.failed, "a failed stream is begun again"
@@ -110,7 +110,12 @@ class _Stream:
         known = len(self._pcm) if last else max(0, steps * CHUNK * FRAME)
         said = [Token(token, (at + client.drift) // FRAME, -0.5) for at, token in tokens_in(self._pcm[:known])]
         fixed = len(said) if last else max(self._told, len(said) - client.held)
-        found, self._told = Found(said[self._told : fixed], said[fixed:]), fixed
+        runs: list[tuple[int, int]] = []
+        if timed:
+            assert self._words, "times of a stream that is not asked for any"
+            runs = [(token.frame, token.frame + 1) for token in said[self._timed : fixed]]
+            self._timed = fixed
+        found, self._told = Found(said[self._told : fixed], said[fixed:], runs), fixed
         return client.later(found, self)
 
     def close(self) -> None:
@@ -139,8 +144,8 @@ class Client:
     def session(self, *, live: bool) -> _Voice:
         return _Voice(self)
 
-    def stream(self, *, live: bool) -> _Stream:
-        return _Stream(self)
+    def stream(self, *, live: bool, words: bool = False) -> _Stream:
+        return _Stream(self, words)
 
     def later(self, answer: Any, stream: _Stream | None = None) -> Future[Any]:
         future: Future[Any] = Future()

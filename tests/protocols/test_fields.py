@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.protocols import funasr, openai
 from asr_serve.protocols.fields import LONGEST_CHARACTERS, Fields
+from asr_serve.protocols.transcriptions import funasr, openai
 from asr_serve.text import languages
 
 KNOWN = ("model", "stream", "temperature", "max_segment_ms", "include[]", "prompt")

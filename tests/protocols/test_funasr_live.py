@@ -6,17 +6,20 @@ import json
 
 import pytest
 
-from asr_serve.errors import UnknownCommand
+from asr_serve.errors import OptionError, UnknownCommand
 from asr_serve.protocols import funasr_live
+from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.funasr_live import (
+    Flag,
     Hotwords,
     Language,
     Sentences,
     Start,
     Stop,
+    Wants,
     command,
 )
-from asr_serve.types import Segment
+from asr_serve.types import Segment, Word
 
 HELLO = Segment(4_800, 19_200, "你好")
 WORLD = Segment(20_000, 40_008, 'the "world"')
@@ -34,6 +37,9 @@ WORLD = Segment(20_000, 40_008, 'the "world"')
         ("HOTWORDS:词一,word 2, ,", Hotwords(("词一", "word 2"))),
         ("HOTWORDS:", Hotwords(())),
         ("HOTWORDS:a:b", Hotwords(("a:b",))),
+        ("SPK:true", Flag("spk", True)),
+        ("WORDS: On", Flag("words", True)),
+        ("ITN:0", Flag("itn", False)),
     ],
 )
 def test_commands(text, found):
@@ -55,7 +61,7 @@ def test_the_nearest_command_is_named():
 
 def test_a_long_text_is_not_shown_again():
     with pytest.raises(UnknownCommand) as refused:
-        command("HOTWORDS:" + "x" * 100_000)
+        command("HOTWORDS:" + "x" * 2_000_000)
     assert len(str(refused.value)) < 300
     with pytest.raises(UnknownCommand) as refused:
         command("x" * 60_000)
@@ -71,12 +77,12 @@ def test_events():
         "hotwords": ["a"],
         "used": True,
     }
-    told = json.loads(funasr_live.hotwords_set(["a", "b"], funasr_live.NOT_USED))
+    told = json.loads(funasr_live.hotwords_set(["a", "b"], funasr_live.NOT_YET))
     assert told == {
         "event": "hotwords_set",
         "hotwords": ["a", "b"],
         "used": False,
-        "message": funasr_live.NOT_USED,
+        "message": funasr_live.NOT_YET,
     }
     assert json.loads(funasr_live.error("at_capacity", "full", 200)) == {
         "event": "error",
@@ -85,6 +91,52 @@ def test_events():
         "retry_after_ms": 200,
     }
     assert "retry_after_ms" not in funasr_live.error("x", "y")
+
+
+@pytest.mark.parametrize("text", ["SPK:", "SPK:2", "WORDS:perhaps", "ITN:numbers"])
+def test_flags_are_true_or_false(text):
+    with pytest.raises(OptionError, match="true or false") as refused:
+        command(text)
+    assert refused.value.param == text.partition(":")[0].lower()
+
+
+def test_what_a_query_wants():
+    assert Wants.of(Fields({}, funasr_live.FLAGS)) == Wants()
+    query = {"spk": ["1"], "words": ["true"], "itn": ["yes"]}
+    assert Wants.of(Fields(query, funasr_live.FLAGS)) == Wants(spk=True, words=True, itn=True)
+    told = json.loads(funasr_live.flag_set(Flag("spk", True)))
+    assert told == {"event": "spk_set", "spk": True, "used": True}
+    told = json.loads(funasr_live.flag_set(Flag("itn", False), funasr_live.NOT_YET))
+    assert told == {"event": "itn_set", "itn": False, "used": False, "message": funasr_live.NOT_YET}
+
+
+def test_words_and_speakers_of_sentences():
+    hello = Segment(
+        4_800,
+        19_200,
+        "你好",
+        words=(Word("你", 4_800, 9_600, 0.9), Word("好", 9_600, 19_200, 0.8)),
+        speaker="SPEAKER_01",
+    )
+    words = [{"word": "你", "start": 300, "end": 600}, {"word": "好", "start": 600, "end": 1_200}]
+    sentence = {"text": "你好", "start": 300, "end": 1_200, "spk": 1}
+    said, wordy = Sentences(spk=True), Sentences(words=True)
+    for each in (said, wordy):
+        each.lock(hello)
+    assert json.loads(said.answer(""))["sentences"] == [sentence]
+    assert json.loads(wordy.answer(""))["sentences"] == [sentence | {"words": words}]
+
+
+@pytest.mark.parametrize("only_new", [False, True])
+def test_at_the_end_speakers_may_turn_out_to_be_others(only_new):
+    """All sentences are told once more, to a client that wants only new ones, too: it has others."""
+    said = Sentences(spk=True, only_new=only_new)
+    for speaker in ("", "SPEAKER_00", "SPEAKER_01"):
+        said.lock(Segment(0, 16_000, "word", speaker=speaker))
+    first = json.loads(said.answer(""))["sentences"]
+    assert [each.get("spk") for each in first] == [None, 0, 1]
+    said.know(["SPEAKER_00", "SPEAKER_00", "agent"])
+    assert [each["spk"] for each in json.loads(said.final())["sentences"]] == [0, 0, "agent"]
 
 
 def test_answers_hold_all_that_is_locked():

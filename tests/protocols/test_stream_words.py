@@ -14,8 +14,9 @@ from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand
 from asr_serve.pipelines.live import caller
 from asr_serve.pipelines.live.caller import ListenOptions, TurnOptions
 from asr_serve.protocols.stream import Ask, End, Flush, Resume, ask, command, flush
-from asr_serve.protocols.stream_events import Ack, Partial, Script, Turn, error
-from asr_serve.types import Segment
+from asr_serve.protocols.stream_events import MOST_SAID_BY, Ack, Partial, Script, Turn, error
+from asr_serve.server.streams.log import LOG_BYTES
+from asr_serve.types import Segment, Word
 from asr_serve.vad.schedule import SilenceSchedule
 
 
@@ -37,7 +38,10 @@ def test_a_query_that_says_everything():
         "eager_threshold": "0.3",
         "turn_threshold": "0.6",
         "prompt": " Said before, so. ",
-        "hotwords": "Ada, Charles Babbage,,",
+        "hotwords": "Ada:2, Charles Babbage,,",
+        "words": "true",
+        "speakers": "1",
+        "itn": "yes",
         "api_key": "k",
     }
     assert ask({name: [value] for name, value in query.items()}, packets=False) == Ask(
@@ -52,7 +56,10 @@ def test_a_query_that_says_everything():
             threshold=0.4,
             turn=TurnOptions(model="smart-turn", threshold=0.6, eager_threshold=0.3),
             prompt="Said before, so.",
-            hotwords=("Ada", "Charles Babbage"),
+            hotwords=("Ada:2", "Charles Babbage"),
+            words=True,
+            speakers=True,
+            itn=True,
         ),
     )
 
@@ -124,6 +131,65 @@ def test_an_event_in_both_forms():
     assert Ack(received_bytes=1, received_s=0.5).told().sse.startswith(b"event: ack\ndata: {")
     assert json.loads(error("c", "m")) == {"type": "error", "code": "c", "message": "m"}
     assert json.loads(error("c", "m", 5, "p"))["retry_after_ms"] == 5
+
+
+TWENTY = Segment(
+    16_000,
+    32_000,
+    "$20.",
+    words=(Word("$20.", 16_000, 31_200, 0.8, "SPEAKER_00", "Twenty dollars."),),
+    speaker="SPEAKER_00",
+    spoken="Twenty dollars.",
+)
+
+
+def told(script: Script, *events: caller.Event) -> list[dict[str, object]]:
+    return [json.loads(line.told().json) for event in events for line in script.lines(event)]
+
+
+def test_a_segment_tells_no_more_than_was_asked_for():
+    (segment,) = told(Script(), caller.SegmentDone(Segment(0, 16_000, "Hello."), 16_000))
+    assert segment == {"type": "segment", "index": 0, "start_s": 0.0, "end_s": 1.0, "text": "Hello."}
+
+
+def test_words_of_a_segment():
+    (segment,) = told(Script(words=True), caller.SegmentDone(TWENTY, 40_000))
+    assert segment["words"] == [
+        {"text": "$20.", "start_s": 1.0, "end_s": 1.95, "confidence": 0.8, "spoken": "Twenty dollars."}
+    ]
+    assert (segment["speaker"], segment["spoken"]) == ("SPEAKER_00", "Twenty dollars.")
+    (segment,) = told(Script(), caller.SegmentDone(TWENTY, 40_000))
+    assert "words" not in segment
+    other = Word("you", 0, 16_000, 0.5, "SPEAKER_01")
+    (segment,) = told(
+        Script(words=True), caller.SegmentDone(Segment(0, 16_000, "you", words=(other,), speaker="a"), 0)
+    )
+    assert segment["words"][0]["speaker"] == "SPEAKER_01"
+
+
+def test_at_the_end_those_segments_are_told_that_somebody_else_said():
+    script = Script()
+    for speaker in ("", "SPEAKER_00", "SPEAKER_01"):
+        told(script, caller.SegmentDone(Segment(0, 16_000, "x", speaker=speaker), 16_000))
+    speakers, end = told(script, caller.Speakers(("SPEAKER_00", "SPEAKER_00", "SPEAKER_00")), caller.Finished(0))
+    assert speakers["segments"] == [
+        {"index": 0, "speaker": "SPEAKER_00"},
+        {"index": 2, "speaker": "SPEAKER_00"},
+    ]
+    assert end["segments"] == 3
+    (speakers,) = told(Script(), caller.Speakers(()))
+    assert speakers["segments"] == []
+
+
+def test_many_speakers_fit_into_the_log_of_a_session():
+    script, count = Script(), 2 * MOST_SAID_BY + 1
+    for _ in range(count):
+        list(script.lines(caller.SegmentDone(Segment(0, 16_000, "x", speaker="SPEAKER_00"), 16_000)))
+    lines = [line.told() for line in script.lines(caller.Speakers(("SPEAKER_01",) * count))]
+    assert len(lines) == 3
+    assert max(len(line.json) for line in lines) < LOG_BYTES / 4
+    found = [each["index"] for line in lines for each in json.loads(line.json)["segments"]]
+    assert found == list(range(count))
 
 
 WORDS = st.lists(st.sampled_from(["it", "was", "the", "best", "中文"]), min_size=1, max_size=12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asr_serve.protocols.funasr import ask
+from asr_serve.protocols.transcriptions.funasr import ask
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 
@@ -19,7 +19,13 @@ def test_the_answer_has_exactly_this_shape(server, cities):
     answer = found.json()
     assert list(answer) == ["text", "segments", "duration", "processing_time", "rtf"]
     assert len(answer["segments"]) > 1
-    assert all(list(segment) == ["text", "start", "end"] for segment in answer["segments"])
+    assert all(list(segment) == ["text", "start", "end", "words"] for segment in answer["segments"])
+    for segment in answer["segments"]:
+        words = segment["words"]
+        assert all(list(word) == ["word", "start", "end"] for word in words)
+        assert " ".join(word["word"] for word in words) == segment["text"]
+        times = [segment["start"], *(time for word in words for time in (word["start"], word["end"]))]
+        assert [*times, segment["end"]] == sorted([*times, segment["end"]])
     assert answer["text"] == " ".join(segment["text"] for segment in answer["segments"])
     times = [time for segment in answer["segments"] for time in (segment["start"], segment["end"])]
     assert times == sorted(times)
@@ -35,18 +41,18 @@ def test_languages(server, beckett, language):
 
 @pytest.mark.parametrize("no", ["false", "False", "0", "off", "no", "f"])
 def test_what_is_switched_off_is_accepted(server, beckett, no):
-    found = post(server, beckett.read_bytes(), spk=no, timestamp=no, hotwords="")
+    found = post(server, beckett.read_bytes(), spk=no, timestamp=no, itn=no, hotwords="")
     assert found.json()["text"] == BECKETT
+    (segment,) = found.json()["segments"]
+    assert list(segment) == ["text", "start", "end"]
 
 
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
-        ({"spk": "true"}, "unsupported_option"),
-        ({"spk": "1"}, "unsupported_option"),
-        ({"timestamp": "true"}, "unsupported_option"),
-        ({"timestamp": "on"}, "unsupported_option"),
-        ({"hotwords": "Beckett,Dickens"}, "unsupported_option"),
+        ({"timestamp": "character"}, "option_error"),
+        ({"num_speakers": "2"}, "option_error"),
+        ({"hotwords": "x" * 201}, "option_error"),
         ({"language": "中文"}, "option_error"),
         ({"spk": "perhaps"}, "option_error"),
         ({"response_format": "json"}, "option_error"),
@@ -70,6 +76,6 @@ def test_the_model_may_be_named(server, beckett):
     assert post(server, beckett.read_bytes(), model="nobody").status_code == 404
 
 
-def test_no_timestamps_by_default():
-    """The protocol's default is true; nobody who says nothing is refused."""
-    assert ask({}, complete=True).options.language is None
+def test_who_says_nothing_gets_what_the_protocol_says():
+    options = ask({}, complete=True).options
+    assert (options.language, options.words, options.speakers, options.itn) == (None, True, False, False)

@@ -13,7 +13,8 @@ from conftest import MODEL, Running
 
 from asr_serve.config import ServeConfig
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.protocols.openai import Ask, Usage, render
+from asr_serve.protocols.transcriptions.answers import Usage, render
+from asr_serve.protocols.transcriptions.openai import Ask
 from asr_serve.server.engines import open_engine
 from asr_serve.types import Segment, Transcript
 

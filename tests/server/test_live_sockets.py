@@ -228,10 +228,11 @@ def test_commands_in_any_order(server, beckett_pcm, path):
         refused("", "unknown_command")
         refused("{}", "unknown_command")
         refused("LANGUAGE:中文", "option_error")
-        hotwords = caller.ask("HOTWORDS:Beckett,failed")
-        assert (hotwords["event"], hotwords["hotwords"]) == ("hotwords_set", ["Beckett", "failed"])
-        assert hotwords["used"] is False
-        assert "hears audio only" in hotwords["message"]
+        refused("WORDS:some", "option_error")
+        hotwords = {"event": "hotwords_set", "hotwords": ["Beckett:2", "failed"], "used": True}
+        assert caller.ask("HOTWORDS:Beckett:2,failed") == hotwords
+        refused(f"HOTWORDS:{'x' * 201}", "option_error")
+        assert caller.ask("WORDS:false") == {"event": "words_set", "words": False, "used": True}
         assert caller.ask("LANGUAGE:en") == {"event": "language_set", "language": "en"}
         assert caller.ask("LANGUAGE:auto") == {"event": "language_set", "language": "auto"}
         assert caller.ask("START") == STARTED
@@ -243,11 +244,49 @@ def test_commands_in_any_order(server, beckett_pcm, path):
         caller.send("LANGUAGE:klingon")
         assert caller.until(lambda a: "code" in a)[-1]["code"] == "option_error"
         caller.send("HOTWORDS:")
-        assert caller.until(lambda a: a.get("event"))[-1]["hotwords"] == []
+        told = caller.until(lambda a: a.get("event"))[-1]
+        assert (told["hotwords"], told["used"]) == ([], False)
+        assert "next START" in told["message"]
+        caller.send("WORDS:true")
+        assert caller.until(lambda a: a.get("event"))[-1]["used"] is False
         caller.pour(beckett_pcm[64_000:])
         caller.send("STOP")
-        assert texts(caller.until_stopped()[-2]) == [BECKETT]
+        final = caller.until_stopped()[-2]
+        assert texts(final) == [BECKETT]
+        assert "words" not in final["sentences"][0]
         refused("STOP", "out_of_turn")
+        assert caller.ask("START") == STARTED  # and from here on, words
+        caller.pour(beckett_pcm)
+        caller.send("STOP")
+        expect_words(caller.until_stopped()[-2])
+
+
+def expect_words(answer: dict[str, Any]) -> None:
+    """Every sentence has its words, in order, inside it."""
+    assert answer["sentences"]
+    for sentence in answer["sentences"]:
+        words = sentence["words"]
+        assert " ".join(word["word"] for word in words) == sentence["text"]
+        times = [time for word in words for time in (word["start"], word["end"])]
+        whole = [sentence["start"], *times, sentence["end"]]
+        assert whole == sorted(whole)
+        assert all(isinstance(time, int) for time in whole)
+
+
+@pytest.mark.parametrize("path", ["/", "/ws"])
+def test_words_by_the_query_and_by_command(server, beckett_pcm, path):
+    with calling(server, path, words="true") as caller:
+        assert caller.ask("START") == STARTED
+        caller.pour(beckett_pcm)
+        caller.send("STOP")
+        asked = caller.until_stopped()[-2]
+        expect_words(asked)
+    with calling(server, path) as caller:
+        assert caller.ask("START") == STARTED
+        assert caller.ask("WORDS:true") == {"event": "words_set", "words": True, "used": True}  # no audio came yet
+        caller.pour(beckett_pcm)
+        caller.send("STOP")
+        assert caller.until_stopped()[-2] == asked
 
 
 @pytest.mark.parametrize("path", ["/", "/ws"])
@@ -505,7 +544,7 @@ def test_a_client_that_never_reads_is_dropped_and_holds_up_nobody(server, becket
     url = server.url.replace("http", "ws", 1)
     with connect(url, max_queue=1, ping_interval=None, close_timeout=1) as deaf:
         deaf.send("START")
-        words = "HOTWORDS:" + "w" * 60_000
+        words = "HOTWORDS:" + ",".join([" ".join(["word"] * 40)] * 300)
         deaf.socket.settimeout(WAIT_S)
         with suppress(ConnectionClosed):
             for _ in range(2_000):  # 120 MB: more than all buffers between us

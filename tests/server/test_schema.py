@@ -100,7 +100,7 @@ def ask(server: Running, path: str, accepted: list[str], examples: int, document
 
 def _good_in_words(name: str, value: object) -> bool:
     """Whether the document says in words that this is good: a field without a value, 0 for false."""
-    if name in ("stream", "vad", "spk", "timestamp"):
+    if name in ("stream", "vad", "spk", "timestamp", "itn"):
         return value in (0, 1) and not isinstance(value, bool)
     if name in ("prompt", "hotwords", "file"):  # good in its schema, and nothing to look at for a file
         return False
@@ -132,7 +132,9 @@ TOGETHER: dict[str, tuple[str, list[str], Document]] = {
         [],
         {
             "language": {"enum": ["en", "English", "en-GB", "英文"]},
-            "response_format": {},
+            "response_format": {
+                "enum": ["json", "text", "srt", "vtt", "verbose_json", "jsonl", "ctm", "textgrid"]
+            },
             "temperature": {},
             "stream": {"enum": [False]},
             "vad": {},
@@ -140,11 +142,17 @@ TOGETHER: dict[str, tuple[str, list[str], Document]] = {
             "hotwords": {"maxLength": 0},
             "beam": {"maximum": 8},
             "long_form": {"enum": ["parallel"]},
-            "spk": {},
+            "spk": {"enum": [False]},
+            "itn": {"enum": [False]},
             "keywords[]": {"maxItems": 0},
-            "known_speaker_names[]": {},
-            "known_speaker_references[]": {},
+            "known_speaker_names[]": {"maxItems": 0},
+            "known_speaker_references[]": {"maxItems": 0},
         },
+    ),
+    "speakers": (
+        ROUTE,
+        ["response_format"],
+        {"response_format": {"enum": ["diarized_json", "rttm"]}, "num_speakers": {}, "spk": {"enum": [True]}},
     ),
     "streamed": (ROUTE, [], {"stream": {}, "response_format": {"enum": ["json", "text"]}, "vad": {}}),
     "schedule": (ROUTE, [], {"silence_schedule": {"enum": ["inf:300", "5000:1500,20000:800,inf:300"]}}),
@@ -167,7 +175,13 @@ TOGETHER: dict[str, tuple[str, list[str], Document]] = {
     "asr": (
         "/asr",
         [],
-        {"language": {"enum": ["English"]}, "hotwords": {"maxLength": 0}, "spk": {}, "timestamp": {}},
+        {
+            "language": {"enum": ["English"]},
+            "hotwords": {"maxLength": 0},
+            "spk": {},
+            "timestamp": {},
+            "itn": {"enum": [False]},
+        },
     ),
 }
 """Fields that go together, those of them that are needed, and what else the document says of values in words."""

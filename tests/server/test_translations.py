@@ -10,7 +10,8 @@ from conftest import MODEL
 
 from asr_serve.errors import OptionError
 from asr_serve.models.card import card, cards
-from asr_serve.protocols.openai import ask_translation, render
+from asr_serve.protocols.transcriptions.answers import render
+from asr_serve.protocols.transcriptions.openai import ask_translation
 from asr_serve.types import Segment, Transcript
 
 ROUTE = "/v1/audio/translations"

@@ -43,7 +43,21 @@ export interface LockedEvent {
   text: string;
 }
 
-/** A segment is final. Its text begins with all that was locked since the segment before. */
+/** A word, or a character of a script without spaces. */
+export interface WordEvent {
+  text: string;
+  start_s: number;
+  end_s: number;
+  /** 0..1 */
+  confidence: number;
+  /** Where it is another than the segment's. */
+  speaker?: string;
+  /** The words that were said for it, where it was written in another form. */
+  spoken?: string;
+}
+
+/** A segment is final. Its text, or `spoken` where there is one, begins with all that was locked since the segment
+ * before. */
 export interface SegmentEvent {
   type: "segment";
   seq: number;
@@ -51,6 +65,18 @@ export interface SegmentEvent {
   start_s: number;
   end_s: number;
   text: string;
+  /** Who says it, as far as that is known by then: `SPEAKER_00` and so on, by who spoke first. */
+  speaker?: string;
+  /** The text as it was said, where it was written in another form. */
+  spoken?: string;
+  words?: WordEvent[];
+}
+
+/** At the end of a session that wanted speakers: segments that somebody else said than they told. */
+export interface SpeakersEvent {
+  type: "speakers";
+  seq: number;
+  segments: { index: number; speaker: string }[];
 }
 
 /** Every word before `position_s` is final. */
@@ -98,9 +124,9 @@ export interface Origin {
 }
 
 /** An event as all of the audio counts. */
-export function counted<E extends ServerEvent>(event: E, { bytes, seconds, segments }: Origin): E {
+export function counted<E extends object>(event: E, { bytes, seconds, segments }: Origin): E {
   if (!bytes && !seconds && !segments) return event;
-  const made: Record<string, unknown> = { ...event };
+  const made = { ...event } as Record<string, unknown>;
   const add = (name: string, more: number): void => {
     const value = made[name];
     if (typeof value === "number") made[name] = Math.round((value + more) * 1e6) / 1e6;
@@ -108,6 +134,10 @@ export function counted<E extends ServerEvent>(event: E, { bytes, seconds, segme
   add("received_bytes", bytes);
   for (const name of ["start_s", "end_s", "position_s", "received_s", "duration_s"]) add(name, seconds);
   for (const name of ["index", "segments"]) add(name, segments);
+  for (const name of ["words", "segments"]) {
+    const inner = made[name];
+    if (Array.isArray(inner)) made[name] = inner.map((each) => counted(each, { bytes, seconds, segments }));
+  }
   return made as unknown as E;
 }
 
@@ -119,5 +149,6 @@ export type ServerEvent =
   | SegmentEvent
   | FlushedEvent
   | TurnEvent
+  | SpeakersEvent
   | EndEvent
   | ErrorEvent;

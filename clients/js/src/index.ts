@@ -9,10 +9,12 @@ export type {
   SegmentEvent,
   ServerEvent,
   SessionEvent,
+  SpeakersEvent,
   TurnEvent,
+  WordEvent,
 } from "./events.js";
 export { microphone, type Level, type Microphone, type MicrophoneEvents, type MicrophoneOptions } from "./microphone.js";
 export type { ReconnectOptions, Socket, SocketConstructor, StreamOptions } from "./options.js";
 export { Resampler } from "./resample.js";
 export { SpeechStream, type Restart, type StateDetail, type StreamEvents, type StreamState } from "./stream.js";
-export { Transcript, type Segment } from "./transcript.js";
+export { Transcript, type Segment, type Word } from "./transcript.js";

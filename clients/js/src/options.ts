@@ -32,8 +32,15 @@ export interface StreamOptions {
   maxSegmentMs?: number;
   /** What was said before, for models that read (Whisper): names, spelling and style go on from it. */
   prompt?: string;
-  /** Words that may come, with commas between them, for models that read. */
+  /** Words that may come, with commas between them, each with its weight where it has one: `Ada,Babbage:2`. */
   hotwords?: string;
+  /** Segments tell their words, with times. */
+  words?: boolean;
+  /** Segments tell who speaks; at the end `speakers` corrects them. A session that another one goes on with
+   * (`newSession`) counts its speakers anew. */
+  speakers?: boolean;
+  /** Numbers, dates and money are written as one writes them. */
+  itn?: boolean;
   /** Where there is no global one (Node 20): the class of the package `ws`. */
   WebSocket?: SocketConstructor;
   /** Most audio that is kept, sent or not, until the server has it. Default 4 MiB: two minutes of 16 kHz. */
@@ -68,6 +75,9 @@ const QUERY = {
   maxSegmentMs: "max_segment_ms",
   prompt: "prompt",
   hotwords: "hotwords",
+  words: "words",
+  speakers: "speakers",
+  itn: "itn",
 } as const satisfies Partial<Record<keyof StreamOptions, string>>;
 const OURS = {
   url: true,

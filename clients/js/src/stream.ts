@@ -35,6 +35,7 @@ export interface StreamEvents {
   segment: [wire.SegmentEvent];
   flushed: [wire.FlushedEvent];
   turn: [wire.TurnEvent];
+  speakers: [wire.SpeakersEvent];
   end: [wire.EndEvent];
   restarted: [Restart];
   error: [SpeechError];
@@ -225,6 +226,9 @@ export class SpeechStream extends Emitter<StreamEvents> {
         break;
       case "turn":
         this.emit("turn", event);
+        break;
+      case "speakers":
+        this.emit("speakers", event);
         break;
     }
     this.#pump();

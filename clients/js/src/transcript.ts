@@ -1,12 +1,26 @@
-import type { ServerEvent } from "./events.js";
+import type { SegmentEvent, ServerEvent } from "./events.js";
 import { cues, srt, vtt } from "./subtitles.js";
 
-/** A final segment; times in seconds since the first sample. */
+/** A word; times in seconds since the first sample. */
+export interface Word {
+  text: string;
+  start: number;
+  end: number;
+  /** 0..1 */
+  confidence: number;
+  speaker?: string;
+  spoken?: string;
+}
+
+/** A final segment; times in seconds since the first sample. `speaker`, `spoken` and `words` where they were asked for. */
 export interface Segment {
   index: number;
   start: number;
   end: number;
   text: string;
+  speaker?: string;
+  spoken?: string;
+  words?: Word[];
 }
 
 /** What has been heard so far: a reducer over the server's events. The exports hold what is final. */
@@ -45,9 +59,12 @@ export class Transcript {
         this.partial = this.partial.startsWith(event.text) ? this.partial.slice(event.text.length) : "";
         break;
       case "segment":
-        this.segments.push({ index: event.index, start: event.start_s, end: event.end_s, text: event.text });
+        this.segments.push(segmentOf(event));
         this.locked = this.partial = "";
         this.open = { start: event.end_s, end: event.end_s };
+        break;
+      case "speakers":
+        for (const { index, speaker } of event.segments) this.#saidBy(index, speaker);
         break;
       case "end":
         this.duration = event.duration_s;
@@ -64,6 +81,11 @@ export class Transcript {
     const segment = { index: this.segments.length, ...this.open, text };
     this.segments.push(segment);
     return segment;
+  }
+
+  #saidBy(index: number, speaker: string): void {
+    const at = this.segments.findIndex((segment) => segment.index === index);
+    if (at >= 0) this.segments[at] = { ...this.segments[at]!, speaker };
   }
 
   #reach({ start_s, end_s }: { start_s: number; end_s: number }): void {
@@ -94,4 +116,16 @@ export class Transcript {
     const text = segments.map((segment) => segment.text).filter(Boolean).join(" ");
     return `${JSON.stringify({ text, language, duration, model, segments }, null, 2)}\n`;
   }
+}
+
+function segmentOf({ index, start_s, end_s, text, speaker, spoken, words }: SegmentEvent): Segment {
+  return {
+    index,
+    start: start_s,
+    end: end_s,
+    text,
+    ...(speaker !== undefined && { speaker }),
+    ...(spoken !== undefined && { spoken }),
+    ...(words && { words: words.map(({ start_s: start, end_s: end, ...word }) => ({ ...word, start, end })) }),
+  };
 }

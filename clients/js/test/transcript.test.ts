@@ -22,6 +22,25 @@ test("what is shown is segments, then locked, then partial; nothing twice", () =
   assert.deepEqual([made.locked, made.partial, made.segments.length], ["", "", 3]);
 });
 
+test("words and speakers come with segments, and speakers may be corrected", () => {
+  const made = new Transcript();
+  const words = [{ text: "$20.", start_s: 0.5, end_s: 1, confidence: 0.75, spoken: "Twenty dollars." }];
+  const said = { start_s: 0.5, end_s: 1.25, text: "$20.", spoken: "Twenty dollars.", speaker: "SPEAKER_00" };
+  made.apply({ type: "segment", seq: 1, index: 0, ...said, words });
+  made.apply({ type: "segment", seq: 2, index: 1, start_s: 2, end_s: 3, text: "So.", speaker: "SPEAKER_01" });
+  assert.deepEqual(made.segments[0], {
+    index: 0,
+    start: 0.5,
+    end: 1.25,
+    text: "$20.",
+    spoken: "Twenty dollars.",
+    speaker: "SPEAKER_00",
+    words: [{ text: "$20.", start: 0.5, end: 1, confidence: 0.75, spoken: "Twenty dollars." }],
+  });
+  made.apply({ type: "speakers", seq: 3, segments: [{ index: 1, speaker: "SPEAKER_00" }] });
+  assert.deepEqual(made.segments.map((each) => each.speaker), ["SPEAKER_00", "SPEAKER_00"]);
+});
+
 test("exports hold what is final", () => {
   const made = heard();
   made.apply({ type: "partial", start_s: 3.5, end_s: 4, text: "not yet" });

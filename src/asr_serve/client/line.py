@@ -13,9 +13,20 @@ from websockets.sync.client import connect
 
 from asr_serve.errors import OptionError, Refused, Unreachable
 from asr_serve.protocols.stream import PATH
-from asr_serve.protocols.stream_events import Ack, Ended, Error, Flushed, Locked, Partial, Segment, Session, Turn
+from asr_serve.protocols.stream_events import (
+    Ack,
+    Ended,
+    Error,
+    Flushed,
+    Locked,
+    Partial,
+    Segment,
+    Session,
+    Speakers,
+    Turn,
+)
 
-Event = Session | Partial | Ack | Error | Locked | Segment | Flushed | Turn | Ended
+Event = Session | Partial | Ack | Error | Locked | Segment | Flushed | Turn | Speakers | Ended
 
 OPEN_S = 10.0
 """A server that takes longer to answer is none."""

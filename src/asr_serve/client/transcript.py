@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from asr_serve.client.stream import Event
-from asr_serve.protocols.stream_events import Ack, Ended, Locked, Partial, Segment
+from asr_serve.protocols.stream_events import Ack, Ended, Locked, Partial, Segment, Speakers
 
 
 class Transcript:
@@ -17,11 +19,15 @@ class Transcript:
         self.ended = False
 
     def note(self, event: Event) -> bool:
-        """Whether the text has changed."""
+        """Whether the text has changed, or who said it."""
         match event:
             case Segment():
                 self.segments.append(event)
                 self.locked = self.partial = ""
+            case Speakers(segments=others):
+                for other in others:
+                    self.segments[other.index] = replace(self.segments[other.index], speaker=other.speaker)
+                return bool(others)
             case Locked(text=text):
                 self.locked += text
                 self.partial = ""

@@ -133,7 +133,7 @@ class Hypothesis:
         self.fixed = self.draft.fixed
         self.words_below: int | None = None
         """Tokens from here on are no text; None: all are."""
-        self.language, self.no_speech_prob = options.language, 0.0
+        self.language, self.language_prob, self.no_speech_prob = options.language, 0.0, 0.0
         self.rejected: list[Recognition] = []
         self.spent = 0
         """Tokens that were said in tries that did not pass."""
@@ -200,6 +200,7 @@ class Hypothesis:
             compression_ratio(self.text(words)),
             tuple(self.logprobs[: len(self.tokens)]),
             language=self.language,
+            language_prob=self.language_prob,
             no_speech_prob=self.no_speech_prob,
         )
         if self._silent(answer):

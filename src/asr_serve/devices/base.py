@@ -78,6 +78,9 @@ class Device(Protocol):
         """Full self-attention within each clip of qkv (total, 3, heads, head_dim); out (total, heads *
         head_dim). Past the last clip, qkv must hold numbers, and out does."""
 
+    def causal_attention(self, qkv: Tensor, packing: Packing, scale: float) -> Tensor:
+        """The same of a decoder, each position to those that are not after it; scores are products times `scale`."""
+
     def share(self, threads: int) -> None:
         """Compute with so many of the host's threads, in the calling thread, from here on."""
 

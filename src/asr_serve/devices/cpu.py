@@ -205,6 +205,15 @@ class CpuDevice:
         q, k, v = (qkv[None, offset : offset + frames, i].transpose(1, 2) for i in range(3))
         return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
+    def causal_attention(self, qkv: Tensor, packing: Packing, scale: float) -> Tensor:
+        total, _, heads, head_dim = qkv.shape
+        out = qkv.new_zeros(total, heads, head_dim)
+        for offset, count in zip(packing.offsets, packing.frames, strict=True):
+            q, k, v = (qkv[None, offset : offset + count, i].transpose(1, 2) for i in range(3))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            out[offset : offset + count] = mixed[0].transpose(0, 1)
+        return out.view(total, heads * head_dim)
+
     def share(self, threads: int) -> None:
         torch.set_num_threads(threads)
         if core := native.core():

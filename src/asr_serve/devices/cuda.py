@@ -154,6 +154,13 @@ class CudaDevice:
         return PlainVocabulary(weight, self.linear(weight))
 
     def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
+        return self._attention(qkv, packing)
+
+    def causal_attention(self, qkv: Tensor, packing: Packing, scale: float) -> Tensor:
+        return self._attention(qkv, packing, scale, causal=True)
+
+    @staticmethod
+    def _attention(qkv: Tensor, packing: Packing, scale: float | None = None, *, causal: bool = False) -> Tensor:
         total, _, heads, head_dim = qkv.shape
         # Padded to the longest clip for one fused kernel; the planner keeps a batch's lengths near each other.
         frames = torch.tensor(packing.frames, device=qkv.device)
@@ -162,7 +169,10 @@ class CudaDevice:
         live = steps < frames[:, None]
         rows = (offsets[:, None] + steps).clamp(max=total - 1)
         q, k, v = (qkv[:, i][rows].transpose(1, 2) for i in range(3))
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=live[:, None, None, :])
+        mask = live[:, None, None, :]
+        if causal:
+            mask = mask & (steps <= steps[:, None])
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
         out = torch.zeros(total, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         out[rows[live]] = mixed.transpose(1, 2)[live]
         return out.view(total, heads * head_dim)

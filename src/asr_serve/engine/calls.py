@@ -60,25 +60,26 @@ class Stream:
     def __init__(self, client: EngineClient, number: int, live: bool) -> None:
         self._client, self._number, self._live, self._open = client, number, live, True
 
-    def put(self, pcm: np.ndarray, *, last: bool = False) -> Future[Found]:
-        """`pcm` (n,) float32 at 16 kHz, any n. `last`: nothing follows, and the stream is closed.
+    def put(self, pcm: np.ndarray, *, last: bool = False, timed: bool = False) -> Future[Found]:
+        """`pcm` (n,) float32 at 16 kHz, any n. `last`: nothing follows, and the stream is closed. `timed`: the
+        answer tells when its tokens were said, and those of the answers since the last one that did.
 
         The future holds what can be said of the audio so far that was not said before: some words, or none yet.
         Frames are the model's, from the stream's start. It may raise StepFailed: then the stream is lost, begin it
         again. Keep few in flight: what is put is held until it is heard. Raises EngineClosed.
         """
-        return self._put(pcm, last, None)
+        return self._put(pcm, last, None, timed)
 
     def hear(self, pcm: np.ndarray, wanted: Wanted, *, last: bool = False) -> Future[Recognition]:
         """The same of a model whose decoder hears all of it each time: a hypothesis of what was put so far, this
         included."""
         return self._put(pcm, last, wanted)
 
-    def _put(self, pcm: np.ndarray, last: bool, wanted: Wanted | None) -> Future[Any]:
+    def _put(self, pcm: np.ndarray, last: bool, wanted: Wanted | None, timed: bool = False) -> Future[Any]:
         expect_samples(pcm)
         assert self._open, "put after the last piece"
         self._open = not last
-        piece = Piece(self._number, pcm, last, Future(), wanted)
+        piece = Piece(self._number, pcm, last, Future(), wanted, timed)
         if self._live:
             piece.future.add_done_callback(partial(self._client._answered, time.monotonic()))
         self._client.link.put_piece(piece)

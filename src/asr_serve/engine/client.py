@@ -25,6 +25,7 @@ from asr_serve.engine.session import Piece, Utterance, Windows
 from asr_serve.engine.speaking.saying import Ear, Hear, Saying, expect
 from asr_serve.errors import AtCapacity, AudioTooLong, EmptyAudio, EngineClosed, ModelNotLoaded, WrongModel
 from asr_serve.models.card import AnyCard, Card, TurnCard, VoiceCard
+from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
 from asr_serve.types import Priority, Sentence
 
 ASSUMED_SPEED = 50.0
@@ -35,6 +36,9 @@ MAX_TURNS = 24
 """Questions to a turn model that may wait: one core answers as many in a second, and later than that nobody wants
 to know."""
 TURN_RETRY_MS = 500
+MAX_VOICES = 32
+"""Windows that may wait to be heard for speakers: a second or two of work, 20 MB."""
+VOICES_RETRY_MS = 1_000
 
 
 class Link(Protocol):
@@ -54,12 +58,13 @@ class Link(Protocol):
     def open(self, session: int, live: bool) -> None: ...
     def put(self, windows: Windows) -> None: ...
     def close_session(self, session: int) -> None: ...
-    def open_stream(self, stream: int, live: bool, samples: int | None) -> None:
+    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool) -> None:
         """This and the next two: of a model that carries its state only."""
 
     def put_piece(self, piece: Piece) -> None: ...
     def close_stream(self, stream: int) -> None: ...
     def turn(self, pcm: np.ndarray, answer: Future[float]) -> None: ...
+    def voices(self, pcm: np.ndarray, answer: Future[LocalVoices]) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -78,7 +83,7 @@ class EngineClient:
         self.config = config
         self._ids = itertools.count()
         self._room = threading.Condition()
-        self._requests = self._samples = self._sessions = self._live = self._turns = 0
+        self._requests = self._samples = self._sessions = self._live = self._turns = self._voices = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
         self.cadence = Cadence()
@@ -237,15 +242,16 @@ class EngineClient:
             raise
         return VadSession(self, session_id, live)
 
-    def stream(self, *, live: bool, samples: int | None = None) -> Stream:
+    def stream(self, *, live: bool, samples: int | None = None, words: bool = False) -> Stream:
         """Of a model that carries its state: audio in, words out. It is let in as it is; whoever opens it has
-        been. `samples`: the most that will be put, if that is known: a hypothesis hears no more.
+        been. `samples`: the most that will be put, if that is known: a hypothesis hears no more. `words`: pieces
+        may be `timed`.
 
         Raises EngineClosed.
         """
         assert self.card.streaming or self.card.grows, f"{self.card.name} hears whole utterances"
         number = next(self._ids)
-        self.link.open_stream(number, live, samples)
+        self.link.open_stream(number, live, samples, words)
         return Stream(self, number, live)
 
     @property
@@ -285,6 +291,48 @@ class EngineClient:
             self._turn_answered(answer)
             raise
         return answer
+
+    def voices(
+        self, pcm: np.ndarray, *, wait: bool = False, check: Callable[[], None] = lambda: None
+    ) -> Future[LocalVoices]:
+        """Who of a few speaks when, and what each sounds like. `pcm` (samples,) float32, 16 kHz, up to 10 s.
+
+        Full: raises AtCapacity, or waits for room when `wait`, as in `submit`. The future cannot be cancelled. It may
+        raise WeightsMissing and WeightsCorrupt, for the models are loaded when they are first asked; EngineClosed;
+        and StepFailed, also when the engine dies.
+        Raises AudioTooLong, UnsupportedAudio, WrongModel, EngineClosed.
+        """
+        _ = self.card  # of a model that hears
+        expect_samples(pcm)
+        if len(pcm) > WINDOW_SAMPLES:
+            raise AudioTooLong(
+                f"{units.samples_to_s(len(pcm)):.1f} s to be heard for speakers at once",
+                f"up to {units.samples_to_s(WINDOW_SAMPLES):.0f} s",
+                "cut it into windows",
+            )
+        with self._room:
+            while wait and not self._closed and self._voices >= MAX_VOICES:
+                check()
+                self._room.wait()
+            if self._voices >= MAX_VOICES:
+                raise AtCapacity(
+                    f"{self._voices} windows wait to be heard for speakers", f"up to {MAX_VOICES}", VOICES_RETRY_MS
+                )
+            self._voices += 1
+        answer: Future[LocalVoices] = Future()
+        answer.set_running_or_notify_cancel()
+        answer.add_done_callback(self._voices_answered)
+        try:
+            self.link.voices(pcm, answer)
+        except EngineClosed:
+            self._voices_answered(answer)
+            raise
+        return answer
+
+    def _voices_answered(self, _: Future[LocalVoices]) -> None:
+        with self._room:
+            self._voices -= 1
+            self._room.notify_all()
 
     def nudge(self) -> None:
         """Have whoever waits for room look again whether to wait."""

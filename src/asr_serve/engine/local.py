@@ -16,10 +16,12 @@ from asr_serve.engine.parts import Parts, as_built, assemble
 from asr_serve.engine.peers.meeting import Meeting
 from asr_serve.engine.prefix.names import name, name_windows
 from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speakers.runner import Question
 from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.turns.runner import TurnModel, TurnRunner
 from asr_serve.errors import EngineClosed
 from asr_serve.models.card import AnyCard
+from asr_serve.speaker.local import LocalVoices
 
 
 class LocalLink:
@@ -86,8 +88,8 @@ class LocalLink:
     def close_session(self, session: int) -> None:
         self.call(lambda loop: loop.listeners.close(session))
 
-    def open_stream(self, stream: int, live: bool, samples: int | None) -> None:
-        self.call(lambda loop: loop.streams.open(stream, live, samples))
+    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool) -> None:
+        self.call(lambda loop: loop.streams.open(stream, live, samples, words=words))
 
     def put_piece(self, piece: Piece) -> None:
         self.call(lambda loop: loop.streams.put(piece))
@@ -100,6 +102,9 @@ class LocalLink:
         with self._lock:
             self._expect_open()
         self._turns.ask(pcm, answer)
+
+    def voices(self, pcm: np.ndarray, answer: Future[LocalVoices]) -> None:
+        self.call(lambda loop: loop.voices.ask(Question(pcm, answer)))
 
     def describe(self) -> dict[str, Any]:
         return self.loop.describe()

@@ -14,6 +14,7 @@ import numpy as np
 
 from asr_serve.engine.chunked.streams import Streams
 from asr_serve.engine.session import Listeners, reject, resolve
+from asr_serve.engine.speakers.runner import Voices
 from asr_serve.engine.speaking.work import Speaking
 from asr_serve.engine.states import StateCacheManager
 from asr_serve.engine.stats import Stats
@@ -52,6 +53,8 @@ class Loop:
         self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self.listeners = Listeners(self.states, step_windows, memory)
         self.stats, self.running = stats, True
+        self.voices = Voices(work.device, stats)
+        """Who speaks, of callers who want to know."""
         self._on_stop, self._keep_states = on_stop, keep_states
         work.begin(self)
 
@@ -73,6 +76,7 @@ class Loop:
     def _step(self) -> bool:
         """One turn; False when there was nothing to do."""
         heard = self.hear()
+        heard = self.voices.step(live=self.listeners.live > 0) or heard
         return self.work.step() or heard
 
     def _sleep(self) -> None:
@@ -162,6 +166,7 @@ class Loop:
         try:
             self.work.end(error)
         finally:
+            self.voices.end(error)
             self.listeners.close_all(error)
             if self._tiers is not None:
                 self._tiers.close()

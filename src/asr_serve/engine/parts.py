@@ -297,7 +297,8 @@ def chunked(
     head = config.head or model.heads[0]
     if head not in model.heads:
         raise OptionError(f"head={head}", f"{chosen.name} has {', '.join(model.heads)}", param="head")
-    return _wrapper(model, _search(model, head, config.beam, device), chosen, device, config, **options)
+    search = _search(model, head, config.beam, device)
+    return _wrapper(model, search, chosen, device, config, aligns=head == "ctc", **options)
 
 
 def _wrapper(

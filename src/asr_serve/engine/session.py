@@ -104,6 +104,8 @@ class Piece(msgspec.Struct):
     last: bool
     future: Future[Any]
     wanted: Wanted | None = None
+    timed: bool = False
+    """The answer tells when all tokens so far were said, as far as no answer has; of a stream with words."""
 
 
 class Listener:

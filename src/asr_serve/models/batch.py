@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.native import PAGE
 
 
 class Paged(NamedTuple):
@@ -19,6 +23,40 @@ class Paged(NamedTuple):
     pool: Tensor
     tables: Tensor
     lengths: Tensor
+
+    def spread(self, packing: Packing) -> Paged:
+        """Of rows that have as many positions as `packing` says, the same for each position; what fills a batch up
+        has the first row's."""
+        counts = torch.tensor(packing.frames)
+        index = torch.arange(len(counts)).repeat_interleave(counts)
+        index = F.pad(index, (0, packing.total - len(index))).to(self.tables.device)
+        return Paged(self.pool, self.tables[index], self.lengths[index])
+
+    def keys(self, layer: int, heads: Sequence[int], row: int, positions: int) -> Tensor:
+        """Of a row's first `positions`, as `heads` of that layer have them: (heads, head_dim, positions)."""
+        held, slots = self.pool[:, layer, 0], self.pool.shape[-1] // PAGE
+        pages = self.tables[row, : -(-positions // PAGE)].long()
+        wanted = torch.tensor(heads, device=held.device)
+        found = held[pages[:, None], wanted].view(len(pages), len(heads), slots, PAGE)
+        return found.permute(1, 2, 0, 3).reshape(len(heads), slots, -1)[..., :positions]
+
+    def scores(
+        self,
+        layer: int,
+        heads: Sequence[int],
+        query: Tensor,
+        packing: Packing,
+        positions: Sequence[int],
+        scale: float,
+    ) -> list[Tensor]:
+        """Of each row (heads, packing.frames[row], positions[row]) float32: products of queries (total, all heads,
+        head_dim) and keys, times `scale`."""
+        found = []
+        rows = zip(packing.offsets, packing.frames, positions, strict=True)
+        for row, (offset, count, held) in enumerate(rows):
+            asked = query[offset : offset + count, list(heads)].transpose(0, 1)
+            found.append((asked.float() @ self.keys(layer, heads, row, held).float()) * scale)
+        return found
 
 
 class Packing:

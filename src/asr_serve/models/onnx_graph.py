@@ -28,28 +28,25 @@ def read(path: Path) -> dict[str, np.ndarray]:
     Raises WeightsMissing when the package that reads the file is not installed, WeightsCorrupt when it is no
     graph.
     """
-    try:
-        import onnx
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
-        from onnx import numpy_helper
-    except ModuleNotFoundError as missing:
-        raise _reader_missing(path, missing) from missing
-    try:
-        if path.suffix == ".ort":
-            with tempfile.TemporaryDirectory() as folder:
-                model = onnx.load(str(_resave(path, Path(folder) / "graph.onnx")))
-        else:
-            model = onnx.load(str(path))
-    except DecodeError as failure:
-        raise _no_graph(path) from failure
-    constants = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+    graph = _load(path)
+    held = _initializers(graph)
     found: dict[str, np.ndarray] = {}
-    for name, value in constants.items():  # those that kept their own name
+    for name, value in held.items():  # those that kept their own name
         if kept := _KEPT.match(name):
             found[kept["name"]] = np.array(value, np.float32)
-    for node in _nodes(model.graph):
-        _take(node, constants, found)
+    for node in _nodes(graph):
+        _take(node, held, found)
     return found
+
+
+def constants(path: Path) -> dict[str, tuple[np.ndarray, ...]]:
+    """Node name -> the constants among its inputs, in their order, for graphs whose exporter lost other names.
+
+    Raises as `read` does.
+    """
+    graph = _load(path)
+    held = _initializers(graph)
+    return {node.name: tuple(held[i] for i in node.input if i in held) for node in _nodes(graph)}
 
 
 class Graph:
@@ -71,6 +68,27 @@ class Graph:
         """The graph's first output."""
         out: np.ndarray = self._session.run(None, inputs)[0]
         return out
+
+
+def _load(path: Path) -> Any:
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    except ModuleNotFoundError as missing:
+        raise _reader_missing(path, missing) from missing
+    try:
+        if path.suffix == ".ort":
+            with tempfile.TemporaryDirectory() as folder:
+                return onnx.load(str(_resave(path, Path(folder) / "graph.onnx"))).graph
+        return onnx.load(str(path)).graph
+    except DecodeError as failure:
+        raise _no_graph(path) from failure
+
+
+def _initializers(graph: Any) -> dict[str, np.ndarray]:
+    from onnx import numpy_helper
+
+    return {i.name: numpy_helper.to_array(i) for i in graph.initializer}
 
 
 def _take(node: Any, constants: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:

@@ -53,6 +53,11 @@ def search() -> ModuleType:
     return _built("asr_serve.native._search") or importlib.import_module("asr_serve.native.search_twin")
 
 
+def align() -> ModuleType:
+    """The CTC forced alignment: compiled, or in numpy."""
+    return _built("asr_serve.native._align") or importlib.import_module("asr_serve.native.align_twin")
+
+
 def disk() -> ModuleType | None:
     """Reads and writes by io_uring, or None: `transfer.disk` has other roads."""
     return _built("asr_serve.native._disk")

@@ -19,8 +19,9 @@ from asr_serve.audio.buffers import Kept, Piece
 from asr_serve.decoding.attention import Recognition, SearchOptions
 from asr_serve.engine.client import VadSession
 from asr_serve.models.card import Card
+from asr_serve.pipelines.quiet import Quiet, quiet_by_level
 from asr_serve.pipelines.reading import Reading
-from asr_serve.pipelines.utterance import CONTEXT_SAMPLES, as_if_spoken, in_context, segment, speech
+from asr_serve.pipelines.utterance import CONTEXT_SAMPLES, as_if_spoken, in_context, segment, some, speech
 from asr_serve.pipelines.way import LEAST_HEARD_SAMPLES, LEFT_SAMPLES, Heard, Request
 from asr_serve.types import Span
 from asr_serve.vad.endpoint import WINDOW_SAMPLES, EndpointConfig, Endpointer
@@ -59,6 +60,7 @@ class Cutting:
         self._kept = Kept()
         self._pieces: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
         self._endpointer = Endpointer(endpoint)
+        self._quiet = Quiet(endpoint.neg_threshold)
         self._asked: deque[Request] = deque()
         """Not answered yet."""
 
@@ -73,6 +75,8 @@ class Cutting:
             pcm, future = self._pieces.popleft()
             probabilities = future.result()
             self._kept.add(pcm)
+            if self._search.words and self._session is not None:
+                self._quiet.add(probabilities)
             requests += self._cut(self._endpointer.push(probabilities))
         # Not when the last piece is heard: a recording may end where a piece does, and that is seen later.
         if not self.over and not self._reading and not self._pieces:
@@ -89,7 +93,8 @@ class Cutting:
         if then is not None:
             self._asked.appendleft(then)
             span = Span(span.start_samples, then.span.start_samples)
-        found = segment(span, self._without_times(answer), self._text)
+        begins = request.span.start_samples - self._context
+        found = segment(span, self._without_times(answer), self._text, begins, request.quiet)
         return Heard((found,) if found else (), span.end_samples, answer.language, answer.phases, then)
 
     def _rest(self, request: Request, answer: Recognition) -> Request | None:
@@ -105,18 +110,13 @@ class Cutting:
         rest = Span(span.start_samples + heard, span.end_samples)
         spoken = request.pcm[CONTEXT_SAMPLES + heard : CONTEXT_SAMPLES + span.samples]
         search = msgspec.structs.replace(request.search, language=request.search.language or answer.language)
-        return Request(rest, in_context(spoken), search, request.again + 1)
+        return Request(rest, in_context(spoken), search, request.again + 1, request.quiet)
 
     def _without_times(self, answer: Recognition) -> Recognition:
         times = self._card.times
         if times is None:
             return answer
-        words = [i for i, token in enumerate(answer.tokens) if token < times.words_below]
-        return msgspec.structs.replace(
-            answer,
-            tokens=tuple(answer.tokens[i] for i in words),
-            logprobs=tuple(answer.logprobs[i] for i in words) if answer.logprobs else (),
-        )
+        return some(answer, [i for i, token in enumerate(answer.tokens) if token < times.words_below])
 
     def close(self) -> None:
         self._pieces.clear()
@@ -150,11 +150,22 @@ class Cutting:
         return future
 
     def _cut(self, spans: list[Span]) -> list[Request]:
-        requests = [Request(span, self._in_context(self._kept.cut(span)), self._search) for span in spans]
+        requests = []
+        for span in spans:
+            pcm = self._kept.cut(span)
+            heard = pcm if self._session is None else in_context(pcm)
+            requests.append(Request(span, heard, self._search, quiet=self._quiet_in(span, pcm)))
         self._asked += requests
         self._kept.drop_before(self._endpointer.keep_from_samples)
+        self._quiet.forget_before(self._endpointer.keep_from_samples)
         return requests
 
-    def _in_context(self, pcm: np.ndarray) -> np.ndarray:
-        """Between two short pauses; as it is where none were looked for."""
-        return pcm if self._session is None else in_context(pcm)
+    def _quiet_in(self, span: Span, pcm: np.ndarray) -> tuple[Span, ...]:
+        if not self._search.words:
+            return ()
+        return quiet_by_level(pcm, span) if self._session is None else self._quiet.within(span)
+
+    @property
+    def _context(self) -> int:
+        """Samples of silence on each side of a segment; none where no pauses were looked for."""
+        return 0 if self._session is None else CONTEXT_SAMPLES

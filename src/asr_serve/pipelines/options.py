@@ -24,6 +24,15 @@ OF_SEGMENTS = ("silence_schedule", "max_segment_ms", "threshold", "pad_before_ms
 """What is asked of voice activity, which has no part in windows."""
 
 
+class KnownSpeaker(msgspec.Struct, frozen=True):
+    """Somebody whose voice the caller knows."""
+
+    name: str
+    """What this speaker is called in the transcript."""
+    audio: bytes
+    """A few seconds in which nobody else speaks, as a file in any format."""
+
+
 class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may choose. Raises OptionError for what cannot be."""
 
@@ -64,6 +73,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How many there are, if that is known; else `min_speakers` to `max_speakers`, or as many as are heard."""
     min_speakers: int | None = None
     max_speakers: int | None = None
+    known_speakers: tuple[KnownSpeaker, ...] = ()
+    """Those of the speakers that are to be told by name."""
     itn: bool = False
     """Whether numbers, dates and money are written as one writes them: inverse text normalisation."""
     limits: AudioLimits = AudioLimits()
@@ -83,6 +94,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
         expect_speakers(self.speakers, self.num_speakers, self.min_speakers, self.max_speakers)
+        if self.known_speakers and not self.speakers:
+            raise OptionError("known_speakers came without speakers", "both, or neither", param="known_speakers")
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> TranscribeOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -13,6 +14,23 @@ from asr_serve.errors import AsrServeError, CorruptAudio
 
 MAX_AHEAD_CHUNKS = 32
 """Seconds of a slow input that may lie decoded."""
+
+
+class Reading(Protocol):
+    """An input on its way."""
+
+    @property
+    def hint_samples(self) -> int | None:
+        """How long it says that it is."""
+
+    @property
+    def ended(self) -> bool:
+        """Everything there was has been taken."""
+
+    def take(self) -> np.ndarray | None:
+        """The next chunk, (n,) float32 at 16 kHz; None when there is none yet, or when it has ended."""
+
+    def close(self) -> None: ...
 
 
 class Straight:
@@ -97,9 +115,6 @@ class Ahead:
             closed = self._closed
         self._wake()
         return not closed
-
-
-Reading = Straight | Ahead
 
 
 def reading(source: Source, limits: AudioLimits, wake: Callable[[], None]) -> Reading:

@@ -26,9 +26,10 @@ from asr_serve.audio.buffers import Kept
 from asr_serve.decoding.attention import Recognition, SearchOptions
 from asr_serve.models.card import Card, Times
 from asr_serve.pipelines.prompts import behind
+from asr_serve.pipelines.quiet import quiet_by_level
 from asr_serve.pipelines.reading import Reading
 from asr_serve.pipelines.spoken import Spoken
-from asr_serve.pipelines.utterance import speech
+from asr_serve.pipelines.utterance import segment, some, speech
 from asr_serve.pipelines.way import LEAST_HEARD_SAMPLES, LEFT_SAMPLES, Heard, Request
 from asr_serve.types import Segment, Span
 
@@ -163,9 +164,13 @@ class Windows:
             self._go_on(span.end_samples)
             return Heard((), self._at, answer.language, answer.phases)
         parted = part(answer.tokens, self._times)
-        segments = []
-        for each in parted.parts:
-            if made := self._segment(span, each, answer, last=each.behind == len(answer.tokens)):
+        ended = self._end(span, parted, answer)
+        quiet = self._quiet(span) if answer.times else ()
+        starts = [self._place(span, each.start) for each in parted.parts[1:]]
+        segments: list[Segment] = []
+        for each, latest in zip(parted.parts, [*starts, ended], strict=True):
+            room = Span(segments[-1].end_samples if segments else span.start_samples, latest)
+            if made := self._segment(span, each, answer, room, quiet):
                 segments.append(made)
                 self._said += answer.tokens[each.first : each.behind]
         if not self._remember or answer.temperature > MAX_REMEMBERED_TEMPERATURE or self._repeats(answer):
@@ -174,7 +179,7 @@ class Windows:
         if not self._search.language and segments:
             # What the first words are in, the rest is too: a pause alone could be anything.
             self._search = msgspec.structs.replace(self._search, language=answer.language)
-        self._go_on(self._end(span, parted, answer))
+        self._go_on(ended)
         return Heard(tuple(segments), self._at, answer.language, answer.phases)
 
     def _end(self, span: Span, parted: Parted, answer: Recognition) -> int:
@@ -202,27 +207,38 @@ class Windows:
     def _repeats(self, answer: Recognition) -> bool:
         return answer.finish == "repetition" or answer.compression_ratio > self._search.max_compression_ratio
 
-    def _segment(self, span: Span, each: Part, answer: Recognition, *, last: bool) -> Segment | None:
-        """None where nothing was said, or only after the recording's end. `last`: the answer ends with it."""
+    def _segment(
+        self, span: Span, each: Part, answer: Recognition, room: Span, quiet: Sequence[Span]
+    ) -> Segment | None:
+        """None where nothing was said, or only after the recording's end. Its times are those of its time tokens;
+        but words may lie anywhere in `room`, and it reaches as far as they do."""
         kept = [i for i in range(each.first, each.behind) if answer.tokens[i] < self._times.words_below]
-        words = self._text([answer.tokens[i] for i in kept])
-        start = span.start_samples + each.start * self._times.step_samples
-        end = span.end_samples
-        if each.end is not None:
-            end = min(end, span.start_samples + each.end * self._times.step_samples)
-        if not words or start >= end:
+        start = self._place(span, each.start)
+        end = span.end_samples if each.end is None else self._place(span, each.end)
+        if start >= end:
             return None
-        return Segment(
-            start,
-            end,
-            words,
-            tuple(answer.tokens[i] for i in kept),
-            answer.avg_logprob,
-            answer.temperature,
-            answer.finish if last else "stop",
-            tuple(answer.logprobs[i] for i in kept) if answer.logprobs else (),
-            answer.no_speech_prob,
-        )
+        heard = some(answer, kept)
+        if each.behind < len(answer.tokens):
+            heard = msgspec.structs.replace(heard, finish="stop")
+        widest = Span(start, end)
+        if answer.times and room.samples > 0:
+            start = max(start, room.start_samples)
+            widest = Span(room.start_samples, max(end, room.end_samples))
+        made = segment(widest, heard, self._text, span.start_samples, quiet)
+        if made is None or not made.words:
+            return made
+        start, end = min(start, made.words[0].start_samples), max(end, made.words[-1].end_samples)
+        return msgspec.structs.replace(made, start_samples=start, end_samples=end)
+
+    def _place(self, span: Span, step: int) -> int:
+        """In the recording, of a time token in a window."""
+        return min(span.end_samples, span.start_samples + step * self._times.step_samples)
+
+    def _quiet(self, span: Span) -> tuple[Span, ...]:
+        """Where nobody speaks in a window."""
+        if self._spoken is None:
+            return quiet_by_level(self._kept.cut(span), span)
+        return self._spoken.quiet.within(span)
 
     def close(self) -> None:
         self._kept = Kept()

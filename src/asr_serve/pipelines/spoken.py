@@ -11,6 +11,7 @@ import numpy as np
 
 from asr_serve.audio.buffers import Piece
 from asr_serve.engine.client import VadSession
+from asr_serve.pipelines.quiet import Quiet
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 PIECE_WINDOWS = 256
@@ -29,6 +30,8 @@ class Spoken:
         """`most_windows`: that the session takes at once."""
         self._most_samples = min(PIECE_WINDOWS, most_windows) * WINDOW_SAMPLES
         self._session, self._threshold, self._wake = session, threshold, wake
+        self.quiet = Quiet(threshold)
+        """Where nobody speaks at all."""
         self._piece = Piece()
         self._under_way: deque[Future[np.ndarray]] = deque()
         self._speech: deque[bool] = deque()
@@ -42,7 +45,9 @@ class Spoken:
         """Ask on, and take what is answered. `last`: no more audio comes. Raises what voice activity does."""
         moved = False
         while self._under_way and self._under_way[0].done():
-            self._speech.extend((self._under_way.popleft().result() >= self._threshold).tolist())
+            probabilities = self._under_way.popleft().result()
+            self._speech.extend((probabilities >= self._threshold).tolist())
+            self.quiet.add(probabilities)
             moved = True
         whole = self._piece.samples if last else self._piece.samples // WINDOW_SAMPLES * WINDOW_SAMPLES
         if whole and not self._under_way:
@@ -65,6 +70,7 @@ class Spoken:
         return sum(self._speech[i] for i in range(max(0, first), min(behind, len(self._speech)))) >= LEAST_WINDOWS
 
     def forget_before(self, sample: int) -> None:
+        self.quiet.forget_before(sample)
         while self._speech and (self._from + 1) * WINDOW_SAMPLES <= sample:
             self._speech.popleft()
             self._from += 1

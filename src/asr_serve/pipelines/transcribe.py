@@ -20,6 +20,7 @@ from asr_serve.decoding.attention import SearchOptions
 from asr_serve.engine.client import EngineClient, Ticket, VadSession
 from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
 from asr_serve.pipelines.cutting import Cutting
+from asr_serve.pipelines.diarizing import Diarizing, Known, Overheard
 from asr_serve.pipelines.options import PROMPT_SAMPLES, TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_tokens, prompt_tokens
 from asr_serve.pipelines.reading import Reading, reading
@@ -34,7 +35,7 @@ from asr_serve.pipelines.utterance import (
 )
 from asr_serve.pipelines.way import Heard, Request, Way
 from asr_serve.text.tokens import Tokenizer
-from asr_serve.types import Phases, Segment, Span, Transcript
+from asr_serve.types import Phases, Segment, Span, SpeakerTurn, Transcript
 from asr_serve.vad.endpoint import EndpointConfig
 from asr_serve.vad.schedule import OFFLINE
 
@@ -127,6 +128,7 @@ class _Transcription:
             language=self.language,
             prompt=prompt_tokens(client, tokenizer, options.prompt, options.hotwords),
             beam=options.beam,
+            words=options.words or options.speakers,
         )
         self.ahead_samples = 0
         self.done_samples = 0
@@ -135,6 +137,7 @@ class _Transcription:
     def run(self, items: Iterator[Item]) -> Generator[Event, None, None]:
         files: deque[_File] = deque()
         opened, more, refused = 0, True, None
+        self.known = Known(self.client, self.options.known_speakers, self.wake, self.stop.check)
         try:
             while files or more:
                 self.stop.check()
@@ -208,10 +211,17 @@ class _File:
         """Samples in which each was heard."""
         self.announced = self.reported = self.cached_samples = 0
         self.source: Reading | None = None
+        options, check = call.options, call.stop.check
+        self.diarizing = (
+            Diarizing(call.client, options, call.known, call.wake, check) if options.speakers else None
+        )
+        self.later: list[tuple[Segment, Phases | None]] = []
+        """Told when it is known who said them."""
         self.waiting: deque[tuple[Span, Ticket]] = deque()
         self.heard: deque[Heard] = deque()
         try:
-            self.source = reading(item.source, call.options.limits, call.wake)
+            source = reading(item.source, options.limits, call.wake)
+            self.source = Overheard(source, self.diarizing) if self.diarizing else source
             self.announced = self.source.hint_samples or 0
             if not self.announced:
                 call.announced = None
@@ -228,12 +238,16 @@ class _File:
             return self._take_answers()
         assert self.source is not None
         try:
-            moved, requests = self.way.advance(self.source, self.call.room)
+            moved, requests = self.way.advance(self.source, self.room)
         except AsrServeError as error:
             self._end(error)
             return True
         self.waiting.extend(map(self._submit, requests))
         return self._take_answers() or moved
+
+    @property
+    def room(self) -> bool:
+        return self.call.room and (self.diarizing is None or self.diarizing.room)
 
     @property
     def open(self) -> bool:
@@ -251,6 +265,10 @@ class _File:
 
     def _take_answers(self) -> bool:
         moved = False
+        try:
+            moved = self.diarizing is not None and self.diarizing.advance()
+        except AsrServeError as error:
+            self._end(error)
         while self.waiting and self.waiting[0][1].future.done():
             moved = True
             span, ticket = self.waiting.popleft()
@@ -267,6 +285,8 @@ class _File:
             if heard.then:
                 self.waiting.appendleft(self._submit(heard.then))
         if self.way.over:  # nobody else need wait for its session until the last answer is there
+            if self.diarizing is not None and self.error is None:
+                self.diarizing.finish()
             self._release()
         return moved
 
@@ -277,12 +297,20 @@ class _File:
         while self.heard:
             heard = self.heard.popleft()
             for segment in heard.segments:
-                self.segments.append(segment)
                 self.languages[heard.language] += segment.end_samples - segment.start_samples
-                yield SegmentDone(self.index, self.key, segment, heard.phases)
+                if self.diarizing is not None:
+                    self.later.append((segment, heard.phases))
+                else:
+                    yield self._told(segment, heard.phases)
             yield self._progress(heard.end_samples, unopened)
-        if self.waiting or self.open:
+        if self.waiting or self.open or not (self.error or self.diarizing is None or self.diarizing.over):
             return
+        turns: tuple[SpeakerTurn, ...] = ()
+        if self.diarizing is not None and self.error is None:
+            turns = self.diarizing.turns()
+            for segment, phases in self.later:
+                for part in self.diarizing.told(segment, turns):
+                    yield self._told(part, phases)
         self._release()
         self.over = True
         yield self._progress(self.way.read_samples, unopened)
@@ -291,8 +319,12 @@ class _File:
         else:
             spoken, model = " ".join(s.text for s in self.segments), self.call.client.card.name
             length, segments, cached = self.way.read_samples, tuple(self.segments), self.cached_samples
-            transcript = Transcript(self.key, spoken, self._language, length, segments, model, cached)
+            transcript = Transcript(self.key, spoken, self._language, length, segments, model, cached, turns=turns)
             yield FileDone(self.index, self.key, transcript)
+
+    def _told(self, segment: Segment, phases: Phases | None) -> SegmentDone:
+        self.segments.append(segment)
+        return SegmentDone(self.index, self.key, segment, phases)
 
     @property
     def _language(self) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from asr_serve import units
@@ -13,6 +14,7 @@ from asr_serve.decoding.attention import Recognition, SearchOptions, Task
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.card import Card
+from asr_serve.text.words import words
 from asr_serve.types import Segment, Span
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 from asr_serve.vad.schedule import SilenceSchedule
@@ -56,21 +58,40 @@ def speech(heard: Recognition, card: Card | None = None, task: Task = "transcrib
     return bool(heard.tokens) and heard.avg_logprob > least
 
 
-def segment(span: Span, heard: Recognition, text: Callable[[list[int]], str]) -> Segment | None:
-    """What was said in `span`; None when that was nothing."""
-    words = text(list(heard.tokens))
-    if not words:
+def segment(
+    span: Span,
+    heard: Recognition,
+    text: Callable[[list[int]], str],
+    begins: int = 0,
+    quiet: Sequence[Span] = (),
+) -> Segment | None:
+    """What was said in `span`; None when that was nothing. Where the times of tokens are known it has words:
+    `begins` is the sample at which the audio began that was heard, `quiet` where nobody speaks in `span`."""
+    said = text(list(heard.tokens))
+    if not said:
         return None
+    times = [(begins + start, begins + end) for start, end in heard.times]
     return Segment(
         span.start_samples,
         span.end_samples,
-        words,
+        said,
         heard.tokens,
         heard.avg_logprob,
         heard.temperature,
         heard.finish,
         heard.logprobs,
         heard.no_speech_prob,
+        words(said, heard.tokens, heard.logprobs, times, text, span, quiet) if times else (),
+    )
+
+
+def some(heard: Recognition, kept: Sequence[int]) -> Recognition:
+    """Of its tokens those at the places `kept`, with what is known of each."""
+    return msgspec.structs.replace(
+        heard,
+        tokens=tuple(heard.tokens[i] for i in kept),
+        logprobs=tuple(heard.logprobs[i] for i in kept) if heard.logprobs else (),
+        times=tuple(heard.times[i] for i in kept) if heard.times else (),
     )
 
 

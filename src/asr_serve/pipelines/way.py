@@ -23,12 +23,13 @@ LEAST_HEARD_SAMPLES = units.ms_to_samples(200)
 
 class Request(NamedTuple):
     """One utterance for the engine. `span` is where it lies in the file; `again`: how often its segment was heard
-    on from where an answer ended."""
+    on from where an answer ended; `quiet`: where nobody speaks in it, if its words are wanted."""
 
     span: Span
     pcm: np.ndarray
     search: SearchOptions
     again: int = 0
+    quiet: tuple[Span, ...] = ()
 
 
 class Heard(NamedTuple):

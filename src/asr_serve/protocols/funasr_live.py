@@ -5,25 +5,28 @@ Source  FunASR's vLLM guide, sections 5.5 (`/ws`: the answer after STOP) and 6.3
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from asr_serve import units
-from asr_serve.errors import UnknownCommand
-from asr_serve.protocols.fields import shown, words
+from asr_serve.errors import OptionError, UnknownCommand
+from asr_serve.protocols.fields import FALSE, TRUE, Fields, shown, words
+from asr_serve.protocols.speakers import number
 from asr_serve.text import languages
 from asr_serve.types import Segment
 from asr_serve.values import nearest
 
-COMMANDS = ("START", "STOP", "LANGUAGE:", "HOTWORDS:")
-LONGEST_CHARACTERS = 65_536
-"""Of a text frame: some thousand hotwords."""
+FLAGS = ("spk", "words", "itn")
+"""What may be wanted beside the text: who speaks, words with their times, numbers as one writes them. Ours, as
+commands (`SPK:true`) and in the query."""
+COMMANDS = ("START", "STOP", "LANGUAGE:", "HOTWORDS:", *(f"{flag.upper()}:" for flag in FLAGS))
+LONGEST_CHARACTERS = 1 << 20
+"""Of a text frame: ten thousand long hotwords."""
 
 STARTED = '{"event":"started"}'
 STOPPED = '{"event":"stopped"}'
-NOT_USED = "They are not used: this model hears audio only. A Whisper can be told which words to expect."
-NOT_YET = "They are used from the next START on: this session is heard as it began."
+NOT_YET = "That holds from the next START on: this session is heard as it began."
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -45,7 +48,30 @@ class Hotwords(msgspec.Struct, frozen=True):
     words: tuple[str, ...]
 
 
-Command = Start | Stop | Language | Hotwords
+class Flag(msgspec.Struct, frozen=True):
+    name: str
+    """One of FLAGS."""
+    on: bool
+
+
+Command = Start | Stop | Language | Hotwords | Flag
+
+
+class Wants(msgspec.Struct, frozen=True):
+    """How a session is to be heard, and what is to be told of it."""
+
+    language: str | None = None
+    """None: the model's own."""
+    hotwords: tuple[str, ...] = ()
+    spk: bool = False
+    words: bool = False
+    itn: bool = False
+
+    @classmethod
+    def of(cls, fields: Fields) -> Wants:
+        """What a query wants. Raises OptionError."""
+        spk, words, itn = (fields.flag(flag) or False for flag in FLAGS)
+        return cls(spk=spk, words=words, itn=itn)
 
 
 def command(text: str) -> Command:
@@ -72,11 +98,20 @@ def command(text: str) -> Command:
             return Language(named, None if automatic else languages.code(named))
         case "HOTWORDS:":
             return Hotwords(words(value))
+        case "SPK:" | "WORDS:" | "ITN:":
+            return Flag(name.lower(), _flag(name, value))
     raise UnknownCommand(
         f"the text {shown(text)} is no command",
         f"commands: {', '.join(COMMANDS)}",
         nearest((name + colon).upper(), COMMANDS),
     )
+
+
+def _flag(name: str, value: str) -> bool:
+    said = value.strip().casefold()
+    if said not in TRUE + FALSE:
+        raise OptionError(f"{name}:{shown(value)}", "true or false", f"like {name}:true", param=name.lower())
+    return said in TRUE
 
 
 def language_set(name: str) -> str:
@@ -89,6 +124,12 @@ def hotwords_set(words: Iterable[str], why: str = "") -> str:
     return _json({"event": "hotwords_set", "hotwords": list(words), "used": not why, **told})
 
 
+def flag_set(flag: Flag, why: str = "") -> str:
+    """As `hotwords_set`."""
+    told = {"message": why} if why else {}
+    return _json({"event": f"{flag.name}_set", flag.name: flag.on, "used": not why, **told})
+
+
 def error(code: str, message: str, retry_after_ms: int | None = None) -> str:
     """Something was refused. What `message` says: what came, what is allowed, what to do."""
     told: dict[str, object] = {"event": "error", "code": code, "message": message}
@@ -97,22 +138,66 @@ def error(code: str, message: str, retry_after_ms: int | None = None) -> str:
     return _json(told)
 
 
-class Sentences:
-    """The locked sentences of one session, each made JSON once. Times are milliseconds since START."""
+class TimedWord(msgspec.Struct, frozen=True):
+    """A word, or a character of a script without spaces; times as those of its sentence."""
 
-    def __init__(self, *, only_new: bool = False) -> None:
-        """`only_new`: an answer has those that were locked since the one before it, instead of all."""
-        self._only_new = only_new
+    word: str
+    start: int
+    end: int
+
+
+class Sentence(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A locked one. Times are milliseconds since START."""
+
+    text: str
+    start: int
+    end: int
+    spk: int | str | None = None
+    """Who speaks, by number from 0."""
+    words: list[TimedWord] | None = None
+
+    @classmethod
+    def of(cls, segment: Segment, *, words: bool = False) -> Sentence:
+        """`words`: whether they are to be told."""
+        start, end = units.samples_to_ms(segment.start_samples), units.samples_to_ms(segment.end_samples)
+        told = [
+            TimedWord(word.text, units.samples_to_ms(word.start_samples), units.samples_to_ms(word.end_samples))
+            for word in segment.words
+        ]
+        return cls(segment.text, start, end, _spk(segment.speaker), told if words else None)
+
+
+def _spk(speaker: str) -> int | str | None:
+    index = number(speaker)
+    return speaker or None if index is None else index
+
+
+class Sentences:
+    """The locked sentences of one session, each made JSON once."""
+
+    def __init__(self, *, only_new: bool = False, words: bool = False, spk: bool = False) -> None:
+        """`only_new`: an answer has those that were locked since the one before it, instead of all. `words`:
+        whether each tells its own. `spk`: who speaks may yet be `known` otherwise."""
+        self._only_new, self._words, self._spk = only_new, words, spk
         self._locked = ""
+        self._spoken: list[Sentence] = []
+        """With `spk`, all of them."""
 
     def lock(self, segment: Segment) -> None:
-        one = _json(
-            {
-                "text": segment.text,
-                "start": units.samples_to_ms(segment.start_samples),
-                "end": units.samples_to_ms(segment.end_samples),
-            }
-        )
+        sentence = Sentence.of(segment, words=self._words)
+        self._add(sentence)
+        if self._spk:
+            self._spoken.append(sentence)
+
+    def know(self, speakers: Sequence[str]) -> None:
+        """Who said each of them, as all of it shows: `final` tells them all once more."""
+        assert len(speakers) == len(self._spoken)
+        self._locked = ""
+        for sentence, speaker in zip(self._spoken, speakers, strict=True):
+            self._add(msgspec.structs.replace(sentence, spk=_spk(speaker)))
+
+    def _add(self, sentence: Sentence) -> None:
+        one = _json(sentence)
         self._locked = f"{self._locked},{one}" if self._locked else one
 
     def answer(self, partial: str, start_samples: int = 0) -> str:

@@ -12,13 +12,15 @@ from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand, Unsu
 from asr_serve.pipelines.live.caller import ListenOptions, TurnOptions
 from asr_serve.pipelines.prompts import MOST_CHARACTERS
 from asr_serve.protocols.fields import Fields, shown
+from asr_serve.protocols.transcriptions.wants import HOTWORDS_CHARACTERS
 from asr_serve.vad.schedule import SilenceSchedule
 from asr_serve.values import nearest
 
 PATH = "/v1/stream"
 QUERY = (
     *("model", "language", "encoding", "rate", "partial_ms", "max_segment_ms", "silence_schedule", "threshold"),
-    *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "api_key", "session", "after"),
+    *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
+    *("api_key", "session", "after"),
 )
 RESUME = ("session", "after", "api_key")
 SILENCE = "silence"
@@ -78,7 +80,10 @@ def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
         threshold=fields.number("threshold", 0, 1),
         turn=_turn(fields),
         prompt=fields.text("prompt", MOST_CHARACTERS) or "",
-        hotwords=fields.words("hotwords", MOST_CHARACTERS),
+        hotwords=fields.words("hotwords", HOTWORDS_CHARACTERS),
+        words=fields.flag("words") or False,
+        speakers=fields.flag("speakers") or False,
+        itn=fields.flag("itn") or False,
     )
     return Ask(fields.text("model"), encoding, rate_hz, options)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from asr_serve import types
 from asr_serve.pipelines.live import caller
 from asr_serve.units import samples_to_s
+
+MOST_SAID_BY = 1_000
+"""Segments in one Speakers: what is sent again to a client that comes back must fit into a session's log."""
 
 
 class Told(NamedTuple):
@@ -91,13 +95,45 @@ class Locked(Numbered, frozen=True, kw_only=True):
     text: str
 
 
-class Segment(Numbered, frozen=True, kw_only=True):
-    """Its text begins with all that was locked since the segment before."""
+class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A word, or a character of a script without spaces."""
+
+    text: str
+    start_s: float
+    end_s: float
+    confidence: float
+    """0 to 1."""
+    speaker: str | None = None
+    """Where it is another than the segment's."""
+    spoken: str | None = None
+    """The words that were said for it, where it was written in another form."""
+
+
+class Segment(Numbered, frozen=True, kw_only=True, omit_defaults=True):
+    """Its text begins with all that was locked since the segment before; its `spoken` does, where it has one."""
 
     index: int
     start_s: float
     end_s: float
     text: str
+    speaker: str | None = None
+    """As far as that is known by then: see Speakers."""
+    spoken: str | None = None
+    """The text as it was said, where it was written in another form."""
+    words: list[Word] | None = None
+
+
+class SaidBy(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    """Of a segment."""
+    speaker: str
+
+
+class Speakers(Numbered, frozen=True, kw_only=True):
+    """Segments that somebody else said than they told, as the whole session shows. At its end, where speakers
+    were wanted; more than MOST_SAID_BY of them come in several of these."""
+
+    segments: list[SaidBy]
 
 
 class Flushed(Numbered, frozen=True, kw_only=True):
@@ -128,29 +164,48 @@ def error(code: str, message: str, retry_after_ms: int | None = None, param: str
 class Script:
     """A caller's events in the words of this protocol. `seq` is given elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, words: bool = False) -> None:
+        """`words`: whether segments tell theirs."""
+        self._words = words
         self._locked = ""
         self._segments = 0
+        self._said_by: list[str] = []
+        """Of every segment, the speaker that was told."""
 
     def lines(self, event: caller.Event) -> Iterator[Numbered | Partial]:
         match event:
             case caller.Partial():
                 yield from self._partial(event)
             case caller.SegmentDone(segment):
-                yield Segment(
-                    index=self._segments,
-                    start_s=samples_to_s(segment.start_samples),
-                    end_s=samples_to_s(segment.end_samples),
-                    text=segment.text,
-                )
+                yield self._segment(segment)
                 self._segments += 1
+                self._said_by.append(segment.speaker)
                 self._locked = ""
+            case caller.Speakers(speakers):
+                yield from self._speakers(speakers)
             case caller.Turn(state, position, probability, by):
                 yield Turn(state=state, position_s=samples_to_s(position), probability=probability, by=by)
             case caller.Flushed(name, position):
                 yield Flushed(id=name, position_s=samples_to_s(position))
             case caller.Finished(duration):
                 yield Ended(duration_s=samples_to_s(duration), segments=self._segments)
+
+    def _segment(self, segment: types.Segment) -> Segment:
+        return Segment(
+            index=self._segments,
+            start_s=segment.start_s,
+            end_s=segment.end_s,
+            text=segment.text,
+            speaker=segment.speaker or None,
+            spoken=segment.spoken or None,
+            words=[_word(word, segment.speaker) for word in segment.words] if self._words else None,
+        )
+
+    def _speakers(self, speakers: Sequence[str]) -> Iterator[Speakers]:
+        told = zip(self._said_by, speakers, strict=True)
+        others = [SaidBy(index=i, speaker=now) for i, (before, now) in enumerate(told) if now != before]
+        for at in range(0, len(others) or 1, MOST_SAID_BY):
+            yield Speakers(segments=others[at : at + MOST_SAID_BY])
 
     def _partial(self, event: caller.Partial) -> Iterator[Numbered | Partial]:
         start_s, end_s = samples_to_s(event.start_samples), samples_to_s(event.heard_samples)
@@ -159,3 +214,14 @@ class Script:
             yield Locked(start_s=start_s, end_s=spoken_s, text=event.fixed[len(self._locked) :])
             self._locked = event.fixed
         yield Partial(start_s=start_s, end_s=end_s, text=event.unfixed)
+
+
+def _word(word: types.Word, speaker: str) -> Word:
+    return Word(
+        text=word.text,
+        start_s=word.start_s,
+        end_s=word.end_s,
+        confidence=word.confidence,
+        speaker=word.speaker if word.speaker not in ("", speaker) else None,
+        spoken=word.spoken or None,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ from fastapi.openapi.utils import get_openapi
 from starlette.responses import Response
 
 from asr_serve.protocols import schemas, voices
-from asr_serve.protocols.openai import FORMATS
 from asr_serve.protocols.schemas import Schema, ref
 from asr_serve.protocols.speech import schemas as spoken
+from asr_serve.protocols.transcriptions import schemas as heard
+from asr_serve.protocols.transcriptions.openai import FORMATS
 
 Document = dict[Any, Any]
 
@@ -98,12 +100,18 @@ def _texts() -> Document:
     }
 
 
+def _lines() -> Document:
+    """One JSON object on a line."""
+    said = {"key": "audio", "text": _SEGMENT["text"], "language": "en", "duration": 5.61, "segments": []}
+    return {FORMATS["jsonl"]: {"schema": {"type": "string"}, "example": f"{json.dumps(said)}\n"}}
+
+
 TRANSCRIPTIONS = _route(
-    schemas.openai_form(),
+    heard.openai_form(),
     {"model": "moonshine-tiny-en", "response_format": "verbose_json"},
     {
         _JSON: {
-            "schema": {"anyOf": [ref("Transcription"), ref("VerboseTranscription")]},
+            "schema": {"anyOf": [ref("Transcription"), ref("VerboseTranscription"), ref("Diarized")]},
             "examples": {
                 "json": {"value": {"text": _SEGMENT["text"], "usage": _USAGE}},
                 "verbose_json": {
@@ -119,6 +127,7 @@ TRANSCRIPTIONS = _route(
             },
         },
         **_texts(),
+        **_lines(),
         "text/event-stream": {
             "itemSchema": schemas.server_sent(),
             "example": 'data: {"type":"transcript.text.delta","delta":"It was the best of times."}\n\n'
@@ -127,7 +136,7 @@ TRANSCRIPTIONS = _route(
     },
 )
 TRANSLATIONS = _route(
-    schemas.translation_form(),
+    heard.translation_form(),
     {"model": "whisper-base", "response_format": "text"},
     {
         _JSON: {
@@ -138,7 +147,7 @@ TRANSLATIONS = _route(
     },
 )
 ASR = _route(
-    schemas.funasr_form(),
+    heard.funasr_form(),
     {"language": "English"},
     {
         _JSON: {

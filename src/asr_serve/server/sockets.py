@@ -24,7 +24,7 @@ from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_tokens
 from asr_serve.pipelines.utterance import language
 from asr_serve.protocols.fields import Fields
-from asr_serve.protocols.funasr_live import Sentences
+from asr_serve.protocols.funasr_live import FLAGS, Sentences, Wants
 from asr_serve.server.bodies.spool import Spool, SpoolReader
 from asr_serve.server.engines import Engine, Engines
 from asr_serve.server.jobs import Job, Jobs
@@ -39,7 +39,7 @@ from asr_serve.units import RATE_HZ, samples_to_s
 from asr_serve.vad.schedule import SilenceSchedule
 
 REALTIME, OFFLINE = "/", "/ws"
-QUERY = ("model", "api_key")
+QUERY = ("model", "api_key", *FLAGS)
 REALTIME_QUERY = (*QUERY, "sentences", "partial_ms", "max_segment_ms", "silence_schedule")
 MEMORY_BYTES = 1 << 20
 """What `/ws` keeps of a recording in memory; the rest goes to disk."""
@@ -73,15 +73,21 @@ class Offline:
         jobs: Jobs,
         engine: Engine,
         place: AbstractContextManager[None],
-        language: str,
-        hotwords: tuple[str, ...],
+        wants: Wants,
         visit: Visit,
         meter: LiveMeter,
     ) -> None:
         """`place`: among those for whom work is done, held until `close`. Raises AtCapacity."""
-        self.language, self.received_samples, self.full = language, 0, False
+        self.language, self.received_samples, self.full = wants.language or "", 0, False
         self._jobs, self._engine, self._visit, self._meter = jobs, engine, visit, meter
-        self._options = TranscribeOptions(language=language or None, priority="interactive", hotwords=hotwords)
+        self._options = TranscribeOptions(
+            language=wants.language or None,
+            priority="interactive",
+            hotwords=wants.hotwords,
+            words=wants.words,
+            speakers=wants.spk,
+            itn=wants.itn,
+        )
         self._spool = Spool(MEMORY_BYTES)
         self._job: Job | None = None
         self._begun = asyncio.Event()
@@ -109,7 +115,7 @@ class Offline:
         self._begun.set()
 
     async def run(self) -> str:
-        sentences = Sentences()
+        sentences = Sentences(words=self._options.words)
         await self._begun.wait()
         if self._job is None:
             return sentences.final(0)
@@ -128,8 +134,8 @@ class Offline:
         self._held.close()
 
 
-Begin = Callable[[Engine, str, tuple[str, ...], Outbox], Hearing]
-"""Begins a session of a route: in this language, with these hot words, with answers into that outbox."""
+Begin = Callable[[Engine, Wants, Outbox], Hearing]
+"""Begins a session of a route, with answers into that outbox."""
 
 
 class Microphone:
@@ -143,15 +149,12 @@ class Microphone:
     def language(self, code: str | None) -> str:
         return language(self._engine().client, code)
 
-    def expect(self, hotwords: tuple[str, ...]) -> bool:
+    def expect(self, wants: Wants) -> None:
         engine = self._engine()
-        if engine.card.prompts:
-            hotword_tokens(engine.client, engine.tokenizer, hotwords)
-        return engine.card.prompts
+        hotword_tokens(engine.client, engine.tokenizer, wants.hotwords)
 
-    def begin(self, language: str, hotwords: tuple[str, ...], outbox: Outbox) -> Hearing:
-        engine = self._engine()
-        return self._begin(engine, language, hotwords if engine.card.prompts else (), outbox)
+    def begin(self, wants: Wants, outbox: Outbox) -> Hearing:
+        return self._begin(self._engine(), wants, outbox)
 
     def _engine(self) -> Engine:
         engine = self._engines.get(self._model)
@@ -169,16 +172,23 @@ def _realtime(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Beg
         silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
     )
 
-    def begin(engine: Engine, language: str, hotwords: tuple[str, ...], outbox: Outbox) -> Hearing:
-        chosen = msgspec.structs.replace(options, language=language or None, hotwords=hotwords)
+    def begin(engine: Engine, wants: Wants, outbox: Outbox) -> Hearing:
+        chosen = msgspec.structs.replace(
+            options,
+            language=wants.language or None,
+            hotwords=wants.hotwords,
+            words=wants.words,
+            speakers=wants.spk,
+            itn=wants.itn,
+        )
         return Realtime(engine.client, engine.tokenizer, chosen, outbox, meter, engine.used(), only_new=only_new)
 
     return begin
 
 
 def _offline(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Begin:
-    def begin(engine: Engine, language: str, hotwords: tuple[str, ...], outbox: Outbox) -> Hearing:
-        return Offline(desk.jobs, engine, desk.gate.work(), language, hotwords, visit, meter)
+    def begin(engine: Engine, wants: Wants, outbox: Outbox) -> Hearing:
+        return Offline(desk.jobs, engine, desk.gate.work(), wants, visit, meter)
 
     return begin
 
@@ -247,7 +257,12 @@ class Line:
         begin = self._begin(desk, fields, visit, self._meter)
         ears = Microphone(desk.engines, fields.text("model"), visit, begin)
         talk = Talk(
-            receive, Outbox(send, SEND_S), ears, self._limits, partial(told_live, request_id=visit.request_id)
+            receive,
+            Outbox(send, SEND_S),
+            ears,
+            self._limits,
+            partial(told_live, request_id=visit.request_id),
+            Wants.of(fields),
         )
         await carry(talk, desk.gate, visit, receive, send)
 

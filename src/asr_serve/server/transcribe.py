@@ -19,7 +19,9 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.transcribe import SegmentDone
-from asr_serve.protocols import funasr, openai
+from asr_serve.protocols.transcriptions import answers, funasr, openai
+from asr_serve.protocols.transcriptions.known import MOST, MOST_BYTES, REFERENCES
+from asr_serve.protocols.transcriptions.wants import HOTWORDS_CHARACTERS, MOST_HOTWORDS
 from asr_serve.server import documents
 from asr_serve.server.bodies.uploads import Upload, UploadLimits
 from asr_serve.server.engines import Engine, Engines
@@ -28,6 +30,12 @@ from asr_serve.server.layers.replies import JSON, told_in_stream
 from asr_serve.server.layers.visits import Visit, visit_of
 from asr_serve.types import Transcript
 
+FIELD_LIMITS: dict[str, Any] = {
+    "max_fields": MOST_HOTWORDS + 64,  # `keywords[]` is one for each
+    "wider_bytes": {"hotwords": 4 * HOTWORDS_CHARACTERS, REFERENCES.removesuffix("[]"): MOST_BYTES},
+    "max_text_bytes": 4 * HOTWORDS_CHARACTERS + MOST * MOST_BYTES + (1 << 20),
+}
+"""What a form may hold beside its file."""
 KEEP_ALIVE_S = 15.0
 """A stream that has nothing to say says so this often, for proxies that close what is quiet."""
 KEEP_ALIVE = b": still listening\n\n"
@@ -69,6 +77,7 @@ class Desk(NamedTuple):
             max_bytes=config.max_body_bytes,
             idle_timeout_s=config.upload_idle_s,
             min_bytes_per_s=config.upload_min_bytes_per_s,
+            **FIELD_LIMITS,
         )
         return cls(engines, jobs, uploads, AudioLimits(max_duration_s=config.max_duration_s), config.max_beam)
 
@@ -284,13 +293,13 @@ class EventStream(Response):
 
     async def _events(self, visit: Visit) -> AsyncGenerator[bytes, None]:
         work = self._work
-        deltas: openai.Deltas | None = None
+        deltas: answers.Deltas | None = None
         async for event in work.segments():
             # Not before: until its first segment, a later field may still change what is asked.
-            deltas = deltas or openai.Deltas(work.asked, work.engine.tokenizer.text)
+            deltas = deltas or answers.Deltas(work.asked, work.engine.tokenizer.text)
             visit.text_is_out()
             yield deltas.segment(event.segment)
-        deltas = deltas or openai.Deltas(work.asked, work.engine.tokenizer.text)
+        deltas = deltas or answers.Deltas(work.asked, work.engine.tokenizer.text)
         yield deltas.done(work.transcript)
 
 
@@ -312,7 +321,7 @@ async def _never_quiet(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[by
 
 def _answer(request: Request, transcript: Transcript, work: Work[openai.Ask]) -> Response:
     visit_of(request.scope).text_is_out()
-    body = openai.render(transcript, work.asked, work.engine.tokenizer.text)
+    body = answers.render(transcript, work.asked, work.engine.tokenizer.text)
     return Response(body, media_type=openai.FORMATS[work.asked.response_format])
 
 
@@ -348,6 +357,6 @@ def routes(desk: Desk) -> APIRouter:
             await work.settled()
             transcript = await work.heard()
             visit.text_is_out()
-            return Response(funasr.render(transcript, visit.age_s()), media_type=JSON)
+            return Response(funasr.render(transcript, work.asked, visit.age_s()), media_type=JSON)
 
     return router

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -96,6 +96,25 @@ class HubTokenizer:
         return [
             token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks
         ]
+
+
+def texts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> list[str]:
+    """The part of the text that each token adds. Bytes of a character that is not whole count to the token that
+    completes it; at the very end they count as they are."""
+    found: list[str] = []
+    start = heard = said = 0
+    for count in range(1, len(tokens) + 1):
+        # Not from the very first: a text of n tokens would be spelt n times. One group before is enough, so that
+        # the space between two is no end of a text.
+        text = spell(list(tokens[start:count]))
+        whole = text if count == len(tokens) else text.rstrip("\ufffd")
+        found.append(whole[said:])
+        if len(whole) > said:
+            said = len(whole)
+            if whole == text:
+                start, heard = heard, count
+                said = len(spell(list(tokens[start:count])))
+    return found
 
 
 FILES = ("tokenizer.bin", "pieces.json", "tokenizer.json")

@@ -15,6 +15,7 @@ from asr_serve.engine.chunked.wrapper import Session
 from asr_serve.engine.saved import Held, Saved, read
 from asr_serve.engine.session import Piece, Utterance
 from asr_serve.errors import StepFailed
+from asr_serve.text.words import sounding
 from asr_serve.types import Found, Phases, Priority, Token
 
 MOST_AGAIN_SAMPLES = 600 * 16_000
@@ -34,19 +35,21 @@ class _Told(NamedTuple):
     said: Count
     keeps: bool
     """The first part has all that was heard."""
+    timed: Count = 0
 
 
-def recognition(utterance: Utterance, tokens: list[Token]) -> Recognition:
-    """The answer, now."""
+def recognition(utterance: Utterance, found: Found, frame_samples: int) -> Recognition:
+    """The answer, now: all that was `found`."""
     now_ns = time.time_ns()
-    logprobs = tuple(token.logprob for token in tokens)
+    logprobs = tuple(token.logprob for token in found.fixed)
     return Recognition(
-        tokens=tuple(token.id for token in tokens),
+        tokens=tuple(token.id for token in found.fixed),
         avg_logprob=sum(logprobs) / max(1, len(logprobs)),
         temperature=0.0,
         finish="stop",
         compression_ratio=1.0,
         logprobs=logprobs,
+        times=tuple(sounding(found.runs, frame_samples, utterance.samples)),
         phases=Phases(utterance.submitted_ns, utterance.encode_start_ns, now_ns, now_ns),
     )
 
@@ -67,9 +70,14 @@ class Stream:
         samples: int | None = None,
         *,
         keeps: bool = False,
+        words: bool = False,
     ) -> None:
         """`priority`: for a slot. `live`: for steps. `samples`: the most that will come, if that is known.
-        `keeps`: what it hears, should it have to be heard again."""
+        `keeps`: what it hears, should it have to be heard again. `words`: it may be asked when tokens were
+        said."""
+        self.words = words if utterance is None else utterance.options.words
+        self.timed = 0
+        """Tokens of which that was told."""
         self.priority, self.live, self.utterance, self.samples = priority, live, utterance, samples
         self.session: Session | None = None
         self.pieces: deque[Piece] = deque()
@@ -119,18 +127,22 @@ class Stream:
         self.fixed += new
         self.tail = found.tail
 
-    def told(self, session: Session) -> Found:
-        """Since the last time; the best ending, if there is one."""
+    def told(self, session: Session, timed: bool) -> Found:
+        """Since the last time; the best ending, if there is one. `timed`: and when it was said."""
         if session.over:
             self.hears(Found(session.guesses[0].tokens, []))
-        found, self.fixed = Found(self.fixed, self.tail), []
+        runs: list[tuple[int, int]] = []
+        if timed and session.evidence is not None:
+            runs = session.evidence.runs(self.tail[0].frame if self.tail else None)[self.timed :]
+            self.timed += len(runs)
+        found, self.fixed = Found(self.fixed, self.tail, runs), []
         self.said += len(found.fixed)
         return found
 
     def saved(self, held: Held | None) -> Saved:
         """`held`: its session; None: it has none, and is to be heard again."""
         numbers = None if held is None else held.numbers
-        told = _Told(numbers, self.fixed, self.tail, self.said, self.heard is not None)
+        told = _Told(numbers, self.fixed, self.tail, self.said, self.heard is not None, self.timed)
         heard = b"".join(each.tobytes() for each in self.heard or ())
         return Saved(msgspec.msgpack.encode(told), (heard, *map(bytes, held.parts if held else ())))
 
@@ -141,7 +153,7 @@ class Stream:
             raise ValueError("a saved stream without the audio that it has heard")
         if told.session is None and not told.keeps:
             raise ValueError("a saved stream of which nothing was kept")
-        self.fixed, self.tail, self.said = told.fixed, told.tail, told.said
+        self.fixed, self.tail, self.said, self.timed = told.fixed, told.tail, told.said, told.timed
         heard, *parts = map(bytes, saved.parts)  # whose memory they are in may take it back
         needed = told.keeps and (self._keeps or told.session is None)
         self.heard = [np.frombuffer(heard, np.float32)] if needed else None

@@ -17,7 +17,7 @@ from asr_serve.engine.saved import Held, Saved
 from asr_serve.engine.session import Piece, Utterance, reject, resolve
 from asr_serve.engine.work import Attempt, Keeper, Seldom
 from asr_serve.errors import AtCapacity, Cancelled
-from asr_serve.types import Priority, Token
+from asr_serve.types import Found, Priority
 
 LIVE_RESERVE = 4
 """While callers are on line, one in so many slots is kept for them: a recording holds its slot to its end."""
@@ -123,10 +123,13 @@ class Streams:
 
     # --- streams -----------------------------------------------------------------------------------------
 
-    def open(self, number: int, live: bool, samples: int | None = None, saved: Saved | None = None) -> None:
-        """`samples`: the most that will come, if that is known. `saved`: where it stood, here or in another engine
-        of the same model. Raises ValueError for one that cannot be gone on with."""
-        stream = Stream("live", live, samples=samples, keeps=self._hears_again)  # a caller, however fast it comes
+    def open(
+        self, number: int, live: bool, samples: int | None = None, saved: Saved | None = None, words: bool = False
+    ) -> None:
+        """`samples`: the most that will come, if known. `saved`: where it stood, here or in another engine of the
+        same model. `words`: pieces may be timed. Raises ValueError for one that cannot be gone on with."""
+        # A caller, however fast it comes.
+        stream = Stream("live", live, samples=samples, keeps=self._hears_again, words=words)
         if saved is not None and (held := stream.load(saved)) is not None:
             self._expect(stream, held)
             if self._sleepers.possible and self._sleepers.put(number, held):
@@ -291,11 +294,11 @@ class Streams:
                 if number not in self._streams:
                     return
             if stream.utterance is not None and session.over:
-                self._recognised(number, stream.utterance, stream.told(session).fixed)
+                self._recognised(number, stream.utterance, stream.told(session, timed=True))
 
     def _ask(self, number: int, stream: Stream, session: Session) -> None:
         """For the answer to its first piece, all of which was heard."""
-        found = stream.told(session)
+        found = stream.told(session, stream.pieces[0].timed)
         if session.over:
             self._keeper.stats.recognised(session.audio.samples, stream.said)
         self._answer(number, stream, session, found)
@@ -313,11 +316,11 @@ class Streams:
         """What may fail one of them."""
         return Attempt(self._keeper.stats, "chunk", "hearing", lambda error: self._drop(number, error))
 
-    def _recognised(self, number: int, utterance: Utterance, tokens: list[Token]) -> None:
+    def _recognised(self, number: int, utterance: Utterance, found: Found) -> None:
         self._leave(number)
         self._on_done(utterance.samples)
-        self._keeper.stats.recognised(utterance.samples, len(tokens))
-        resolve(utterance.future, recognition(utterance, tokens))
+        self._keeper.stats.recognised(utterance.samples, len(found.fixed))
+        resolve(utterance.future, recognition(utterance, found, self.wrapper.model.frame_samples))
 
     # --- sleep -------------------------------------------------------------------------------------------
 
@@ -367,7 +370,7 @@ class Streams:
         return self.wrapper.free
 
     def _open(self, number: int, stream: Stream) -> Session:
-        return self.wrapper.open(live=stream.live)
+        return self.wrapper.open(live=stream.live, words=stream.words)
 
     def _leave(self, number: int) -> Stream:
         """Nothing is held for it any more, wherever it was."""

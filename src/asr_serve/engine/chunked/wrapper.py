@@ -17,6 +17,8 @@ from torch import Tensor
 
 from asr_serve.devices.base import Device
 from asr_serve.engine.chunked.audio import Audio, Place
+from asr_serve.engine.chunked.evidence import Evidence, columns
+from asr_serve.engine.chunked.evidence import Kept as KeptEvidence
 from asr_serve.engine.saved import Held, Part, Saved, read
 from asr_serve.engine.states import Slot, StateCacheManager, as_bytes, row_bytes
 from asr_serve.models.streaming import Chunk, Found, Guess, Remembering, Search, State, StateSpec, StreamingModel
@@ -36,8 +38,8 @@ QUIET_MS = 5_000.0
 class Session:
     """One stream through the model. Belongs to its wrapper."""
 
-    def __init__(self, slot: Slot, audio: Audio, live: bool) -> None:
-        self.slot, self.audio, self.live = slot, audio, live
+    def __init__(self, slot: Slot, audio: Audio, live: bool, evidence: Evidence | None) -> None:
+        self.slot, self.audio, self.live, self.evidence = slot, audio, live, evidence
         self.ready_ms: float | None = None
         """Since when its next chunk is there; None: it is not."""
         self.over = False
@@ -62,6 +64,7 @@ class _Numbers(NamedTuple):
     place: Place
     guesses: Annotated[list[Guess], msgspec.Meta(max_length=1_024)]
     """Once over: one at least."""
+    evidence: KeptEvidence | None
 
 
 class _Input(NamedTuple):
@@ -113,15 +116,17 @@ class ChunkedInferenceWrapper:
         max_rows: int = MAX_ROWS,
         wait_ms: float = WAIT_MS,
         bulk_frames: int | None = None,
+        aligns: bool = False,
         graphs: bool = True,
         poison: bool = False,
     ) -> None:
         """`chunk`: encoder frames of a step, a multiple of the model's block. `kv_bytes`: what the sessions' state
         may take; fewer than `slots` of them are let in where that is not enough. `bulk_frames`: the most, of all
-        rows together, in a step of many chunks; None: as many as the device needs to be busy. `graphs`: record
-        steps, on a device that can. `poison`: see StateCacheManager."""
+        rows together, in a step of many chunks; None: as many as the device needs to be busy. `aligns`: the
+        search is over the model's head `ctc`. `graphs`: record steps, on a device that can. `poison`: see
+        StateCacheManager."""
         assert chunk % model.block == 0, f"chunks of {chunk} frames, where {model.block} see each other"
-        self.model, self.search, self.device = model, search, device
+        self.model, self.search, self.device, self._aligns = model, search, device, aligns
         self.chunked, self.wait_ms = use_chunked_inference, wait_ms
         self.sizes = (chunk, max(1, BULK_FRAMES // chunk) * chunk)
         self._windows = {size: model.window(size).samples for size in self.sizes}
@@ -152,12 +157,13 @@ class ChunkedInferenceWrapper:
 
     # --- sessions --------------------------------------------------------------------------------------
 
-    def open(self, *, live: bool = True) -> Session:
-        """Raises AtCapacity."""
+    def open(self, *, live: bool = True, words: bool = False) -> Session:
+        """`words`: somebody will ask when its tokens were said. Raises AtCapacity."""
         slot = self.states.take()
         row = self.states.tensors["audio"][slot.row]
         row.zero_()
-        session = Session(slot, Audio(row, self.model.window(self.sizes[0])), live)
+        audio = Audio(row, self.model.window(self.sizes[0]))
+        session = Session(slot, audio, live, Evidence() if words else None)
         self._sessions.add(session)
         return session
 
@@ -188,6 +194,8 @@ class ChunkedInferenceWrapper:
             if not audio.seen:
                 self.states.begin([session.slot])  # it never ran: its row is somebody else's still
             session.guesses = self.search.finish(session.slot.row, self._search)
+            if session.evidence is not None:
+                session.evidence.hear(session.guesses[0].tokens, None)
         if not session.over and (
             audio.ended or audio.holds(self._windows[self.sizes[0]], self.model.frame_samples)
         ):
@@ -212,16 +220,19 @@ class ChunkedInferenceWrapper:
     def held(self, session: Session) -> Held:
         """The same without a copy, until the session's next step."""
         audio, row = session.audio, session.slot.row
-        parts = [*self.states.parts(session.slot), as_bytes(torch.from_numpy(audio.waiting))]
+        evidence = session.evidence
+        frames = b"" if evidence is None else evidence.frames.tobytes()
+        parts: list[Part] = [*self.states.parts(session.slot), as_bytes(torch.from_numpy(audio.waiting)), frames]
         if self._remembers is not None:
             numbers, tensor = self._remembers.keeps(row)
             parts += [memoryview(numbers), as_bytes(tensor)]
-        return Held(msgspec.msgpack.encode(_Numbers(self._layout, audio.place, session.guesses)), parts)
+        kept = None if evidence is None else evidence.kept
+        return Held(msgspec.msgpack.encode(_Numbers(self._layout, audio.place, session.guesses, kept)), parts)
 
     @property
     def parts(self) -> int:
         """Of a saved session."""
-        return len(self.states.specs) + (1 if self._remembers is None else 3)
+        return len(self.states.specs) + (2 if self._remembers is None else 4)
 
     def expect(self, saved: Saved | Held) -> Place:
         """Raises ValueError for one of another model, or of other sizes. What its rows say is not looked at. Where
@@ -232,6 +243,7 @@ class ChunkedInferenceWrapper:
         self.states.expect_parts(saved.parts[:rows])
         blank = Audio(self.states.tensors["audio"][-1], self.model.window(self.sizes[0]))
         blank.expect(numbers.place, saved.parts[rows], self.model.frame_samples)
+        Evidence(numbers.evidence, saved.parts[rows + 1])
         if numbers.guesses and not numbers.place.ended:
             raise ValueError("a session that is over, and has not ended")
         return numbers.place
@@ -253,9 +265,11 @@ class ChunkedInferenceWrapper:
         self.states.load_parts(session.slot, saved.parts[:rows])
         session.audio.resume(numbers.place, saved.parts[rows])
         if self._remembers is not None:
-            beside: list[Part] = list(saved.parts[rows + 1 :])
+            beside: list[Part] = list(saved.parts[rows + 2 :])
             seen, where = numbers.place.seen, self.device.torch_device
             self._remembers.keep(session.slot.row, bytes(beside[0]), bytes(beside[1]), seen, where)
+        if numbers.evidence is not None:
+            session.evidence = Evidence(numbers.evidence, saved.parts[rows + 1])
         session.guesses, session.over = numbers.guesses, bool(numbers.guesses)
         if not session.over:
             self._look(session, now_ms)
@@ -308,7 +322,7 @@ class ChunkedInferenceWrapper:
             self._record(rows, samples)
             self._shapes.add((rows, size))
         given = self._batch.fill(rows, samples, sessions, frames)
-        found = self._advance(given, self.states.begin([each.slot for each in sessions], rows), len(sessions))
+        found = self._advance(given, self.states.begin([each.slot for each in sessions], rows), sessions)
         for session, count in zip(sessions, frames, strict=True):
             session.audio.advance(count, self.model.frame_samples)
             session.ready_ms = None  # its turn for the next one comes after those who are ready now
@@ -333,12 +347,27 @@ class ChunkedInferenceWrapper:
             self._forward(pcm, self.states.begin([], rows), *numbers)
 
     @torch.inference_mode()
-    def _advance(self, given: _Input, rows: Tensor, sessions: int) -> list[Found]:
+    def _advance(self, given: _Input, rows: Tensor, sessions: Sequence[Session]) -> list[Found]:
         pcm, *numbers = given
         (hidden,) = self._forward(pcm, rows, *numbers)
-        device = self.device.torch_device
-        live = Chunk(pcm[:sessions], rows[:sessions], *(each[:sessions].to(device) for each in numbers))
-        return self.search.step(hidden[:sessions], live, self._search)
+        n, device = len(sessions), self.device.torch_device
+        live = Chunk(pcm[:n], rows[:n], *(each[:n].to(device) for each in numbers))
+        found = self.search.step(hidden[:n], live, self._search)
+        self._gather(hidden, given.frames.tolist(), sessions, found)
+        return found
+
+    def _gather(
+        self, hidden: Tensor, frames: Sequence[int], sessions: Sequence[Session], found: Sequence[Found]
+    ) -> None:
+        """What those need of whom words are wanted."""
+        wanted = [row for row, session in enumerate(sessions) if session.evidence is not None]
+        if not wanted:
+            return
+        heard = columns(self.model.ctc(hidden[wanted]), self.model.blank) if self._aligns else None
+        for i, row in enumerate(wanted):
+            evidence = sessions[row].evidence
+            assert evidence is not None
+            evidence.hear(found[row].fixed, None if heard is None else heard[i, : frames[row]])
 
     def _step(self, *given: Tensor) -> tuple[Tensor]:
         return (self.model.step(Chunk(*(each.to(self.device.torch_device) for each in given)), self._encoder),)

@@ -24,6 +24,7 @@ from asr_serve.engine.process.pending import (
 )
 from asr_serve.engine.session import Piece, Windows
 from asr_serve.errors import AsrServeError, EngineCrashed
+from asr_serve.speaker.local import LocalVoices
 from asr_serve.transfer.parcel import Parcel
 from asr_serve.types import Sound
 
@@ -96,6 +97,10 @@ class Given:
     def ask_turn(self, pcm: np.ndarray, answer: Future[float]) -> None:
         number = self.questions.ask(answer)
         self.send(wire.AskTurn(number, len(pcm)), pcm, number)
+
+    def ask_voices(self, pcm: np.ndarray, answer: Future[LocalVoices]) -> None:
+        number = self.questions.ask(answer)
+        self.send(wire.AskVoices(number, len(pcm)), pcm, number)
 
     def ask(self, answer: Future[wire.Report]) -> None:
         self.send(wire.Ask(self.questions.ask(answer)))
@@ -180,7 +185,9 @@ class Given:
                 return [Answer(self.questions.answered(number), message)]
             case wire.Turn(number=number, probability=probability):
                 return [Answer(self.questions.answered(number), probability)]
-            case wire.NoTurn(number=number, failure=failure):
+            case wire.VoicesHeard(number=number, voices=voices):
+                return [Answer(self.questions.answered(number), voices)]
+            case wire.Unanswered(number=number, failure=failure):
                 return [Answer(self.questions.answered(number), failure.error())]
         return []
 

@@ -31,6 +31,7 @@ from asr_serve.engine.process.child import pass_on, passed
 from asr_serve.engine.process.sending import Letter, Sender
 from asr_serve.engine.saved import Saved
 from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speakers.runner import Question
 from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.stats import Stats
 from asr_serve.engine.turns.runner import TurnRunner, load
@@ -38,6 +39,7 @@ from asr_serve.engine.work import Attempt
 from asr_serve.errors import AsrServeError, ModelNotLoaded, OutOfStep, PeerGone
 from asr_serve.metrics import EngineMetrics
 from asr_serve.models.card import Card, engine_cards
+from asr_serve.speaker.local import LocalVoices
 from asr_serve.transfer.parcel import POSSIBLE, Parcel
 from asr_serve.transfer.ring import PcmReader
 from asr_serve.types import Found, Sound
@@ -164,15 +166,16 @@ class Host:
                     name_windows(windows)
                 put(lambda loop: loop.listeners.put(windows))
             case wire.PutPiece(session=session, piece=number, length=length, last=last, wanted=wanted):
-                spoken = Piece(session, self._ring.take(session, length), last, Future(), wanted)
+                pcm = self._ring.take(session, length)
+                spoken = Piece(session, pcm, last, Future(), wanted, message.timed)
                 spoken.future.add_done_callback(partial(self._said, session, number))
                 put(lambda loop: loop.streams.put(spoken))
             case wire.Cancel(id=request_id):
                 put(lambda loop: loop.work.cancel(request_id))
             case wire.OpenSession(session=session, live=live, state=state):
                 put(lambda loop: loop.listeners.open(session, live, state))
-            case wire.OpenStream(session=session, live=live, samples=samples):
-                put(lambda loop: loop.streams.open(session, live, samples))
+            case wire.OpenStream(session=session, live=live, samples=samples, words=words):
+                put(lambda loop: loop.streams.open(session, live, samples, words=words))
             case wire.Export(session=session):
                 put(lambda loop: self._export(loop, session))
             case wire.CloseSession(session=session):
@@ -184,6 +187,10 @@ class Host:
                     self._turns.ask(pcm, answer)
                 else:  # the engine before this one had it
                     answer.set_exception(ModelNotLoaded("this engine has no turn model"))
+            case wire.AskVoices(number=number, length=length):
+                question = Question(self._ring.take(number, length), Future[LocalVoices]())
+                question.answer.add_done_callback(partial(self._voices, number))
+                put(lambda loop: loop.voices.ask(question))
             case wire.Ask(number=number):
                 self._report(number, loop)
             case wire.Ping():
@@ -203,9 +210,8 @@ class Host:
 
             with contextlib.closing(parcel), Attempt(loop.stats, "chunk", "going on with a stream", fail):
                 numbers, *parts = parcel.open()
-                loop.streams.open(
-                    message.session, message.live, message.samples, saved=Saved(numbers, tuple(parts))
-                )
+                saved = Saved(numbers, tuple(parts))
+                loop.streams.open(message.session, message.live, message.samples, saved, message.words)
             self._send(opened)
 
         loop.inbox.put(open_saved)
@@ -263,7 +269,15 @@ class Host:
             self._send(wire.Turn(number, answer.result()))
         else:
             assert isinstance(error, AsrServeError)
-            self._send(wire.NoTurn(number, wire.Failure.of(error)))
+            self._send(wire.Unanswered(number, wire.Failure.of(error)))
+
+    def _voices(self, number: int, answer: Future[LocalVoices]) -> None:
+        error = answer.exception()
+        if error is None:
+            self._send(wire.VoicesHeard(number, answer.result()))
+        else:
+            assert isinstance(error, AsrServeError)
+            self._send(wire.Unanswered(number, wire.Failure.of(error)))
 
     def _report(self, number: int, loop: Loop) -> None:
         """On the reading thread: what is read of the loop are single numbers. The text is not made anew for

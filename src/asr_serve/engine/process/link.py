@@ -26,6 +26,7 @@ from asr_serve.engine.process.renewal import Renewed
 from asr_serve.engine.session import Piece, Utterance, Windows, reject
 from asr_serve.engine.speaking.saying import Saying
 from asr_serve.errors import AsrServeError, Cancelled
+from asr_serve.speaker.local import LocalVoices
 
 REPORT_TIMEOUT_S = 5.0
 RENEW_S = 30.0
@@ -106,8 +107,8 @@ class RemoteLink:
     def open(self, session: int, live: bool) -> None:
         self._open(session, Session(live))
 
-    def open_stream(self, stream: int, live: bool, samples: int | None) -> None:
-        self._open(stream, Stream(live, samples))
+    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool) -> None:
+        self._open(stream, Stream(live, samples, words))
 
     def _open(self, number: int, session: Session) -> None:
         with self._lock:
@@ -141,6 +142,14 @@ class RemoteLink:
             self._processes.expect_open()
             if up := self._current.up:
                 self._current.ask_turn(pcm, answer)
+        if not up:
+            answer.set_exception(unanswered("is being started again"))
+
+    def voices(self, pcm: np.ndarray, answer: Future[LocalVoices]) -> None:
+        with self._lock:
+            self._processes.expect_open()
+            if up := self._current.up:
+                self._current.ask_voices(pcm, answer)
         if not up:
             answer.set_exception(unanswered("is being started again"))
 

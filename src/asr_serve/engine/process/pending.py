@@ -201,9 +201,9 @@ class Stream(Session):
     """One through a streaming model. What it remembers is large, and a stream is short: when its process dies,
     another hears all of it again, and what was told is not told twice. One that lives can say where it stands."""
 
-    def __init__(self, live: bool, samples: int | None) -> None:
+    def __init__(self, live: bool, samples: int | None, words: bool) -> None:
         super().__init__(live)
-        self._samples = samples
+        self._samples, self._words = samples, words
         self.heard: list[tuple[int, Windows | Piece]] = []
         """What was answered."""
         self.under_way = 0
@@ -221,7 +221,8 @@ class Stream(Session):
 
     def opening(self, number: int) -> wire.ToEngine:
         self.under_way, self.coming = 0, self.saved is not None
-        return wire.OpenStream(number, self.live, self._samples, self.saved.label if self.saved else None)
+        label = self.saved.label if self.saved else None
+        return wire.OpenStream(number, self.live, self._samples, label, self._words)
 
     def again(self) -> list[tuple[int, Windows | Piece]]:
         return [*self.heard, *self.pieces]
@@ -292,5 +293,5 @@ class Sessions(dict[int, Session]):
 
 def message(number: int, piece: Windows | Piece) -> wire.ToEngine:
     if isinstance(piece, Piece):
-        return wire.PutPiece(piece.session, number, len(piece.pcm), piece.last, piece.wanted)
+        return wire.PutPiece(piece.session, number, len(piece.pcm), piece.last, piece.wanted, piece.timed)
     return wire.Put(piece.session, number, len(piece.pcm))

@@ -16,6 +16,7 @@ from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
 from asr_serve.engine.session import Wanted
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.models.card import AnyCard, TurnCard
+from asr_serve.speaker.local import LocalVoices
 from asr_serve.transfer.parcel import Label
 from asr_serve.types import Found, Priority, Sentence, Sound
 
@@ -77,12 +78,13 @@ class OpenSession(msgspec.Struct, frozen=True, tag=True):
 
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
     """Through a model that carries its state. `samples`: the most that will come. `saved`: where it stood in
-    another process, in a parcel that follows this message; answered by an Opened."""
+    another process, in a parcel that follows this message; answered by an Opened. `words`: pieces may be timed."""
 
     session: int
     live: bool
     samples: int | None
     saved: Label | None = None
+    words: bool = False
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
@@ -100,13 +102,15 @@ class Put(msgspec.Struct, frozen=True, tag=True):
 
 
 class PutPiece(msgspec.Struct, frozen=True, tag=True):
-    """The same of a stream. `last`: it ends with these. `wanted`: a hypothesis of it."""
+    """The same of a stream. `last`: it ends with these. `wanted`: a hypothesis of it. `timed`: the answer tells
+    when tokens were said."""
 
     session: int
     piece: int
     length: int
     last: bool
     wanted: Wanted | None
+    timed: bool = False
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag=True):
@@ -116,7 +120,14 @@ class CloseSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskTurn(msgspec.Struct, frozen=True, tag=True):
-    """Has the speaker finished? `length` samples are in the ring. Answered by a Turn or a NoTurn."""
+    """Has the speaker finished? `length` samples are in the ring. Answered by a Turn or an Unanswered."""
+
+    number: int
+    length: int
+
+
+class AskVoices(msgspec.Struct, frozen=True, tag=True):
+    """Who speaks? `length` samples are in the ring. Answered by a VoicesHeard or an Unanswered."""
 
     number: int
     length: int
@@ -248,7 +259,12 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     probability: float
 
 
-class NoTurn(msgspec.Struct, frozen=True, tag=True):
+class VoicesHeard(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    voices: LocalVoices
+
+
+class Unanswered(msgspec.Struct, frozen=True, tag=True):
     """A question that could not be answered."""
 
     number: int
@@ -288,6 +304,7 @@ ToEngine = (
     | PutPiece
     | CloseSession
     | AskTurn
+    | AskVoices
     | Ask
     | Ping
     | Stop
@@ -305,7 +322,8 @@ ToServer = (
     | Opened
     | Failed
     | Turn
-    | NoTurn
+    | VoicesHeard
+    | Unanswered
     | Report
     | Log
 )

@@ -248,9 +248,10 @@ class DecodeRunner:
         """The likeliest one after "start" alone, whatever was said before."""
         starts, count = self.starts, len(rows)
         passed = self._pass(self.seats.ahead(rows, [(starts.special.sot,)] * count, [1] * count), [GIVEN] * count)
-        heard = passed.logits[:count].index_select(1, starts.language_ids).argmax(dim=1).tolist()
-        for row, language in zip(rows, heard, strict=True):
-            row.hypothesis.language = starts.languages[language]
+        logits = passed.logits[:count].index_select(1, starts.language_ids)
+        sure, heard = logits.float().softmax(dim=1).max(dim=1)
+        for row, language, probability in zip(rows, heard.tolist(), sure.tolist(), strict=True):
+            row.hypothesis.language, row.hypothesis.language_prob = starts.languages[language], probability
             row.start = starts.in_language(row.hypothesis.options, row.hypothesis.language)
 
     def _verify(self, rows: Sequence[Row]) -> list[Row]:

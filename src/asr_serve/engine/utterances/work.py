@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.attention import Recognition, Reused
 from asr_serve.engine.session import Utterance, reject
 from asr_serve.engine.utterances.encode import EncoderResult, EncodeRunner, Lent
 from asr_serve.engine.utterances.encoders import LOST, Batch, Encoders
+from asr_serve.engine.utterances.ends.aligning import Aligner, Ended
 from asr_serve.engine.utterances.flights import Sharing
 from asr_serve.engine.utterances.kept import Kept
 from asr_serve.engine.utterances.planner import LIVE_RESERVE, Planner
@@ -62,7 +64,7 @@ class Utterances:
         self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.requests = Requests(model, decode, config.window, text, tokens_per_s, on_done, on_start)
-        self.utterances = self.requests.open
+        self.utterances, self.aligner = self.requests.open, Aligner(decode)
         self.sharing = Sharing(
             kept,
             lambda each, like: self.planner.add(self.requests.waiting(each, like)),
@@ -320,8 +322,7 @@ class Utterances:
             ended = runner.verify(rows)
         if ended is None:
             return
-        for row in ended:
-            self._settle(row)
+        self._settle(ended)
         offered, held = runner.positions_verified - offered, runner.positions_held - held
         positions, stats = runner.positions_fed - fed, self.keeper.stats
         stats.step("verify", time.perf_counter() - started, positions, min(1.0, positions / VERIFY_ROWS))
@@ -339,27 +340,39 @@ class Utterances:
         with self._attempt("decode", "decoding", list(dict.fromkeys(row.request_id for row in runner.rows))):
             ended = runner.step()
         if ended is not None:
-            for row in ended:
-                self._settle(row)
+            self._settle(ended)
             self.keeper.stats.step("decode", time.perf_counter() - started, rows, rows / runner.max_rows)
         return True
 
-    def _settle(self, row: Row) -> None:
+    def _settle(self, rows: Sequence[Row]) -> None:
+        ended = [
+            Ended(row, answer, self.utterances[row.request_id].samples)
+            for row in rows
+            if (answer := self._answer(row))
+        ]
+        with self._attempt("decode", "aligning", [each.row.request_id for each in ended]):
+            ended = self.aligner.timed(ended)
+        for row, answer, _ in ended:
+            if (utterance := self.utterances.get(row.request_id)) is not None:
+                self.decode_runner.leave(row)
+                reused: Reused = "audio" if utterance.wanted and not utterance.encoded else ""
+                self.requests.finish(utterance, answer, reused)
+                self.sharing.answered(utterance, answer)
+
+    def _answer(self, row: Row) -> Recognition | None:
+        """None where it has failed, is decoded again, or is to be encoded again."""
         assert row.finish is not None
+        answer: Recognition | None = None
         with self._attempt("decode", "settling", [row.request_id]):
             answer = row.hypothesis.settle(row.finish)
         if row.request_id not in self.utterances:
-            return
+            return None
         if len(row.hypothesis.rejected) == 1 and self._ask_again(row):
-            return
+            return None
         if answer is None:
             self.keeper.stats.fell_back()
             self.decode_runner.again(row)
-            return
-        self.decode_runner.leave(row)
-        utterance = self.utterances[row.request_id]
-        self.requests.finish(utterance, answer, "audio" if utterance.wanted and not utterance.encoded else "")
-        self.sharing.answered(utterance, answer)
+        return answer
 
     def _ask_again(self, row: Row) -> bool:
         """Have it encoded with all of its window. False: nothing was left out, no room, or one fast try wanted."""

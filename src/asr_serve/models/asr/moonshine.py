@@ -150,6 +150,8 @@ class Model:
         self.decoder_angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
         self.embedding, self.head = take.vocabulary()
         self.head_weight = self.head.weight
+        self.alignment_heads = {i: tuple(range(self.heads)) for i in range(self.layers // 2, self.layers)}
+        self.frame_samples, self.alignment_shift = STEM_STRIDE, 0
 
     def start(self, options: object) -> tuple[int, ...]:
         """The tokens that an answer begins with, whatever is asked for."""
@@ -195,6 +197,15 @@ class Model:
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
         return self.head(x), x
+
+    def align(self, tokens: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
+        """Where the alignment heads look while rows say what they have said; nothing is written.
+
+        In      tokens (packing.total,) int64: those of each row end to end, its start before them; audio: pages
+                with each row's cross keys; frames: how many of them are looked at
+        Out     of each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
+        """
+        return align(self, self.embedding.embed(tokens), packing, audio, frames)
 
     def angles(self, frames: int) -> tuple[Tensor, Tensor]:
         """Of the encoder, for clips of so many frames at least."""
@@ -353,11 +364,46 @@ class DecoderLayer:
         mixed = torch.empty_like(x)
         kernels.attend(own.pool, index, qkv[:, 0], mixed, own.tables, own.lengths, self.scale)
         x = self.own_out(mixed, add=x)
-        query = self.query(F.layer_norm(x, (width,), self.norm2))
+        return self.heard(index, x, self.asked(x), audio, kernels)
+
+    def said(
+        self, x: Tensor, positions: Tensor, packing: Packing, angles: tuple[Tensor, Tensor], device: Device
+    ) -> Tensor:
+        """All positions of rows at once, up to what they ask of their audio."""
+        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), self.norm1)).view(len(x), 3, self.heads, -1)
+        device.kernels.rope(qkv, positions, *angles)
+        return self.own_out(device.causal_attention(qkv, packing, self.scale), add=x)
+
+    def asked(self, x: Tensor) -> Tensor:
+        """Queries, (rows, heads * head_dim)."""
+        return self.query(F.layer_norm(x, (x.shape[1],), self.norm2))
+
+    def heard(self, index: int, x: Tensor, query: Tensor, audio: Paged, kernels: Any) -> Tensor:
+        """What the audio answers, and what is made of it."""
+        width = x.shape[1]
+        mixed = torch.empty_like(x)
         kernels.attend(audio.pool, index, query, mixed, audio.tables, audio.lengths, self.scale)
         x = self.audio_out(mixed, add=x)
         up, gate = self.up(F.layer_norm(x, (width,), self.norm3)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), add=x)
+
+
+def align(model: Any, x: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
+    """See Model.align: of this model or Moonshine Streaming, whose embedded tokens are `x`."""
+    positions = packing.positions(x.device)
+    spread = audio.spread(packing)
+    found: list[list[Tensor]] = [[] for _ in frames]
+    last = max(model.alignment_heads)
+    for index, layer in enumerate(model.decoder[: last + 1]):
+        x = layer.said(x, positions, packing, model.decoder_angles, model.device)
+        query = layer.asked(x)
+        if heads := model.alignment_heads.get(index):
+            each = audio.scores(index, heads, query.view(len(x), model.heads, -1), packing, frames, layer.scale)
+            for row, scores in enumerate(each):
+                found[row].append(scores)
+        if index < last:
+            x = layer.heard(index, x, query, spread, model.kernels)
+    return [torch.cat(row) for row in found]
 
 
 def rotary_angles(theta: float, rotary: int, positions: int, device: Device) -> tuple[Tensor, Tensor]:

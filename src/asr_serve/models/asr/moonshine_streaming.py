@@ -184,6 +184,8 @@ class Model:
         self.decoder_angles = moonshine.rotary_angles(config.rope_theta, config.rotary, self.max_tokens, device)
         self.embedding, self.head = take.vocabulary()
         self.head_weight = self.head.weight
+        self.alignment_heads = {i: tuple(range(self.heads)) for i in range(self.layers // 2, self.layers)}
+        self.frame_samples, self.alignment_shift = self.encoder.frame_samples, 0
 
     def start(self, options: object) -> tuple[int, ...]:
         """The tokens that an answer begins with, whatever is asked for."""
@@ -224,3 +226,7 @@ class Model:
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
         return self.head(x), x
+
+    def align(self, tokens: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
+        """Where the alignment heads look, as in Moonshine."""
+        return moonshine.align(self, self.embedding.embed(tokens), packing, audio, frames)

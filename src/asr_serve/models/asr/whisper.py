@@ -20,7 +20,7 @@ from asr_serve.models import whisper_files
 from asr_serve.models.batch import Packing, Paged, buffer, pack, tap_matrix
 from asr_serve.models.card import Card, Packaged
 from asr_serve.models.whisper_vocabulary import ENGLISH_TEXT, LANGUAGES, Special, Wanted
-from asr_serve.models.whisper_window import SILENCE_STRIDE, Window
+from asr_serve.models.whisper_window import POSITION_SAMPLES, SILENCE_STRIDE, Window
 
 PROMPT_TOKENS = 223
 """Of the 448 positions of every published decoder, half a row less the mark before it."""
@@ -175,6 +175,8 @@ class Model:
         self.positions = take.vector("decoder.embed_positions.weight")
         self.embedding = self.head = device.vocabulary(take.get("decoder.embed_tokens.weight"))
         self.head_weight = self.head.weight
+        self.alignment_heads = {i: tuple(range(self.heads)) for i in range(self.layers // 2, self.layers)}
+        self.frame_samples, self.alignment_shift = POSITION_SAMPLES, 0
 
     def start(self, options: Wanted) -> tuple[int, ...]:
         """The tokens that an answer begins with: what was said before (the end of it, half a row at most), start,
@@ -229,6 +231,24 @@ class Model:
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
         return self.head(x), x
+
+
+    def align(self, tokens: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
+        """Where the alignment heads look while rows say what they have said, as in Moonshine."""
+        positions = packing.positions(tokens.device)
+        x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
+        spread, last = audio.spread(packing), max(self.alignment_heads)
+        found: list[list[Tensor]] = [[] for _ in frames]
+        for i, layer in enumerate(self.decoder[: last + 1]):
+            x = layer.said(x, packing, self.device, self.heads)
+            query = layer.asked(x)
+            if heads := self.alignment_heads.get(i):
+                each = audio.scores(i, heads, query.view(len(x), self.heads, -1), packing, frames, layer.scale)
+                for row, scores in enumerate(each):
+                    found[row].append(scores)
+            if i < last:
+                x = layer.heard(i, x, query, spread, self.kernels)
+        return [torch.cat(row) for row in found]
 
 
 class _Weights:
@@ -387,7 +407,20 @@ class _DecoderLayer:
         mixed = torch.empty_like(qkv[:, 0])
         kernels.attend(own.pool, index, qkv[:, 0], mixed, own.tables, own.lengths, self.scale)
         x = self.own_out(mixed, add=x)
-        query = self.query(F.layer_norm(x, (width,), *self.norm2))
+        return self.heard(index, x, self.asked(x), audio, kernels)
+
+    def said(self, x: Tensor, packing: Packing, device: Device, heads: int) -> Tensor:
+        """All positions of rows at once, up to what they ask of their audio."""
+        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, heads, -1)
+        return self.own_out(device.causal_attention(qkv, packing, self.scale), add=x)
+
+    def asked(self, x: Tensor) -> Tensor:
+        """Queries, (rows, heads * head_dim)."""
+        return self.query(F.layer_norm(x, (x.shape[1],), *self.norm2))
+
+    def heard(self, index: int, x: Tensor, query: Tensor, audio: Paged, kernels: Any) -> Tensor:
+        """What the audio answers, and what is made of it."""
+        width, mixed = x.shape[1], torch.empty_like(query)
         kernels.attend(audio.pool, index, query, mixed, audio.tables, audio.lengths, self.scale)
         x = self.audio_out(mixed, add=x)
         return self.down(self.up(F.layer_norm(x, (width,), *self.norm3), gelu=True), add=x)

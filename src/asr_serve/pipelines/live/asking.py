@@ -19,6 +19,7 @@ from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
 from asr_serve.pipelines.live.caller import ListenOptions
 from asr_serve.pipelines.live.hearing import Growing, Question, Whole
 from asr_serve.pipelines.live.hypotheses import OVERLAP_SAMPLES, TRIES, Hypotheses, Job, Kind
+from asr_serve.pipelines.quiet import Quiet
 from asr_serve.types import Priority, Segment, Span
 from asr_serve.vad.endpoint import Endpointer
 
@@ -49,6 +50,8 @@ class Spoken(Protocol):
     """One live segment, as the caller's pipeline sees it."""
 
     start: int
+    told_from: int
+    """Where it begins, as it is told."""
     end: int | None
     """Where it closed; None while it is open."""
     decided: int
@@ -100,7 +103,7 @@ class Spoken(Protocol):
     def reach_to(self, position: int) -> None:
         """A flush: past its end it is heard up to there at most."""
 
-    def segment(self) -> Segment | None:
+    def segment(self, quiet: Quiet) -> Segment | None:
         """Once it is done; None: nothing was said."""
 
 
@@ -160,6 +163,7 @@ class Asking:
         )
         self._quick = msgspec.structs.replace(self._thorough, temperatures=(0.0,))
         """For what is shown for a moment."""
+        self._thorough = msgspec.structs.replace(self._thorough, words=options.words)
         card, chunk = client.card, client.config.chunk_frames or client.card.chunk
         limit_ms = endpointer.config.max_segment_ms or card.max_segment_ms
         self._longest = units.ms_to_samples(limit_ms) + 2 * OVERLAP_SAMPLES

@@ -165,10 +165,17 @@ class Flushed(msgspec.Struct, frozen=True):
     position_samples: int
 
 
+class Speakers(msgspec.Struct, frozen=True):
+    """Before `Finished`, where speakers were wanted: who said each segment that is out, as all of it shows."""
+
+    speakers: tuple[str, ...]
+    """One for each `SegmentDone`, in order."""
+
+
 class Finished(msgspec.Struct, frozen=True):
     """After `finish`: all that was put is in segments, or was no speech. Nothing follows."""
 
     duration_samples: int
 
 
-Event = Partial | SegmentDone | Turn | Flushed | Finished
+Event = Partial | SegmentDone | Turn | Flushed | Speakers | Finished

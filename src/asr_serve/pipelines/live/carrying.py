@@ -17,11 +17,14 @@ import numpy as np
 
 from asr_serve import units
 from asr_serve.audio.buffers import Kept
+from asr_serve.decoding.attention import Recognition
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.client import Stream as EngineStream
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
 from asr_serve.pipelines.live.asking import Pace, Place, Spoken
-from asr_serve.pipelines.utterance import CONTEXT_SAMPLES
+from asr_serve.pipelines.quiet import Quiet
+from asr_serve.pipelines.utterance import CONTEXT_SAMPLES, segment
+from asr_serve.text.words import sounding
 from asr_serve.types import Found, Segment, Span, Token
 from asr_serve.vad.endpoint import CALM_MS
 
@@ -44,14 +47,16 @@ Text = Callable[[list[int]], str]
 class _Stream:
     """Audio into a streaming model, from where a segment began; its tokens, at places in the caller's audio."""
 
-    def __init__(self, client: EngineClient, text: Text, start: int) -> None:
-        self._client, self._text, self._start = client, text, start
+    def __init__(self, client: EngineClient, text: Text, start: int, wants_words: bool) -> None:
+        self._client, self._text, self._start, self.wants_words = client, text, start, wants_words
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.places: list[int] = []
         """Of every token, the sample at which it was said. They rise."""
         self.words: list[int] = []
         """The tokens that words begin with."""
+        self.runs: list[tuple[int, int]] = []
+        """Of tokens, as far as they were told: frames."""
         self.tail: tuple[int, ...] = ()
         self.heard = start
         self.piece: Future[Found] | None = None
@@ -87,6 +92,7 @@ class _Stream:
             if self._tries == TRIES or isinstance(failure, EngineCrashed):
                 raise
             self._fed, self._told, self._last = self._start, 0, False
+            self.runs.clear()
             return
         self.heard, self.over = max(self.heard, self._fed), self._last
         if self.over:
@@ -95,6 +101,7 @@ class _Stream:
             self._told += 1
             if self._told > len(self.tokens):  # not one that was told before a step failed
                 self._add(token)
+        self.runs += found.runs
         self.tail = tuple(token.id for token in found.tail)
 
     def feed(self, kept: Kept, end: int, *, last: bool, live: bool, wake: Callable[[], None]) -> None:
@@ -113,8 +120,9 @@ class _Stream:
         if last:
             parts.append(silence)
         if self._stream is None:
-            self._stream = self._client.stream(live=live)
-        self.piece = self._stream.put(np.concatenate(parts), last=last)
+            self._stream = self._client.stream(live=live, words=self.wants_words)
+        timed = self.wants_words and (last or stop is not None)
+        self.piece = self._stream.put(np.concatenate(parts), last=last, timed=timed)
         self._fed, self._last = max(end, self._fed), last
         self.piece.add_done_callback(lambda _: wake())
 
@@ -137,6 +145,14 @@ class _Stream:
         alone = self._text(self.tokens[-1:])
         return bool(alone) and (_unspaced(alone[0]) or len(self._text(self.tokens[self.words[-1] :]).split()) > 1)
 
+    def times(self, own: slice) -> tuple[tuple[int, int], ...]:
+        """When these of its tokens were said, in samples of the caller; empty unless it was told of all."""
+        if len(self.runs) < own.stop:
+            return ()
+        begins = self._start - CONTEXT_SAMPLES
+        spoken = sounding(self.runs, self._client.card.frame_samples, self.heard - begins)
+        return tuple((begins + start, begins + end) for start, end in spoken[own])
+
     def word_from(self, position: int) -> int:
         """The token of the first word that was said there, or later."""
         word = bisect_left(self.words, position, key=self.places.__getitem__)
@@ -153,7 +169,8 @@ class Carried:
 
     def __init__(self, start: int, stream: _Stream, text: Text, before: Carried | None) -> None:
         """`before`: the segment that was cut off where this one begins, in the same stream."""
-        self.start, self.stream, self._text, self.before = start, stream, text, before
+        self.start = self.told_from = start
+        self.stream, self._text, self.before = stream, text, before
         self.after: Carried | None = None
         """The one that its stream goes on in."""
         self.end: int | None = None
@@ -206,7 +223,8 @@ class Carried:
         stream = self.stream
         if self._count < 0 and self.closed:
             own = self._words_end
-            if stream.over or (self.after is not None and (own < len(stream.tokens) or self._is_settled)):
+            known = own < len(stream.tokens) and not stream.wants_words  # when it was said is told as it settles
+            if stream.over or (self.after is not None and (known or self._is_settled)):
                 self._count = own
 
     @property
@@ -275,27 +293,31 @@ class Carried:
     def reach_to(self, position: int) -> None:
         """It ends where it closed, and so does its stream."""
 
-    def segment(self) -> Segment | None:
+    def segment(self, quiet: Quiet) -> Segment | None:
         assert self.end is not None
-        own = slice(self.first, self.last)
+        own, span = slice(self.first, self.last), Span(self.start, self.end)
         tokens, logprobs = tuple(self.stream.tokens[own]), tuple(self.stream.logprobs[own])
-        if not (words := self._text(list(tokens))):
-            return None
-        mean = sum(logprobs) / len(logprobs)
-        return Segment(self.start, self.end, words, tokens, mean, logprobs=logprobs)
+        mean = sum(logprobs) / max(1, len(logprobs))
+        times = self.stream.times(own)
+        heard = Recognition(tokens, mean, 0.0, "stop", 1.0, logprobs, times=times)
+        return segment(span, heard, self._text, quiet=quiet.within(span))
 
 
 class Carrying:
     """See Words."""
 
-    def __init__(self, client: EngineClient, text: Text, kept: Kept, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, client: EngineClient, text: Text, kept: Kept, wants_words: bool, wake: Callable[[], None]
+    ) -> None:
         self._client, self._text, self._kept, self._wake = client, text, kept, wake
+        self._wants_words = wants_words
         self.due_s: float | None = None
         self._pace = Pace()
 
     def begin(self, start: int, torn: bool, before: Spoken | None) -> Carried:
         if before is None:
-            return Carried(start, _Stream(self._client, self._text, start), self._text, None)
+            stream = _Stream(self._client, self._text, start, self._wants_words)
+            return Carried(start, stream, self._text, None)
         assert isinstance(before, Carried)
         if start - before.stream.start >= (LONGEST_SAMPLES if torn else LONG_SAMPLES):
             before.until = start if torn else start + CALM_SAMPLES

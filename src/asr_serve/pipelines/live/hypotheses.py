@@ -23,7 +23,8 @@ import msgspec
 from asr_serve import units
 from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, passes
 from asr_serve.pipelines.live.hearing import Hearing
-from asr_serve.pipelines.utterance import segment, speech
+from asr_serve.pipelines.quiet import Quiet
+from asr_serve.pipelines.utterance import CONTEXT_SAMPLES, segment, some, speech
 from asr_serve.text.agreement import Text, agreed_tokens, seam, word_ends
 from asr_serve.types import Segment, Span
 
@@ -83,6 +84,10 @@ class Hypotheses:
         """Audio up to here is in it."""
         self.final: Recognition | None = None
         self.early: tuple[Span, Recognition] | None = None
+        self.told_from = start
+        """Where it begins, as it is told: with words, where the last one of the segment before ends."""
+        self.told_to: int | None = None
+        """The same of its end; None: where it closed."""
         self.joined = not torn
         """Which of its first words the segment before says is known."""
         self.skip = 0
@@ -194,8 +199,22 @@ class Hypotheses:
             after._begin_at_cut()
             return
         kept = max(found[0], sum(end <= self.fixed for end in ours))
-        self.final = _first(self.final, ours[kept - 1] if kept else 0)
+        self.final = some(self.final, range(ours[kept - 1] if kept else 0))
+        if self.final.times:
+            self._meet(after)
         after.skip = after.fixed = theirs[found[1] - 1] if found[1] else 0
+
+    def _meet(self, after: Hypotheses) -> None:
+        """They are told to meet where the last word does that this one keeps, which may be on either side of the
+        cut: else words would lie outside of their segment."""
+        assert self.final is not None
+        assert self.end is not None
+        latest = self.end + OVERLAP_SAMPLES * 3 // 4  # of one that has an anchor: it is longer than that
+        if after.final is not None:
+            assert after.end is not None
+            latest = min(latest, (self.end + after.end) // 2)
+        end = self._heard_from + self.final.times[-1][1]
+        self.told_to = after.told_from = max((self.told_from + self.end) // 2, min(end, latest))
 
     def _begin_at_cut(self) -> None:
         """Hear the beginning again, without what lies before the cut."""
@@ -221,18 +240,17 @@ class Hypotheses:
     def own(self) -> Recognition:
         """The final, without what the segment before says."""
         assert self.final is not None
-        skip = self.skip
-        return msgspec.structs.replace(
-            self.final, tokens=self.final.tokens[skip:], logprobs=self.final.logprobs[skip:]
-        )
+        return some(self.final, range(self.skip, len(self.final.tokens)))
 
-    def segment(self) -> Segment | None:
+    @property
+    def _heard_from(self) -> int:
+        """Where the audio of its hypotheses begins."""
+        return self.audio_from - CONTEXT_SAMPLES
+
+    def segment(self, quiet: Quiet) -> Segment | None:
         heard = self.own()
         assert self.end is not None
         if not (self.fixed or self.skip or self.cut_off) and not speech(heard):
             return None
-        return segment(Span(self.start, self.end), heard, self._text)
-
-
-def _first(heard: Recognition, tokens: int) -> Recognition:
-    return msgspec.structs.replace(heard, tokens=heard.tokens[:tokens], logprobs=heard.logprobs[:tokens])
+        span = Span(self.told_from, self.end if self.told_to is None else self.told_to)
+        return segment(span, heard, self._text, self._heard_from, quiet.within(span))

@@ -39,6 +39,7 @@ from asr_serve.pipelines.live.carrying import Carrying
 from asr_serve.pipelines.live.scores import Scores
 from asr_serve.pipelines.live.turns import Turns
 from asr_serve.pipelines.prompts import prompt_tokens
+from asr_serve.pipelines.quiet import Quiet
 from asr_serve.pipelines.utterance import language
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Span
@@ -72,11 +73,12 @@ class Listening:
         self.received_samples = 0
         self._kept = Kept()
         if client.card.streaming:
-            self._words: Words = Carrying(client, tokenizer.text, self._kept, wake)
+            self._words: Words = Carrying(client, tokenizer.text, self._kept, options.words, wake)
         else:
             self._words = Asking(
                 client, tokenizer.text, options, prompt, self._endpointer, self._kept, wake, clock
             )
+        self._quiet = Quiet(self._endpointer.config.neg_threshold)
         self._now = 0
         """Windows before this have been scored."""
         self._segments: deque[Spoken] = deque()
@@ -192,6 +194,7 @@ class Listening:
             if (score := self._scores.take()) is None:
                 break
             spans = self._endpointer.push(score)
+            self._quiet.add(score)
             self._now += WINDOW_SAMPLES
             self._follow(spans)
             if span := self._turns.to_hear(self._endpointer, min(self._now, self.received_samples)):
@@ -254,7 +257,9 @@ class Listening:
     def _let_go(self) -> None:
         """Of audio that nothing can need any more."""
         oldest = min((each.audio_from for each in self._segments), default=self._now)
-        self._kept.drop_before(min(oldest, self._endpointer.keep_from_samples))
+        oldest = min(oldest, self._endpointer.keep_from_samples)
+        self._kept.drop_before(oldest)
+        self._quiet.forget_before(oldest)
 
     # --- what is told ----------------------------------------------------------------------------------
 
@@ -263,7 +268,7 @@ class Listening:
         events: list[Event] = []
         while self._segments and self._done(0):
             done = self._segments.popleft()
-            if found := done.segment():
+            if found := done.segment(self._quiet):
                 events.append(SegmentDone(found, done.decided))
             events += self._marks_due()
         return events + self._marks_due()
@@ -293,4 +298,4 @@ class Listening:
             heard = each.heard
         words, fixed = " ".join(text for text in texts if text), first.fixed_text
         heard = min(heard, self.received_samples)
-        return Partial(first.start, heard, fixed, words[len(fixed) :], first.fixed_to)
+        return Partial(first.told_from, heard, fixed, words[len(fixed) :], first.fixed_to)

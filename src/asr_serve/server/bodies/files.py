@@ -30,7 +30,7 @@ class Files(Form):
         self, content_type: str, folder: Path, kinds: tuple[str, ...], most: int, limits: UploadLimits
     ) -> None:
         """`kinds`: fields that are files; `most` of them."""
-        super().__init__(content_type, Spool(0), limits.max_fields, limits.max_field_bytes)
+        super().__init__(content_type, Spool(0), limits)
         self.names: dict[Path, str] = {}
         self._folder, self._kinds, self._most = folder, kinds, most
         self._file: BinaryIO | None = None

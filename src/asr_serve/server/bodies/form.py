@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote
 
+import msgspec
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser
 
@@ -21,6 +22,17 @@ _ESCAPED = re.compile(r'\\(["\\])')  # no other: in "C:\new.wav" the backslash i
 _FORM = "send the audio as multipart/form-data, as curl -F file=@audio.wav does"
 
 
+class FieldLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that the fields of one form may be. All of them are kept in memory."""
+
+    max_fields: int = 64
+    max_field_bytes: int = 65_536
+    wider_bytes: dict[str, int] = {}
+    """Of fields that may hold more, by name; without the brackets at its end."""
+    max_text_bytes: int | None = None
+    """Of all fields together. None: what so many of that size come to."""
+
+
 class Form:
     """Takes a body apart as it comes: fields into `fields`, the file's bytes into the spool.
 
@@ -30,16 +42,16 @@ class Form:
     Raises  MalformedRequest, from `put` too; from there also what the spool raises
     """
 
-    def __init__(self, content_type: str, spool: Spool, max_fields: int, max_field_bytes: int) -> None:
+    def __init__(self, content_type: str, spool: Spool, limits: FieldLimits) -> None:
         self.fields: dict[str, list[str]] = {}
         self.has_file = self.ended = False
         self.filename: str | None = None
         self.content_type: str | None = None
-        self._spool, self._max_fields, self._max_field_bytes = spool, max_fields, max_field_bytes
+        self._spool, self._limits = spool, limits
         self._boundary = _boundary(content_type)
         self._preamble: bytearray | None = bytearray(b"\r\n")  # so that a first boundary begins a line, too
         self._field: str | None = None  # the name of the one that is coming; None while it is the file
-        self._count = 0
+        self._count = self._text_bytes = 0
         self._value = bytearray()
         self._header, self._headers = (bytearray(), bytearray()), dict[str, str]()
         try:
@@ -106,9 +118,9 @@ class Form:
     def _begin_field(self, name: str) -> None:
         self._field = name
         self._count += 1
-        if self._count > self._max_fields:
+        if self._count > self._limits.max_fields:
             raise MalformedRequest(
-                f"more than {self._max_fields} fields came", "that many are allowed", "send fewer"
+                f"more than {self._limits.max_fields} fields came", "that many are allowed", "send fewer"
             )
 
     def _named(self) -> tuple[str, str | None]:
@@ -132,11 +144,18 @@ class Form:
         if self._field is None:
             self._spool.append(memoryview(data)[start:end])
             return
-        if len(self._value) + end - start > self._max_field_bytes:
+        limits, name = self._limits, self._field.removesuffix("[]")
+        most = limits.wider_bytes.get(name, limits.max_field_bytes)
+        if len(self._value) + end - start > most:
             raise MalformedRequest(
-                f"{_field(self._field)} holds more than {self._max_field_bytes} bytes",
+                f"{_field(self._field)} holds more than {most} bytes",
                 "that many are allowed",
                 f"send less; audio goes into the field {FILE_FIELD!r}",
+            )
+        self._text_bytes += end - start
+        if limits.max_text_bytes is not None and self._text_bytes > limits.max_text_bytes:
+            raise MalformedRequest(
+                f"the fields hold more than {limits.max_text_bytes} bytes", "that many in all", "send less"
             )
         self._value += memoryview(data)[start:end]
 

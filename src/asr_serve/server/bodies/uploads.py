@@ -8,20 +8,16 @@ import math
 from collections.abc import AsyncIterator
 from typing import BinaryIO, cast
 
-import msgspec
-
 from asr_serve.errors import AudioTooLarge, Cancelled, ClientGone, MalformedRequest, RequestTimeout
-from asr_serve.server.bodies.form import Form
+from asr_serve.server.bodies.form import FieldLimits, Form
 from asr_serve.server.bodies.spool import Spool, SpoolReader
 
 
-class UploadLimits(msgspec.Struct, frozen=True, kw_only=True):
+class UploadLimits(FieldLimits, frozen=True, kw_only=True):
     """The most one upload may be."""
 
     max_bytes: int
     """Of the whole body."""
-    max_field_bytes: int = 65_536
-    max_fields: int = 64
     idle_timeout_s: float = 30.0
     """How long no byte may come."""
     min_bytes_per_s: int = 0
@@ -56,7 +52,7 @@ class Upload:
         self.received_bytes = 0
         self._limits, self._patience_bytes, self._gone = limits, patience_bytes, gone
         self._spool = Spool(limits.memory_bytes)
-        self._form = Form(content_type, self._spool, limits.max_fields, limits.max_field_bytes)
+        self._form = Form(content_type, self._spool, limits)
         self._begun, self._enough = asyncio.Event(), asyncio.Event()
         self._reading = asyncio.create_task(self._read(body))
         self._reading.add_done_callback(self._read_out)

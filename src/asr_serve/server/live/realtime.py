@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from asr_serve.audio.pcm import samples
 from asr_serve.engine.client import EngineClient
 from asr_serve.metrics import LiveMeter
-from asr_serve.pipelines.live.caller import Event, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.live.caller import Event, ListenOptions, Partial, SegmentDone, Speakers
 from asr_serve.protocols.funasr_live import Sentences
 from asr_serve.server.live.caller import Caller
 from asr_serve.server.live.outbox import Outbox
@@ -30,7 +30,7 @@ class Realtime:
     ) -> None:
         """Raises what Caller does."""
         self._outbox, self._meter = outbox, meter
-        self._sentences = Sentences(only_new=only_new)
+        self._sentences = Sentences(only_new=only_new, words=options.words, spk=options.speakers)
         self._partial: Partial | None = None
         self._caller = Caller(client, tokenizer, options, meter, using, self._hear)
         self.language = self._caller.language
@@ -60,6 +60,8 @@ class Realtime:
                     news = True
                     if self._partial is not None and self._partial.start_samples < segment.end_samples:
                         self._partial = None
+                case Speakers(speakers):
+                    self._sentences.know(speakers)
                 case Partial():
                     news |= self._partial is None or event.text != self._partial.text
                     self._partial = event

@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Callable, MutableMapping
 from typing import Any, Protocol
 
+import msgspec
 from starlette.types import Receive
 
 from asr_serve import units
 from asr_serve.audio.pcm import SAMPLE_BYTES, Pcm16
 from asr_serve.errors import AsrServeError, AudioTooLarge, MalformedRequest, OptionError, OutOfTurn
 from asr_serve.protocols import funasr_live
-from asr_serve.protocols.funasr_live import Hotwords, Language, Start, Stop
+from asr_serve.protocols.funasr_live import Flag, Hotwords, Language, Start, Stop, Wants
 from asr_serve.server.live.life import Life, Limits, ended
 from asr_serve.server.live.outbox import Outbox
 
@@ -58,20 +59,28 @@ class Ears(Protocol):
     def language(self, code: str | None) -> str:
         """The one that would be heard. Raises OptionError for one that cannot be, and as `begin` does."""
 
-    def expect(self, hotwords: tuple[str, ...]) -> bool:
-        """Whether the model reads them. Raises OptionError for more than it reads, and as `begin` does."""
+    def expect(self, wants: Wants) -> None:
+        """Raises OptionError for what this model or server cannot tell or take, and as `begin` does."""
 
-    def begin(self, language: str, hotwords: tuple[str, ...], outbox: Outbox) -> Hearing:
-        """A model that does not read `hotwords` does without. Raises AtCapacity, ModelNotLoaded, EngineClosed."""
+    def begin(self, wants: Wants, outbox: Outbox) -> Hearing:
+        """`wants.language` is one that `language` told. Raises AtCapacity, ModelNotLoaded, EngineClosed."""
 
 
 class Talk:
     """Belongs to the event loop's thread."""
 
     def __init__(
-        self, receive: Receive, outbox: Outbox, ears: Ears, limits: Limits, tell: Callable[[Exception], str]
+        self,
+        receive: Receive,
+        outbox: Outbox,
+        ears: Ears,
+        limits: Limits,
+        tell: Callable[[Exception], str],
+        wants: Wants,
     ) -> None:
-        """`tell`: an error to the event that the client gets."""
+        """`tell`: an error to the event that the client gets. `wants`: what it asked for as it came. Raises what
+        `ears.expect` does."""
+        ears.expect(wants)
         self._outbox, self._ears, self._limits, self._tell = outbox, ears, limits, tell
         self._loop = asyncio.get_running_loop()
         self._life = Life(receive, outbox, limits, self)
@@ -80,11 +89,8 @@ class Talk:
         self._session: asyncio.Task[None] | None = None
         self._began_s = 0.0
         self._told_deaf = False
-        self._language: str | None = None
-        self._hotwords: tuple[str, ...] = ()
-        """As they came last."""
-        self._heard_with: tuple[str, ...] = ()
-        """Those that the session began with."""
+        self._wants = self._heard_with = wants
+        """As the client said last; and as it had said when the session began."""
         self._pcm = Pcm16()
         self.received_samples = 0
         """Of all sessions that are over."""
@@ -179,19 +185,25 @@ class Talk:
                 await self._speak(code)
                 self._outbox.say(funasr_live.language_set(name))
             case Hotwords(words):
-                await self._expect(words)
+                why = await self._want(msgspec.structs.replace(self._wants, hotwords=words))
+                self._outbox.say(funasr_live.hotwords_set(words, why))
+            case Flag(name, on) as flag:
+                why = await self._want(msgspec.structs.replace(self._wants, **{name: on}))
+                self._outbox.say(funasr_live.flag_set(flag, why))
 
     async def _start(self) -> None:
         if self._life.finishing and self._session is not None:
             await self._life.wait(asyncio.wait({self._session}))
         if self._hearing is not None:
             raise OutOfTurn("START came again", "a session is open, and goes on", "send STOP to end it")
-        self._begin(self._language)
+        self._begin(self._wants)
         self._outbox.say(funasr_live.STARTED)
 
     async def _speak(self, code: str | None) -> None:
         """Hear that language from now on, or from the next START."""
         language = self._ears.language(code)
+        wants = msgspec.structs.replace(self._wants, language=language)
+        self._ears.expect(wants)
         hearing = self._hearing
         if hearing is not None and not self._life.finishing and language != hearing.language:
             if hearing.received_samples:
@@ -200,33 +212,35 @@ class Talk:
                     f"this session is heard as {hearing.language}",
                     "send STOP, then LANGUAGE and START",
                 )
-            await self._begin_again(language)
-        self._language = language
+            await self._begin_again(wants)
+        self._wants = wants
 
-    async def _expect(self, words: tuple[str, ...]) -> None:
-        """These hot words from now on, or from the next START."""
-        why = "" if self._ears.expect(words) else funasr_live.NOT_USED
-        hearing, self._hotwords = self._hearing, words
-        if hearing is not None and not self._life.finishing and words != self._heard_with and not why:
-            if hearing.received_samples:
-                why = funasr_live.NOT_YET
-            else:
-                await self._begin_again(hearing.language)
-        self._outbox.say(funasr_live.hotwords_set(words, why))
+    async def _want(self, wants: Wants) -> str:
+        """That from now on, or, which is then said, from the next START."""
+        self._ears.expect(wants)
+        hearing, self._wants = self._hearing, wants
+        before = msgspec.structs.replace(self._heard_with, language=wants.language)  # that was seen to
+        if hearing is None or self._life.finishing or wants == before:
+            return ""
+        if hearing.received_samples:
+            return funasr_live.NOT_YET
+        await self._begin_again(wants)
+        return ""
 
     # --- sessions -------------------------------------------------------------------------------------
 
-    async def _begin_again(self, language: str) -> None:
+    async def _begin_again(self, wants: Wants) -> None:
         """Before any audio."""
         assert self._session is not None, "it came with the hearing"
         await ended(self._session)
         await self.close()
-        self._begin(language)
+        self._begin(wants)
 
-    def _begin(self, language: str | None) -> None:
-        hearing = self._ears.begin(self._ears.language(language), self._hotwords, self._outbox)
+    def _begin(self, wants: Wants) -> None:
+        language = self._ears.language(wants.language)
+        hearing = self._ears.begin(msgspec.structs.replace(wants, language=language), self._outbox)
         self._hearing, self._told_deaf = hearing, False
-        self._heard_with = self._hotwords
+        self._heard_with = wants
         self._pcm = Pcm16()
         self._began_s = self._loop.time()
         self._session = self._life.hear(self._hear(hearing))

@@ -47,6 +47,8 @@ class Facts(msgspec.Struct, frozen=True):
     model: str
     encoding: str
     resume_s: float
+    words: bool = False
+    """Whether segments tell theirs."""
 
 
 class StreamSession:
@@ -67,7 +69,7 @@ class StreamSession:
         """`over` is called when nothing more will be heard. Raises what `begin` does."""
         self.facts, self.log = facts, EventLog()
         self._decoder, self._limits, self._meter, self._over_now = decoder, limits, meter, over
-        self._script = Script()
+        self._script = Script(words=facts.words)
         self._partial: Told | None = None
         self.received_bytes = self._acked_samples = 0
         self.finishing = self.over = False

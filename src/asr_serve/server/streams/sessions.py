@@ -114,7 +114,7 @@ class Sessions:
     def _begin(self, owner: Owner, asked: Ask) -> StreamSession:
         heard = decoder(asked.encoding, asked.rate_hz)
         model, begin = self._new(owner, asked)
-        facts = Facts(secrets.token_hex(16), model, asked.encoding, self._resume_s)
+        facts = Facts(secrets.token_hex(16), model, asked.encoding, self._resume_s, asked.options.words)
         session = StreamSession(facts, heard, self._limits, self._meter, begin, self._ended)
         self._sessions[facts.session_id], self._owners[facts.session_id] = session, owner
         return session

@@ -1,0 +1,184 @@
+"""Meetings made of single voices, on which numbers of speaker/ and engine/speakers are chosen.
+
+LibriSpeech's training set has one clip of each of 251 people here, read in quiet. A meeting takes what some of them
+say in pieces, cut at their pauses, and lays it out as people talk: with pauses, interruptions and short answers, each
+voice in a place of its own in a room that answers, with noise. So who speaks when is known exactly, which it is of no
+recording. Of recordings that are scored (ami, two-speaker-mixes) nothing is chosen.
+
+    python bench/meetings.py --data DIR     what speaker/ makes of them: diarization error by kind of meeting
+
+DIR holds librispeech-train-untranscribed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import clips
+import numpy as np
+import torch
+
+from asr_serve import units
+from asr_serve.models.vad import silero
+from asr_serve.models.vad.silero import WINDOW_SAMPLES, Silero
+from asr_serve.types import SpeakerTurn
+
+RATE = units.RATE_HZ
+FOLDER = "librispeech-train-untranscribed"
+JOINED_S = 0.25
+"""Pauses that a reference speaks over."""
+KINDS = ("alone", "pair", "talk", "meeting", "mixed", "long")
+FADE_SAMPLES = 160
+
+
+class Voice(NamedTuple):
+    """What one person says: pieces between pauses, and where in each there is speech."""
+
+    name: str
+    pieces: list[np.ndarray]
+    speech: list[list[tuple[int, int]]]
+
+
+class Meeting(NamedTuple):
+    name: str
+    kind: str
+    pcm: np.ndarray
+    turns: tuple[SpeakerTurn, ...]
+
+
+def spoken(vad: Silero, pcm: np.ndarray) -> list[tuple[int, int]]:
+    """Where somebody speaks, in samples."""
+    windows = len(pcm) // WINDOW_SAMPLES
+    state = vad.state(1)
+    scores, _ = vad.step(torch.from_numpy(pcm[None, : windows * WINDOW_SAMPLES]), state, torch.tensor([windows]))
+    edges = np.flatnonzero(np.diff((scores[0].numpy() > 0.5).astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+    found: list[tuple[int, int]] = []
+    for start, end in edges * WINDOW_SAMPLES:
+        if found and start - found[-1][1] < JOINED_S * RATE:
+            found[-1] = (found[-1][0], int(end))
+        else:
+            found.append((int(start), int(end)))
+    return found
+
+
+def voice(vad: Silero, path: Path) -> Voice:
+    pcm = clips.decode(path)
+    pcm = pcm * (0.05 / max(1e-6, float(np.sqrt(np.square(pcm).mean()))))
+    speech = spoken(vad, pcm)
+    middles = [(a[1] + b[0]) // 2 for a, b in zip(speech, speech[1:], strict=False)]
+    cuts = [max(0, speech[0][0] - 1600), *middles, min(len(pcm), speech[-1][1] + 1600)] if speech else [0]
+    pieces, within = [], []
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        pieces.append(pcm[start:end])
+        within.append([(max(a, start) - start, min(b, end) - start) for a, b in speech if a < end and b > start])
+    return Voice(path.stem, pieces, within)
+
+
+class Maker:
+    """Meetings out of voices; the same for the same seed."""
+
+    def __init__(self, voices: Sequence[Voice], seed: int) -> None:
+        self._voices, self._chance = list(voices), random.Random(seed)
+        self._noise = np.random.default_rng(seed)
+
+    def make(self, kind: str, number: int) -> Meeting:
+        chance = self._chance
+        people = {"alone": 1, "pair": 2, "talk": 2, "mixed": 2, "long": chance.randint(3, 5)}.get(kind) or (
+            chance.randint(3, 5)
+        )
+        chosen = chance.sample(self._voices, people)
+        laid = self._mixed(chosen) if kind == "mixed" else self._talk(chosen, kind)
+        return self._heard(f"{kind}-{number:03d}", kind, laid)
+
+    def _mixed(self, chosen: Sequence[Voice]) -> list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]:
+        """Each reads all of it; the second begins while the first reads."""
+        laid = []
+        begin = 0
+        for number, each in enumerate(chosen):
+            position = begin
+            for pcm, speech in zip(each.pieces, each.speech, strict=True):
+                laid.append((number, position, pcm, speech))
+                position += len(pcm)
+            begin += self._chance.randrange(0, max(1, int(0.6 * (position - begin))))
+        return laid
+
+    def _talk(self, chosen: Sequence[Voice], kind: str) -> list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]:
+        chance = self._chance
+        rounds = 6 if kind == "long" else 1
+        left = [
+            [piece for _ in range(rounds) for piece in zip(each.pieces, each.speech, strict=True)] for each in chosen
+        ]
+        laid, position, last = [], int(chance.uniform(0, 1) * RATE), -1
+        overlapping = chance.choice((0.05, 0.2, 0.4))
+        while any(left):
+            who = chance.choice([n for n, each in enumerate(left) if each and (n != last or sum(map(bool, left)) == 1)])
+            turn = chance.choice((1, 1, 2, 3))
+            gap = -chance.uniform(0.1, 1.5) if chance.random() < overlapping else chance.uniform(0.05, 1.2)
+            start = max(0, position + int(gap * RATE))
+            for _ in range(turn):
+                if not left[who]:
+                    break
+                pcm, speech = left[who].pop(0)
+                laid.append((who, start, pcm, speech))
+                start += len(pcm)
+            position, last = max(position, start), who
+        return laid
+
+    def _heard(self, name: str, kind: str, laid: list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]) -> Meeting:
+        chance = self._chance
+        people = max(who for who, *_ in laid) + 1
+        length = max(start + len(pcm) for _, start, pcm, _ in laid) + RATE // 2
+        tracks = np.zeros((people, length), np.float32)
+        turns: dict[int, list[tuple[int, int]]] = {}
+        for who, start, pcm, speech in laid:
+            fade = np.minimum(1, np.arange(len(pcm)) / FADE_SAMPLES)
+            tracks[who, start : start + len(pcm)] += pcm * fade * fade[::-1]
+            turns.setdefault(who, []).extend((start + a, start + b) for a, b in speech)
+        room_s = chance.choice((0.0, 0.0, 0.2, 0.4, 0.6))
+        out = np.zeros(length, np.float32)
+        for track in tracks:
+            gain = 10 ** (chance.uniform(-5, 5) / 20)
+            out += gain * (self._in_room(track, room_s) if room_s else track)
+        level = float(np.sqrt(np.square(out).mean()))
+        snr_db = chance.choice((60, 40, 25, 15))
+        noise = self._noise.standard_normal(length).astype(np.float32)
+        noise = np.convolve(noise, np.ones(8, np.float32) / 8, "same")
+        out += noise * (level * 10 ** (-snr_db / 20) / float(np.sqrt(np.square(noise).mean())))
+        out *= 0.5 / max(1e-6, float(np.abs(out).max()))
+        told = [
+            SpeakerTurn(f"person{who}", start, end) for who, spans in turns.items() for start, end in _joined(spans)
+        ]
+        return Meeting(name, kind, out.astype(np.float32), tuple(sorted(told, key=lambda t: t.start_samples)))
+
+    def _in_room(self, track: np.ndarray, room_s: float) -> np.ndarray:
+        """The direct sound, and a tail that falls by 60 dB in so long."""
+        samples = int(room_s * RATE)
+        tail = self._noise.standard_normal(samples).astype(np.float32)
+        tail *= np.exp(-6.9 * np.arange(samples) / samples).astype(np.float32)
+        tail[: int(0.002 * RATE)] = 0
+        tail *= self._chance.uniform(0.3, 1.0) / float(np.sqrt(np.square(tail).sum()))
+        tail[0] = 1.0
+        size = 1 << (len(track) + samples - 1).bit_length()
+        return np.fft.irfft(np.fft.rfft(track, size) * np.fft.rfft(tail, size), size)[: len(track)].astype(np.float32)
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start - found[-1][1] < JOINED_S * RATE:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def meetings(folder: Path, each: int, seed: int = 7, kinds: Sequence[str] = KINDS, people: int = 251) -> list[Meeting]:
+    vad = silero.load()
+    voices = [voice(vad, path) for path in sorted((folder / FOLDER).glob("*.flac"))[:people]]
+    maker = Maker([v for v in voices if v.pieces], seed)
+    return [maker.make(kind, number) for kind in kinds for number in range(each)]

@@ -1,0 +1,1 @@
+"""Who speaks: models beside what recognises."""

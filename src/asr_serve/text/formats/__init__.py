@@ -1,0 +1,1 @@
+"""A transcript as text, JSON, subtitles, and as tables for other programs."""

@@ -1,0 +1,63 @@
+"""Known speakers among those that were heard: directions that are made here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asr_serve.speaker.knowing import called, voice
+from asr_serve.speaker.local import LocalVoices
+from asr_serve.speaker.stitching import ALIKE, Diarized
+from asr_serve.types import SpeakerTurn
+
+EAST, NORTH, UP = np.eye(3, dtype=np.float32)
+
+
+def between(one: np.ndarray, other: np.ndarray, cosine: float) -> np.ndarray:
+    """As alike to `one` as that, and else like `other`."""
+    return np.asarray(cosine * one + np.sqrt(1 - cosine**2) * other, np.float32)
+
+
+def heard(**voices: np.ndarray) -> Diarized:
+    turns = tuple(SpeakerTurn(name, 1_000 * n, 1_000 * n + 900) for n, name in enumerate((*voices, *voices)))
+    return Diarized(turns, dict(voices))
+
+
+def speakers(found: Diarized) -> list[str]:
+    return list(dict.fromkeys(turn.speaker for turn in found.turns))
+
+
+def test_who_is_known_has_a_name_and_the_others_numbers():
+    found = called(heard(SPEAKER_00=EAST, SPEAKER_01=NORTH, SPEAKER_02=UP), {"agent": NORTH})
+    assert speakers(found) == ["SPEAKER_00", "agent", "SPEAKER_01"]
+    assert {name: direction.tolist() for name, direction in found.voices.items()} == {
+        "SPEAKER_00": EAST.tolist(),
+        "agent": NORTH.tolist(),
+        "SPEAKER_01": UP.tolist(),
+    }
+
+
+@pytest.mark.parametrize(("cosine", "name"), [(ALIKE + 0.01, "agent"), (ALIKE - 0.01, "SPEAKER_00")])
+def test_only_who_is_alike_enough(cosine, name):
+    assert speakers(called(heard(SPEAKER_00=EAST), {"agent": between(EAST, UP, cosine)})) == [name]
+
+
+def test_each_name_once_and_the_surest_pair_first():
+    two = heard(SPEAKER_00=between(EAST, NORTH, 0.7), SPEAKER_01=between(EAST, UP, 0.9))
+    assert speakers(called(two, {"agent": EAST})) == ["SPEAKER_00", "agent"]
+    assert speakers(called(two, {"agent": EAST, "customer": NORTH})) == ["customer", "agent"]
+
+
+def test_nobody_is_known():
+    assert called(heard(SPEAKER_00=EAST), {}) == heard(SPEAKER_00=EAST)
+    assert speakers(called(Diarized((), {}), {"agent": EAST})) == []
+    unheard = Diarized((SpeakerTurn("SPEAKER_00", 0, 500),), {})  # too short a voice to be known by
+    assert speakers(called(unheard, {"agent": EAST})) == ["SPEAKER_00"]
+
+
+def test_the_voice_of_a_reference_is_whoever_speaks_most():
+    sets = np.array([1, 1, 2, 2, 2, 0], np.uint8)
+    both = np.stack([EAST, NORTH]).tobytes()
+    reference = LocalVoices(0, 270, 3, sets.tobytes(), (0, 1), (540, 810), both)
+    assert voice(reference).tolist() == NORTH.tolist()
+    assert voice(LocalVoices(0, 270, 3, bytes(6))) is None

@@ -52,6 +52,7 @@ LEAVES = {
     "python_multipart": {"server/bodies/form.py"},
     "sounddevice": {"cli/listening/microphone.py", "cli/speaking/player.py"},  # what is heard, what is played
     "websockets": {"client/line.py"},
+    "wetext": {"text/written/grammar.py"},
     "xxhash": {"transfer/checksum.py"},
     "yaml": {"models/nemo/archive.py"},
 }

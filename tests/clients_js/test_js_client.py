@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from asr_serve.text import subtitles
-from asr_serve.types import Segment, Transcript
+from asr_serve.text import words as wording
+from asr_serve.text.formats import plain, subtitles
+from asr_serve.types import Segment, Transcript, Word
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clients" / "js"
 FILES = sorted(PACKAGE.glob("test/*.test.ts"))
@@ -132,7 +133,14 @@ def test_exports_are_those_of_the_server(built: None) -> None:
         {
             "duration": each.duration_s,
             "segments": [
-                {"index": n, "start": s.start_s, "end": s.end_s, "text": s.text}
+                {
+                    "index": n,
+                    "start": s.start_s,
+                    "end": s.end_s,
+                    "text": s.text,
+                    **({"speaker": s.speaker} if s.speaker else {}),
+                    **({"words": [as_sent(word) for word in s.words]} if s.words else {}),
+                }
                 for n, s in enumerate(each.segments)
             ],
         }
@@ -141,12 +149,27 @@ def test_exports_are_those_of_the_server(built: None) -> None:
     answer = run("node", "--input-type=module", "--eval", EXPORT, input=json.dumps(sent))
     assert answer.returncode == 0, answer.stderr
     for each, (txt, srt, vtt, as_json) in zip(transcripts, json.loads(answer.stdout), strict=True):
-        assert txt == subtitles.text(each)
+        assert txt == plain.text(each)
         assert srt == subtitles.srt(each)
         assert vtt == subtitles.vtt(each)
-        ours = json.loads(subtitles.json(each))
+        ours = json.loads(plain.json(each))
         del ours["key"]  # the name of a file, which a stream has not
         assert json.loads(as_json) == ours
+
+
+def as_sent(word: Word) -> dict[str, Any]:
+    """As a stream's event has it, in the client's names."""
+    told = {"text": word.text, "start": word.start_s, "end": word.end_s, "confidence": word.confidence}
+    return told | ({"speaker": word.speaker} if word.speaker else {})
+
+
+def timed(roll: random.Random, text: str, start: int, end: int) -> tuple[Word, ...]:
+    """Words of a text, with pauses between them."""
+    parts = [text[first:behind] for first, behind in wording.split(text)]
+    edges = sorted(roll.randrange(start, end + 1) for _ in range(2 * len(parts)))
+    speakers = [roll.choice(["", "", "SPEAKER_01"]) for _ in parts]
+    said = zip(parts, edges[::2], edges[1::2], speakers, strict=True)
+    return tuple(Word(part, first, last, 0.5, speaker) for part, first, last, speaker in said)
 
 
 def made(roll: random.Random, segments: int) -> Transcript:
@@ -156,7 +179,9 @@ def made(roll: random.Random, segments: int) -> Transcript:
         start = at + roll.choice([0, 1, 8, roll.randrange(50_000)])
         at = start + roll.choice([0, 1, 24, roll.randrange(200_000)])
         text = roll.choice(["", " ", "\t\x07 "]) + " ".join(roll.choices(WORDS, k=roll.randrange(40)))
-        found.append(Segment(start, at, text))
+        speaker = roll.choice(["", "", "SPEAKER_00", "Ada <1>"])
+        words = timed(roll, text, start, at) if roll.random() < 0.5 else ()
+        found.append(Segment(start, at, text, speaker=speaker, words=words))
     return Transcript(
         key="",
         text=" ".join(s.text for s in found if s.text),

@@ -13,6 +13,7 @@ from tiny_streaming import SEARCHES, clips, model
 
 from asr_serve.decoding.ctc import CtcPrefixBeam
 from asr_serve.decoding.rescoring import Rescored
+from asr_serve.engine.chunked.evidence import COLUMNS
 from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper, Session
 from asr_serve.engine.saved import Saved
 from asr_serve.models.streaming import FOREVER, Token
@@ -139,12 +140,11 @@ def saved() -> Saved:
 
 
 def numbers(saved: Saved, **changes: Any) -> Saved:
-    layout, place, guesses = msgspec.msgpack.decode(saved.numbers)
+    layout, place, guesses, evidence = msgspec.msgpack.decode(saved.numbers)
     known = dict(zip(("seen", "samples", "filled", "ended"), place, strict=True))
-    guesses = changes.pop("guesses", guesses)
-    return msgspec.structs.replace(
-        saved, numbers=msgspec.msgpack.encode((layout, tuple((known | changes).values()), guesses))
-    )
+    guesses, evidence = changes.pop("guesses", guesses), changes.pop("evidence", evidence)
+    place = tuple((known | changes).values())
+    return msgspec.structs.replace(saved, numbers=msgspec.msgpack.encode((layout, place, guesses, evidence)))
 
 
 def parts(saved: Saved, change: Any) -> Saved:
@@ -165,8 +165,9 @@ HOSTILE = {
     "a short row": lambda s: parts(s, lambda p: p.__setitem__(0, p[0][:-1])),
     "a long row": lambda s: parts(s, lambda p: p.__setitem__(2, p[2] + b"x")),
     "rows in another order": lambda s: parts(s, lambda p: p.insert(0, p.pop(1))),
-    "half a sample": lambda s: parts(s, lambda p: p.__setitem__(-1, p[-1] + b"x")),
-    "a sample more": lambda s: parts(s, lambda p: p.__setitem__(-1, p[-1] + bytes(4))),
+    "half a sample": lambda s: parts(s, lambda p: p.__setitem__(-2, p[-2] + b"x")),
+    "a sample more": lambda s: parts(s, lambda p: p.__setitem__(-2, p[-2] + bytes(4))),
+    "half a frame": lambda s: parts(s, lambda p: p.__setitem__(-1, p[-1] + b"x")),
     "seen less than nothing": lambda s: numbers(s, seen=-1),
     "seen more": lambda s: numbers(s, seen=3),
     "samples without end": lambda s: numbers(s, samples=FOREVER),
@@ -174,6 +175,12 @@ HOSTILE = {
     "a negative fill": lambda s: numbers(s, filled=-1),
     "over, and not ended": lambda s: numbers(s, guesses=[((), 0.0)]),
     "a guess that is none": lambda s: numbers(s, ended=True, guesses=["no"]),
+    "evidence that is none": lambda s: numbers(s, evidence=["no"]),
+    "times of more tokens than there are": lambda s: numbers(s, evidence=([], [(1, 2)], 0)),
+    "frames of nobody": lambda s: parts(s, lambda p: p.__setitem__(-1, bytes(4 * COLUMNS))),
+    "a frame too many": lambda s: parts(
+        numbers(s, evidence=([], [], 0)), lambda p: p.__setitem__(-1, bytes(4 * COLUMNS * 1_000))
+    ),
 }
 
 

@@ -24,7 +24,7 @@ from asr_serve.decoding.attention import SearchOptions
 from asr_serve.decoding.ctc import CtcPrefixBeam
 from asr_serve.decoding.rescoring import Rescored
 from asr_serve.engine.chunked import sleepers, stream, streams
-from asr_serve.engine.chunked.sleepers import Sleepers
+from asr_serve.engine.chunked.sleepers import SLEEPS_AT_ONCE, Sleepers
 from asr_serve.engine.saved import Held, Saved
 from asr_serve.engine.session import Piece, Utterance
 from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, StepFailed
@@ -389,7 +389,7 @@ def test_few_are_put_to_sleep_between_two_steps(now: Clock) -> None:
     made.settle()
     now.now_s += 11.0
     assert made.step()
-    assert len(made.asleep) == streams.SLEEPS_AT_ONCE
+    assert len(made.asleep) == SLEEPS_AT_ONCE
     made.settle()
     assert len(made.asleep) == 10
     made.streams.end(EngineClosed("closed"))

@@ -115,7 +115,7 @@ class Decoder:
         own = Paged(self.pool, self.own.repeat(count, 1), torch.arange(1, count + 1))
         audio = Paged(self.pool, self.audio.repeat(count, 1), torch.full((count,), self.frames))
         with torch.inference_mode():
-            logits, _ = self.model.decode(torch.tensor(tokens), own, audio)
+            logits, *_ = self.model.decode(torch.tensor(tokens), own, audio)
         return logits[-1].clone()
 
 

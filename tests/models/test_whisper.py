@@ -83,7 +83,7 @@ def logits(model: whisper.Model, hidden: Sequence[Tensor], tokens: Sequence[Sequ
     for step in range(most + rows):
         at = [min(max(step - row, 0), len(mine) - 1) for row, mine in enumerate(tokens)]
         given = torch.tensor([mine[place] for place, mine in zip(at, tokens, strict=True)])
-        made, _ = model.decode(given, Paged(pool, own, torch.tensor(at) + 1), Paged(pool, audio, lengths))
+        made, *_ = model.decode(given, Paged(pool, own, torch.tensor(at) + 1), Paged(pool, audio, lengths))
         for row, place in enumerate(at):
             if len(found[row]) == place:
                 found[row].append(made[row].clone())

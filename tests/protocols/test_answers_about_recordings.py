@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from openai.types.audio import (
     TranscriptionDiarized,
@@ -165,6 +166,14 @@ def test_a_verbose_stream():
     assert (twenty["start"], twenty["end"], twenty["speaker"]) == (2.0, 4.0, "SPK1")
     assert twenty["spoken"] == "About twenty dollars."
     assert hello["delta"] + twenty["delta"] == done["text"]
+    assert (done["language"], done.get("language_probability")) == (SAID.language, SAID.language_prob or None)
+
+
+def test_a_verbose_stream_says_how_sure_the_language_is():
+    heard = msgspec.structs.replace(SAID, language="de", language_prob=0.75)
+    asked = Ask(None, RICH, "verbose_json", stream=True)
+    done = json.loads(Deltas(asked, lambda _: "").done(heard).removeprefix(b"data: "))
+    assert (done["language"], done["language_probability"]) == ("de", 0.75)
 
 
 def test_a_stream_of_text_tells_nothing_else():
@@ -182,6 +191,17 @@ def test_every_format_has_the_words(form):
     else:
         assert "$20." in body
     assert body.endswith("\n") or form == "verbose_json"
+
+
+def test_text_and_voices_tell_who_speaks():
+    assert render(SAID, Ask(None, RICH, "text"), lambda _: "").decode() == (
+        "SPEAKER_00: Hello, you!\nSPEAKER_01: About $20.\n"
+    )
+    plain = TranscribeOptions()
+    assert render(SAID, Ask(None, plain, "text"), lambda _: "").decode() == f"{SAID.text}\n"
+    assert "<v SPEAKER_01>About $20." in render(SAID, Ask(None, RICH, "vtt"), lambda _: "").decode()
+    lit = render(SAID, Ask(None, RICH, "vtt", granularities=("word",)), lambda _: "").decode()
+    assert "<00:00:02.500>$20." in lit
 
 
 # --- FunASR -------------------------------------------------------------------------------------------------

@@ -108,12 +108,13 @@ def test_how_many_speak(read):
         assert refused.value.param == param
 
 
-@pytest.mark.parametrize("form", ["json", "text"])
+@pytest.mark.parametrize("form", [{}, {"stream": "true"}, {"response_format": "text", "stream": "true"}])
 def test_spk_is_for_forms_that_have_a_place_for_it(form):
     with pytest.raises(OptionError, match="diarized_json") as refused:
-        ask(sent(response_format=form, spk="true"), complete=True)
+        ask(sent(**form, spk="true"), complete=True)
     assert refused.value.param == "spk"
     assert ask(sent(spk="true"), complete=False).options.speakers  # the format may come yet
+    assert ask(sent(response_format="text", spk="true"), complete=True).options.speakers
 
 
 # --- speakers who are known ---------------------------------------------------------------------------------

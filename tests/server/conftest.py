@@ -20,7 +20,10 @@ from openai import OpenAI
 
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
+from asr_serve.errors import AsrServeError
 from asr_serve.metrics import ServerMetrics
+from asr_serve.models.segmentation import pyannote
+from asr_serve.models.speaker import eres2net
 from asr_serve.server.app import create_app
 from asr_serve.server.engines import Engines, Parts, open_engine
 from asr_serve.server.layers.gate import Gate
@@ -189,6 +192,16 @@ def server(shared_server: Running) -> Iterator[Running]:
     """Without keys or special limits. Whatever a test does, nothing of it is left."""
     yield shared_server
     shared_server.expect_empty()
+
+
+@pytest.fixture(scope="session")
+def hears_speakers() -> None:
+    """For tests that want to be told who speaks."""
+    try:
+        pyannote.load()
+        eres2net.load()
+    except AsrServeError as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from asr_serve.audio.io import open_audio
 
 WAIT_S = 60.0
 Event = dict[str, Any]
-NUMBERED = {"locked", "segment", "flushed", "turn", "end"}
+NUMBERED = {"locked", "segment", "flushed", "turn", "speakers", "end"}
 
 
 def pcm_of(path: Path, seconds: float | None = None) -> bytes:

@@ -229,8 +229,8 @@ def test_commands_in_any_order(server, beckett_pcm, path):
         refused("{}", "unknown_command")
         refused("LANGUAGE:中文", "option_error")
         refused("WORDS:some", "option_error")
-        hotwords = {"event": "hotwords_set", "hotwords": ["Beckett:2", "failed"], "used": True}
-        assert caller.ask("HOTWORDS:Beckett:2,failed") == hotwords
+        hotwords = {"event": "hotwords_set", "hotwords": ["Beckett:2", "Godot"], "used": True}
+        assert caller.ask("HOTWORDS:Beckett:2,Godot") == hotwords
         refused(f"HOTWORDS:{'x' * 201}", "option_error")
         assert caller.ask("WORDS:false") == {"event": "words_set", "words": False, "used": True}
         assert caller.ask("LANGUAGE:en") == {"event": "language_set", "language": "en"}

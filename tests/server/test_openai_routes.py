@@ -236,7 +236,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"long_form": "parallell"}, "long_form", "option_error"),
     ({"long_form": "sequential"}, "long_form", "unsupported_option"),
     ({"spk": "true"}, "spk", "option_error"),
-    ({"spk": "true", "response_format": "text"}, "spk", "option_error"),
+    ({"spk": "true", "response_format": "text", "stream": "true"}, "spk", "option_error"),
     ({"num_speakers": "2"}, "num_speakers", "option_error"),
     ({"response_format": "diarized_json", "num_speakers": "none"}, "num_speakers", "option_error"),
     (

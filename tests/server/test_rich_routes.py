@@ -19,22 +19,10 @@ from conftest import MODEL, Running
 from raw_http import Raw, form
 
 from asr_serve.audio.io import read_audio
-from asr_serve.errors import AsrServeError
-from asr_serve.models.segmentation import pyannote
-from asr_serve.models.speaker import eres2net
 
 ROUTE = "/v1/audio/transcriptions"
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 NAGG, NELL = "Do you hear me?", "laugh less heartily, so we have still that resource."
-
-
-@pytest.fixture(scope="session")
-def hears_speakers() -> None:
-    try:
-        pyannote.load()
-        eres2net.load()
-    except AsrServeError as missing:
-        pytest.skip(str(missing))
 
 
 needs_speakers = pytest.mark.usefixtures("hears_speakers")

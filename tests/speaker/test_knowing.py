@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asr_serve.speaker.grouping import ALIKE
 from asr_serve.speaker.knowing import called, voice
 from asr_serve.speaker.local import LocalVoices
-from asr_serve.speaker.stitching import ALIKE, Diarized
+from asr_serve.speaker.stitching import Diarized
 from asr_serve.types import SpeakerTurn
 
 EAST, NORTH, UP = np.eye(3, dtype=np.float32)

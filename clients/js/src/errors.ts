@@ -14,11 +14,18 @@ export class SpeechError extends Error {
   readonly code: string;
   /** When the server is full: it may have room after this time. */
   declare readonly retryAfterMs?: number;
+  /** The option that the server did not take. */
+  declare readonly param?: string;
 
-  constructor(code: string, message: string, options: { retryAfterMs?: number | undefined; cause?: unknown } = {}) {
+  constructor(
+    code: string,
+    message: string,
+    options: { retryAfterMs?: number | undefined; param?: string | undefined; cause?: unknown } = {},
+  ) {
     super(message, options.cause === undefined ? undefined : { cause: options.cause });
     this.name = "SpeechError";
     this.code = code;
     if (options.retryAfterMs !== undefined) this.retryAfterMs = options.retryAfterMs;
+    if (options.param !== undefined) this.param = options.param;
   }
 }

@@ -319,7 +319,10 @@ export class SpeechStream extends Emitter<StreamEvents> {
   }
 
   #refused(event: wire.ErrorEvent): void {
-    const error = new SpeechError(event.code, event.message, { retryAfterMs: event.retry_after_ms });
+    const error = new SpeechError(event.code, event.message, {
+      retryAfterMs: event.retry_after_ms,
+      param: event.param,
+    });
     if (this.#greeted) {
       // Either the server closes now, or the rest of the text follows, and `end`.
       if (error.code === "out_of_turn" && this.#session!.resumed && this.#ending) return; // sent again, and needless

@@ -1,5 +1,6 @@
 import type { SegmentEvent, ServerEvent } from "./events.js";
-import { cues, srt, vtt } from "./subtitles.js";
+import { toMs } from "./pieces.js";
+import { srt, vtt } from "./subtitles.js";
 
 /** A word; times in seconds since the first sample. */
 export interface Word {
@@ -93,26 +94,37 @@ export class Transcript {
     this.open = { start, end: end_s };
   }
 
-  /** A line for each segment. */
+  /** A line for each segment, behind the speaker's name where that is another than before. */
   toTxt(): string {
-    const lines = this.segments.map((segment) => segment.text.trim().replace(/\s+/g, " ")).filter(Boolean);
-    return lines.map((line) => `${line}\n`).join("");
+    let told = "";
+    const lines = this.segments.map(({ text, speaker = "" }) => {
+      const line = text.trim().replace(/\s+/g, " ");
+      if (!line) return "";
+      const said = speaker && speaker !== told ? `${speaker}: ${line}\n` : `${line}\n`;
+      told = speaker;
+      return said;
+    });
+    return lines.join("");
   }
 
-  /** SubRip, in cues of at most two lines of 42 columns. */
+  /** SubRip, in cues of at most two lines of 42 columns; a name where the speaker changes. */
   toSrt(): string {
-    return srt(cues(this.segments));
+    return srt(this.segments, toMs(this.duration));
   }
 
-  /** WebVTT, in the same cues. */
+  /** WebVTT, in the same cues; speakers are voices. */
   toVtt(): string {
-    return vtt(cues(this.segments));
+    return vtt(this.segments, toMs(this.duration));
   }
 
-  /** `{text, language, duration, model, segments: [{start, end, text}]}`, times in seconds. */
+  /** `{text, language, duration, model, segments: [{start, end, text}]}`, times in seconds; segments have `speaker`,
+   * `spoken` and `words` where they are known. */
   toJson(): string {
     const { language, duration, model } = this;
-    const segments = this.segments.map(({ start, end, text }) => ({ start, end, text }));
+    const segments = this.segments.map(({ index: _, words, ...segment }) => ({
+      ...segment,
+      ...(words && { words: words.map(({ text, ...word }) => ({ word: text, ...word })) }),
+    }));
     const text = segments.map((segment) => segment.text).filter(Boolean).join(" ");
     return `${JSON.stringify({ text, language, duration, model, segments }, null, 2)}\n`;
   }

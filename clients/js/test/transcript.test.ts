@@ -47,9 +47,9 @@ test("exports hold what is final", () => {
   assert.equal(made.toTxt(), "It was the best of times.\na < b --> c & d\n");
   assert.equal(
     made.toSrt(),
-    "1\n00:00:00,500 --> 00:00:01,250\nIt was the best of times.\n\n2\n00:00:02,000 --> 00:00:03,000\na < b → c & d\n",
+    "1\n00:00:00,500 --> 00:00:02,000\nIt was the best of times.\n\n2\n00:00:02,000 --> 00:00:03,000\na < b → c & d\n",
   );
-  assert.ok(made.toVtt().startsWith("WEBVTT\n\n00:00:00.500 --> 00:00:01.250\n"));
+  assert.ok(made.toVtt().startsWith("WEBVTT\n\n00:00:00.500 --> 00:00:02.000\n"));
   assert.ok(made.toVtt().endsWith("a &lt; b --&gt; c &amp; d\n"));
   made.apply({ type: "end", seq: 3, duration_s: 4.5, segments: 2 });
   const read = JSON.parse(made.toJson());

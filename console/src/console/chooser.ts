@@ -26,6 +26,7 @@ export class Chooser {
     return this.#model.value;
   }
 
+  /** "": the model is to hear which. */
   get language(): string {
     return this.#language.value;
   }
@@ -82,9 +83,10 @@ export class Chooser {
   #languages(): void {
     const codes = this.#known.find(({ id }) => id === this.#model.value)?.languages ?? [];
     const chosen = recall("language");
+    const options = codes.length > 1 ? ["", ...codes] : codes;
     this.#language.replaceChildren(
-      ...codes.map((code) => {
-        const option = make("option", { value: code }, language(code));
+      ...options.map((code) => {
+        const option = make("option", { value: code }, code ? language(code) : "As it is spoken");
         option.selected = code === chosen;
         return option;
       }),

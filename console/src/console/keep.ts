@@ -1,22 +1,22 @@
-import type { Transcript } from "asr-serve";
+import { SpeechError } from "asr-serve";
 import { byId, make } from "../page/dom";
+import { words } from "../page/problems";
 import { toast } from "../page/toast";
+import { asked, FORMS, lacks, made, stem } from "./export";
 import type { Take } from "./take";
-
-const FORMATS: Record<string, { type: string; text: (transcript: Transcript) => string }> = {
-  txt: { type: "text/plain", text: (transcript) => transcript.toTxt() },
-  srt: { type: "application/x-subrip", text: (transcript) => transcript.toSrt() },
-  vtt: { type: "text/vtt", text: (transcript) => transcript.toVtt() },
-  json: { type: "application/json", text: (transcript) => transcript.toJson() },
-};
 
 /** Copying and downloading of the take that is shown. */
 export class Keeper {
   readonly #button = byId("download", HTMLButtonElement);
   readonly #menu = byId("formats");
   readonly #items = [...this.#menu.querySelectorAll("button")];
+  #asking: AbortController | undefined;
 
-  constructor(private readonly shown: () => Take | undefined) {
+  /** `busy`: the server is asked for something, or no more. */
+  constructor(
+    private readonly shown: () => Take | undefined,
+    private readonly busy: (on: boolean) => void,
+  ) {
     byId("copy").addEventListener("click", () => void this.copy());
     this.#button.addEventListener("click", () => this.#toggle(this.#menu.hidden !== false));
     this.#menu.addEventListener("keydown", (event) => this.#move(event));
@@ -24,7 +24,7 @@ export class Keeper {
       item.addEventListener("click", () => {
         this.#toggle(false);
         this.#button.focus();
-        this.#download(item.dataset["format"]!);
+        void this.#download(item.dataset["format"]!);
       });
     }
     document.addEventListener("pointerdown", ({ target }) => {
@@ -36,7 +36,8 @@ export class Keeper {
   }
 
   async copy(): Promise<void> {
-    const text = this.shown()?.transcript.toTxt();
+    const take = this.shown();
+    const text = take && made(take, FORMS["txt"]!);
     if (!text) return;
     try {
       await navigator.clipboard.writeText(text);
@@ -51,18 +52,49 @@ export class Keeper {
     if (this.shown()?.transcript.segments.length) this.#toggle(true);
   }
 
-  #download(format: string): void {
+  /** Do not wait for the server's file. False: nobody does. */
+  cancel(): boolean {
+    this.#asking?.abort();
+    return this.#asking !== undefined;
+  }
+
+  async #download(format: string): Promise<void> {
     const take = this.shown();
-    const form = FORMATS[format];
+    const form = FORMS[format];
     if (!take || !form) return;
-    const url = URL.createObjectURL(new Blob([form.text(take.transcript)], { type: form.type }));
-    const name = take.title.replace(/\.\w{1,5}$/, "").replace(/[^\p{L}\p{N}._-]+/gu, "-");
-    make("a", { href: url, download: `${name || "transcript"}.${format}` }).click();
+    const wrong = lacks(take, form);
+    if (wrong) return toast(wrong);
+    let text: string;
+    if (form.asked && take.source) {
+      if (this.#asking) return toast("A file is on its way already. Escape cancels it.");
+      this.#asking = new AbortController();
+      this.busy(true);
+      try {
+        text = await asked(take, form, this.#asking.signal);
+      } catch (failure) {
+        if (failure instanceof SpeechError && failure.code === "cancelled") return toast("Cancelled");
+        text = made(take, form);
+        toast(`Made from what this page knows. ${words(failure)}`);
+      } finally {
+        this.#asking = undefined;
+        this.busy(false);
+      }
+    } else {
+      text = made(take, form);
+    }
+    const url = URL.createObjectURL(new Blob([text], { type: form.type }));
+    const name = stem(take.title).replace(/[^\p{L}\p{N}._-]+/gu, "-");
+    make("a", { href: url, download: `${name || "transcript"}${form.suffix}` }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10_000);
   }
 
   #toggle(open: boolean): void {
     if (open === !this.#menu.hidden) return;
+    const take = this.shown();
+    for (const item of this.#items) {
+      const wrong = take ? lacks(take, FORMS[item.dataset["format"]!]!) : "";
+      item.setAttribute("aria-disabled", String(wrong !== ""));
+    }
     this.#menu.hidden = !open;
     this.#button.setAttribute("aria-expanded", String(open));
     if (open) this.#items[0]!.focus();

@@ -4,6 +4,7 @@ import "../styles/paper.css";
 import "../styles/empty.css";
 import "../styles/rail.css";
 import "../styles/dock.css";
+import "../styles/rich.css";
 
 import { byId } from "../page/dom";
 import { themeButton } from "../page/theme";
@@ -20,7 +21,10 @@ const SKIP_S = 5;
 const stage = new Stage();
 const talking = new Talking(stage);
 const recordings = new Recordings(stage);
-const keeper = new Keeper(() => stage.shown);
+const keeper = new Keeper(
+  () => stage.shown,
+  (busy) => byId("download").setAttribute("aria-busy", String(busy)),
+);
 const { player } = stage;
 
 /** The big button: what it does depends on what goes on. */
@@ -78,7 +82,7 @@ shortcuts({
   arrowleft: () => skip(-SKIP_S),
   arrowright: () => skip(SKIP_S),
   escape: () => {
-    if (closeSheet()) return;
+    if (stage.view.hush() || closeSheet() || keeper.cancel()) return;
     if (stage.mode === "file") recordings.cancel();
     else if (stage.mode === "starting") void talking.abandon();
     else stage.banner.hide();

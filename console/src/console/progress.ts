@@ -11,8 +11,13 @@ export class Progress {
   #whole = false;
   #durationS: number | undefined;
   #heardS = 0;
+  #late = false;
+  #sinceMs = 0;
+  #timer: ReturnType<typeof setInterval> | undefined;
 
-  begin(bytes: number): void {
+  /** `late`: text comes when all was heard, and not before. */
+  begin(bytes: number, late: boolean): void {
+    this.#late = late;
     this.#whole = false;
     this.#durationS = undefined;
     this.#heardS = 0;
@@ -23,7 +28,7 @@ export class Progress {
   /** Of the upload. */
   sent(bytes: number, total: number): void {
     this.#whole = bytes >= total;
-    if (this.#whole) return this.#listen();
+    if (this.#whole) return this.#begun();
     this.#what.textContent = `Uploading, ${size(bytes)} of ${size(total)}`;
     this.#show(total ? bytes / total : 0);
   }
@@ -41,10 +46,26 @@ export class Progress {
   }
 
   end(): void {
+    clearInterval(this.#timer);
+    this.#timer = undefined;
     this.#room.hidden = true;
   }
 
+  #begun(): void {
+    if (this.#late && this.#timer === undefined) {
+      this.#sinceMs = performance.now();
+      this.#timer = setInterval(() => this.#listen(), 1_000);
+    }
+    this.#listen();
+  }
+
   #listen(): void {
+    if (this.#late && !this.#heardS) {
+      this.#what.textContent = "Listening for who speaks: the text comes when all is heard";
+      this.#show(undefined);
+      this.#part.textContent = clock((performance.now() - this.#sinceMs) / 1_000); // something moves, with a number
+      return;
+    }
     const until = this.#heardS ? `, text up to ${clock(this.#heardS)}` : "";
     this.#what.textContent = `Listening${until}`;
     this.#show(this.#durationS && this.#heardS ? Math.min(1, this.#heardS / this.#durationS) : undefined);

@@ -19,20 +19,27 @@ export class Recordings {
     if (stage.mode !== "idle") return toast("One thing at a time: stop or cancel this first.");
     const { model, language } = stage.chooser;
     const transcript = new Transcript();
-    const take: Take = { kind: "file", title: file.name, transcript, sound: undefined };
+    const fields = { ...(model && { model }), ...(language && { language }), ...stage.wanted.fields() };
+    const source = { file, fields };
+    const take: Take = { kind: "file", title: file.name, transcript, names: new Map(), source, sound: undefined };
     [transcript.model, transcript.language] = [model, language];
     stage.banner.hide();
+    stage.wanted.refused();
     stage.enter("file");
     stage.show(take);
-    this.#progress.begin(file.size);
+    this.#progress.begin(file.size, "spk" in fields);
     void this.#play(take, file);
-    this.#sending = upload(file, { ...(model && { model }), ...(language && { language }) }, {
+    this.#sending = upload(file, fields, {
       sent: (bytes, total) => this.#progress.sent(bytes, total),
       segment: (segment) => {
         transcript.segments.push(segment);
         stage.view.segment(segment);
         this.#progress.heard(segment.end);
         stage.refresh();
+      },
+      language: (code, score) => {
+        transcript.language = code;
+        if (score !== undefined) take.languageScore = score;
       },
     });
     try {
@@ -43,6 +50,7 @@ export class Recordings {
     } catch (failure) {
       this.#over(take);
       if (!transcript.segments.length) stage.forget(take);
+      stage.wanted.refused(failure);
       if (failure instanceof SpeechError && failure.code === "cancelled") toast("Cancelled");
       else await refused(failure, stage.banner, () => void this.hear(file), file.name);
     }

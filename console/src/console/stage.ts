@@ -5,8 +5,10 @@ import { Banner } from "./banner";
 import { Chooser } from "./chooser";
 import { Meter } from "./level";
 import { Player } from "./player";
+import { Legend } from "./legend";
 import { facts, type Sound, type Take } from "./take";
 import { TextView } from "./textview";
+import { Wanted } from "./wanted";
 import { Wave } from "./wave";
 
 /** `file`: a recording is sent and heard. */
@@ -24,7 +26,7 @@ const WAITING = {
   starting: "",
   live: "Listening.",
   finishing: "",
-  file: "The text comes here, segment by segment.",
+  file: "The text comes here.",
 } as const;
 const TITLE_MARK = { idle: "", starting: "", live: "● ", finishing: "● ", file: "↑ " } as const;
 
@@ -38,7 +40,9 @@ export class Stage {
     (seconds) => this.#moved(seconds),
     () => this.refresh(),
   );
-  readonly view = new TextView((seconds) => this.player.playFrom(seconds));
+  readonly wanted = new Wanted();
+  readonly #legend = new Legend(() => this.voices());
+  readonly view = new TextView((seconds) => this.player.playFrom(seconds), this.#legend);
   readonly #awake = new Awake();
   readonly #takes: Take[] = [];
   #mode: Mode = "idle";
@@ -92,6 +96,12 @@ export class Stage {
     if (take.sound) URL.revokeObjectURL(take.sound.url); // by now nothing reads from it
   }
 
+  /** Somebody has another name, or has said other segments. */
+  voices(): void {
+    this.view.voices();
+    this.refresh();
+  }
+
   #showBefore(): void {
     this.#shown = undefined;
     if (this.#takes[0]) return this.show(this.#takes[0]);
@@ -120,6 +130,8 @@ export class Stage {
     byId("level").hidden = mode !== "starting" && mode !== "live";
     byId("browse", HTMLButtonElement).disabled = mode !== "idle";
     this.chooser.enable(mode === "idle");
+    this.wanted.enable(mode === "idle");
+    this.#legend.show(shown);
     byId("title").textContent = shown?.title ?? "New transcript";
     byId("subtitle").textContent = mode === "finishing" ? "Finishing the last words" : shown ? facts(shown) : "";
     byId("tools").hidden = !shown?.transcript.segments.length;

@@ -1,13 +1,25 @@
 import type { Transcript } from "asr-serve";
 import { clock, count, language } from "../page/words";
+import { speakersOf } from "./voices";
 
 /** One transcript of this tab: somebody talking, or a recording. */
 export interface Take {
   readonly kind: "talk" | "file";
   readonly title: string;
   readonly transcript: Transcript;
+  /** Names that somebody gave to speakers, by the server's. */
+  readonly names: Map<string, string>;
+  /** What was sent, and what was asked of it; of a recording. */
+  readonly source?: Source;
   /** Of a recording that this browser can play. */
   sound: Sound | undefined;
+  /** How sure the model was of the language that it heard, 0..1. */
+  languageScore?: number;
+}
+
+export interface Source {
+  readonly file: File;
+  readonly fields: Readonly<Record<string, string>>;
 }
 
 export interface Sound {
@@ -19,13 +31,16 @@ export interface Sound {
   peaks: Float32Array | undefined;
 }
 
-/** `0:44 · 5 segments · English · moonshine-tiny-en` */
-export function facts({ transcript }: Take): string {
+/** `0:44 · 5 segments · 2 speakers · English (98 %) · moonshine-tiny-en` */
+export function facts({ transcript, languageScore }: Take): string {
   const { model, duration, segments } = transcript;
+  const speakers = speakersOf(segments).size;
+  const sure = languageScore === undefined ? "" : ` (${Math.round(100 * languageScore)} %)`;
   return [
     duration ? clock(duration) : "",
     segments.length ? count(segments.length, "segment") : "",
-    transcript.language && language(transcript.language),
+    speakers ? count(speakers, "speaker") : "",
+    transcript.language && language(transcript.language) + sure,
     model,
   ]
     .filter(Boolean)

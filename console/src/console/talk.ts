@@ -3,6 +3,7 @@ import { address } from "../page/api";
 import { key } from "../page/key";
 import type { Lag } from "./lag";
 import type { Take } from "./take";
+import type { RichOptions } from "./wanted";
 
 const FRAME_MS = 40;
 /** As long as there is room for the sound. */
@@ -12,6 +13,7 @@ export interface TalkOptions {
   deviceId: string | undefined;
   model: string;
   language: string;
+  rich: RichOptions;
 }
 
 export interface TalkEvents {
@@ -19,6 +21,8 @@ export interface TalkEvents {
   /** The open segment has changed. What was said up to `settledS` will not. */
   text(settledS?: number): void;
   segment(segment: Segment): void;
+  /** Segments are by others than they told. */
+  speakers(): void;
   /** `lostS`: seconds of sound that found no room while there was no connection. */
   state(state: StreamState, lostS: number): void;
   /** The server has lost the session, and another goes on. */
@@ -54,7 +58,7 @@ export class Talk {
   }
 
   /** Resolves when the server hears. Sound before that waits for it. Rejects with SpeechError. */
-  async begin({ deviceId, model, language }: TalkOptions): Promise<void> {
+  async begin({ deviceId, model, language, rich }: TalkOptions): Promise<void> {
     const opened = await microphone({ ...(deviceId && { deviceId }), frameMs: FRAME_MS });
     this.#microphone = opened;
     this.#rateHz = opened.rate;
@@ -67,6 +71,7 @@ export class Talk {
       ...(apiKey !== undefined && { apiKey }),
       ...(model && { model }),
       ...(language && { language }),
+      ...rich,
     });
     this.#stream = stream;
     this.lag.begin(opened.rate);
@@ -115,6 +120,7 @@ export class Talk {
     stream.on("segment", () => {
       this.events.segment(take.transcript.segments.at(-1)!);
     });
+    stream.on("speakers", () => this.events.speakers());
     stream.on("ack", ({ received_bytes }) => this.lag.ack(received_bytes));
     stream.on("restarted", (restart) => this.events.restarted(restart));
     stream.on("state", (state) => {

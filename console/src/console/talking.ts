@@ -31,9 +31,10 @@ export class Talking {
     this.#another = false;
     const talk = this.#made();
     this.#talk = talk;
+    stage.wanted.refused();
     try {
       const { deviceId, model, language } = stage.chooser;
-      await talk.begin({ deviceId, model, language });
+      await talk.begin({ deviceId, model, language, rich: stage.wanted.options() });
       if (this.#talk !== talk) return; // cancelled meanwhile
       stage.enter("live");
       stage.tell("Listening");
@@ -41,6 +42,7 @@ export class Talking {
     } catch (failure) {
       if (this.#talk !== talk) return;
       this.#never();
+      stage.wanted.refused(failure);
       await refused(failure, stage.banner, () => void this.start());
     }
   }
@@ -88,6 +90,9 @@ export class Talking {
         stage.wave.settled(segment.end);
         stage.refresh();
       },
+      speakers: () => {
+        if (this.#talk === talk) stage.voices();
+      },
       state: (state, lostS) => {
         if (this.#talk === talk) this.#connection(state, lostS);
       },
@@ -103,7 +108,7 @@ export class Talking {
 
   #begun({ transcript }: SpeechStream): Take {
     const at = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-    this.#take = { kind: "talk", title: `Talk at ${at}`, transcript, sound: undefined };
+    this.#take = { kind: "talk", title: `Talk at ${at}`, transcript, names: new Map(), sound: undefined };
     this.stage.show(this.#take);
     return this.#take;
   }

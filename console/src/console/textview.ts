@@ -1,7 +1,11 @@
-import type { Segment } from "asr-serve";
+import type { Segment, Word } from "asr-serve";
 import { byId, make } from "../page/dom";
 import { clock } from "../page/words";
+import type { Legend } from "./legend";
+import { said, wordAt } from "./said";
 import type { Take } from "./take";
+import { speakerColour } from "./voices";
+import { WordTip } from "./wordtip";
 
 /** From the end of the text: nearer than that, the newest words are kept in view. */
 const NEAR_PX = 96;
@@ -21,9 +25,15 @@ export class TextView {
   #take: Take | undefined;
   #follows = true;
   #playing: HTMLElement | undefined;
+  #word: Element | undefined;
+  readonly #tip: WordTip;
 
   /** `play`: somebody chose a time of a recording. */
-  constructor(private readonly play: (seconds: number) => void) {
+  constructor(
+    private readonly play: (seconds: number) => void,
+    private readonly legend: Legend,
+  ) {
+    this.#tip = new WordTip((word) => this.#known(word), play);
     this.#room.addEventListener("scroll", () => this.#look(), { passive: true });
     this.#latest.addEventListener("click", () => {
       this.#follows = true;
@@ -41,7 +51,9 @@ export class TextView {
     this.#empty.hidden = true;
     this.#log.setAttribute("aria-live", "off");
     this.#room.scrollTop = 0;
-    this.#list.replaceChildren(...take.transcript.segments.map((segment) => this.#row(segment)));
+    const { segments } = take.transcript;
+    this.#list.replaceChildren(...segments.map((segment, n) => this.#row(segment, segments[n - 1])));
+    this.#tip.settle();
     this.open();
     requestAnimationFrame(() => this.#log.setAttribute("aria-live", "polite"));
   }
@@ -56,9 +68,10 @@ export class TextView {
 
   /** A segment has become final. */
   segment(segment: Segment): void {
-    const row = this.#row(segment);
+    const row = this.#row(segment, this.#take!.transcript.segments[this.#list.childElementCount - 1]);
     row.classList.add("new");
     this.#list.append(row);
+    this.#tip.settle();
     this.open();
   }
 
@@ -96,6 +109,7 @@ export class TextView {
     const now =
       seconds === undefined ? -1 : segments.findIndex(({ start, end }) => start <= seconds && seconds < end);
     const row = this.#list.children[now];
+    this.#sound(row, segments[now], seconds ?? 0);
     if (row === this.#playing) return;
     this.#playing?.classList.remove("playing");
     this.#playing = row instanceof HTMLElement ? row : undefined;
@@ -103,8 +117,50 @@ export class TextView {
     this.#playing?.scrollIntoView({ block: "nearest" });
   }
 
-  #row(segment: Segment): HTMLElement {
-    return make("li", { class: "segment" }, this.#time(segment), make("span", { class: "said" }, segment.text.trim()));
+  /** Speakers have other names, or have said other segments. */
+  voices(): void {
+    const segments = this.#take?.transcript.segments ?? [];
+    for (const [n, segment] of segments.entries()) {
+      const row = this.#list.children[n];
+      if (row instanceof HTMLElement) this.#voice(row, segment, segments[n - 1]);
+    }
+  }
+
+  /** Escape: what is told about a word goes. False: nothing was. */
+  hush(): boolean {
+    return this.#tip.hide();
+  }
+
+  #row(segment: Segment, before: Segment | undefined): HTMLElement {
+    const row = make("li", { class: "segment" }, this.#time(segment), said(segment));
+    this.#voice(row, segment, before);
+    return row;
+  }
+
+  /** Who says it, where that is somebody else than before. */
+  #voice(row: HTMLElement, { speaker }: Segment, before: Segment | undefined): void {
+    row.querySelector(".voice, .rename")?.remove();
+    if (!speaker) return void delete row.dataset["voice"];
+    row.dataset["voice"] = String(speakerColour(speaker));
+    if (speaker !== before?.speaker) row.firstElementChild!.after(this.legend.button(this.#take!, speaker));
+  }
+
+  /** Mark the word that is heard. */
+  #sound(row: Element | undefined, segment: Segment | undefined, seconds: number): void {
+    const at = segment?.words ? wordAt(segment.words, seconds) : -1;
+    const word = at < 0 ? undefined : (row?.querySelector(`.word[data-n="${at}"]`) ?? undefined);
+    if (word === this.#word) return;
+    this.#word?.classList.remove("now");
+    this.#word = word;
+    word?.classList.add("now");
+    if (row && row.clientHeight > this.#room.clientHeight) word?.scrollIntoView({ block: "nearest" });
+  }
+
+  #known(word: HTMLElement): { word: Word; sounds: boolean } | undefined {
+    const row = word.closest("li");
+    const at = row ? [...this.#list.children].indexOf(row) : -1;
+    const found = this.#take?.transcript.segments[at]?.words?.[Number(word.dataset["n"])];
+    return found && { word: found, sounds: this.#take!.sound !== undefined };
   }
 
   #time({ start }: Segment): HTMLElement {

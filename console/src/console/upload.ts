@@ -1,5 +1,6 @@
-import { SpeechError, type Segment } from "asr-serve";
-import { address, authorization, refusal } from "../page/api";
+import { SpeechError, type Segment, type Word } from "asr-serve";
+import { address, authorization, failed, refusal, type Told } from "../page/api";
+import { speakerId } from "./voices";
 
 export interface Upload {
   /** Resolves when all of the recording is text. Rejects with SpeechError; its code is `cancelled` after `cancel`. */
@@ -10,6 +11,8 @@ export interface Upload {
 export interface UploadEvents {
   sent(bytes: number, total: number): void;
   segment(segment: Segment): void;
+  /** What is known of the whole when all of it was heard. `score`: how sure the language is, 0..1. */
+  language(code: string, score: number | undefined): void;
 }
 
 interface ServerSent {
@@ -17,7 +20,21 @@ interface ServerSent {
   delta?: string;
   start?: number;
   end?: number;
-  error?: { code: string | null; type: string; message: string };
+  speaker?: string;
+  spoken?: string;
+  words?: ServerWord[];
+  language?: string;
+  language_probability?: number;
+  error?: Told;
+}
+
+interface ServerWord {
+  word: string;
+  start: number;
+  end: number;
+  confidence?: number;
+  speaker?: string;
+  spoken?: string;
 }
 
 /** Send a recording to be transcribed; its segments come back as they are heard. */
@@ -34,12 +51,12 @@ export function upload(file: File, fields: Record<string, string>, events: Uploa
 
   const take = (event: ServerSent): void => {
     if (event.type === "transcript.text.delta") {
-      const { delta = "", start = 0, end = 0 } = event;
-      events.segment({ index: index++, start, end, text: delta.trim() });
+      events.segment(segmentOf(event, index++));
     } else if (event.type === "transcript.text.done") {
       whole = true;
+      if (event.language) events.language(event.language, event.language_probability);
     } else if (event.type === "error" && event.error) {
-      failure = new SpeechError(event.error.code ?? event.error.type, event.error.message);
+      failure = failed(event.error);
     }
   };
   const readOn = (): void => {
@@ -78,4 +95,27 @@ export function upload(file: File, fields: Record<string, string>, events: Uploa
   for (const [name, value] of Object.entries(authorization())) request.setRequestHeader(name, value);
   request.send(form);
   return { done, cancel: () => request.abort() };
+}
+
+function segmentOf({ delta = "", start = 0, end = 0, speaker, spoken, words }: ServerSent, index: number): Segment {
+  return {
+    index,
+    start,
+    end,
+    text: delta.trim(),
+    ...(speaker !== undefined && { speaker: speakerId(speaker) }),
+    ...(spoken !== undefined && { spoken }),
+    ...(words && { words: words.map(wordOf) }),
+  };
+}
+
+function wordOf({ word, start, end, confidence = 1, speaker, spoken }: ServerWord): Word {
+  return {
+    text: word,
+    start,
+    end,
+    confidence,
+    ...(speaker !== undefined && { speaker: speakerId(speaker) }),
+    ...(spoken !== undefined && { spoken }),
+  };
 }

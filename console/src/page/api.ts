@@ -26,12 +26,23 @@ export async function get(route: string, signal?: AbortSignal): Promise<Response
   }
 }
 
+/** An error as OpenAI tells it. */
+export interface Told {
+  code: string | null;
+  type: string;
+  message: string;
+  param?: string | null;
+}
+
+export function failed({ code, type, message, param }: Told, retry: { retryAfterMs?: number | undefined } = {}): SpeechError {
+  return new SpeechError(code ?? type, message, { ...retry, param: param ?? undefined });
+}
+
 /** The error in an answer of OpenAI's shape, or in one of a proxy's that has none. */
 export function refusal(status: number, body: string, retryAfterMs: string | null): SpeechError {
   const retry = { retryAfterMs: retryAfterMs === null ? undefined : Number(retryAfterMs) };
   try {
-    const { error } = JSON.parse(body) as { error: { code: string | null; type: string; message: string } };
-    return new SpeechError(error.code ?? error.type, error.message, retry);
+    return failed((JSON.parse(body) as { error: Told }).error, retry);
   } catch {
     return new SpeechError(`http_${status}`, `The server, or a proxy before it, answered with status ${status}.`, retry);
   }

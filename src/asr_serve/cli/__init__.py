@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from asr_serve.cli import doctor, listen, models, serve, speak, train, transcribe
+from asr_serve.cli import doctor, label, listen, models, serve, speak, train, transcribe
 from asr_serve.cli.exits import INTERRUPTED
 from asr_serve.cli.voices import cloning, managing
 
@@ -46,6 +46,7 @@ def top(
       asr-serve listen --mic                     words while they are spoken
       asr-serve speak "Hello there."             say it, or -o hello.mp3
       asr-serve clone --name me --audio clips/   teach it a voice; asr-serve voices list
+      asr-serve label calls/ --out labels        what two models agree on, to train on
       asr-serve train voice --help               make voices of your own
       asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
       asr-serve models list                      which models there are
@@ -55,6 +56,7 @@ def top(
 
 app.command("transcribe", no_args_is_help=True)(transcribe.transcribe)
 app.command("listen", no_args_is_help=True)(listen.listen)
+app.command("label", no_args_is_help=True)(label.label)
 app.command("speak", no_args_is_help=True)(speak.speak)
 app.command("clone", no_args_is_help=True)(cloning.clone)
 app.add_typer(managing.app, name="voices")

@@ -11,7 +11,7 @@ import typer
 from asr_serve import DEFAULT_MODEL
 from asr_serve.cli import options as shared
 from asr_serve.cli.exits import INTERRUPTED, guarded, say
-from asr_serve.cli.options import Device, Dtype, Hotword, Language, Prompt, Set, Weights
+from asr_serve.cli.options import Device, Dtype, Hotwords, Itn, Language, Prompt, Set, Speakers, Weights, Words
 from asr_serve.config import client_key
 from asr_serve.errors import OptionError
 from asr_serve.units import RATE_HZ, ms_to_samples
@@ -66,7 +66,10 @@ def listen(
     weights: Weights = None,
     language: Language = None,
     prompt: Prompt = None,
-    hotword: Hotword = None,
+    hotwords: Hotwords = None,
+    words: Words = False,
+    speakers: Speakers = False,
+    itn: Itn = False,
     chunk_ms: Annotated[
         int | None,
         typer.Option(
@@ -109,6 +112,9 @@ def listen(
                `unfixed_text` what may still change, `segments` the new ones;
                the last line has `is_final` true and the whole `text`;
                with --server there is a line for each change
+               A segment has `words`, `speaker` and `spoken` where they were
+               asked for; the last line tells in `speakers` who said each
+               segment, as all of it shows
     --server   a connection that is lost is found again, and nothing of
                the audio or the text with it
 
@@ -126,7 +132,9 @@ def listen(
       asr-serve listen talk.mp3 --real-time
       asr-serve listen talk.mp3 --json | jq -j .delta
       asr-serve listen --mic -m armspeech-hy --set engine.beam=8
-      asr-serve listen talk.mp3 -m whisper-tiny-en --hotword Kubernetes
+      asr-serve listen talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
+      asr-serve listen meeting.wav --speakers --itn
+      asr-serve listen meeting.wav --words --json | jq -c '.segments[].words'
     """
     from asr_serve.cli.listening.captions import Captions, Level, Lines
     from asr_serve.cli.listening.inputs import as_spoken, metered
@@ -136,7 +144,8 @@ def listen(
     spoken = real_time or path in ("-", None)
     expect_sense(path, rate_hz, chosen_input, real_time=real_time)
     options: dict[str, Any] = {"language": language, "silence_schedule": silence_schedule, "prompt": prompt}
-    options |= {"hotwords": tuple(hotword) if hotword else None}
+    options |= {"hotwords": shared.hotwords(hotwords) or None}
+    options |= {"words": words or None, "speakers": speakers or None, "itn": itn or None}
     options = {name: value for name, value in options.items() if value is not None}
     loading = {"device": device, "dtype": dtype, "weights": weights}
     heard = here_or_there(server, api_key, model, chunk_ms, options, more, **loading)
@@ -227,6 +236,7 @@ def here_or_there(
         options["partial_ms"] = chunk_ms
     if "hotwords" in options:
         options["hotwords"] = ",".join(options["hotwords"])
+    options |= {name: "true" for name in ("words", "speakers", "itn") if name in options}
     return There(server, api_key or client_key(), options)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asr_serve.config import EngineConfig
-from asr_serve.errors import OptionError
+from asr_serve.errors import OptionError, SourceNotFound
 from asr_serve.settings import Given, build, gather
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Which model; see: asr-serve models list")]
@@ -44,15 +45,59 @@ Prompt = Annotated[
         show_default=False,
     ),
 ]
-Hotword = Annotated[
+Hotwords = Annotated[
     list[str] | None,
     typer.Option(
+        "--hotwords",
         "--hotword",
-        metavar="WORD",
-        help="A word or name that may come, for the same models: --hotword Beckett. May be repeated.",
+        metavar="WORDS|@FILE",
+        help="Names and words that may come: --hotwords 'Beckett,Ada Lovelace', or @names.txt with one a line. "
+        "May be repeated.",
         show_default=False,
     ),
 ]
+Words = Annotated[
+    bool,
+    typer.Option(
+        "--words",
+        help="When each word was said, and how sure the model was, in the formats "
+        "that tell. Subtitles follow the words then.",
+    ),
+]
+Speakers = Annotated[bool, typer.Option("--speakers", help="Who says it: SPEAKER_00, SPEAKER_01 and so on.")]
+Itn = Annotated[
+    bool,
+    typer.Option(
+        "--itn/--no-itn",
+        help="Numbers, dates and money as one writes them: $25.30 for twenty-five dollars and thirty cents. "
+        "English, Chinese, Japanese; wants the extra itn.",
+    ),
+]
+MOST_HOTWORD_BYTES = 4 << 20
+"""Of a file: more than the words that any request may have."""
+
+
+def hotwords(given: list[str] | None) -> tuple[str, ...]:
+    """The words of --hotwords: lists with commas, and files with a word or phrase a line, in which `#` begins a
+    comment. Raises OptionError, SourceNotFound."""
+    found: list[str] = []
+    for each in given or []:
+        if not each.startswith("@"):
+            found += (part.strip() for part in each.split(","))
+            continue
+        path = Path(each[1:])
+        try:
+            with path.open("rb") as file:
+                content = file.read(MOST_HOTWORD_BYTES + 1)
+            lines = content.decode("utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise OptionError(f"--hotwords {each} is no text", "UTF-8, a word or phrase a line") from None
+        except OSError as error:
+            raise SourceNotFound(f"--hotwords {each}: {error.strerror}", "", "check the path") from None
+        if len(content) > MOST_HOTWORD_BYTES:
+            raise OptionError(f"--hotwords {each} has more than {MOST_HOTWORD_BYTES >> 20} MiB", "a list of words")
+        found += (line.partition("#")[0].strip() for line in lines)
+    return tuple(dict.fromkeys(word for word in found if word))
 
 
 def settings(pairs: list[str] | None) -> dict[str, Given]:

@@ -18,7 +18,8 @@ import msgspec
 from asr_serve.audio.manifest import Item
 from asr_serve.cli.names import UNFIT, plan, source_name, spare_inputs
 from asr_serve.errors import OptionError
-from asr_serve.text import subtitles
+from asr_serve.text.formats import plain
+from asr_serve.text.formats.rendering import SUFFIXES, render
 from asr_serve.types import Segment, Transcript
 
 OWNERS = ".asr-serve.jsonl"
@@ -47,6 +48,7 @@ class Screen:
         self.form, self.several = form, several
         self.stream: BinaryIO = sys.stdout.buffer if stream is None else stream
         self._headed: str | None = None
+        self._speaker = ""
         self._any = False
 
     def finished(self, item: Item) -> bool:
@@ -56,19 +58,25 @@ class Screen:
         pass
 
     def segment(self, item: Item, segment: Segment) -> None:
-        if self.form == "text" and (line := " ".join(segment.text.split())):
+        if self.form != "text":
+            return
+        if self._headed != item.key:
+            self._speaker = ""
+        if line := plain.spoken_line(segment, self._speaker):
             self._head(item)
+            self._headed = item.key
+            self._speaker = segment.speaker
             self._write(f"{line}\n")
 
     def done(self, item: Item, transcript: Transcript) -> None:
         if self.form == "text":
             self._head(item)
             if not transcript.segments:
-                self._write(subtitles.text(transcript))
+                self._write(plain.text(transcript))
             return
-        if self.form in ("srt", "vtt"):
+        if self.form not in ("json", "verbose_json", "jsonl"):
             self._head(item)
-        result = subtitles.render(transcript, self.form)
+        result = render(transcript, self.form)
         if self.several and self.form in ("json", "verbose_json"):
             # One document a line, for jq and for people.
             result = msgspec.json.format(result.encode(), indent=0).decode() + "\n"
@@ -116,7 +124,7 @@ class Files:
     def done(self, item: Item, transcript: Transcript) -> Path:
         path = self.paths[item.key]
         make_folder(path.parent)
-        write_whole(path, subtitles.render(transcript, self.form).encode("utf-8", "replace"))
+        write_whole(path, render(transcript, self.form).encode("utf-8", "replace"))
         if self._owners is not None:
             row = {"output": self._name(path), "source": source_name(item)}
             append_row(self._owners, msgspec.json.encode(row) + b"\n")
@@ -157,7 +165,7 @@ class Lines:
         pass
 
     def done(self, item: Item, transcript: Transcript) -> Path:
-        append_row(self.path, subtitles.jsonl(transcript).encode("utf-8", "replace"))
+        append_row(self.path, plain.jsonl(transcript).encode("utf-8", "replace"))
         self.keys.add(item.key)
         return self.path
 
@@ -184,7 +192,7 @@ def choose(
     if into_folder:
         if target.exists() and not target.is_dir():
             raise OptionError(f"--output {output} is a file", "a folder, or a file name with a suffix")
-        paths = plan(items, target, subtitles.SUFFIXES[form])
+        paths = plan(items, target, SUFFIXES[form])
         spare_inputs(paths.values(), items, lists)
         return Files(form, paths, target, resume=resume)
     if several:
@@ -218,7 +226,8 @@ def whole(path: Path, form: str) -> bool:
             msgspec.json.decode(content)
         except msgspec.DecodeError:
             return False
-    return form != "vtt" or content.startswith(b"WEBVTT")
+    first = {"vtt": b"WEBVTT", "karaoke": b"WEBVTT", "textgrid": b"File type"}
+    return content.startswith(first.get(form, b""))
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -13,7 +13,20 @@ import typer
 
 from asr_serve.cli import options as shared
 from asr_serve.cli.exits import FAILED, guarded, say
-from asr_serve.cli.options import Device, Dtype, Hotword, Language, Model, Prompt, Quantize, Set, Weights
+from asr_serve.cli.options import (
+    Device,
+    Dtype,
+    Hotwords,
+    Itn,
+    Language,
+    Model,
+    Prompt,
+    Quantize,
+    Set,
+    Speakers,
+    Weights,
+    Words,
+)
 from asr_serve.errors import AsrServeError, OptionError
 
 if TYPE_CHECKING:
@@ -97,7 +110,15 @@ def transcribe(
         int, typer.Option(min=1, help="Hypotheses that a decoder follows at once. 1: greedy, and fastest.")
     ] = 1,
     prompt: Prompt = None,
-    hotword: Hotword = None,
+    hotwords: Hotwords = None,
+    words: Words = False,
+    speakers: Speakers = False,
+    num_speakers: Annotated[
+        int | None, typer.Option(min=1, help="How many speak, if that is known; implies --speakers.")
+    ] = None,
+    min_speakers: Annotated[int | None, typer.Option(min=1, help="At least so many; implies --speakers.")] = None,
+    max_speakers: Annotated[int | None, typer.Option(min=1, help="At most so many; implies --speakers.")] = None,
+    itn: Itn = False,
     long_form: Annotated[
         str,
         typer.Option(
@@ -112,7 +133,8 @@ def transcribe(
             "--format",
             "-f",
             metavar="FORMAT",
-            help="text, json, verbose_json (OpenAI's), srt, vtt or jsonl (a line for each input). "
+            help="text, json, verbose_json (OpenAI's), jsonl (a line for each input); srt, vtt, karaoke (vtt with "
+            "a time before each word); ctm (words), rttm (speakers), textgrid (both, for Praat). "
             "Default: told by the suffix of --output, else text.",
             show_default=False,
         ),
@@ -156,6 +178,12 @@ def transcribe(
                130 ctrl-C: finished results stay, --resume goes on
 
     \b
+    --words, --speakers and --itn show in every format that has a place for
+    them; karaoke, ctm and textgrid ask for words by themselves, rttm for
+    speakers. With --itn what was said stays beside what is written, as
+    `spoken`, in the JSON formats.
+
+    \b
     Examples
       asr-serve transcribe talk.mp3
       asr-serve transcribe film.mkv --output film.srt
@@ -163,13 +191,19 @@ def transcribe(
       asr-serve transcribe 'calls/**/*.flac' --silence-schedule inf:500
       asr-serve transcribe wav.scp --output results.jsonl
       asr-serve transcribe calls/ -m armspeech-hy --set engine.beam=8
-      asr-serve transcribe talk.mp3 -m whisper-tiny-en --hotword Kubernetes
+      asr-serve transcribe meeting.m4a --num-speakers 3 -o meeting.vtt
+      asr-serve transcribe meeting.m4a --max-speakers 4 --format rttm
+      asr-serve transcribe lecture.mp4 --words --itn -o lecture.srt
+      asr-serve transcribe interview.wav -o interview.TextGrid
+      asr-serve transcribe talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
+      asr-serve transcribe calls/ --hotwords @names.txt -o out/
       asr-serve transcribe book.mp3 -m whisper-tiny-en --long-form sequential
       ffmpeg -i rtsp://camera -f wav - | asr-serve transcribe -
     """
     from asr_serve.audio import manifest
     from asr_serve.cli import outputs
     from asr_serve.cli.progress import Bar, Meter
+    from asr_serve.text.formats.rendering import WANT_SPEAKERS, WANT_WORDS
     from asr_serve.vad.schedule import SilenceSchedule
 
     form = choose_format(form, output)
@@ -179,6 +213,7 @@ def transcribe(
         raise OptionError(f"--max-duration-s {max_duration_s}", "more than 0 seconds")
     engine = shared.engine(more, quantize)
     way = choose_long_form(long_form)
+    spelt = shared.hotwords(hotwords)
     schedule = None if silence_schedule is None else SilenceSchedule.from_text(silence_schedule)
     items = list(manifest.expand(paths))  # all of them, so that a malformed list stops us before any work
     if not items:
@@ -203,7 +238,13 @@ def transcribe(
             task="translate" if translate else "transcribe",
             beam=beam,
             prompt=prompt or "",
-            hotwords=tuple(hotword or ()),
+            hotwords=spelt,
+            words=words or form in WANT_WORDS,
+            speakers=speakers or form in WANT_SPEAKERS or bool(num_speakers or min_speakers or max_speakers),
+            num_speakers=num_speakers,
+            min_speakers=min_speakers,
+            max_speakers=max_speakers,
+            itn=itn,
             long_form=way,
             vad=not no_vad,
             silence_schedule=schedule,
@@ -230,11 +271,11 @@ def transcribe(
 
 def choose_format(form: str | None, output: str | None) -> str:
     """--format, or what the suffix of --output says, or text. Raises OptionError with the nearest name."""
-    from asr_serve.text.subtitles import FORMATS, SUFFIXES
+    from asr_serve.text.formats.rendering import FORMATS, SUFFIXES
     from asr_serve.values import unknown
 
     if form is None:
-        told = {suffix: name for name, suffix in reversed(SUFFIXES.items())}
+        told = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
         return told.get(Path(output).suffix.lower(), "text") if output else "text"
     if form not in FORMATS:
         raise unknown("--format", form, list(FORMATS))

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
 from asr_serve.errors import OptionError
 from asr_serve.types import Phases
+
+if TYPE_CHECKING:
+    from asr_serve.decoding.hotwords import HotWords
 
 Finish = Literal["stop", "length", "repetition"]
 Task = Literal["transcribe", "translate"]
@@ -66,6 +69,8 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model is surer than this that nobody speaks, an answer below `min_avg_logprob` is none."""
     words: bool = False
     """Whether it is to be told when each token was said."""
+    bias: str = ""
+    """Hot words, as decoding/bias.packed writes them."""
     hurried: bool = False
     """Somebody waits: no higher temperature is tried once the tries together are as long as the longest answer
     could be."""
@@ -139,6 +144,8 @@ class Hypothesis:
         """Tokens that were said in tries that did not pass."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.hotwords: HotWords | None = None
+        """Of `options.bias`."""
 
     def _first_try(self, draft: Draft) -> Draft:
         """With what the answer begins with, and as far as it can be compared with what is decoded: a row that

@@ -47,6 +47,8 @@ class Link(Protocol):
     card: AnyCard
     turn_card: TurnCard | None
     """Of the turn model, if there is one. `turn` is called only then."""
+    speakers: bool
+    """The models that hear who speaks are on this machine."""
 
     @property
     def state(self) -> str: ...
@@ -258,6 +260,11 @@ class EngineClient:
     def turn_model(self) -> str | None:
         """Name of the model that `turn` asks; None where there is none."""
         return self.link.turn_card.name if self.link.turn_card else None
+
+    @property
+    def hears_speakers(self) -> bool:
+        """Whether `voices` has its models on this machine."""
+        return self.link.speakers
 
     def turn(self, pcm: np.ndarray) -> Future[float]:
         """How likely it is that whoever speaks has finished, 0..1. `pcm` (samples,) float32, 16 kHz: what they

@@ -16,6 +16,7 @@ from asr_serve.engine.parts import Parts, as_built, assemble
 from asr_serve.engine.peers.meeting import Meeting
 from asr_serve.engine.prefix.names import name, name_windows
 from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speakers.hearing import on_this_machine
 from asr_serve.engine.speakers.runner import Question
 from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.turns.runner import TurnModel, TurnRunner
@@ -39,7 +40,7 @@ class LocalLink:
     ) -> None:
         """`build` runs on the engine's thread and what it raises is raised here. torch gives every thread that
         computes a pool of its own; two pools, and both go to sleep between products."""
-        self.turn_card = turns.card if turns else None
+        self.turn_card, self.speakers = turns.card if turns else None, on_this_machine()
         self._turns: TurnRunner | None = None
         self._on_stop = on_stop
         self._lock = threading.Lock()

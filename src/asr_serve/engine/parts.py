@@ -113,7 +113,7 @@ class Checkpoint(NamedTuple):
             tensors = load_file(self.folder / "model.safetensors")
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
-        return Parts(self.kind.Model(self.config, tensors, picked), silero.load(), picked, self.tokenizer.text)
+        return Parts(self.kind.Model(self.config, tensors, picked), silero.load(), picked, self.tokenizer.text, encode=self.tokenizer.encode)
 
     def fingerprint(self) -> int:
         """Of all that another engine of the same model must share with one whose callers it takes over: files that
@@ -257,7 +257,7 @@ def utterances(
     peers: Peers | None = None,
     tiers: Tiers | None = None,
 ) -> Utterances:
-    model, _, device, text, _ = parts
+    model, _, device, text, *_ = parts
     longest = model.frames(units.ms_to_samples(chosen.max_segment_ms))
     runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
     kept: Kept | None = None
@@ -286,6 +286,7 @@ def utterances(
         growing=chosen.grows,
         kept=kept,
         peers=peers,
+        encode_text=parts.encode,
     )
 
 

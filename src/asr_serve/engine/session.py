@@ -16,6 +16,7 @@ from asr_serve.types import Priority
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
 if TYPE_CHECKING:
+    from asr_serve.decoding.hotwords import HotWords
     from asr_serve.engine.states import Slot, StateCacheManager
     from asr_serve.engine.voice import VoiceMemory
 
@@ -53,6 +54,8 @@ class Utterance(msgspec.Struct):
     """That of the answer."""
     encoded: bool = False
     """It was, for this request: nothing that was kept would do."""
+    hotwords: HotWords | None = None
+    """Of `options.bias`, once they are ready."""
 
     @property
     def urgent(self) -> bool:

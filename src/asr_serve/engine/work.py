@@ -48,6 +48,8 @@ class Parts(NamedTuple):
     text: Callable[[list[int]], str]
     codec: Any = None
     """Of a model that makes frames."""
+    encode: Callable[[str], list[int]] | None = None
+    """A text's tokens, of a model whose hot words are spelt in them."""
 
 
 class Work(Protocol):

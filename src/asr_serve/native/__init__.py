@@ -58,6 +58,11 @@ def align() -> ModuleType:
     return _built("asr_serve.native._align") or importlib.import_module("asr_serve.native.align_twin")
 
 
+def dtw() -> ModuleType:
+    """Dynamic time warping: compiled, or in numpy."""
+    return _built("asr_serve.native._dtw") or importlib.import_module("asr_serve.native.dtw_twin")
+
+
 def disk() -> ModuleType | None:
     """Reads and writes by io_uring, or None: `transfer.disk` has other roads."""
     return _built("asr_serve.native._disk")

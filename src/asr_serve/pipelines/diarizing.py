@@ -22,7 +22,8 @@ from asr_serve.speaker.assigning import Turns, told
 from asr_serve.speaker.clustering import HowMany
 from asr_serve.speaker.knowing import called, voice
 from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
-from asr_serve.speaker.stitching import STEP_SAMPLES, Window, diarize
+from asr_serve.speaker.grouping import Window
+from asr_serve.speaker.stitching import STEP_SAMPLES, diarize
 from asr_serve.types import Segment, SpeakerTurn
 from asr_serve.units import s_to_samples
 

@@ -1,61 +1,76 @@
-"""Text that a model reads before it hears: words that may come, then what was said before.
+"""What a caller gives a model beside audio: text that it reads before it hears, and words that may come.
 
-The last of it is nearest to the audio and says most, so hot words come first. A prompt that is too long loses its
-beginning; hot words are never lost.
+The last of a text is nearest to the audio and says most, so one that is too long loses its beginning.
 
-Source  the order, and what is put around the texts: openai-whisper's `initial_prompt`, faster-whisper's `hotwords`
-        and `get_prompt`; tests/pipelines/test_prompting.py compares
+Source  what is put around a text: openai-whisper's `initial_prompt`, faster-whisper's `get_prompt`;
+        tests/pipelines/test_prompting.py compares
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asr_serve.decoding.bias import MOST_WORDS, hot_word, packed
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.card import Card
+from asr_serve.text.languages import SCRIPTS, script
 from asr_serve.text.tokens import Tokenizer
 
 MOST_CHARACTERS = 16_384
-"""Of a prompt, and of all hot words: no model reads so much, and cutting it into tokens takes time."""
-BETWEEN = ", "
-"""Two hot words."""
+"""Of a prompt: no model reads so much, and cutting it into tokens takes time."""
 
 
-def prompt_tokens(
-    client: EngineClient, tokenizer: Tokenizer, prompt: str, hotwords: Sequence[str]
-) -> tuple[int, ...]:
-    """What goes into SearchOptions.prompt: the hot words, and as much of the end of `prompt` as the model reads
-    beside them. Empty where nothing is given.
+def prompt_tokens(client: EngineClient, tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
+    """What goes into SearchOptions.prompt: as much of the end of `prompt` as the model reads. Empty where nothing
+    is given.
 
-    Raises OptionError for what is no text, is too long, or more hot words than half of what the model reads;
-    UnsupportedOption where the model reads nothing. `param` is `prompt` or `hotwords`.
+    Raises OptionError for what is no text or is too long; UnsupportedOption where the model reads nothing.
     """
-    words = hotword_tokens(client, tokenizer, hotwords)
-    return behind(client.card, words, _tokens(client.card, tokenizer, "prompt", prompt))
+    return ending(client.card, _tokens(client.card, tokenizer, "prompt", prompt))
 
 
-def hotword_tokens(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> tuple[int, ...]:
-    """Those of the hot words alone, at most half of what the model reads. Raises as `prompt_tokens` does."""
+def ending(card: Card, said: Sequence[int]) -> tuple[int, ...]:
+    """The end of what was said before, as much of it as the model reads."""
+    return tuple(said[max(0, len(said) - card.prompt_tokens) :])
+
+
+def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> str:
+    """What goes into SearchOptions.bias, of words as a caller writes them: `word` or `word:weight`.
+
+    Raises OptionError for what is no list of texts, too many, an empty or too long one, one that the model cannot
+    write, a weight out of range; UnsupportedOption where the model's vocabulary can only be read. `param` is
+    `hotwords`.
+    """
     listed = isinstance(hotwords, Sequence) and not isinstance(hotwords, str)
     if not listed or not all(isinstance(word, str) for word in hotwords):
         raise OptionError(f"hotwords={str(hotwords)[:60]!r}", "a list of texts", 'like ["Ada"]', param="hotwords")
-    words = BETWEEN.join(word.strip() for word in hotwords if word.strip())
-    found, most = _tokens(client.card, tokenizer, "hotwords", words), client.card.prompt_tokens // 2
-    if len(found) > most:
+    if len(hotwords) > MOST_WORDS:
         raise OptionError(
-            f"hotwords of {len(found)} tokens",
-            f"{client.card.name} reads up to {most}",
-            "name those that matter most",
-            param="hotwords",
+            f"{len(hotwords)} hotwords", f"up to {MOST_WORDS}", "name those that matter most", param="hotwords"
         )
-    return found
+    if not hotwords:
+        return ""
+    words = [hot_word(word) for word in hotwords]
+    expect_written(client.card, tokenizer, [word.text for word in words])
+    return packed(words)
 
 
-def behind(card: Card, words: tuple[int, ...], said: Sequence[int]) -> tuple[int, ...]:
-    """Hot words, and the end of what was said before. `words`: of `hotword_tokens`."""
-    room = card.prompt_tokens - len(words)
-    return (*words, *said[max(0, len(said) - room) :])
+def expect_written(card: Card, tokenizer: Tokenizer, words: Sequence[str]) -> None:
+    """Raises OptionError for a word with a letter that the model has no way to write, or was never taught."""
+    scripts = {name for code in card.languages for name in SCRIPTS.get(code, ("",))}
+    seen = set("".join(words))
+    foreign = {c for c in seen if c.isalpha() and script(c) not in scripts} if "" not in scripts else set()
+    unspelt = seen - foreign - {" "} - tokenizer.letters(seen)
+    for word in words if foreign or unspelt else ():
+        if wrong := next((c for c in word if c in foreign or c in unspelt), ""):
+            known = " and ".join(sorted(name.capitalize() for name in scripts if name)) or "other"
+            raise OptionError(
+                f"hotword {word[:60]!r} has the letter {wrong!r}",
+                f"{card.name} writes {known} letters" if wrong in foreign else f"{card.name} has no such letter",
+                "write it as the model would, or ask for a model of that language",
+                param="hotwords",
+            )
 
 
 def _tokens(card: Card, tokenizer: Tokenizer, name: str, text: str) -> tuple[int, ...]:

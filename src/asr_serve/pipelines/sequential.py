@@ -25,7 +25,7 @@ from asr_serve import units
 from asr_serve.audio.buffers import Kept
 from asr_serve.decoding.attention import Recognition, SearchOptions
 from asr_serve.models.card import Card, Times
-from asr_serve.pipelines.prompts import behind
+from asr_serve.pipelines.prompts import ending
 from asr_serve.pipelines.quiet import quiet_by_level
 from asr_serve.pipelines.reading import Reading
 from asr_serve.pipelines.spoken import Spoken
@@ -83,7 +83,7 @@ def part(tokens: Sequence[int], times: Times) -> Parted:
 class Windows:
     """See way.Way. It holds two windows of audio at most, and of what was said no more than the model reads.
 
-    `hotwords`: tokens that stand before every window; `said`: those before the first, as if they had been said.
+    `said`: tokens before the first window, as if they had been said.
     `remember`: a window is told what the ones before it were heard as. `spoken`: None without voice activity.
     """
 
@@ -94,7 +94,6 @@ class Windows:
         search: SearchOptions,
         text: Callable[[list[int]], str],
         *,
-        hotwords: tuple[int, ...] = (),
         said: tuple[int, ...] = (),
         remember: bool = True,
         spoken: Spoken | None = None,
@@ -102,7 +101,7 @@ class Windows:
         assert card.times is not None, f"{card.name} does not say when"
         self._card, self._times, self._text = card, card.times, text
         self._window_samples, self._remember = window_samples, remember
-        self._search, self._hotwords = msgspec.structs.replace(search, timestamps=True), hotwords
+        self._search = msgspec.structs.replace(search, timestamps=True)
         self._said = list(said)
         self.read_samples = 0
         self._at = 0
@@ -133,7 +132,7 @@ class Windows:
             self._go_on(span.end_samples - (ONSET_SAMPLES if self._more_behind(span) else 0))
             return True, []
         self._asked = True
-        search = msgspec.structs.replace(self._search, prompt=behind(self._card, self._hotwords, self._said))
+        search = msgspec.structs.replace(self._search, prompt=ending(self._card, self._said))
         return True, [Request(span, self._kept.cut(span), search)]
 
     def _next(self) -> Span | None:

@@ -21,8 +21,9 @@ from asr_serve.engine.client import EngineClient, Ticket, VadSession
 from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
 from asr_serve.pipelines.cutting import Cutting
 from asr_serve.pipelines.diarizing import Diarizing, Known, Overheard
+from asr_serve.pipelines.finishing import Finishing
 from asr_serve.pipelines.options import PROMPT_SAMPLES, TranscribeOptions
-from asr_serve.pipelines.prompts import hotword_tokens, prompt_tokens
+from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.reading import Reading, reading
 from asr_serve.pipelines.sequential import Windows
 from asr_serve.pipelines.spoken import Spoken
@@ -120,16 +121,17 @@ class _Transcription:
         if self.sequential:
             expect_times(client)
         self.endpoint = _endpoint(client, options)
-        self.hotwords = hotword_tokens(client, tokenizer, options.hotwords)
-        self.said = prompt_tokens(client, tokenizer, options.prompt, ())
+        self.said = prompt_tokens(client, tokenizer, options.prompt)
         self.search = SearchOptions(
             temperatures=options.temperatures,
             task=options.task,
             language=self.language,
-            prompt=prompt_tokens(client, tokenizer, options.prompt, options.hotwords),
+            prompt=self.said,
             beam=options.beam,
+            bias=hotword_bias(client, tokenizer, options.hotwords),
             words=options.words or options.speakers,
         )
+        self.finishing = Finishing("en" if options.task == "translate" else self.language, itn=options.itn)
         self.ahead_samples = 0
         self.done_samples = 0
         self.announced: int | None = 0
@@ -185,7 +187,6 @@ class _Transcription:
             client.max_samples,
             self.search,
             text,
-            hotwords=self.hotwords,
             said=self.said,
             remember=self.options.condition_on_previous_text,
             spoken=Spoken(session, self.endpoint.threshold, most_windows, self.wake) if session else None,
@@ -301,7 +302,7 @@ class _File:
                 if self.diarizing is not None:
                     self.later.append((segment, heard.phases))
                 else:
-                    yield self._told(segment, heard.phases)
+                    yield self._told(segment, heard.phases, heard.language)
             yield self._progress(heard.end_samples, unopened)
         if self.waiting or self.open or not (self.error or self.diarizing is None or self.diarizing.over):
             return
@@ -310,7 +311,7 @@ class _File:
             turns = self.diarizing.turns()
             for segment, phases in self.later:
                 for part in self.diarizing.told(segment, turns):
-                    yield self._told(part, phases)
+                    yield self._told(part, phases, self._language)
         self._release()
         self.over = True
         yield self._progress(self.way.read_samples, unopened)
@@ -322,7 +323,8 @@ class _File:
             transcript = Transcript(self.key, spoken, self._language, length, segments, model, cached, turns=turns)
             yield FileDone(self.index, self.key, transcript)
 
-    def _told(self, segment: Segment, phases: Phases | None) -> SegmentDone:
+    def _told(self, segment: Segment, phases: Phases | None, language: str) -> SegmentDone:
+        segment = self.call.finishing.of(segment, language)
         self.segments.append(segment)
         return SegmentDone(self.index, self.key, segment, phases)
 

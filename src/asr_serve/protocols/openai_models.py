@@ -31,7 +31,15 @@ class ModelEntry(msgspec.Struct, frozen=True):
     lag_ms: int | None = None
     """How much later than the audio a word can be known, at most; null as above."""
     prompts: bool = False
-    """It reads text beside the audio: `prompt` and `hotwords`."""
+    """It reads text beside the audio: `prompt`."""
+    words: bool = False
+    """It tells words and their times; of Chinese and Japanese, characters."""
+    hotwords: bool = False
+    """Words that may come can be made likelier: `hotwords`."""
+    speakers: bool = False
+    """Who speaks can be told: `spk`. That takes models beside this one, which are on this machine."""
+    itn: tuple[str, ...] = ()
+    """Languages in which numbers can be written as one writes them: `itn`."""
     speaks: bool = False
     """It speaks, and hears nothing; others hear."""
     voices: tuple[str, ...] = ()

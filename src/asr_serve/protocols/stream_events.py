@@ -221,7 +221,7 @@ def _word(word: types.Word, speaker: str) -> Word:
         text=word.text,
         start_s=word.start_s,
         end_s=word.end_s,
-        confidence=word.confidence,
+        confidence=round(word.confidence, 4),
         speaker=word.speaker if word.speaker not in ("", speaker) else None,
         spoken=word.spoken or None,
     )

@@ -18,6 +18,7 @@ from asr_serve.server.documents import KEY_REFUSALS, refusal
 from asr_serve.server.engines import Engines
 from asr_serve.server.layers.replies import JSON
 from asr_serve.server.layers.visits import visit_of
+from asr_serve.text.written.grammar import LANGUAGES, is_installed
 
 _EXAMPLE = {
     "id": "moonshine-tiny-en",
@@ -33,6 +34,10 @@ _EXAMPLE = {
     "chunk_ms": None,
     "lag_ms": None,
     "prompts": False,
+    "words": True,
+    "hotwords": True,
+    "speakers": True,
+    "itn": ["en"],
     "speaks": False,
     "voices": [],
     "object": "model",
@@ -58,8 +63,9 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
     since = int(time.time())
 
     def entry(name: str) -> ModelEntry:
-        card, chunk = engines.known()[name], 0
+        card, chunk, speakers = engines.known()[name], 0, False
         for engine in engines:
+            speakers |= engine.client.hears_speakers  # on this machine, whichever engine says so
             if engine.name == name:  # of what was loaded, and as it was told to hear it
                 card, chunk = engine.any_card, engine.client.config.chunk_frames or 0
         made = ModelEntry(
@@ -82,6 +88,10 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
             chunk_ms=units.samples_to_ms(chunk * card.frame_samples) if card.chunk else None,
             lag_ms=units.samples_to_ms(card.lag_samples(chunk)) if card.chunk else None,
             prompts=card.prompts,
+            words=True,
+            hotwords=True,
+            speakers=speakers,
+            itn=tuple(sorted(set(card.languages) & set(LANGUAGES))) if is_installed() else (),
         )
 
     def one(name: str) -> Response:

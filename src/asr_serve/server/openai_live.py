@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from asr_serve.errors import UnsupportedOption
 from asr_serve.metrics import LiveMeter
 from asr_serve.pipelines.live.caller import Event
-from asr_serve.pipelines.prompts import prompt_tokens
+from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.utterance import language
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.openai import Spell
@@ -41,7 +41,8 @@ class Microphone:
         engine = self._engine(settings)
         language(engine.client, settings.language)
         options = settings.listen(engine.client.turn_model)
-        prompt_tokens(engine.client, engine.tokenizer, options.prompt, options.hotwords)
+        prompt_tokens(engine.client, engine.tokenizer, options.prompt)
+        hotword_bias(engine.client, engine.tokenizer, options.hotwords)
         return engine.name
 
     def begin(self, settings: Settings, hear: Callable[[list[Event]], None]) -> tuple[Caller, Spell]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -50,6 +50,9 @@ class Asked(Protocol):
     def options(self) -> TranscribeOptions: ...
     @property
     def stream(self) -> bool: ...
+    @property
+    def params(self) -> Mapping[str, str]:
+        """Options to the fields that ask for them, where these have other names."""
 
 
 A = TypeVar("A", bound=Asked)
@@ -134,7 +137,9 @@ class Work(Generic[A]):
                 gone=ClientGone,
             )
             held.push_async_callback(_end, upload)
-            named = _asked(upload, read).model is not None
+            asked = _asked(upload, read)
+            held.enter_context(_by_field(asked.params))
+            named = asked.model is not None
             try:
                 work = cls(desk, visit, upload, read, uploading, using)
             except (OptionError, ModelNotLoaded, EngineClosed):
@@ -253,6 +258,17 @@ def _asked(upload: Upload, read: Read[A]) -> A:
             param="file",
         )
     return read(upload.fields, complete=upload.complete)
+
+
+@contextlib.contextmanager
+def _by_field(params: Mapping[str, str]) -> Iterator[None]:
+    """An option that is refused is named as the form names it."""
+    try:
+        yield
+    except OptionError as error:
+        if error.param is not None:
+            error.param = params.get(error.param, error.param)
+        raise
 
 
 async def _end(upload: Upload) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from asr_serve.speaker.grouping import ALIKE
 from asr_serve.speaker.local import LocalVoices
-from asr_serve.speaker.stitching import ALIKE, Diarized
+from asr_serve.speaker.stitching import Diarized
 
 
 def voice(heard: LocalVoices) -> np.ndarray | None:

@@ -14,7 +14,7 @@ from asr_serve import units
 from asr_serve.audio.resample import MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, OptionError
-from asr_serve.pipelines.live.caller import Event, Finished, ListenOptions, Partial, SegmentDone
+from asr_serve.pipelines.live.caller import Event, Finished, ListenOptions, Partial, SegmentDone, Speakers
 from asr_serve.pipelines.live.listen import Listening
 from asr_serve.pipelines.utterance import known_options
 from asr_serve.text.tokens import Tokenizer
@@ -98,6 +98,7 @@ class Run:
         wake: Callable[[], None],
     ) -> None:
         self._rollback, self._partial_s = options.rollback_chars, options.listen.partial_ms / 1_000
+        self._itn = options.listen.itn
         self._wake, self._called = wake, False
         self._lock = threading.Lock()
         """Held while working, so that another thread may close."""
@@ -162,6 +163,8 @@ class Run:
                 self._locked = _joined(self._locked, segment.text)
             case Partial():
                 self._partial = event
+            case Speakers(speakers):
+                self._segments = tuple(map(said_by, self._segments, speakers))
             case Finished():
                 self._finished = True
 
@@ -170,13 +173,22 @@ class Run:
         if is_final:
             self._fixed = text
         else:
-            certain = _joined(self._locked, self._partial.fixed)
+            # A number that is still being said may be written in another form once all of it is.
+            certain = self._locked if self._itn else _joined(self._locked, self._partial.fixed)
             end = min(len(certain), len(text) - self._rollback)
             if end < len(text):
                 end = text.rfind(" ", 0, max(0, end + 1))
             self._fixed = max(self._fixed, text[: max(0, end)], key=len)
         duration_ms = units.samples_to_ms(self._samples)
         return StreamResult(text, self._fixed, duration_ms, is_final, self._segments)
+
+
+def said_by(segment: Segment, speaker: str) -> Segment:
+    """The same, when all that was said shows who said it."""
+    if segment.speaker == speaker:
+        return segment
+    words = tuple(msgspec.structs.replace(word, speaker=speaker) for word in segment.words)
+    return msgspec.structs.replace(segment, speaker=speaker, words=words)
 
 
 def _joined(before: str, after: str) -> str:

@@ -19,7 +19,7 @@ from asr_serve import units
 from asr_serve.audio.io import Source, open_audio
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedAudio
-from asr_serve.pipelines.prompts import prompt_tokens
+from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.utterance import language
 from asr_serve.streaming.chunks import Chunks, Cut, one_source
 from asr_serve.streaming.results import Run, StreamOptions, StreamResult
@@ -41,7 +41,8 @@ class Stream:
         """`holder` lives as long as this. Raises OptionError, UnsupportedAudio; reading raises AtCapacity,
         EngineClosed, and what the source does."""
         language(client, options.listen.language)
-        prompt_tokens(client, tokenizer, options.listen.prompt, options.listen.hotwords)
+        prompt_tokens(client, tokenizer, options.listen.prompt)
+        hotword_bias(client, tokenizer, options.listen.hotwords)
         self._whole = one_source(source)
         if self._whole and options.rate_hz is not None:
             raise OptionError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 _NAMES = {
     "ar": "arabic العربية 阿拉伯文",
     "de": "german deutsch 德文 德语",
@@ -23,6 +25,30 @@ _NAMES = {
     "zh": "chinese mandarin 中文 汉语 普通话",
 }
 _CODES = {name: code for code, names in _NAMES.items() for name in names.split()}
+
+_LATIN = "cs da de en es et fi fr hr hu id it lt lv ms nl no pl pt ro sk sl sv sw tl tr vi"
+SCRIPTS = {
+    **dict.fromkeys(_LATIN.split(), ("LATIN",)),
+    **dict.fromkeys("be bg ru uk".split(), ("CYRILLIC",)),
+    **dict.fromkeys("ar fa ur".split(), ("ARABIC",)),
+    "el": ("GREEK",),
+    "hi": ("DEVANAGARI",),
+    "hy": ("ARMENIAN",),
+    "ja": ("CJK", "HIRAGANA", "KATAKANA", "LATIN"),
+    "ko": ("HANGUL", "LATIN"),
+    "yue": ("CJK", "LATIN"),
+    "zh": ("CJK", "LATIN"),
+}
+"""What languages are written in; of others nothing is known."""
+
+
+def script(letter: str) -> str:
+    """What a letter belongs to, as Unicode names it.
+
+    >>> script("é"), script("語"), script("ж")
+    ('LATIN', 'CJK', 'CYRILLIC')
+    """
+    return unicodedata.name(letter, "OTHER").replace("-", " ").partition(" ")[0]
 
 
 def code(name: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +29,9 @@ class Tokenizer(Protocol):
         """Ids of a text, as it stands; what spells a special token in it is left out. Raises UnsupportedOption
         where the vocabulary can only be read."""
 
+    def letters(self, asked: Collection[str]) -> set[str]:
+        """Those of these letters that it can spell."""
+
 
 class Pieces:
     """A vocabulary that came without the rules that cut text into it."""
@@ -34,9 +39,12 @@ class Pieces:
     def encode(self, text: str) -> list[int]:
         raise UnsupportedOption("text for the model to read", "this model hears audio only", "leave it out")
 
+    def letters(self, asked: Collection[str]) -> set[str]:
+        return set(asked)
 
-class BytePieces(Pieces):
-    """Detokeniser over a list of byte strings, one per id.
+
+class BytePieces:
+    """A vocabulary that is a list of byte strings, one per id.
 
     Source: the `tokenizer.bin` of Moonshine: pieces one after another, each behind its length in bytes; a
     length of 128 or more takes two bytes, low seven bits first.
@@ -61,6 +69,36 @@ class BytePieces(Pieces):
     def text(self, tokens: Iterable[int]) -> str:
         spoken = b"".join(self.pieces[t] for t in tokens if SPECIAL <= t < len(self.pieces))
         return spoken.replace(SPACE, b" ").decode(errors="replace").strip()
+
+    def encode(self, text: str) -> list[int]:
+        """As the training of such a vocabulary cut it: of two neighbours that are a piece together, those go
+        together first whose piece was learnt first, and ids stand in that order. What no piece spells is told
+        in bytes.
+
+        Source  byte-pair encoding as in SentencePiece's BPE models (arXiv:1808.06226, section 3.1)
+        """
+        found: list[int] = []
+        for word in text.replace(" ", SPACE.decode()).replace(SPACE.decode(), f"\0{SPACE.decode()}").split("\0"):
+            found += self._cut(word)
+        return found
+
+    def letters(self, asked: Collection[str]) -> set[str]:
+        return set(asked)
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """Of each piece; a byte that is a piece twice is the later one, a letter, where it is one."""
+        return {piece: i for i, piece in enumerate(self.pieces) if i >= SPECIAL}
+
+    def _cut(self, word: str) -> list[int]:
+        ids = self._ids
+        parts = [c.encode() for c in word]
+        while len(parts) > 1:
+            least, at = min((ids.get(a + b, len(self.pieces)), i) for i, (a, b) in enumerate(pairwise(parts)))
+            if least == len(self.pieces):
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        return [i for part in parts for i in ([ids[part]] if part in ids else [SPECIAL + byte for byte in part])]
 
 
 class TextPieces(Pieces):
@@ -96,6 +134,9 @@ class HubTokenizer:
         return [
             token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks
         ]
+
+    def letters(self, asked: Collection[str]) -> set[str]:
+        return set(asked)
 
 
 def texts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> list[str]:

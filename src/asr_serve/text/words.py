@@ -91,7 +91,7 @@ def sounding(runs: Times, frame_samples: int, samples: int) -> list[tuple[int, i
     """The times of tokens of which the frames are known in which a streaming model told them: until the next one,
     SOUNDS_SAMPLES at most, and inside the `samples` that it heard."""
     starts = [min(first * frame_samples, samples) for first, _ in runs]
-    latest = [*starts[1:], samples]
+    latest = [*starts[1:], samples][: len(starts)]
     ends = [
         max(behind * frame_samples, start + SOUNDS_SAMPLES)
         for start, (_, behind) in zip(starts, runs, strict=True)
@@ -161,19 +161,22 @@ def _chunks(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _cuts(text: str, first: int, behind: int) -> list[int]:
-    """Where words begin between two spaces."""
+    """Where words begin between two spaces: at a character that is one, behind one, and behind a wide mark."""
     cuts = [first]
     last: str | None = None
     """What was spoken before."""
+    behind_last = first
     for at in range(first, behind):
         letter = text[at]
         if not is_said(letter) or letter in CLOSING:
             continue
-        if last is not None and (is_unspaced(letter) or is_unspaced(last)):
-            while unicodedata.category(text[at - 1]) in ("Ps", "Pi"):
-                at -= 1  # what opens belongs to what comes
-            cuts.append(at)
-        last = letter
+        parted = any(unicodedata.east_asian_width(mark) in "WF" for mark in text[behind_last:at])
+        if last is not None and (parted or is_unspaced(letter) or is_unspaced(last)):
+            cut = at
+            while unicodedata.category(text[cut - 1]) in ("Ps", "Pi"):
+                cut -= 1  # what opens belongs to what comes
+            cuts.append(cut)
+        last, behind_last = letter, at + 1
     return cuts
 
 

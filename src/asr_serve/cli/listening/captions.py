@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 import numpy as np
 
+from asr_serve.text.formats import plain
 from asr_serve.units import ms_to_samples
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Captions:
         self._out, self._screen, self._level = out, screen, level
         self._segments = self._characters = 0
         """That are printed: segments, and characters of the whole text, with the space after each."""
-        self._fixed = self._unfixed = ""
+        self._fixed = self._unfixed = self._speaker = ""
         self._below = False
         self._lock = threading.Lock()
 
@@ -67,7 +68,8 @@ class Captions:
         with self._lock:
             lines = ""
             for segment in result.segments[self._segments :]:
-                lines += f"{segment.text}\n"
+                lines += f"{plain.spoken_line(segment, self._speaker)}\n"
+                self._speaker = segment.speaker
                 self._characters += len(segment.text) + 1
             self._segments = len(result.segments)
             self._fixed = result.fixed_text[self._characters :]
@@ -133,11 +135,14 @@ class Lines:
             "unfixed_text": result.unfixed_text,
             "segments": [
                 {"start": round(each.start_s, 3), "end": round(each.end_s, 3), "text": each.text}
+                | plain.known(each)
                 for each in result.segments[self._segments :]
             ],
         }
         if result.is_final:
             line["text"] = result.text
+            if any(each.speaker for each in result.segments):
+                line["speakers"] = [each.speaker for each in result.segments]
         self._segments, self._fixed = len(result.segments), len(result.fixed_text)
         self._out.write(msgspec.json.encode(line) + b"\n")
         self._out.flush()

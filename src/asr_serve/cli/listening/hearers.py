@@ -18,8 +18,9 @@ from asr_serve.client.transcript import Transcript
 from asr_serve.errors import OutOfTurn, ServerError
 from asr_serve.protocols.stream_events import Error, Session
 from asr_serve.protocols.stream_events import Segment as ToldSegment
-from asr_serve.streaming.results import StreamOptions, StreamResult
-from asr_serve.types import Segment
+from asr_serve.protocols.stream_events import Speakers as ToldSpeakers
+from asr_serve.streaming.results import StreamOptions, StreamResult, said_by
+from asr_serve.types import Segment, Word
 from asr_serve.units import s_to_samples, samples_to_ms
 
 Audio = str | Iterable[bytes | np.ndarray]
@@ -116,10 +117,30 @@ class Results:
         if not known.note(event):
             return None
         if isinstance(event, ToldSegment):
-            start, end = s_to_samples(event.start_s), s_to_samples(event.end_s)
-            self._segments += (Segment(start, end, event.text),)
+            self._segments += (as_segment(event),)
+        if isinstance(event, ToldSpeakers):
+            told = [each.speaker or "" for each in known.segments]
+            self._segments = tuple(map(said_by, self._segments, told))
         heard_ms = samples_to_ms(s_to_samples(known.heard_s))
         return StreamResult(known.text, known.certain, heard_ms, known.ended, self._segments)
+
+
+def as_segment(told: ToldSegment) -> Segment:
+    """As a model in this process has it."""
+    speaker = told.speaker or ""
+    words = tuple(
+        Word(
+            each.text,
+            s_to_samples(each.start_s),
+            s_to_samples(each.end_s),
+            each.confidence,
+            each.speaker or speaker,
+            each.spoken or "",
+        )
+        for each in told.words or ()
+    )
+    start, end = s_to_samples(told.start_s), s_to_samples(told.end_s)
+    return Segment(start, end, told.text, words=words, speaker=speaker, spoken=told.spoken or "")
 
 
 def as_pcm16(pcm: np.ndarray) -> bytes:

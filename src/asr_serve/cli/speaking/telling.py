@@ -11,7 +11,8 @@ from asr_serve.cli.outputs import write_whole
 from asr_serve.cli.progress import Meter
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.speaking.options import Spoken
-from asr_serve.text.subtitles import render, split_lines
+from asr_serve.text.formats.cues import split_lines
+from asr_serve.text.formats.rendering import render
 from asr_serve.types import Segment, Transcript
 from asr_serve.units import resampled_samples, samples_to_s
 

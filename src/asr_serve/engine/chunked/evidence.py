@@ -62,11 +62,13 @@ def columns(logprobs: Tensor, blank: int) -> np.ndarray:
 class Evidence:
     """Of one session. `tokens` are those that were fixed, from its start."""
 
-    def __init__(self, kept: Kept | None = None, frames: Part = b"") -> None:
-        """`kept`, `frames`: of a session that was saved. Raises ValueError."""
+    def __init__(self, kept: Kept | None = None, frames: Part = b"", seen: int = 0) -> None:
+        """`kept`, `frames`: of a session that was saved and had heard `seen` frames. Raises ValueError."""
         self._tokens, self._runs, self._first = kept or Kept([], [], 0)
-        if len(frames) % (4 * COLUMNS) or len(self._runs) > len(self._tokens):
-            raise ValueError("frames of a saved session that are none")
+        count, odd = divmod(len(frames), 4 * COLUMNS)
+        fits = count <= MOST_FRAMES and (not count or self._first + count == seen)
+        if odd or not fits or len(self._runs) > len(self._tokens):
+            raise ValueError(f"{len(frames)} bytes of a saved session's frames from {self._first} on, of {seen}")
         self._frames = np.frombuffer(bytes(frames), np.float32).reshape(-1, COLUMNS)
         """From frame `_first` on."""
         self._new: list[np.ndarray] = []

@@ -7,6 +7,9 @@ from itertools import chain
 
 from asr_serve.types import Priority
 
+LIVE_RESERVE = 4
+"""While callers are on line, one in so many slots is kept for them: a recording holds its slot to its end."""
+
 
 class Queue:
     """Who waits for a slot: each class gets its share of the slots that are given, in the order of coming.

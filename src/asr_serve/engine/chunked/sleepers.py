@@ -25,6 +25,8 @@ READ_S = 2.0
 HASTE_S = 0.05
 """Where the loop itself waited for one in vain, it waits so long for each that comes within READ_S: everybody else
 stands still meanwhile."""
+SLEEPS_AT_ONCE = 4
+"""Streams that are put to sleep between two steps, at most: each is a copy of its state."""
 
 
 class Tiers(Protocol):

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from asr_serve.engine.chunked.queue import Queue
-from asr_serve.engine.chunked.sleepers import Sleepers, Tiers
+from asr_serve.engine.chunked.queue import LIVE_RESERVE, Queue
+from asr_serve.engine.chunked.sleepers import SLEEPS_AT_ONCE, Sleepers, Tiers
 from asr_serve.engine.chunked.stream import Kept, Stream, lost, recognition
 from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper, Progress, Session
 from asr_serve.engine.saved import Held, Saved
@@ -19,8 +19,6 @@ from asr_serve.engine.work import Attempt, Keeper, Seldom
 from asr_serve.errors import AtCapacity, Cancelled
 from asr_serve.types import Found, Priority
 
-LIVE_RESERVE = 4
-"""While callers are on line, one in so many slots is kept for them: a recording holds its slot to its end."""
 MOST_WAITING = 512
 """Callers' streams without a slot; one more is refused."""
 LONGEST_WAIT_S = 10.0
@@ -28,8 +26,6 @@ LONGEST_WAIT_S = 10.0
 speaks waits as a recording does."""
 RETRY_MS = 5_000
 """Slots become free as segments end."""
-SLEEPS_AT_ONCE = 4
-"""Streams that are put to sleep between two steps, at most: each is a copy of its state."""
 
 
 class Streams:
@@ -126,9 +122,8 @@ class Streams:
     def open(
         self, number: int, live: bool, samples: int | None = None, saved: Saved | None = None, words: bool = False
     ) -> None:
-        """`samples`: the most that will come, if known. `saved`: where it stood, here or in another engine of the
+        """Of a caller. `samples`: the most that will come. `saved`: where it stood, here or in another engine of the
         same model. `words`: pieces may be timed. Raises ValueError for one that cannot be gone on with."""
-        # A caller, however fast it comes.
         stream = Stream("live", live, samples=samples, keeps=self._hears_again, words=words)
         if saved is not None and (held := stream.load(saved)) is not None:
             self._expect(stream, held)
@@ -317,10 +312,11 @@ class Streams:
         return Attempt(self._keeper.stats, "chunk", "hearing", lambda error: self._drop(number, error))
 
     def _recognised(self, number: int, utterance: Utterance, found: Found) -> None:
+        answer = recognition(utterance, found, self.wrapper.model.frame_samples)
         self._leave(number)
         self._on_done(utterance.samples)
-        self._keeper.stats.recognised(utterance.samples, len(found.fixed))
-        resolve(utterance.future, recognition(utterance, found, self.wrapper.model.frame_samples))
+        self._keeper.stats.recognised(utterance.samples, len(answer.tokens))
+        resolve(utterance.future, answer)
 
     # --- sleep -------------------------------------------------------------------------------------------
 

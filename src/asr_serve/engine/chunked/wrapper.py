@@ -243,10 +243,17 @@ class ChunkedInferenceWrapper:
         self.states.expect_parts(saved.parts[:rows])
         blank = Audio(self.states.tensors["audio"][-1], self.model.window(self.sizes[0]))
         blank.expect(numbers.place, saved.parts[rows], self.model.frame_samples)
-        Evidence(numbers.evidence, saved.parts[rows + 1])
+        self._evidence(numbers, saved.parts[rows + 1])
         if numbers.guesses and not numbers.place.ended:
             raise ValueError("a session that is over, and has not ended")
         return numbers.place
+
+    @staticmethod
+    def _evidence(numbers: _Numbers, frames: Part) -> Evidence | None:
+        """Of a saved session. Raises ValueError."""
+        if numbers.evidence is None and len(frames):
+            raise ValueError("a saved session with frames that nobody asked for")
+        return None if numbers.evidence is None else Evidence(numbers.evidence, frames, numbers.place.seen)
 
     def load(self, saved: Saved | Held, live: bool, now_ms: float = 0.0) -> Session:
         """Raises AtCapacity, and ValueError as `expect` does."""
@@ -268,8 +275,7 @@ class ChunkedInferenceWrapper:
             beside: list[Part] = list(saved.parts[rows + 2 :])
             seen, where = numbers.place.seen, self.device.torch_device
             self._remembers.keep(session.slot.row, bytes(beside[0]), bytes(beside[1]), seen, where)
-        if numbers.evidence is not None:
-            session.evidence = Evidence(numbers.evidence, saved.parts[rows + 1])
+        session.evidence = self._evidence(numbers, saved.parts[rows + 1])
         session.guesses, session.over = numbers.guesses, bool(numbers.guesses)
         if not session.over:
             self._look(session, now_ms)

@@ -31,6 +31,7 @@ from asr_serve.engine.process.child import pass_on, passed
 from asr_serve.engine.process.sending import Letter, Sender
 from asr_serve.engine.saved import Saved
 from asr_serve.engine.session import Piece, Utterance, Windows
+from asr_serve.engine.speakers.hearing import on_this_machine
 from asr_serve.engine.speakers.runner import Question
 from asr_serve.engine.speaking.saying import Saying
 from asr_serve.engine.stats import Stats
@@ -109,6 +110,7 @@ class Host:
                 fingerprint,
                 parts.device.describe(),
                 round(time.perf_counter() - started, 3),
+                on_this_machine(),
             )
         )
         threading.Thread(target=self._read, args=(loop,), name="messages", daemon=True).start()

@@ -49,6 +49,7 @@ class RemoteLink:
         self._lock = self._processes.lock
         self.ready = self._processes.ready
         self.card, self.turn_card = self.ready.card, self.ready.turn_card
+        self.speakers = self.ready.speakers
 
     @property
     def state(self) -> str:

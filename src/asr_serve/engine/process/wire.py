@@ -162,6 +162,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Of what lies there."""
     device: dict[str, Any]
     load_s: float
+    speakers: bool = False
+    """The models that hear who speaks are on this machine."""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

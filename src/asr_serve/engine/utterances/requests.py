@@ -134,7 +134,9 @@ class Requests:
 
     def hypothesis(self, utterance: Utterance) -> Hypothesis:
         limit = self._max_tokens(utterance.samples)
-        return Hypothesis(utterance.options, self._model.eos, limit, self.text, utterance.draft)
+        hypothesis = Hypothesis(utterance.options, self._model.eos, limit, self.text, utterance.draft)
+        hypothesis.hotwords = utterance.hotwords
+        return hypothesis
 
     def leaves_out(self, utterance: Utterance) -> bool:
         """Whether silence is left out of its window that it may yet be heard with."""

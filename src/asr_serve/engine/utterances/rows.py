@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from asr_serve.decoding.attention import Finish, Hypothesis
 from asr_serve.decoding.beam import BeamSearch
+from asr_serve.decoding.bias import OPEN
+from asr_serve.decoding.hotwords import HotWords
 from asr_serve.engine.utterances.pages import PagePool
 from asr_serve.native import PAGE
 
@@ -37,12 +40,19 @@ class Row:
         """Those it is one of, and which."""
         self.lane = 0
         self.finish: Finish | None = None
+        self.asked: list[Tensor] = []
+        """What its alignment heads asked of the audio for each token of the hypothesis and its end, (heads,
+        head_dim) each, where it is to be told when each was said."""
         self.left = hypothesis.draft.tokens
         """Of the draft, what may still be said."""
         self.skip = 0
         """Tokens at its start that something else was said for."""
         self.trusted = hypothesis.max_tokens
         """How many tokens of the draft are verified at once: fewer once it was wrong."""
+        self._node, self._walked = OPEN, 0
+        """Of the graph of its hot words, after so many tokens."""
+        self.likeliest: dict[int, dict[int, float]] = {}
+        """Of a row with hot words: what could have been said in place of each token, and how likely that was."""
         self.generator = torch.Generator().manual_seed(hypothesis.options.seed)
 
     @property
@@ -50,6 +60,21 @@ class Row:
         """What it has said."""
         fixed = self.hypothesis.tokens
         return fixed if self.beams is None else (*fixed, *self.beams.search.live[self.lane].tokens)
+
+    @property
+    def hotwords(self) -> HotWords | None:
+        return self.hypothesis.hotwords
+
+    @property
+    def node(self) -> int:
+        """Where it is in the graph of its hot words."""
+        assert self.hotwords is not None
+        said = self.tokens
+        if self._walked > len(said):  # said again, in another try
+            self._node, self._walked = OPEN, 0
+        self._node = self.hotwords.graph.walk(said[self._walked :], self._node)
+        self._walked = len(said)
+        return self._node
 
     @property
     def last(self) -> int:

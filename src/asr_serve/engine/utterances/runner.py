@@ -14,7 +14,9 @@ from asr_serve.decoding.attention import Finish, Hypothesis, SearchOptions
 from asr_serve.decoding.beam import leading
 from asr_serve.decoding.rules import GIVEN, PLAIN, SAID, UNTIMED, Rule
 from asr_serve.devices.base import Device
+from asr_serve.engine.utterances.biasing import LOOKED_AT, REMEMBERED, boosted
 from asr_serve.engine.utterances.encode import EncoderResult, Held, Lent
+from asr_serve.engine.utterances.ends.asked import Asked
 from asr_serve.engine.utterances.rows import Beams, Row, pages_of
 from asr_serve.engine.utterances.seats import Positions, Seats
 from asr_serve.engine.utterances.starts import NO_OPTIONS, Starts, rows_needed
@@ -32,12 +34,14 @@ VERIFY_ROWS = 256
 
 class Passed(NamedTuple):
     """What a pass tells of each position: the likeliest token and its natural-log probability, all logits, what
-    they were made from, and the natural-log probability that nobody speaks, where that was asked."""
+    they were made from, what it asks of the audio, and the natural-log probability that nobody speaks, where that is
+    wanted."""
 
     tokens: Tensor
     logprobs: Tensor
     logits: Tensor
     hidden: Tensor
+    asked: Asked
     silence: Tensor | None = None
 
 
@@ -157,6 +161,7 @@ class DecodeRunner:
     def again(self, row: Row) -> None:
         """Decode the row anew, from what is fixed of it; its audio stays where it is."""
         row.left = ()
+        del row.asked[len(row.hypothesis.tokens) :]
         self.seats.place(row)
 
     # --- a step -----------------------------------------------------------------------------------------
@@ -179,7 +184,10 @@ class DecodeRunner:
             token, score = chosen[index], scores[index]
             if row.hypothesis.temperature > 0:
                 token, score = self._sample(passed.logits[index], row)
+            elif row.hotwords is not None:
+                token, score = self._biased(row, passed, index)
             row.finish = row.hypothesis.add(token, score)
+            passed.asked.keep(row, index)
             chosen[index] = token
             row.said(token, 0)
             if row.finish:
@@ -278,7 +286,7 @@ class DecodeRunner:
                     row.hypothesis.no_speech_prob = float(passed.silence[first].exp())
             first += len(positions)
             tail = slice(first - len(draft) - 1, first)
-            if self._hold(row, draft, chosen[tail], scores[tail], passed.logits[tail]):
+            if self._hold(row, draft, chosen[tail], scores[tail], passed, tail.start):
                 ended.append(row)
             elif row.beams is None:
                 self.seats.place(row)
@@ -291,11 +299,11 @@ class DecodeRunner:
         return ended + self._grow(opened, passed)
 
     def _hold(
-        self, row: Row, draft: Sequence[int], chosen: list[int], scores: list[float], logits: Tensor
+        self, row: Row, draft: Sequence[int], chosen: list[int], scores: list[float], passed: Passed, first: int
     ) -> Finish | None:
         """Give the hypothesis what holds of its draft, and the first token that differs; of beams, only what is
-        fixed."""
-        hypothesis = row.hypothesis
+        fixed. `first`: where in the pass the draft begins."""
+        hypothesis, logits = row.hypothesis, passed.logits[first : first + len(draft) + 1]
         for position in range(len(draft) + 1):
             token, score = chosen[position], scores[position]
             if row.bound:
@@ -307,7 +315,10 @@ class DecodeRunner:
                 break
             elif hypothesis.temperature > 0:
                 token, score = self._sample(logits[position], row)
+            elif row.hotwords is not None:
+                token, score = self._biased(row, passed, first + position)
             row.finish = hypothesis.add(token, score)
+            passed.asked.keep(row, first + position)
             if row.finish or position == len(draft) or token != draft[position]:
                 row.said(token, position)
                 break
@@ -324,19 +335,24 @@ class DecodeRunner:
         given = at.tokens, own, at.own_lengths, audio, at.audio_lengths
         some = () if at.wanted is None else (at.wanted,)
         if self.starts.rules is None or all(rule == PLAIN for rule in rules):
-            return Passed(*self._advance(*given, *some))
+            return self._passed(at, *self._advance(*given, *some))
         told = len(at.tokens if at.wanted is None else at.wanted)
         padded = torch.tensor([*rules, *[GIVEN] * (told - len(rules))])
         advance = self._advance_ruled
         if any(rule.text_from != UNTIMED for rule in rules):
             advance = self._advance_timed if all(rule.level == SAID for rule in rules) else self._advance_begun
-        return Passed(*advance(padded, *given, *some))
+        return self._passed(at, *advance(padded, *given, *some))
+
+    def _passed(self, at: Positions, *made: Tensor) -> Passed:
+        layers = len(self.model.alignment.heads)
+        told, asked = made[:4], Asked(self.model, made[4 : 4 + layers], at.wanted)
+        return Passed(*told, asked, *made[4 + layers :])
 
     def _forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        logits, hidden = self._decode(*given)
+        logits, hidden, *asked = self._decode(*given)
         if self.starts.rules is not None:
             self.starts.rules.always(logits)
-        return (*self._choose(logits, hidden), logits, hidden)
+        return (*self._choose(logits, hidden), logits, hidden, *asked)
 
     def _forward_ruled(
         self, rules: Tensor, *given: Tensor, timed: bool = False, begun: bool = False
@@ -344,13 +360,13 @@ class DecodeRunner:
         """Each position by its own rule. `timed`: some ask something of timestamps; `begun`: rows may have their
         start among these positions."""
         assert self.starts.rules is not None
-        logits, hidden = self._decode(*given)
+        logits, hidden, *asked = self._decode(*given)
         silence: tuple[Tensor, ...] = ()
         if begun:
             known = logits.float()
             silence = (known[:, self.starts.special.no_speech] - known.logsumexp(dim=1),)
         self.starts.rules.apply(logits, rules, timed)
-        return (*self._choose(logits, hidden), logits, hidden, *silence)
+        return (*self._choose(logits, hidden), logits, hidden, *asked, *silence)
 
     def _decode(
         self,
@@ -360,17 +376,23 @@ class DecodeRunner:
         audio: Tensor,
         audio_lengths: Tensor,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        logits, hidden = self.model.decode(
+    ) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = self.model.decode(
             tokens, Paged(self.pool, own, own_lengths), Paged(self.pool, audio, audio_lengths), wanted
         )
-        return logits, hidden
+        return made
 
     def _choose(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         picked = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         self.device.kernels.pick(logits, hidden, self.model.head_weight, picked, logprobs)
         return picked, logprobs
+
+    def _biased(self, row: Row, passed: Passed, index: int) -> tuple[int, float]:
+        at = slice(index, index + 1)
+        likeliest = leading(passed.logits[at], passed.hidden[at], self.model.head_weight, REMEMBERED)[0]
+        row.likeliest[len(row.tokens)] = dict(likeliest)
+        return boosted(row, likeliest[:LOOKED_AT], passed.logits[index])
 
     def _sample(self, logits: Tensor, row: Row) -> tuple[int, float]:
         scores = torch.log_softmax(logits.double().cpu(), dim=-1)

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Recognition, Reused
+from asr_serve.decoding.hotwords import HotWords
 from asr_serve.engine.session import Utterance, reject
 from asr_serve.engine.utterances.encode import EncoderResult, EncodeRunner, Lent
 from asr_serve.engine.utterances.encoders import LOST, Batch, Encoders
+from asr_serve.engine.utterances.biasing import Listed
 from asr_serve.engine.utterances.ends.aligning import Aligner, Ended
+from asr_serve.engine.utterances.ends.second_look import SecondLook
 from asr_serve.engine.utterances.flights import Sharing
 from asr_serve.engine.utterances.kept import Kept
 from asr_serve.engine.utterances.planner import LIVE_RESERVE, Planner
@@ -56,15 +59,20 @@ class Utterances:
         growing: bool = False,
         kept: Kept | None = None,
         peers: Peers | None = None,
+        encode_text: Callable[[str], list[int]] | None = None,
     ) -> None:
         """`growing`: callers' audio is encoded elsewhere, while they speak (engine/chunked/growing). `kept`: what
-        was heard before; None: everything is computed for whoever asks. `peers`: engines that encode too."""
+        was heard before; None: everything is computed for whoever asks. `peers`: engines that encode too. `encode_text`: what hot words are spelt by."""
         self.growing, self.pages_lent = growing, 0
         """By whoever does that: pages of the runner's that no row gives back."""
         self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.requests = Requests(model, decode, config.window, text, tokens_per_s, on_done, on_start)
         self.utterances, self.aligner = self.requests.open, Aligner(decode)
+        self.listed = Listed(encode_text, text)
+        self.second_look = SecondLook(decode, self.listed)
+        self._spelling: dict[int, Callable[[], None]] = {}
+        """What becomes of those whose hot words are not ready."""
         self.sharing = Sharing(
             kept,
             lambda each, like: self.planner.add(self.requests.waiting(each, like)),
@@ -110,11 +118,12 @@ class Utterances:
             assert runner.pages.used == self.pages_lent, "no row decodes, yet pages are held"
         self.encoders.check()
         self.sharing.check(idle=not self.utterances)
-        waiting = len(self.planner) + len(self._encoded_elsewhere) + self.sharing.waiting
+        waiting = len(self.planner) + len(self._encoded_elsewhere) + self.sharing.waiting + len(self._spelling)
         assert len(self.utterances) == runner.requests + waiting, "a request was lost"
 
     def end(self, error: Exception) -> None:
         self.encoders.close()
+        self.listed.close()
         try:
             self._fail(list(self.utterances), error)
         finally:
@@ -124,7 +133,7 @@ class Utterances:
     def report(self) -> dict[str, int]:
         pages = self.decode_runner.pages
         return {
-            "waiting": len(self.planner) + self.sharing.waiting,
+            "waiting": len(self.planner) + self.sharing.waiting + len(self._spelling),
             "decoding": len(self.decode_runner.rows),
             "pages": pages.pages,
             "pages_used": pages.used,
@@ -139,13 +148,30 @@ class Utterances:
     def submit(self, utterance: Utterance) -> None:
         self.requests.add(utterance)
         if not self._refused(utterance):
-            self.sharing.enter(utterance)
+            self._spelt(utterance, lambda: self.sharing.enter(utterance))
 
     def decode(self, utterance: Utterance, lent: Lent) -> None:
         """One whose audio was encoded elsewhere: it joins as there is a row. Its samples are not counted."""
         self.requests.add(utterance, lent)
         if not self._refused(utterance):
-            self._encoded_elsewhere.append(utterance.id)
+            self._spelt(utterance, lambda: self._encoded_elsewhere.append(utterance.id))
+
+    def _spelt(self, utterance: Utterance, then: Callable[[], None]) -> None:
+        """Once its hot words are what searches read: a long list takes a second, and others need not wait for it."""
+        if not utterance.options.bias:
+            then()
+            return
+        made = self.listed.start(utterance.options.bias)
+        if made.done():
+            self._go_on(utterance, made, then)
+            return
+        self._spelling[utterance.id] = lambda: self._go_on(utterance, made, then)
+        made.add_done_callback(lambda _: self.keeper.call(lambda: self._spelling.pop(utterance.id, lambda: None)()))
+
+    def _go_on(self, utterance: Utterance, made: Future[HotWords], then: Callable[[], None]) -> None:
+        with self._attempt("decode", "spelling hot words", [utterance.id]):
+            utterance.hotwords = made.result()
+            then()
 
     def _refused(self, utterance: Utterance) -> bool:
         """Whether it asks for what can never be done; it is told so."""
@@ -350,6 +376,9 @@ class Utterances:
             for row in rows
             if (answer := self._answer(row))
         ]
+        with self._attempt("decode", "looking twice", [each.row.request_id for each in ended]):
+            ended = self.second_look.looked(ended)
+        ended = [each for each in ended if each.row.request_id in self.utterances]
         with self._attempt("decode", "aligning", [each.row.request_id for each in ended]):
             ended = self.aligner.timed(ended)
         for row, answer, _ in ended:
@@ -404,6 +433,7 @@ class Utterances:
             self.decode_runner.leave(row)
         for request_id in ids:
             self.planner.remove(request_id)
+            self._spelling.pop(request_id, None)
             if request_id in self._encoded_elsewhere:
                 self._encoded_elsewhere.remove(request_id)
             utterance = self.requests.remove(request_id)

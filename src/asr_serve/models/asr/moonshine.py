@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from asr_serve.devices.base import Device, Linear, Vocabulary
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import onnx_graph
+from asr_serve.models.alignment.heads import of_moonshine
 from asr_serve.models.batch import Packing, Paged, buffer, pack, tap_matrix
 from asr_serve.models.card import Card, Packaged
 
@@ -77,6 +78,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int = 194
     partial_rotary_factor: float = 0.9
     rope_theta: float = 10_000.0
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
@@ -150,8 +153,8 @@ class Model:
         self.decoder_angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
         self.embedding, self.head = take.vocabulary()
         self.head_weight = self.head.weight
-        self.alignment_heads = {i: tuple(range(self.heads)) for i in range(self.layers // 2, self.layers)}
-        self.frame_samples, self.alignment_shift = STEM_STRIDE, 0
+        self.frame_samples = STEM_STRIDE
+        self.alignment = of_moonshine(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
     def start(self, options: object) -> tuple[int, ...]:
         """The tokens that an answer begins with, whatever is asked for."""
@@ -180,23 +183,24 @@ class Model:
         """Keys and values of every decoder layer: (frames, layers, 2, hidden_size) of hidden (frames, .)."""
         return self.cross_kv(hidden).view(-1, self.layers, 2, self.config.hidden_size)
 
-    def decode(
-        self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None) -> tuple[Tensor, ...]:
         """One position of each row.
 
         In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
                 with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
-        Out     logits (n, vocab_size), hidden (n, hidden_size) they were made from
+        Out     logits (n, vocab_size), hidden (n, hidden_size) they were made from; of each layer that has
+                alignment heads what all rows ask of their audio (rows, heads * head_dim)
         State   writes this token's keys and values into `own`
         """
         positions = own.lengths - 1
         x = self.embedding.embed(tokens)
+        asked = []
         for i, layer in enumerate(self.decoder):
-            x = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            x, query = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            asked += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
-        return self.head(x), x
+        return self.head(x), x, *asked
 
     def align(self, tokens: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
         """Where the alignment heads look while rows say what they have said; nothing is written.
@@ -355,7 +359,7 @@ class DecoderLayer:
         audio: Paged,
         angles: tuple[Tensor, Tensor],
         kernels: Any,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
         kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *angles)
@@ -364,7 +368,8 @@ class DecoderLayer:
         mixed = torch.empty_like(x)
         kernels.attend(own.pool, index, qkv[:, 0], mixed, own.tables, own.lengths, self.scale)
         x = self.own_out(mixed, add=x)
-        return self.heard(index, x, self.asked(x), audio, kernels)
+        query = self.asked(x)
+        return self.heard(index, x, query, audio, kernels), query
 
     def said(
         self, x: Tensor, positions: Tensor, packing: Packing, angles: tuple[Tensor, Tensor], device: Device
@@ -393,11 +398,11 @@ def align(model: Any, x: Tensor, packing: Packing, audio: Paged, frames: Sequenc
     positions = packing.positions(x.device)
     spread = audio.spread(packing)
     found: list[list[Tensor]] = [[] for _ in frames]
-    last = max(model.alignment_heads)
+    last = max(model.alignment.heads)
     for index, layer in enumerate(model.decoder[: last + 1]):
         x = layer.said(x, positions, packing, model.decoder_angles, model.device)
         query = layer.asked(x)
-        if heads := model.alignment_heads.get(index):
+        if heads := model.alignment.heads.get(index):
             each = audio.scores(index, heads, query.view(len(x), model.heads, -1), packing, frames, layer.scale)
             for row, scores in enumerate(each):
                 found[row].append(scores)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from asr_serve.devices.base import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr import moonshine
+from asr_serve.models.alignment.heads import of_moonshine
 from asr_serve.models.batch import Packing, Paged
 from asr_serve.models.card import Card
 from asr_serve.models.windows.window_encoder import Encoder, EncoderConfig
@@ -71,6 +72,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_position_embeddings: int = 4_096
     partial_rotary_factor: float = 0.8
     rope_theta: float = 10_000.0
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
     encoder_config: EncoderConfig = EncoderConfig()
 
     @classmethod
@@ -184,8 +187,8 @@ class Model:
         self.decoder_angles = moonshine.rotary_angles(config.rope_theta, config.rotary, self.max_tokens, device)
         self.embedding, self.head = take.vocabulary()
         self.head_weight = self.head.weight
-        self.alignment_heads = {i: tuple(range(self.heads)) for i in range(self.layers // 2, self.layers)}
-        self.frame_samples, self.alignment_shift = self.encoder.frame_samples, 0
+        self.frame_samples = self.encoder.frame_samples
+        self.alignment = of_moonshine(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
     def start(self, options: object) -> tuple[int, ...]:
         """The tokens that an answer begins with, whatever is asked for."""
@@ -215,17 +218,17 @@ class Model:
         kv = self.cross_kv(self.narrow(hidden) if self.narrow else hidden)
         return kv.view(-1, self.layers, 2, self.config.hidden_size)
 
-    def decode(
-        self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None) -> tuple[Tensor, ...]:
         """One position of each row, as in Moonshine."""
         positions = own.lengths - 1
         x = self.embedding.embed(tokens)
+        asked = []
         for i, layer in enumerate(self.decoder):
-            x = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            x, query = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            asked += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
-        return self.head(x), x
+        return self.head(x), x, *asked
 
     def align(self, tokens: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
         """Where the alignment heads look, as in Moonshine."""

@@ -17,6 +17,7 @@ from asr_serve.devices.base import Device, Linear
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.features.logmel import PackedLogMel
 from asr_serve.models import whisper_files
+from asr_serve.models.alignment.heads import of_whisper
 from asr_serve.models.batch import Packing, Paged, buffer, pack, tap_matrix
 from asr_serve.models.card import Card, Packaged
 from asr_serve.models.whisper_vocabulary import ENGLISH_TEXT, LANGUAGES, Special, Wanted
@@ -85,6 +86,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_source_positions: int = 1_500
     max_target_positions: int = 448
     eos_token_id: int = ENGLISH_TEXT + 1
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
     silence_stride: int = SILENCE_STRIDE
     """See models/whisper_window. 1: every position of the window is encoded, as in training."""
 
@@ -175,8 +178,10 @@ class Model:
         self.positions = take.vector("decoder.embed_positions.weight")
         self.embedding = self.head = device.vocabulary(take.get("decoder.embed_tokens.weight"))
         self.head_weight = self.head.weight
-        self.alignment_heads = {i: tuple(range(self.heads)) for i in range(self.layers // 2, self.layers)}
-        self.frame_samples, self.alignment_shift = POSITION_SAMPLES, 0
+        self.frame_samples = POSITION_SAMPLES
+        self.alignment = of_whisper(
+            config.vocab_size, self.layers, self.heads, config.d_model, config.alignment_heads
+        )
 
     def start(self, options: Wanted) -> tuple[int, ...]:
         """The tokens that an answer begins with: what was said before (the end of it, half a row at most), start,
@@ -214,35 +219,35 @@ class Model:
         made[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
         return made.flatten(3)
 
-    def decode(
-        self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def decode(self, tokens: Tensor, own: Paged, audio: Paged, wanted: Tensor | None = None) -> tuple[Tensor, ...]:
         """One position of each row.
 
         In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
                 with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
-        Out     logits (n, vocab_size), hidden (n, d_model) they were made from
+        Out     logits (n, vocab_size), hidden (n, d_model) they were made from; of each layer that has alignment
+                heads what all rows ask of their audio (rows, heads * head_dim)
         State   writes this token's keys and values into `own`
         """
         positions = own.lengths - 1
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
+        asked = []
         for i, layer in enumerate(self.decoder):
-            x = layer(i, x, positions, own, audio, self.kernels)
+            x, query = layer(i, x, positions, own, audio, self.kernels)
+            asked += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
-        return self.head(x), x
-
+        return self.head(x), x, *asked
 
     def align(self, tokens: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
         """Where the alignment heads look while rows say what they have said, as in Moonshine."""
         positions = packing.positions(tokens.device)
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
-        spread, last = audio.spread(packing), max(self.alignment_heads)
+        spread, last = audio.spread(packing), max(self.alignment.heads)
         found: list[list[Tensor]] = [[] for _ in frames]
         for i, layer in enumerate(self.decoder[: last + 1]):
             x = layer.said(x, packing, self.device, self.heads)
             query = layer.asked(x)
-            if heads := self.alignment_heads.get(i):
+            if heads := self.alignment.heads.get(i):
                 each = audio.scores(i, heads, query.view(len(x), self.heads, -1), packing, frames, layer.scale)
                 for row, scores in enumerate(each):
                     found[row].append(scores)
@@ -400,14 +405,17 @@ class _DecoderLayer:
         self.norm3 = take.norm(f"{at}.final_layer_norm")
         self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
 
-    def __call__(self, index: int, x: Tensor, positions: Tensor, own: Paged, audio: Paged, kernels: Any) -> Tensor:
+    def __call__(
+        self, index: int, x: Tensor, positions: Tensor, own: Paged, audio: Paged, kernels: Any
+    ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(rows, 3, -1)
         kernels.append(own.pool, index, qkv, own.tables, positions)
         mixed = torch.empty_like(qkv[:, 0])
         kernels.attend(own.pool, index, qkv[:, 0], mixed, own.tables, own.lengths, self.scale)
         x = self.own_out(mixed, add=x)
-        return self.heard(index, x, self.asked(x), audio, kernels)
+        query = self.asked(x)
+        return self.heard(index, x, query, audio, kernels), query
 
     def said(self, x: Tensor, packing: Packing, device: Device, heads: int) -> Tensor:
         """All positions of rows at once, up to what they ask of their audio."""

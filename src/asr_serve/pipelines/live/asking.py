@@ -97,6 +97,10 @@ class Spoken(Protocol):
     def shown_text(self) -> str:
         """It starts with `fixed_text`."""
 
+    @property
+    def heard_in(self) -> str:
+        """The language of its words, once it is done; empty where only one is known."""
+
     def grow(self, end: int, lock: int) -> None:
         """It is speech up to `end`, for sure."""
 
@@ -149,17 +153,18 @@ class Asking:
         text: Callable[[list[int]], str],
         options: ListenOptions,
         prompt: tuple[int, ...],
+        bias: str,
         endpointer: Endpointer,
         kept: Kept,
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """`prompt`: tokens that the model reads before it hears each segment."""
+        """`prompt`: tokens that the model reads before it hears each segment; `bias`: hot words."""
         self._client, self._text, self._options = client, text, options
         self._endpointer, self._kept, self._wake, self._clock = endpointer, kept, wake, clock
         self._partial = units.ms_to_samples(options.partial_ms)
         self._thorough = SearchOptions(
-            language=client.card.language(options.language), prompt=prompt, hurried=True
+            language=client.card.language(options.language), prompt=prompt, bias=bias, hurried=True
         )
         self._quick = msgspec.structs.replace(self._thorough, temperatures=(0.0,))
         """For what is shown for a moment."""

@@ -287,6 +287,10 @@ class Carried:
             self._texts[key] = self._text([*self.stream.tokens[self.first : end], *tail])
         return self._texts[key]
 
+    @property
+    def heard_in(self) -> str:
+        return ""  # a streaming model hears the one that was chosen
+
     def grow(self, end: int, lock: int) -> None:
         self._sure = end  # the stream grows by itself
 

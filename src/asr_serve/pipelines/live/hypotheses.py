@@ -237,6 +237,10 @@ class Hypotheses:
         """It starts with `fixed_text`."""
         return self._text(list(self._shown[self.skip :]))
 
+    @property
+    def heard_in(self) -> str:
+        return self.own().language
+
     def own(self) -> Recognition:
         """The final, without what the segment before says."""
         assert self.final is not None

@@ -38,8 +38,9 @@ from asr_serve.pipelines.live.caller import (
 from asr_serve.pipelines.live.carrying import Carrying
 from asr_serve.pipelines.live.scores import Scores
 from asr_serve.pipelines.live.turns import Turns
-from asr_serve.pipelines.prompts import prompt_tokens
+from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.quiet import Quiet
+from asr_serve.pipelines.finishing import Finishing
 from asr_serve.pipelines.utterance import language
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Span
@@ -67,7 +68,9 @@ class Listening:
         """`clock`: what partials are spaced by. Raises OptionError, AtCapacity (no session is free, or those on
         line wait long already), EngineClosed."""
         self.language = language(client, options.language)
-        prompt = prompt_tokens(client, tokenizer, options.prompt, options.hotwords)
+        self._written = Finishing(self.language, itn=options.itn)
+        prompt = prompt_tokens(client, tokenizer, options.prompt)
+        bias = hotword_bias(client, tokenizer, options.hotwords)
         self._endpointer = Endpointer(endpoint_config(client, options))
         self._lock = units.ms_to_samples(options.lock_ms)
         self.received_samples = 0
@@ -76,7 +79,7 @@ class Listening:
             self._words: Words = Carrying(client, tokenizer.text, self._kept, options.words, wake)
         else:
             self._words = Asking(
-                client, tokenizer.text, options, prompt, self._endpointer, self._kept, wake, clock
+                client, tokenizer.text, options, prompt, bias, self._endpointer, self._kept, wake, clock
             )
         self._quiet = Quiet(self._endpointer.config.neg_threshold)
         self._now = 0
@@ -269,6 +272,7 @@ class Listening:
         while self._segments and self._done(0):
             done = self._segments.popleft()
             if found := done.segment(self._quiet):
+                found = self._written.of(found, done.heard_in)
                 events.append(SegmentDone(found, done.decided))
             events += self._marks_due()
         return events + self._marks_due()

@@ -10,8 +10,11 @@ import msgspec
 from asr_serve.protocols.openai import Logprob, Spell, event, logprobs
 from asr_serve.protocols.speakers import letter, spk
 from asr_serve.protocols.transcriptions.openai import DIARIZED, Ask
-from asr_serve.text import subtitles
+from asr_serve.text.formats import plain, rendering
 from asr_serve.types import Segment, Transcript, Word
+
+PLACES = 4
+"""Of a probability."""
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="duration"):
@@ -76,18 +79,20 @@ def render(transcript: Transcript, asked: Ask, spell: Spell) -> bytes:
             return msgspec.json.encode(Transcription(transcript.text, usage, heard))
         case "verbose_json":
             return msgspec.json.encode({**verbose(transcript, asked), "task": task, "usage": usage})
-        case "text":
+        case "text" if not asked.options.speakers:
             return f"{transcript.text}\n".encode()
+        case "vtt" if "word" in asked.granularities:
+            return rendering.render(transcript, "karaoke").encode()
         case form if form == DIARIZED:
             known = known_names(asked)
             told = [diarized(index, each, known) for index, each in enumerate(transcript.segments)]
             return msgspec.json.encode(Diarized(task, transcript.duration_s, transcript.text, told, usage))
-    return subtitles.render(transcript, asked.response_format).encode()
+    return rendering.render(transcript, asked.response_format).encode()
 
 
 def verbose(transcript: Transcript, asked: Ask) -> dict[str, Any]:
     """OpenAI's, with FunASR's words inside segments unless only `segment` was asked for."""
-    made = subtitles.verbose(transcript)
+    made = plain.verbose(transcript)
     nested = asked.options.words and asked.granularities != ("segment",)
     for entry, segment in zip(made["segments"], transcript.segments, strict=True):
         if segment.speaker:
@@ -99,7 +104,7 @@ def verbose(transcript: Transcript, asked: Ask) -> dict[str, Any]:
     if "word" in asked.granularities:
         made["words"] = [word for segment in transcript.segments for word in words(segment)]
     if transcript.language_prob:
-        made["language_probability"] = transcript.language_prob
+        made["language_probability"] = round(transcript.language_prob, PLACES)
     return made
 
 
@@ -109,7 +114,8 @@ def words(segment: Segment) -> list[TimedWord]:
 
 def _word(word: Word) -> TimedWord:
     speaker = spk(word.speaker) if word.speaker else None
-    return TimedWord(word.text, word.start_s, word.end_s, word.confidence, speaker, word.spoken or None)
+    confidence = round(word.confidence, PLACES)
+    return TimedWord(word.text, word.start_s, word.end_s, confidence, speaker, word.spoken or None)
 
 
 def known_names(asked: Ask) -> list[str]:
@@ -149,6 +155,10 @@ class TextDelta(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type
 class TextDone(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="transcript.text.done"):
     text: str
     logprobs: list[Logprob] | None = None
+    language: str | None = None
+    """Of all of it. This and what follows is ours, and comes with verbose_json."""
+    language_probability: float | None = None
+    """How sure the model was of the language, where it was to hear it."""
 
 
 class Deltas:
@@ -181,4 +191,10 @@ class Deltas:
 
     def done(self, transcript: Transcript) -> bytes:
         heard = logprobs(transcript.segments, self._spell) if self._asked.logprobs else None
-        return event(TextDone(transcript.text, heard))
+        done = TextDone(transcript.text, heard)
+        if self._asked.response_format == "verbose_json":
+            language, probability = transcript.language, round(transcript.language_prob, PLACES)
+            done = msgspec.structs.replace(
+                done, language=language or None, language_probability=probability or None
+            )
+        return event(done)

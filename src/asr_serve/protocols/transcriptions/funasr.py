@@ -27,6 +27,11 @@ class Ask(msgspec.Struct, frozen=True):
     stream: bool = False
     """Never: the answer is of one piece."""
 
+    @property
+    def params(self) -> dict[str, str]:
+        """Options to the fields that ask for them, where these have other names."""
+        return {"speakers": "spk", "words": "timestamp"}
+
 
 def ask(sent: Mapping[str, Sequence[str]], *, complete: bool) -> Ask:
     """Read a form. While it is not `complete`, what only a later field can put right is let pass. Raises

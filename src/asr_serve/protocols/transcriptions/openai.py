@@ -42,7 +42,6 @@ OF_WORDS = ("ctm", "textgrid")
 """Formats of words, always."""
 WITH_WORDS = ("verbose_json", "srt", "vtt", "jsonl", *OF_WORDS)
 """Formats that have a place for words."""
-WITHOUT_SPEAKERS = ("json", "text")
 GRANULARITIES = "timestamp_granularities[]"
 
 FIELDS = (
@@ -83,6 +82,11 @@ class Ask(msgspec.Struct, frozen=True):
     logprobs: bool = False
     granularities: tuple[str, ...] = ()
     """Whose times are asked for by name."""
+
+    @property
+    def params(self) -> dict[str, str]:
+        """Options to the fields that ask for them, where these have other names."""
+        return {"speakers": "spk", "words": GRANULARITIES, "known_speakers": known.REFERENCES}
 
 
 def ask(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MOST_BEAMS) -> Ask:
@@ -158,9 +162,9 @@ def _expect_together(fields: Fields, form: str, stream: bool, granularities: Seq
             "ask for response_format=verbose_json",
             param=GRANULARITIES,
         )
-    if fields.flag("spk") and form in WITHOUT_SPEAKERS:
+    if fields.flag("spk") and (form == "json" or (form == "text" and stream)):
         raise OptionError(
-            f"spk=true with response_format={form}",
+            f"spk=true with {'a stream of ' if stream else ''}response_format={form}",
             "one that has a place for who speaks",
             f"ask for verbose_json, {DIARIZED} or vtt",
             param="spk",

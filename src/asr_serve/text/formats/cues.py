@@ -1,20 +1,20 @@
 """Segments to cues: what is on screen, from when to when.
 
-A cue is at most two lines of 42 columns, by one speaker. Of all ways to cut what somebody says, the one is taken that
-costs least: cues end where sentences end, at clause marks or where the speaker pauses, are neither shorter than
-5/6 s nor longer than 7 s, and leave time to read. Then cues stay on screen while there is room, until they can have
-been read. They never overlap.
+A cue is at most two lines of 42 columns, by one speaker. Of all ways to cut what somebody says, the one is taken
+that costs least: cues end where sentences end, at clause marks or where the speaker pauses, are neither shorter
+than 5/6 s nor longer than 7 s, and leave time to read. Then cues stay on screen while there is room, until they
+can have been read. They never overlap.
 
 Costs are whole numbers, so that `clients/js` cuts alike.
 
-Source  line length, reading speed, shortest and longest cue: Netflix's timed text style guides for English; cutting
-        as a shortest path: Knuth and Plass, "Breaking paragraphs into lines", 1981
+Source  line length, reading speed, shortest and longest cue: Netflix's timed text style guides for English;
+        cutting as a shortest path: Knuth and Plass, "Breaking paragraphs into lines", 1981
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import msgspec
 
@@ -147,7 +147,7 @@ def _cheapest(said: list[Piece]) -> Iterator[list[Piece]]:
     while edges[-1]:
         edges.append(origin[edges[-1]])
     edges.reverse()
-    for first, behind in zip(edges, edges[1:], strict=False):
+    for first, behind in pairwise(edges):
         yield said[first:behind]
 
 

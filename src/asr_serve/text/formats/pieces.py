@@ -19,7 +19,9 @@ from asr_serve.units import samples_to_ms
 
 LINE_COLUMNS = 42
 """Widest subtitle line. A wide character (Chinese, Japanese, Korean) takes two columns."""
-NO_START = "。、，．！？；：）」』】》〉〕］｝〗〙”’・ー々ゝゞぁぃぅぇぉっゃゅょァィゥェォッャュョ…,.!?;:)]}\"'%％°"
+NO_START = (
+    "。、，．！？；：）」』】》〉〕］｝〗〙”’・ー々ゝゞぁぃぅぇぉっゃゅょァィゥェォッャュョ…,.!?;:)]}\"'%％°"
+)
 """What may not begin a line."""
 NO_END = "「『【《〈〔［｛〖〘（“‘([{"
 """What may not end one."""

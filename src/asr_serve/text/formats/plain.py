@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from asr_serve.types import Segment, Transcript, Word
+from asr_serve.units import samples_to_s
 
 SEEK_SAMPLES = 160
 """One unit of verbose_json's `seek`: a 10 ms frame."""
@@ -48,7 +49,7 @@ def verbose_json(transcript: Transcript) -> str:
     """OpenAI's `verbose_json`, and our `key`; all words that are known, at the top as OpenAI has them."""
     made = verbose(transcript)
     for entry, segment in zip(made["segments"], transcript.segments, strict=True):
-        entry |= _known(segment, words=False)
+        entry |= known(segment)
     if found := [word_entry(word) for segment in transcript.segments for word in segment.words]:
         made["words"] = found
     return indented({"key": transcript.key, **made, **_of_all(transcript)})
@@ -83,7 +84,11 @@ def verbose(transcript: Transcript) -> dict[str, Any]:
 def word_entry(word: Word) -> dict[str, Any]:
     """`{word, start, end}` as OpenAI and FunASR have it, and what we know more."""
     entry = {"word": word.text, "start": word.start_s, "end": word.end_s, "confidence": round(word.confidence, 4)}
-    return entry | ({"speaker": word.speaker} if word.speaker else {}) | ({"spoken": word.spoken} if word.spoken else {})
+    return (
+        entry
+        | ({"speaker": word.speaker} if word.speaker else {})
+        | ({"spoken": word.spoken} if word.spoken else {})
+    )
 
 
 def compression_ratio(words: str) -> float:
@@ -102,22 +107,20 @@ def _brief(transcript: Transcript) -> dict[str, Any]:
         "text": transcript.text,
         "language": transcript.language,
         "duration": transcript.duration_s,
-        "segments": [
-            {"start": s.start_s, "end": s.end_s, "text": s.text} | _known(s) for s in transcript.segments
-        ],
+        "segments": [{"start": s.start_s, "end": s.end_s, "text": s.text} | known(s) for s in transcript.segments],
     } | _of_all(transcript)
 
 
-def _known(segment: Segment, *, words: bool = True) -> dict[str, Any]:
+def known(segment: Segment, *, words: bool = True) -> dict[str, Any]:
     """What not every segment has."""
-    known: dict[str, Any] = {}
+    told: dict[str, Any] = {}
     if segment.speaker:
-        known["speaker"] = segment.speaker
+        told["speaker"] = segment.speaker
     if segment.spoken:
-        known["spoken"] = segment.spoken
+        told["spoken"] = segment.spoken
     if words and segment.words:
-        known["words"] = [word_entry(word) for word in segment.words]
-    return known
+        told["words"] = [word_entry(word) for word in segment.words]
+    return told
 
 
 def _of_all(transcript: Transcript) -> dict[str, Any]:
@@ -125,5 +128,12 @@ def _of_all(transcript: Transcript) -> dict[str, Any]:
     if transcript.language_prob:
         known["language_probability"] = round(transcript.language_prob, 4)
     if transcript.turns:
-        known["turns"] = [{"speaker": t.speaker, "start": t.start_s, "end": t.end_s} for t in transcript.turns]
+        known["turns"] = [
+            {
+                "speaker": turn.speaker,
+                "start": samples_to_s(turn.start_samples),
+                "end": samples_to_s(turn.end_samples),
+            }
+            for turn in transcript.turns
+        ]
     return known

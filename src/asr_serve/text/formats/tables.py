@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from asr_serve.text.formats.pieces import clean
 from asr_serve.types import SpeakerTurn, Transcript
-from asr_serve.units import RATE_HZ, samples_to_ms
+from asr_serve.units import samples_to_ms, samples_to_s
 
 _UNFIT = re.compile(r"[\s;]+")
 """They end a field, or begin a comment."""
@@ -168,4 +168,4 @@ def _seconds(ms: int) -> str:
 
 def _exact(samples: int) -> str:
     """Seconds to the sample: neighbours must meet to the last digit."""
-    return f"{samples / RATE_HZ:.7f}".rstrip("0").rstrip(".")
+    return f"{samples_to_s(samples):.7f}".rstrip("0").rstrip(".")

@@ -1,17 +1,19 @@
-"""When each token of an answer was said: rows that have ended are gone through once more, all at once."""
+"""When each token of an answer was said: from where its heads looked while it was decoded, or, where that is not
+known, as with beams, while it is gone through once more."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve.decoding.attention import Recognition
-from asr_serve.decoding.dtw import first_frames, looked
+from asr_serve.decoding.dtw import costs, first_frames
 from asr_serve.models.batch import Paged, pack
 
 if TYPE_CHECKING:
@@ -39,49 +41,81 @@ class Aligner:
     @torch.inference_mode()
     def timed(self, ended: Sequence[Ended]) -> list[Ended]:
         """The same, with times in their answers where they want some."""
-        told = list(ended)
-        wanted = [i for i, each in enumerate(ended) if self._wants(each)]
-        while wanted:
-            batch = [wanted.pop(0)]
-            positions = len(ended[batch[0]].answer.tokens)
-            while wanted and (positions := positions + len(ended[wanted[0]].answer.tokens)) <= MOST_POSITIONS:
-                batch.append(wanted.pop(0))
-            times = self._align([ended[i] for i in batch])
-            for i, found in zip(batch, times, strict=True):
-                told[i] = told[i]._replace(answer=msgspec.structs.replace(told[i].answer, times=found))
-        return told
+        wanted = [each for each in ended if each.row.hypothesis.options.words and each.answer.tokens]
+        if not wanted:
+            return list(ended)
+        times = {
+            id(each): self._times(each, scores) for each, scores in zip(wanted, self.looks(wanted), strict=True)
+        }
+        return [
+            each._replace(answer=msgspec.structs.replace(each.answer, times=times[id(each)]))
+            if id(each) in times
+            else each
+            for each in ended
+        ]
 
-    def _wants(self, each: Ended) -> bool:
-        return each.row.hypothesis.options.words and bool(each.answer.tokens)
-
-    def _align(self, ended: Sequence[Ended]) -> list[tuple[tuple[int, int], ...]]:
-        return [self._spans(each, self._begins(scores)) for each, scores in zip(ended, self.looks(ended), strict=True)]
-
-    @torch.inference_mode()
-    def looks(self, ended: Sequence[Ended]) -> list[np.ndarray]:
+    def looks(self, ended: Sequence[Ended]) -> list[Tensor]:
         """Where the alignment heads look as each token of text is decided, and what comes after the last: of each
-        (heads, tokens + 1, frames) float32, scaled products."""
+        (heads, tokens + 1, frames) float32, scaled products; one fewer where there was no room for the end."""
+        found = {id(each): self._kept(each) for each in ended if self._has_kept(each)}
+        left = [each for each in ended if id(each) not in found]
+        while left:
+            batch = [left.pop(0)]
+            positions = len(batch[0].answer.tokens)
+            while left and (positions := positions + len(left[0].answer.tokens)) <= MOST_POSITIONS:
+                batch.append(left.pop(0))
+            found |= {id(each): scores for each, scores in zip(batch, self._again(batch), strict=True)}
+        return [found[id(each)] for each in ended]
+
+    # --- from what was kept while it was decoded ----------------------------------------------------------
+
+    def _has_kept(self, each: Ended) -> bool:
+        """Whether just this answer was decoded last, along one way."""
+        tokens = each.row.hypothesis.tokens
+        return tuple(tokens) == each.answer.tokens and len(each.row.asked) >= len(tokens) > 0
+
+    def _kept(self, each: Ended) -> Tensor:
+        model, row, tokens = self._runner.model, each.row, each.answer.tokens
+        decided = [i for i, token in enumerate(tokens) if self._is_text(token)]
+        decided += [len(tokens)] if len(row.asked) > len(tokens) else []
+        query = torch.stack([row.asked[i] for i in decided]).transpose(0, 1)
+        audio, frames, scores, first = self._audio([each]), self._frames(each), [], 0
+        for layer, heads in model.alignment.heads.items():
+            keys = audio.keys(layer, heads, 0, frames)
+            asked = query[first : first + len(heads)]
+            scores.append(asked.float() @ keys.float() * model.decoder[layer].scale)
+            first += len(heads)
+        return torch.cat(scores)
+
+    # --- gone through once more ---------------------------------------------------------------------------
+
+    def _again(self, ended: Sequence[Ended]) -> list[Tensor]:
+        """Their answers are said again, all at once, without what was said before and without tokens for times."""
         model, device = self._runner.model, self._runner.device
         starts = [self._start(each) for each in ended]
-        # Said again without what was said before, and without tokens that stand for times: those look elsewhere.
-        fed = [[*start, *self._text(each.answer.tokens)] for start, each in zip(starts, ended, strict=True)]
-        fed = [tokens[: model.max_tokens] for tokens in fed]
-        frames = [min(each.row.frames, max(1, -(-each.samples // model.frame_samples))) for each in ended]
+        fed = [
+            [*start, *(token for token in each.answer.tokens if self._is_text(token))][: model.max_tokens]
+            for start, each in zip(starts, ended, strict=True)
+        ]
         packing = pack([len(tokens) for tokens in fed], 1)
         packing.total = device.rows(packing.total)
         tokens = torch.tensor([token for each in fed for token in each])
         tokens = F.pad(tokens, (0, packing.total - len(tokens))).to(device.torch_device)
-        scores = model.align(tokens, packing, self._audio(ended), frames)
-        return [each[:, len(start) - 1 :].cpu().numpy() for start, each in zip(starts, scores, strict=True)]
+        scores = model.align(tokens, packing, self._audio(ended), [self._frames(each) for each in ended])
+        return [each[:, len(start) - 1 :] for start, each in zip(starts, scores, strict=True)]
 
     def _start(self, each: Ended) -> tuple[int, ...]:
         starts, hypothesis = self._runner.starts, each.row.hypothesis
         options = msgspec.structs.replace(hypothesis.options, prompt=(), timestamps=False)
         return starts.in_language(options, hypothesis.language)
 
-    def _text(self, tokens: Sequence[int]) -> list[int]:
+    def _is_text(self, token: int) -> bool:
         special = self._runner.starts.special
-        return [token for token in tokens if special is None or token < special.eot]
+        return special is None or token < special.eot
+
+    def _frames(self, each: Ended) -> int:
+        """Those of its audio: what fills a window is silence."""
+        return min(each.row.frames, max(1, -(-each.samples // self._runner.model.frame_samples)))
 
     def _audio(self, ended: Sequence[Ended]) -> Paged:
         pool = self._runner.pool
@@ -91,21 +125,16 @@ class Aligner:
         lengths = torch.tensor([each.row.frames for each in ended])
         return Paged(pool, tables.to(pool.device), lengths.to(pool.device))
 
-    def _begins(self, scores: np.ndarray) -> np.ndarray:
-        """The first sample of each token, and then of what comes after them."""
-        model = self._runner.model
-        begins = first_frames(-looked(scores)) * model.frame_samples + model.alignment_shift
-        return np.append(begins, scores.shape[2] * model.frame_samples)
+    # --- times --------------------------------------------------------------------------------------------
 
-    def _spans(self, each: Ended, begins: np.ndarray) -> tuple[tuple[int, int], ...]:
+    def _times(self, each: Ended, scores: Tensor) -> tuple[tuple[int, int], ...]:
         """Of all tokens of the answer; those that are no text take no time, where the next one begins."""
-        special = self._runner.starts.special
-        edges = begins.clip(0, each.samples).tolist()
-        spans, at = [], 0
+        model = self._runner.model
+        begins = first_frames(costs(scores).cpu().numpy()) * model.frame_samples + model.alignment.shift_samples
+        edges = np.append(begins, scores.shape[2] * model.frame_samples).clip(0, each.samples).tolist()
+        times, at = [], 0
         for token in each.answer.tokens:
-            if special is not None and token >= special.eot:
-                spans.append((edges[at], edges[at]))
-            else:
-                spans.append((edges[at], edges[at + 1]))
-                at += 1
-        return tuple(spans)
+            end = at + self._is_text(token)
+            times.append((edges[at], edges[end]))
+            at = end
+        return tuple(times)

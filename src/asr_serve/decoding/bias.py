@@ -1,0 +1,187 @@
+"""Hot words: a caller's list as a prefix graph over tokens, which tells what each token that goes on with one of
+them is worth.
+
+Source  the graph: Aho and Corasick 1975; words' parts that are worth something, and lose it where the word is not
+        said to its end: shallow fusion with back-off, arXiv:1808.02480; `tests/decoding/test_bias.py` compares
+        with a list that is searched word by word.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from asr_serve.errors import OptionError
+
+MOST_WORDS = 10_000
+MOST_CHARACTERS = 200
+"""Of a word."""
+WEIGHTS = (0.1, 10.0)
+PARAM = "hotwords"
+BETWEEN, BEFORE_WEIGHT = "\n", "\t"
+
+
+class HotWord(NamedTuple):
+    """As the caller writes it, and how much more likely it is than others: 1 as usual."""
+
+    text: str
+    weight: float = 1.0
+
+
+def hot_word(given: str) -> HotWord:
+    """`word` or `word:weight`; what follows the last colon is part of the word unless it is a number. Raises
+    OptionError."""
+    text, colon, number = given.rpartition(":")
+    try:
+        weight = float(number) if colon else 1.0
+    except ValueError:
+        text, colon, weight = given, "", 1.0
+    text = " ".join((text if colon else given).split())
+    if not text or not any(c.isalnum() for c in text):
+        raise OptionError(f"hotword {given[:60]!r}", "a word with a letter or digit", "leave it out", param=PARAM)
+    if len(text) > MOST_CHARACTERS:
+        came = f"hotword {text[:30] + '…'!r} of {len(text)} characters"
+        raise OptionError(came, f"up to {MOST_CHARACTERS}", "give the words that it is made of", param=PARAM)
+    if not WEIGHTS[0] <= weight <= WEIGHTS[1]:
+        allowed = f"{WEIGHTS[0]:g} to {WEIGHTS[1]:g}"
+        raise OptionError(f"hotword {given[:60]!r} of weight {number}", allowed, param=PARAM)
+    return HotWord(text, weight)
+
+
+def packed(words: Sequence[HotWord]) -> str:
+    """As SearchOptions.bias holds them: one text, since ten thousand fields would be read anew for each segment."""
+    return BETWEEN.join(f"{word.text}{BEFORE_WEIGHT}{word.weight:g}" for word in words)
+
+
+def unpacked(bias: str) -> list[HotWord]:
+    lines = (line.partition(BEFORE_WEIGHT) for line in bias.split(BETWEEN) if line)
+    return [HotWord(text, float(weight)) for text, _, weight in lines]
+
+
+def written(text: str) -> list[str]:
+    """How a model may write a word: as it was given, and as a name or as a common word where that says nothing of
+    how it is written."""
+    forms = [text]
+    if text.islower() or (text.isupper() and len(text) > 3):
+        forms += [text[:1].upper() + text[1:].lower(), text.lower()]
+    return list(dict.fromkeys(forms))
+
+
+class Spelt(NamedTuple):
+    """A way of saying a word in tokens. `inside`: without the space that a word begins with, and so only where the
+    text before does not end in a letter."""
+
+    tokens: tuple[int, ...]
+    weight: float = 1.0
+    inside: bool = False
+
+
+def spelt(words: Iterable[HotWord], encode: Callable[[str], list[int]]) -> list[Spelt]:
+    """All of their forms, with a space before them and without."""
+    found = []
+    for word in words:
+        for form in written(word.text):
+            found.append(Spelt(tuple(encode(f" {form}")), word.weight))
+            found.append(Spelt(tuple(encode(form)), word.weight, True))
+    return [each for each in found if each.tokens]
+
+
+WITHIN, OPEN = 0, 1
+"""Nodes at which nothing is begun: where only what has its own space may begin, and where anything may."""
+
+
+class Graph:
+    """Nodes are what of a word was just said: the longest end of the text that begins one. Read by any thread.
+
+    Each token of a word is worth the word's weight. What was given for a part of a word is taken back where the
+    word is not said to its end, so that the worth of a text is the sum of what it says, however it was searched:
+    every token of it that is in a word, and of words within words those that end.
+    """
+
+    def __init__(self, words: Iterable[Spelt], opens: Callable[[int], bool] = lambda token: False) -> None:
+        """`opens`: whether a word that has no space of its own may begin behind this token."""
+        self._opens = opens
+        self._next: dict[tuple[int, int], int] = {}
+        self._arcs: dict[int, list[int]] = {}
+        self._fail = [WITHIN, WITHIN]
+        self._hopes = [0.0, 0.0]
+        """What is given for a part that may yet become a word, and taken back if not."""
+        self._gives = [0.0, 0.0]
+        """What is kept, of the word that ends here."""
+        self._add(words)
+        self._link()
+
+    def _add(self, words: Iterable[Spelt]) -> None:
+        depths, parents, ends = [0, 0], [WITHIN, WITHIN], dict[int, float]()
+        weights = [0.0, 0.0]
+        for word in words:
+            node = OPEN if word.inside else WITHIN
+            for depth, token in enumerate(word.tokens, start=1):
+                if (then := self._next.get((node, token))) is None:
+                    then = self._next[node, token] = len(depths)
+                    self._arcs.setdefault(node, []).append(token)
+                    depths.append(depth)
+                    parents.append(node)
+                    weights.append(0.0)
+                node = then
+                weights[node] = max(weights[node], word.weight)
+            ends[node] = max(ends.get(node, 0.0), word.weight)
+        kept = [0, 0]
+        """Of its tokens, those of a shorter word that it begins with: they are paid for."""
+        for node in range(2, len(depths)):
+            before = kept[parents[node]]
+            if node in ends:
+                self._gives.append(ends[node] * (depths[node] - before))
+                self._hopes.append(0.0)
+                kept.append(depths[node])
+            else:
+                self._gives.append(0.0)
+                self._hopes.append(weights[node] * (depths[node] - before))
+                kept.append(before)
+
+    def _link(self) -> None:
+        """Where a part that does not go on goes back to: the longest end of it that begins a word with a space."""
+        self._fail += [WITHIN] * (len(self._hopes) - 2)
+        waiting = deque((root, token) for root in (WITHIN, OPEN) for token in self._arcs.get(root, ()))
+        while waiting:
+            node, token = waiting.popleft()
+            then = self._next[node, token]
+            if node == OPEN:
+                self._fail[then] = self._next.get((WITHIN, token), WITHIN)
+            elif node != WITHIN:
+                self._fail[then] = self._go(self._fail[node], token)
+            if not self._gives[then]:
+                self._gives[then] = self._gives[self._fail[then]]
+            waiting.extend((then, each) for each in self._arcs.get(then, ()))
+
+    def _go(self, node: int, token: int) -> int:
+        while True:
+            if (then := self._next.get((node, token))) is not None:
+                return then
+            if node == WITHIN:
+                return WITHIN
+            node = self._fail[node]
+
+    def step(self, node: int, token: int) -> tuple[int, float]:
+        """The node after `token`, and what that is worth: less than nothing where a part comes to nothing."""
+        then = self._go(node, token)
+        gain = self._gives[then] + self._hopes[then] - self._hopes[node]
+        return (OPEN if then == WITHIN and self._opens(token) else then), gain
+
+    def ends(self, node: int) -> float:
+        """What is taken back where the text ends."""
+        return -self._hopes[node]
+
+    def leads(self, node: int) -> Sequence[int]:
+        """The tokens that go on with what was begun."""
+        return self._arcs.get(node, ()) if node > OPEN else ()
+
+    def walk(self, tokens: Iterable[int], node: int = OPEN) -> int:
+        """Where the graph is after these."""
+        for token in tokens:
+            node = self.step(node, token)[0]
+        return node
+
+    def __len__(self) -> int:
+        return len(self._fail)

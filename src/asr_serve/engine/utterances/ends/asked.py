@@ -1,0 +1,37 @@
+"""What alignment heads ask of the audio while rows are decoded, kept of those that want to know when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from asr_serve.engine.utterances.rows import Row
+
+
+class Asked:
+    """In one pass. Nothing is done until a row keeps something."""
+
+    def __init__(self, model: Any, layers: tuple[Tensor, ...], wanted: Tensor | None) -> None:
+        """`layers`: queries (positions, heads * head_dim) of each layer that has alignment heads; `wanted`: which
+        positions are told of; None: all."""
+        self._model, self._layers, self._wanted = model, layers, wanted
+        self._chosen: Tensor | None = None
+
+    def keep(self, row: Row, told: int) -> None:
+        """Of that one among the positions that are told of, for the token that was decided there."""
+        if not row.hypothesis.options.words or row.beams is not None:
+            return
+        if self._chosen is None:
+            self._chosen = self._choose()
+        row.asked.append(self._chosen[told])
+
+    def _choose(self) -> Tensor:
+        """(told, chosen heads of all layers, head_dim). A copy: the next step writes over what was recorded."""
+        model, found = self._model, []
+        for query, heads in zip(self._layers, model.alignment.heads.values(), strict=True):
+            told = query if self._wanted is None else query[self._wanted.to(query.device)]
+            found.append(told.view(len(told), model.heads, -1)[:, list(heads)])
+        return torch.cat(found, dim=1)

@@ -1,0 +1,1 @@
+"""Labels for speech nobody has transcribed: what two models agree on."""

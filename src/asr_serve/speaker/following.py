@@ -1,0 +1,127 @@
+"""Who speaks, told while people speak: names that stay, and at the end once more, as all that was said shows.
+
+A voice that is like one that is known is that one's; one that is like none, and was heard alone for long enough, is
+new. So an early mistake stays in what was told, for names never change; `settle` clusters everything anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from asr_serve.speaker.clustering import HowMany
+from asr_serve.speaker.grouping import ALIKE, SURE_SAMPLES, Voice, Window, centre, group, voices_of
+from asr_serve.speaker.stitching import Diarized, diarize, spans_of, turns_of
+from asr_serve.types import SpeakerTurn
+
+
+class Person(msgspec.Struct):
+    name: str
+    direction: np.ndarray | None = None
+    """Sum of what was heard, weighted by how long; None until a voice was."""
+
+
+class Following:
+    """One caller. What is kept of ten seconds is 2 KB."""
+
+    def __init__(self) -> None:
+        self._windows: list[Window] = []
+        self._people: list[Person] = []
+        self._told: list[SpeakerTurn] = []
+
+    def hear(self, windows: Sequence[Window]) -> tuple[SpeakerTurn, ...]:
+        """Who speaks in the windows of one segment, which follow all that came before."""
+        voices = voices_of(windows)
+        group(windows, voices, HowMany())
+        members: dict[int, list[Voice]] = {}
+        for each in voices:
+            members.setdefault(each.group, []).append(each)
+        members.pop(-1, None)
+        names = self._recognise(members)
+        turns = tuple(SpeakerTurn(names[who], start, end) for who, start, end in turns_of(windows, voices))
+        self._windows += windows
+        self._told += turns
+        return turns
+
+    def settle(self) -> Diarized:
+        """Of all that was heard: turns by the names that were told, as far as they are the same people."""
+        found = diarize(self._windows)
+        common: dict[tuple[str, str], int] = {}
+        told = spans_of(self._told)
+        for who, spans in spans_of(found.turns).items():
+            for name, others in told.items():
+                common[who, name] = _common(spans, others)
+        names: dict[str, str] = {}
+        for (who, name), samples in sorted(common.items(), key=lambda each: -each[1]):
+            if samples and who not in names and name not in names.values():
+                names[who] = name
+        number = len(self._people)
+        for who in spans_of(found.turns):
+            if who not in names:
+                names[who] = f"SPEAKER_{number:02d}"
+                number += 1
+        turns = tuple(
+            SpeakerTurn(names[each.speaker], each.start_samples, each.end_samples) for each in found.turns
+        )
+        return Diarized(turns, {names[who]: voice for who, voice in found.voices.items()})
+
+    def _recognise(self, members: dict[int, list[Voice]]) -> dict[int, str]:
+        """The name of each group of a segment: no two of them are one person. The surest choose first."""
+        names: dict[int, str] = {}
+        pairs = []
+        for who, voices in members.items():
+            direction = centre(voices)
+            for place, person in enumerate(self._people):
+                if direction is not None and person.direction is not None:
+                    known = person.direction / max(float(np.linalg.norm(person.direction)), 1e-12)
+                    pairs.append((float(known @ direction), who, place))
+        taken = set[int]()
+        for alike, who, place in sorted(pairs, reverse=True):
+            if who in names or place in taken:
+                continue
+            if alike < ALIKE and _clean(members[who]) >= SURE_SAMPLES:
+                continue
+            names[who] = self._people[place].name
+            taken.add(place)
+            if alike >= ALIKE:
+                self._learn(self._people[place], members[who])
+        for who in sorted(members, key=lambda each: -_clean(members[each])):
+            if who in names:
+                continue
+            free = [place for place in range(len(self._people)) if place not in taken]
+            if free and centre(members[who]) is None:  # a sound: whoever has spoken last
+                last = next((t.speaker for t in reversed(self._told)), self._people[free[0]].name)
+                place = next((p for p in free if self._people[p].name == last), free[0])
+                names[who] = self._people[place].name
+            else:
+                place = len(self._people)
+                self._people.append(Person(f"SPEAKER_{place:02d}"))
+                names[who] = self._people[place].name
+                self._learn(self._people[place], members[who])
+            taken.add(place)
+        return names
+
+    def _learn(self, person: Person, voices: list[Voice]) -> None:
+        direction = centre(voices)
+        if direction is not None:
+            heard = direction * max(_clean(voices), 1)
+            person.direction = heard if person.direction is None else person.direction + heard
+
+
+def _clean(voices: Sequence[Voice]) -> int:
+    return sum(each.clean_samples for each in voices)
+
+
+def _common(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> int:
+    """Samples that are in both. Each is in order, and overlaps nothing of its own."""
+    total, at = 0, 0
+    for start, end in spans:
+        while at < len(others) and others[at][1] <= start:
+            at += 1
+        place = at
+        while place < len(others) and others[place][0] < end:
+            total += max(0, min(end, others[place][1]) - max(start, others[place][0]))
+            place += 1
+    return total

@@ -1,0 +1,191 @@
+"""Which speakers of all the windows are one person.
+
+1. Voices that were heard alone for long enough are clustered; those of one window are different people. Then each goes
+   where it is most like the whole group, for the first groups were made of few.
+2. Where two windows overlap, speakers that speak in the same frames are the same: that holds of voices that nobody can
+   know, too, as of somebody who is never alone.
+3. Of what is left, whoever speaks for long is a person of their own; the rest, a word or a laugh, goes to somebody near.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from asr_serve import units
+from asr_serve.speaker.clustering import HowMany, cluster
+from asr_serve.speaker.local import LocalVoices
+
+ALIKE = 0.40
+"""Least cosine of two groups of voices that are one speaker: of 0.25 to 0.5 the best on bench/meetings.py."""
+SURE_SAMPLES = units.ms_to_samples(1_000)
+"""A voice that was heard alone for so long may be a group of its own; chosen there too, as the next."""
+OWN_SAMPLES = units.ms_to_samples(1_500)
+"""Whoever is never heard alone is somebody, with so much speech."""
+SHARED_SAMPLES, SHARED = units.ms_to_samples(500), 0.6
+"""Two speakers of windows that overlap are one, who speak together for so long, and for such a part of the time in
+which either does."""
+MOST_VOICES = 1_500
+"""That are clustered at once: two hours or so of talk. Of more, so many at a time are clustered first."""
+
+
+class Window(NamedTuple):
+    start_samples: int
+    samples: int
+    heard: LocalVoices
+
+    @property
+    def end_samples(self) -> int:
+        return self.start_samples + self.samples
+
+
+class Voice(msgspec.Struct, eq=False):
+    """A speaker of a window."""
+
+    window: int
+    local: int
+    active_samples: int
+    clean_samples: int
+    """Heard alone; what tells how much its direction is worth."""
+    direction: np.ndarray | None
+    """Of length 1; None where it was not heard well enough."""
+    group: int = -1
+    """-1: nobody's."""
+
+
+def voices_of(windows: Sequence[Window]) -> list[Voice]:
+    found = []
+    for number, window in enumerate(windows):
+        heard, active = window.heard, window.heard.active
+        known = dict(zip(heard.who, zip(heard.clean_samples, heard.embeddings, strict=True), strict=True))
+        for local in np.flatnonzero(active.any(0)):
+            clean, direction = known.get(int(local), (0, None))
+            samples = int(active[:, local].sum()) * heard.step_samples
+            found.append(Voice(number, int(local), samples, clean, direction))
+    return found
+
+
+def centre(voices: Sequence[Voice]) -> np.ndarray | None:
+    """Where they point together, (width,) of length 1; None where none is known."""
+    known = [each.direction * max(each.clean_samples, 1) for each in voices if each.direction is not None]
+    if not known:
+        return None
+    total = np.sum(known, axis=0)
+    return np.asarray(total / max(float(np.linalg.norm(total)), 1e-12), np.float32)
+
+
+def group(windows: Sequence[Window], voices: Sequence[Voice], how_many: HowMany) -> None:
+    """Give each voice its group; who is heard too little for any stays without."""
+    mates: dict[int, list[Voice]] = {}
+    for each in voices:
+        mates.setdefault(each.window, []).append(each)
+    heard = [each for each in voices if each.direction is not None]
+    sure = [each for each in heard if each.clean_samples >= SURE_SAMPLES]
+    if len(sure) < how_many.least:
+        sure = heard
+    if sure:
+        _cluster(sure, how_many)
+        _seat(mates, sure)
+    _follow(windows, mates, voices)
+    groups = max((each.group for each in voices), default=-1) + 1
+    room = len(voices) if how_many.most is None else how_many.most - groups
+    own = [each for each in heard if each.group < 0 and each.active_samples >= OWN_SAMPLES]
+    if own and room > 0:
+        _cluster(own, HowMany(1, room), groups)
+    elif not groups and voices:  # a sound now and then, of nobody in particular
+        longest = max(voices, key=lambda each: each.active_samples)
+        longest.group = 0
+    _rest(mates, voices)
+
+
+def _cluster(voices: Sequence[Voice], how_many: HowMany, first: int = 0) -> None:
+    """Groups from `first` on."""
+    labels = np.arange(len(voices))
+    if len(voices) > MOST_VOICES:
+        parts = [np.arange(at, min(at + MOST_VOICES, len(voices))) for at in range(0, len(voices), MOST_VOICES)]
+        made = 0
+        for part in parts:
+            labels[part] = made + _labels([[voices[each]] for each in part], HowMany())
+            made = int(labels[part].max()) + 1
+    groups = [[each for each, label in zip(voices, labels, strict=True) if label == n] for n in range(labels.max() + 1)]
+    found = _labels(groups, how_many)
+    for each, label in zip(voices, labels, strict=True):
+        each.group = first + int(found[label])
+
+
+def _labels(groups: Sequence[Sequence[Voice]], how_many: HowMany) -> np.ndarray:
+    """The cluster of each group of voices."""
+    where = [{each.window for each in members} for members in groups]
+    apart = np.array([[one is not other and not one.isdisjoint(other) for other in where] for one in where])
+    weights = np.array([sum(max(each.clean_samples, 1) for each in members) for members in groups], np.float64)
+    directions = np.stack([found for members in groups if (found := centre(members)) is not None])
+    return cluster(directions, weights, apart, ALIKE, how_many)
+
+
+def _seat(mates: dict[int, list[Voice]], sure: Sequence[Voice]) -> None:
+    """Each voice that is known to the group that it is most like, no two of a window to one: of all ways to do that
+    the best in sum."""
+    members: dict[int, list[Voice]] = {}
+    for each in sure:
+        members.setdefault(each.group, []).append(each)
+    centres = np.stack([found for who in sorted(members) if (found := centre(members[who])) is not None])
+    for here in mates.values():
+        known = [each for each in here if each.direction is not None]
+        if not known or len(known) > len(centres):
+            continue
+        alike = np.stack([each.direction for each in known if each.direction is not None]) @ centres.T
+        # Of each voice the groups that it is most like: with others taken, one of so many is free.
+        likely = [np.argsort(-row)[: len(known)] for row in alike]
+        weights = [max(each.clean_samples, 1) for each in known]
+        best = max(
+            (who for who in itertools.product(*likely) if len(set(who)) == len(who)),
+            key=lambda who: sum(alike[i, g] * weights[i] for i, g in enumerate(who)),
+        )
+        for each, who in zip(known, best, strict=True):
+            each.group = int(who)
+
+
+def _follow(windows: Sequence[Window], mates: dict[int, list[Voice]], voices: Sequence[Voice]) -> None:
+    """Voices without a group to that of who speaks in the same frames of the window before or after."""
+    same: dict[int, list[Voice]] = {}
+    for number in range(len(windows) - 1):
+        for one, other in _shared(windows, number, mates):
+            same.setdefault(id(one), []).append(other)
+            same.setdefault(id(other), []).append(one)
+    for each in sorted(voices, key=lambda each: -each.active_samples):
+        taken = {mate.group for mate in mates[each.window]}
+        near = [other.group for other in same.get(id(each), []) if other.group >= 0 and other.group not in taken]
+        if each.group < 0 and near:
+            each.group = near[0]
+
+
+def _shared(windows: Sequence[Window], number: int, mates: dict[int, list[Voice]]) -> list[tuple[Voice, Voice]]:
+    before, after = windows[number], windows[number + 1]
+    if before.end_samples - after.start_samples < SHARED_SAMPLES:
+        return []
+    step = before.heard.step_samples
+    one = before.heard.active[round((after.start_samples - before.start_samples) / step) :]
+    frames = min(len(one), len(after.heard.active))
+    one, other = one[:frames], after.heard.active[:frames]
+    found = []
+    for left, right in itertools.product(mates.get(number, []), mates.get(number + 1, [])):
+        both = int((one[:, left.local] & other[:, right.local]).sum())
+        either = int((one[:, left.local] | other[:, right.local]).sum())
+        if both * step >= SHARED_SAMPLES and both > SHARED * either:
+            found.append((left, right))
+    return found
+
+
+def _rest(mates: dict[int, list[Voice]], voices: Sequence[Voice]) -> None:
+    """Each to whoever speaks next to it and does not in its window."""
+    grouped = [each for each in voices if each.group >= 0]
+    for each in [each for each in voices if each.group < 0]:
+        taken = {mate.group for mate in mates[each.window]}
+        near = [other for other in grouped if other.group not in taken]
+        if near:
+            nearest = min(near, key=lambda other: (abs(other.window - each.window), -other.active_samples))
+            each.group = nearest.group

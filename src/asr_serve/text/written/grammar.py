@@ -1,0 +1,66 @@
+"""Said to written, as grammars of transducers propose it. The only file that loads wetext, and that when it is
+first needed: its graphs take half a second and 50 MB.
+
+Source  WeTextProcessing's grammars, by its runtime wetext
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple
+
+from asr_serve.errors import UnsupportedOption
+
+LANGUAGES: Final = ("en", "ja", "zh")
+MOST_CACHED = 4_096
+"""Stretches whose rewrites are kept: people say the same."""
+_LOCK = threading.Lock()
+"""The graphs are one thread's at a time. A stretch takes some milliseconds."""
+
+
+class Rewrite(NamedTuple):
+    """Characters of what was said, and what is written for them."""
+
+    start: int
+    end: int
+    kind: str
+    """The grammar's: cardinal, date, money and so on."""
+    text: str
+
+
+@lru_cache(MOST_CACHED)
+def rewrites(said: str, language: str) -> tuple[Rewrite, ...]:
+    """`said`: a few plain words in lower case, or characters without marks. Raises UnsupportedOption."""
+    normalise, failed = load()
+    try:
+        with _LOCK:
+            found = normalise(said, lang=language, operator="itn")
+    except failed:  # nothing is written of what the grammar cannot trace
+        return ()
+    return tuple(
+        Rewrite(each.input_start, each.input_end, each.token_type, each.output_text)
+        for each in found.mappings
+        if each.output_text and each.output_text != each.input_text
+    )
+
+
+def is_installed() -> bool:
+    """Whether the package is; it is not loaded."""
+    return find_spec("wetext") is not None
+
+
+@lru_cache(1)
+def load() -> tuple[Any, type[Exception]]:
+    """Raises UnsupportedOption where the package is missing."""
+    try:
+        from wetext import normalize_with_mapping
+    except ImportError:
+        raise UnsupportedOption(
+            "itn, and wetext is not installed",
+            "the written form needs the extra itn",
+            "pip install 'asr-serve[itn]'",
+            param="itn",
+        ) from None
+    return normalize_with_mapping, RuntimeError

@@ -1,0 +1,163 @@
+"""Where in a text something may be written in another form.
+
+A grammar knows plain words in lower case and nothing else, so a text is cut where a mark ends a stretch of them,
+and of each stretch only what is near a number is looked at: most of a text costs nothing, and no call is long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from asr_serve.text.words import is_unspaced
+from asr_serve.text.written import asian, english
+from asr_serve.text.written.grammar import Rewrite, rewrites
+from asr_serve.text.written.numerals import NUMBERS
+
+NEAR = 3
+"""Words beside a number that may belong to it: a month, a currency, `the`."""
+NEAR_DOT = 8
+"""The same of an address that is read aloud."""
+MOST_WORDS = 24
+MOST_CHARACTERS = 48
+"""Of one call: its time grows with the square of the length."""
+_CHUNK = re.compile(r"\S+")
+_ABBREVIATION = re.compile(r"[A-Za-z](?:\.[A-Za-z])+\.?")
+_PLAIN = re.compile(r"[A-Za-z]+(?:['’][A-Za-z]+)*(?:-[A-Za-z]+)*")
+_OPENING = "\"'“‘([{«"
+_CLOSING = "\"'”’)]}».,;:!?…"
+
+
+class Change(NamedTuple):
+    """Characters of a text, and what is written in their place."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Unit(NamedTuple):
+    """A plain word."""
+
+    word: str
+    """In lower case."""
+    start: int
+    end: int
+
+
+def changes(text: str, language: str) -> list[Change]:
+    """In order, never overlapping. Raises UnsupportedOption."""
+    if language == "en":
+        return [change for stretch in _english(text) for change in _of_words(text, stretch)]
+    return [change for start, end in _asian(text) for change in _of_characters(text, start, end, language)]
+
+
+def _of_words(text: str, units: Sequence[Unit]) -> Iterator[Change]:
+    words = [unit.word for unit in units]
+    starts, at = {}, 0
+    for index, word in enumerate(words):
+        starts[at] = index
+        at += len(word) + 1
+    ends = {start + len(words[index]): index + 1 for start, index in starts.items()}
+    proposed: list[tuple[int, int, Rewrite]] = []
+    for each in rewrites(" ".join(words), "en"):
+        if each.start in starts and each.end in ends:
+            proposed.append((starts[each.start], ends[each.end], each))
+    for first, behind, written in english.settle(words, proposed):
+        start, end = units[first].start, units[behind - 1].end
+        if written.endswith(".") and text[end : end + 1] == ".":
+            end += 1
+        yield Change(start, end, _cased(written, text, units[first:behind]))
+
+
+def _cased(written: str, text: str, units: Sequence[Unit]) -> str:
+    """Words that were said and are written too look as they did."""
+    half = text[units[-2].start : units[-1].end] if len(units) > 1 else ""
+    if written.endswith((" a.m.", " p.m.")) and " " not in half:  # PM
+        return f"{written[:-4]}{half}{'.' if '.' in half else ''}"
+    own = {unit.word: text[unit.start : unit.end] for unit in units}
+    return re.sub(r"[a-z']+", lambda found: own.get(found[0], found[0]), written)
+
+
+def _of_characters(text: str, start: int, end: int, language: str) -> Iterator[Change]:
+    said = text[start:end]
+    found = rewrites(said, language)
+    torn = {index for index, pair in enumerate(pairwise(found)) if asian.torn(said, *pair)}
+    for index, each in enumerate(found):
+        if index in torn or index - 1 in torn:
+            continue
+        written = asian.settle(said, each)
+        if written is not None and written != said[each.start : each.end]:
+            yield Change(start + each.start, start + each.end, written)
+
+
+def _english(text: str) -> Iterator[list[Unit]]:
+    """Stretches of plain words around numbers."""
+    run: list[Unit] = []
+    for chunk in _CHUNK.finditer(text):
+        units, opens, closes = _units(chunk[0], chunk.start(), run)
+        if not units or opens:
+            yield from _near(run, english.TRIGGERS)
+            run = []
+        run += units
+        if closes:
+            yield from _near(run, english.TRIGGERS)
+            run = []
+    yield from _near(run, english.TRIGGERS)
+
+
+def _units(chunk: str, start: int, run: Sequence[Unit]) -> tuple[list[Unit], bool, bool]:
+    """The plain words of what stands between two spaces, whether a mark stands before them, and behind."""
+    core = chunk.lstrip(_OPENING)
+    start += len(chunk) - len(core)
+    opens = len(core) < len(chunk)
+    if found := _ABBREVIATION.match(core):  # p.m.
+        letters = [Unit(core[at].lower(), start + at, start + at + 1) for at in range(0, found.end(), 2)]
+        rest = core[found.end() :]
+        return (letters, opens, bool(rest)) if not rest.strip(_CLOSING) else ([], False, False)
+    bare = core.rstrip(_CLOSING)
+    if not _PLAIN.fullmatch(bare):
+        return [], False, False
+    closes = len(bare) < len(core)
+    if bare.lower() in ("am", "pm") and run and run[-1].word in NUMBERS:
+        return [Unit(c.lower(), start + at, start + at + 1) for at, c in enumerate(bare)], opens, closes
+    parts, at = [], start
+    for part in bare.split("-"):
+        parts.append(Unit(part.lower().replace("’", "'"), at, at + len(part)))
+        at += len(part) + 1
+    if len(parts) > 1 and not all(part.word in english.TRIGGERS or part.word == "and" for part in parts):
+        return [], False, False
+    return parts, opens, closes
+
+
+def _near(run: Sequence[Unit], triggers: Collection[str]) -> Iterator[list[Unit]]:
+    """What of a run is near a trigger, in parts of MOST_WORDS."""
+    close = [False] * len(run)
+    for at, unit in enumerate(run):
+        if unit.word in triggers:
+            near = NEAR_DOT if unit.word == "dot" else NEAR
+            low, high = max(0, at - near), min(len(run), at + near + 1)
+            close[low:high] = [True] * (high - low)
+    part: list[Unit] = []
+    for unit, wanted in zip(run, close, strict=True):
+        if part and (not wanted or len(part) == MOST_WORDS):
+            yield part
+            part = []
+        if wanted:
+            part.append(unit)
+    if part:
+        yield part
+
+
+def _asian(text: str) -> Iterator[tuple[int, int]]:
+    """Runs of characters without spaces and marks in which there is a number."""
+    start = 0
+    for at in range(len(text) + 1):
+        inside = at < len(text) and (is_unspaced(text[at]) or text[at] in "・〇ー")
+        if inside and at - start < MOST_CHARACTERS:
+            continue
+        if any(letter in asian.NUMERALS for letter in text[start:at]):
+            yield start, at
+        start = at if inside else at + 1

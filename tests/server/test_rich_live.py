@@ -1,0 +1,130 @@
+"""Words and who says them while somebody speaks: our own stream, our client, FunASR's sockets."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Running
+from stream_client import TRANSPORTS, Event, WebSocket, pcm_of, pour
+from test_live_sockets import STARTED, calling, expect_words
+from test_rich_routes import needs_speakers
+
+from asr_serve.client.stream import Stream
+from asr_serve.client.transcript import Transcript
+from asr_serve.protocols.stream_events import Speakers
+
+NAGG = "Do you hear me?"
+
+
+@pytest.fixture(scope="module")
+def endgame_pcm(packaged_speech: Path) -> bytes:
+    """Two people, 28 s."""
+    return pcm_of(packaged_speech / "endgame_nagg_nell.wav")
+
+
+def of(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["type"] == kind]
+
+
+def expect_words_of(segment: Event) -> None:
+    words = segment["words"]
+    assert " ".join(word["text"] for word in words) == segment["text"]
+    times = [time for word in words for time in (word["start_s"], word["end_s"])]
+    whole = [segment["start_s"], *times, segment["end_s"]]
+    assert whole == sorted(whole)
+    assert all(0 < word["confidence"] <= 1 for word in words)
+
+
+@pytest.mark.parametrize("kind", TRANSPORTS, ids=lambda kind: kind.__name__)
+def test_words_of_our_stream(server: Running, endgame_pcm: bytes, kind: Any) -> None:
+    with kind(server.port, words="true") as line:
+        pour(line, endgame_pcm)
+        line.end()
+        events = line.rest()
+    segments = of(events, "segment")
+    assert len(segments) > 1
+    for segment in segments:
+        expect_words_of(segment)
+        assert not {"speaker", "spoken"} & set(segment)
+    assert not of(events, "speakers")
+    with kind(server.port) as line:
+        pour(line, endgame_pcm)
+        line.end()
+        plain = of(line.rest(), "segment")
+    assert [segment["text"] for segment in plain] == [segment["text"] for segment in segments]
+    assert all("words" not in segment for segment in plain)
+
+
+@needs_speakers
+def test_speakers_of_our_stream(server: Running, endgame_pcm: bytes) -> None:
+    with WebSocket(server.port, speakers="true") as line:
+        pour(line, endgame_pcm)
+        line.end()
+        events = line.rest()
+    segments = of(events, "segment")
+    assert all("words" not in segment for segment in segments)
+    assert segments[0]["speaker"] == "SPEAKER_00"
+    said_by = [segment["speaker"] for segment in segments]
+    (told,) = of(events, "speakers")
+    assert events.index(told) == events.index(of(events, "end")[0]) - 1
+    for other in told["segments"]:
+        assert said_by[other["index"]] != other["speaker"]
+        said_by[other["index"]] = other["speaker"]
+    assert set(said_by) == {"SPEAKER_00", "SPEAKER_01"}
+    (first,) = [i for i, segment in enumerate(segments) if "Do you remember" in segment["text"]]
+    (answer,) = [i for i, segment in enumerate(segments) if "laugh less heartily, so" in segment["text"]][-1:]
+    assert said_by[first] != said_by[answer]
+
+
+@needs_speakers
+def test_our_python_client_knows_them(server: Running, endgame_pcm: bytes) -> None:
+    known, told = Transcript(), list[Speakers]()
+    with Stream(server.url, words=True, speakers=True) as stream:
+
+        def speak() -> None:
+            stream.send(endgame_pcm)
+            stream.end()
+
+        speaking = threading.Thread(target=speak)
+        speaking.start()
+        for event in stream:
+            known.note(event)
+            if isinstance(event, Speakers):
+                told.append(event)
+        speaking.join()
+    assert len(told) == 1
+    assert {segment.speaker for segment in known.segments} == {"SPEAKER_00", "SPEAKER_01"}
+    for segment in known.segments:
+        assert segment.words is not None
+        assert " ".join(word.text for word in segment.words) == segment.text
+
+
+@needs_speakers
+@pytest.mark.parametrize("path", ["/", "/ws"])
+def test_speakers_of_funasrs_sockets(server: Running, endgame_pcm: bytes, path: str) -> None:
+    with calling(server, path, words="true") as caller:
+        assert caller.ask("SPK:true") == {"event": "spk_set", "spk": True, "used": True}
+        assert caller.ask("START") == STARTED
+        caller.pour(endgame_pcm)
+        caller.send("STOP")
+        *_, final, _ = caller.until_stopped()
+    assert final["is_final"]
+    expect_words(final)
+    assert final["sentences"][0]["text"].startswith(NAGG)
+    assert final["sentences"][0]["spk"] == 0
+    assert {sentence["spk"] for sentence in final["sentences"]} == {0, 1}
+
+
+@needs_speakers
+def test_whoever_takes_only_new_sentences_is_told_all_at_the_end(server: Running, endgame_pcm: bytes) -> None:
+    with calling(server, "/", sentences="new", spk="true") as caller:
+        assert caller.ask("START") == STARTED
+        caller.pour(endgame_pcm)
+        caller.send("STOP")
+        *before, final, _ = caller.until_stopped()
+    told = [sentence["text"] for answer in before for sentence in answer["sentences"]]
+    assert told
+    assert [sentence["text"] for sentence in final["sentences"]][: len(told)] == told

@@ -1,20 +1,17 @@
 """Meetings made of single voices, on which numbers of speaker/ and engine/speakers are chosen.
 
-LibriSpeech's training set has one clip of each of 251 people here, read in quiet. A meeting takes what some of them
-say in pieces, cut at their pauses, and lays it out as people talk: with pauses, interruptions and short answers, each
-voice in a place of its own in a room that answers, with noise. So who speaks when is known exactly, which it is of no
-recording. Of recordings that are scored (ami, two-speaker-mixes) nothing is chosen.
+LibriSpeech's training set has one clip of each of 251 people here, read in quiet. A meeting takes what some of
+them say in pieces, cut at their pauses, and lays it out as people talk: with pauses, interruptions and short
+answers, each voice in a place of its own in a room that answers, with noise. So who speaks when is known exactly,
+which it is of no recording. Of recordings that are scored (ami, two-speaker-mixes) nothing is chosen.
 
-    python bench/meetings.py --data DIR     what speaker/ makes of them: diarization error by kind of meeting
-
-DIR holds librispeech-train-untranscribed.
+    python bench/rich_speakers.py --data DIR --develop     what speaker/ makes of them, by kind of meeting
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -70,10 +67,10 @@ def voice(vad: Silero, path: Path) -> Voice:
     pcm = clips.decode(path)
     pcm = pcm * (0.05 / max(1e-6, float(np.sqrt(np.square(pcm).mean()))))
     speech = spoken(vad, pcm)
-    middles = [(a[1] + b[0]) // 2 for a, b in zip(speech, speech[1:], strict=False)]
+    middles = [(a[1] + b[0]) // 2 for a, b in itertools.pairwise(speech)]
     cuts = [max(0, speech[0][0] - 1600), *middles, min(len(pcm), speech[-1][1] + 1600)] if speech else [0]
     pieces, within = [], []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         pieces.append(pcm[start:end])
         within.append([(max(a, start) - start, min(b, end) - start) for a, b in speech if a < end and b > start])
     return Voice(path.stem, pieces, within)
@@ -107,16 +104,21 @@ class Maker:
             begin += self._chance.randrange(0, max(1, int(0.6 * (position - begin))))
         return laid
 
-    def _talk(self, chosen: Sequence[Voice], kind: str) -> list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]:
+    def _talk(
+        self, chosen: Sequence[Voice], kind: str
+    ) -> list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]:
         chance = self._chance
         rounds = 6 if kind == "long" else 1
         left = [
-            [piece for _ in range(rounds) for piece in zip(each.pieces, each.speech, strict=True)] for each in chosen
+            [piece for _ in range(rounds) for piece in zip(each.pieces, each.speech, strict=True)]
+            for each in chosen
         ]
         laid, position, last = [], int(chance.uniform(0, 1) * RATE), -1
         overlapping = chance.choice((0.05, 0.2, 0.4))
         while any(left):
-            who = chance.choice([n for n, each in enumerate(left) if each and (n != last or sum(map(bool, left)) == 1)])
+            who = chance.choice(
+                [n for n, each in enumerate(left) if each and (n != last or sum(map(bool, left)) == 1)]
+            )
             turn = chance.choice((1, 1, 2, 3))
             gap = -chance.uniform(0.1, 1.5) if chance.random() < overlapping else chance.uniform(0.05, 1.2)
             start = max(0, position + int(gap * RATE))
@@ -129,7 +131,9 @@ class Maker:
             position, last = max(position, start), who
         return laid
 
-    def _heard(self, name: str, kind: str, laid: list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]) -> Meeting:
+    def _heard(
+        self, name: str, kind: str, laid: list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]
+    ) -> Meeting:
         chance = self._chance
         people = max(who for who, *_ in laid) + 1
         length = max(start + len(pcm) for _, start, pcm, _ in laid) + RATE // 2
@@ -151,7 +155,9 @@ class Maker:
         out += noise * (level * 10 ** (-snr_db / 20) / float(np.sqrt(np.square(noise).mean())))
         out *= 0.5 / max(1e-6, float(np.abs(out).max()))
         told = [
-            SpeakerTurn(f"person{who}", start, end) for who, spans in turns.items() for start, end in _joined(spans)
+            SpeakerTurn(f"person{who}", start, end)
+            for who, spans in turns.items()
+            for start, end in _joined(spans)
         ]
         return Meeting(name, kind, out.astype(np.float32), tuple(sorted(told, key=lambda t: t.start_samples)))
 
@@ -164,7 +170,9 @@ class Maker:
         tail *= self._chance.uniform(0.3, 1.0) / float(np.sqrt(np.square(tail).sum()))
         tail[0] = 1.0
         size = 1 << (len(track) + samples - 1).bit_length()
-        return np.fft.irfft(np.fft.rfft(track, size) * np.fft.rfft(tail, size), size)[: len(track)].astype(np.float32)
+        return np.fft.irfft(np.fft.rfft(track, size) * np.fft.rfft(tail, size), size)[: len(track)].astype(
+            np.float32
+        )
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -177,7 +185,9 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def meetings(folder: Path, each: int, seed: int = 7, kinds: Sequence[str] = KINDS, people: int = 251) -> list[Meeting]:
+def meetings(
+    folder: Path, each: int, seed: int = 7, kinds: Sequence[str] = KINDS, people: int = 251
+) -> list[Meeting]:
     vad = silero.load()
     voices = [voice(vad, path) for path in sorted((folder / FOLDER).glob("*.flac"))[:people]]
     maker = Maker([v for v in voices if v.pieces], seed)

@@ -1,7 +1,7 @@
 """How many of the committed cases are written as people write them: `python bench/rich_itn.py [--wrong]`.
 
 The cases of itn_cases.tsv were written down by hand, before and after looking at what the grammars do; what is
-wrong among them stays in the list. Prints, by language, how many are right with our choice of the grammar's rewrites
+wrong among them stays in the list. Prints, by language, how many are right with what we take of its rewrites
 and, beside it, with the grammar alone: wetext, given the same text in lower case without marks, and compared so.
 """
 

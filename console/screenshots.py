@@ -1,9 +1,10 @@
 """The pictures of docs/console.md, taken of a server that runs.
 
     asr-serve serve &
-    python console/screenshots.py --speech two_cities.wav
+    python console/screenshots.py --speech two_cities.wav --dialogue endgame_nagg_nell.wav
 
-Needs playwright and a Chromium. The speech is half a minute or longer: it is spoken into the page's microphone.
+Needs playwright and a Chromium. The speech is half a minute or longer: it is spoken into the page's microphone. In
+the dialogue two people speak. `--only rich` takes one picture.
 """
 
 from __future__ import annotations
@@ -57,6 +58,26 @@ def reading(page: Any, url: str) -> None:
     page.wait_for_timeout(PLAYED_MS)
 
 
+def conversing(page: Any, url: str, dialogue: Path) -> None:
+    """Two speakers with their names, a word that is heard, and what is known of it."""
+    page.goto(url)
+    page.wait_for_selector("#model option", state="attached")
+    page.locator("label:has(#want-speakers)").click()
+    page.fill("#hotwords", "Nagg, Nell\nHamm:2")
+    page.set_input_files("#file", dialogue)
+    page.wait_for_selector(DONE)
+    page.wait_for_selector("button.stamp")
+    for at, name in enumerate(("Nagg", "Nell")):
+        page.locator("#voices button").nth(at).click()
+        page.keyboard.type(name)
+        page.keyboard.press("Enter")
+    page.locator(".word", has_text="resource").first.click()
+    page.wait_for_selector(".word.now")
+    page.click("#primary")  # paused, where the word is still marked
+    page.locator(".word.now").hover()
+    page.wait_for_selector("#word-tip:not([hidden])")
+
+
 def uploads(url: str, speech: Path, over: threading.Event) -> None:
     """Somebody else's recordings, so that there is something to draw."""
     while not over.wait(2):
@@ -70,6 +91,8 @@ def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--url", default="http://127.0.0.1:8000")
     asked.add_argument("--speech", type=Path, required=True)
+    asked.add_argument("--dialogue", type=Path, required=True)
+    asked.add_argument("--only", help="the one picture to take, like rich")
     asked.add_argument("--out", type=Path, default=IMAGES)
     asked.add_argument("--chromium", default=shutil.which("chromium") or shutil.which("google-chrome"))
     given = asked.parse_args()
@@ -96,29 +119,38 @@ def main() -> int:
                 raise SystemExit(f"{path} is larger than {LARGEST_BYTES} bytes")
             shown.context.close()
 
-        desktop = page(DESKTOP)
-        speaking(desktop, given.url)
-        keep(desktop, "desktop")
+        def wants(name: str) -> bool:
+            return given.only in (None, name)
+
+        if wants("desktop"):
+            shown = page(DESKTOP)
+            speaking(shown, given.url)
+            keep(shown, "desktop")
         for name, viewport, scheme in (("phone", PHONE, "light"), ("dark", DESKTOP, "dark")):
-            shown = page(viewport, scheme)
-            playing(shown, given.url, given.speech)
-            keep(shown, name)
-
-        shown = page(DESKTOP)
-        reading(shown, given.url)
-        keep(shown, "speak")
-
-        over = threading.Event()
-        others = threading.Thread(target=uploads, args=(given.url, given.speech, over))
-        others.start()
-        status, caller = page(DESKTOP), page(DESKTOP)
-        status.goto(f"{given.url}/status")
-        caller.goto(given.url)
-        caller.keyboard.press("Space")
-        status.wait_for_timeout(WATCHED_MS)
-        keep(status, "status")
-        over.set()
-        others.join()
+            if wants(name):
+                shown = page(viewport, scheme)
+                playing(shown, given.url, given.speech)
+                keep(shown, name)
+        if wants("rich"):
+            shown = page(DESKTOP)
+            conversing(shown, given.url, given.dialogue)
+            keep(shown, "rich")
+        if wants("speak"):
+            shown = page(DESKTOP)
+            reading(shown, given.url)
+            keep(shown, "speak")
+        if wants("status"):
+            over = threading.Event()
+            others = threading.Thread(target=uploads, args=(given.url, given.speech, over))
+            others.start()
+            status, caller = page(DESKTOP), page(DESKTOP)
+            status.goto(f"{given.url}/status")
+            caller.goto(given.url)
+            caller.keyboard.press("Space")
+            status.wait_for_timeout(WATCHED_MS)
+            keep(status, "status")
+            over.set()
+            others.join()
         browser.close()
     return 0
 

@@ -99,7 +99,8 @@ def beside_audio(packaged_speech: Path, tmp_path: Path, monkeypatch: pytest.Monk
     """A folder to run examples in, with the files that they name."""
     for name in ("talk.wav", "call.wav", "two_cities.wav"):
         shutil.copy(packaged_speech / "two_cities.wav", tmp_path / name)
-    shutil.copy(packaged_speech / "beckett.wav", tmp_path)
+    for name in ("beckett.wav", "endgame_nagg_nell.wav"):
+        shutil.copy(packaged_speech / name, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -128,7 +128,7 @@ test("files that are made of a talk, with the names that were given", () => {
   assert.deepEqual(line.segments[0].words[2], { word: "$20?", start: 1, end: 2, confidence: 0.75, spoken: "twenty dollars?" });
   assert.deepEqual([line.segments[0].spoken, line.segments[1].speaker], ["Is it twenty dollars?", "Nell & Co"]);
   assert.match(file("vtt"), /^WEBVTT\n/);
-  assert.match(file("vtt"), /<v Nell &amp; Co>/);
+  assert.match(file("vtt"), /<v Nell &amp; Co>She <00:00:02\.800>said <00:00:03\.000>"no"\./);
   assert.match(file("srt"), /Nell & Co: She said/);
   assert.equal(SEGMENTS[1]!.speaker, "SPEAKER_01", "the take itself is as it was");
 });

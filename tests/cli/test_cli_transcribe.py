@@ -153,8 +153,9 @@ def test_prompts_hot_words_and_long_form_reach_the_model(folder: Path, model: Fa
 
 
 def test_help_teaches_prompts() -> None:
-    said = " ".join(CliRunner().invoke(app, ["transcribe", "--help"]).stdout.split())
-    for example in ("--hotword Kubernetes", "--long-form sequential", '--prompt "A talk'):
+    page = CliRunner().invoke(app, ["transcribe", "--help"]).stdout
+    said = " ".join(page.replace("│", " ").split())
+    for example in ("--hotwords 'Kubernetes,Ada Lovelace'", "--long-form sequential", '--prompt "A talk'):
         assert example in said
 
 

@@ -30,7 +30,8 @@ let sent = "";
 for await (const part of process.stdin) sent += part;
 const made = JSON.parse(sent).map(({ segments, duration }) => {
   const transcript = Object.assign(new Transcript(), { segments, duration, language: "en", model: "m" });
-  return [transcript.toTxt(), transcript.toSrt(), transcript.toVtt(), transcript.toJson()];
+  const karaoke = transcript.toVtt({ karaoke: true });
+  return [transcript.toTxt(), transcript.toSrt(), transcript.toVtt(), karaoke, transcript.toJson()];
 });
 console.log(JSON.stringify(made));
 """
@@ -148,10 +149,11 @@ def test_exports_are_those_of_the_server(built: None) -> None:
     ]
     answer = run("node", "--input-type=module", "--eval", EXPORT, input=json.dumps(sent))
     assert answer.returncode == 0, answer.stderr
-    for each, (txt, srt, vtt, as_json) in zip(transcripts, json.loads(answer.stdout), strict=True):
+    for each, (txt, srt, vtt, karaoke, as_json) in zip(transcripts, json.loads(answer.stdout), strict=True):
         assert txt == plain.text(each)
         assert srt == subtitles.srt(each)
         assert vtt == subtitles.vtt(each)
+        assert karaoke == subtitles.karaoke(each)
         ours = json.loads(plain.json(each))
         del ours["key"]  # the name of a file, which a stream has not
         assert json.loads(as_json) == ours

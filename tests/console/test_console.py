@@ -309,11 +309,11 @@ def test_a_recording(served, visit, talk, tmp_path):
 
     form = {"model": "moonshine-tiny-en"}
     for name in ("txt", "srt", "vtt", "json"):
-        wanted = {"txt": "text", "json": "verbose_json"}.get(name, name)
+        wanted = {"response_format": {"txt": "text", "json": "verbose_json"}.get(name, name)}
+        if name in ("srt", "vtt"):
+            wanted["timestamp_granularities[]"] = "word"
         with talk.open("rb") as audio:
-            answer = httpx.post(
-                served.url + ROUTE, data=form | {"response_format": wanted}, files={"file": audio}, timeout=120
-            )
+            answer = httpx.post(served.url + ROUTE, data=form | wanted, files={"file": audio}, timeout=120)
         me.page.click("#download")
         with me.page.expect_download() as coming:
             me.page.click(f"[data-format={name}]")

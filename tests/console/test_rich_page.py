@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 from console_page import ROOT, Served, Visitor, browsers, words
 
+from asr_serve.models import weights
+from asr_serve.models.card import card
+
 CONSOLE = ROOT / "console"
 AXE = CONSOLE / "node_modules" / "axe-core" / "axe.min.js"
 ROUTE = "/v1/audio/transcriptions"
@@ -39,6 +42,15 @@ ROWS = """() => {
   });
 }"""
 """Who says what, as somebody reads the page: a name holds until the next."""
+SENT = """() => {
+  window.sent = [];
+  const append = FormData.prototype.append;
+  FormData.prototype.append = function (...field) {
+    window.sent.push(field.map(String));
+    append.apply(this, field);
+  };
+}"""
+"""The fields of every form."""
 POSITION = "Number(document.querySelector('#seek').value)"
 
 
@@ -134,7 +146,7 @@ def endgame(packaged_speech: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def served(endgame: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = Served(tmp_path_factory.mktemp("rich") / "log")
+    server = Served(tmp_path_factory.mktemp("rich") / "log", voice="hibari")
     yield server
     server.stop()
 
@@ -316,9 +328,9 @@ def test_words_by_keyboard(visit, endgame):
 def test_without_words(visit, endgame):
     me = visit()
     switch(me, "words")
-    with me.page.expect_request(lambda sent: ROUTE in sent.url) as asked:
-        hear(me, endgame)
-    assert b"timestamp_granularities[]" in (asked.value.post_data_buffer or b"")
+    me.page.evaluate(SENT)
+    hear(me, endgame)
+    assert ["timestamp_granularities[]", "segment"] in me.page.evaluate("sent")  # no time is spent on words
     assert me.page.locator(".word").count() == 0
     me.page.click("#download")
     for form in ("ctm", "textgrid", "rttm"):
@@ -327,6 +339,31 @@ def test_without_words(visit, endgame):
     me.until(".toast:has-text('This needs words with times')")
     me.page.reload()
     assert not me.page.is_checked("#want-words")  # the browser remembers
+    me.expect_calm()
+
+
+def test_numbers_in_digits(visit, served, told, tmp_path):
+    said = "It costs twenty dollars, and we open at nine."
+    spoken = httpx.post(
+        f"{served.url}/v1/audio/speech",
+        json={"model": "hibari", "voice": "heart", "input": said, "response_format": "wav"},
+        timeout=120,
+    )
+    assert spoken.status_code == 200, spoken.text
+    recording = tmp_path / "costs.wav"
+    recording.write_bytes(spoken.content)
+    me = visit()
+    hear(me, recording)
+    before = me.text()
+    assert "$20" not in before
+    switch(me, "itn")
+    me.page.set_input_files("#file", recording)
+    me.until("#segments .word:has-text('$20')")
+    me.mode("idle")
+    assert me.text() != before
+    me.until("button.stamp")
+    me.page.locator(".word", has_text="$20").hover()
+    me.until("#word-tip:has-text('said: twenty dollars')")
     me.expect_calm()
 
 
@@ -384,7 +421,7 @@ def test_what_the_server_refuses_is_said_beside_it(visit, endgame):
     me.page.set_input_files("#file", endgame)
     me.until("#hotwords-problem:not(:empty)")
     me.until("#banner-text:not(:empty)")
-    assert "hotwords" in me.page.inner_text("#hotwords-problem").lower()
+    assert "0.1 to 10" in me.page.inner_text("#hotwords-problem")
     assert me.page.locator("#empty").is_visible()
     me.page.fill("#hotwords", "")
     assert me.page.inner_text("#hotwords-problem") == ""
@@ -436,6 +473,29 @@ def test_axe_finds_nothing_serious(visit, endgame, scheme, device):
     me.page.click("#download")
     look("the formats")
     me.expect_calm()
+
+
+@pytest.mark.slow
+def test_the_language_that_is_heard(browser, packaged_speech, tmp_path):
+    if weights.locate(card("whisper-base")) is None:
+        pytest.skip("no weights of whisper-base: asr-serve models fetch whisper-base")
+    server = Served(tmp_path / "log", "--model", "whisper-base")
+    me = Visitor(browser)
+    try:
+        me.page.goto(server.url)
+        me.page.wait_for_selector("#language option[value=de]", state="attached")
+        assert me.page.input_value("#language") == ""  # as it is spoken
+        hear(me, packaged_speech / "beckett.wav")
+        assert re.search(r" English \(\d\d %\) ", me.page.inner_text("#subtitle"))
+        me.page.select_option("#language", "en")
+        me.page.set_input_files("#file", packaged_speech / "beckett.wav")
+        me.until("#earlier li:nth-child(2)")
+        me.mode("idle")
+        assert " English · " in me.page.inner_text("#subtitle")  # nobody had to find out
+        me.expect_calm()
+    finally:
+        me.context.close()
+        server.stop()
 
 
 # --- talking ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Writes fixtures/align.npz: real posteriors, letters, and the frames that the package ctc-segmentation gives them.
+"""Writes fixtures/align.npz: real posteriors, letters, and the frames that ctc-segmentation gives them.
 
 In two steps, for the package wants a numpy that is older than ours:
 
@@ -6,9 +6,8 @@ In two steps, for the package wants a numpy that is older than ours:
     pip install --target PEERS --no-deps ctc-segmentation==1.7.4 numpy==1.26.4
     PYTHONPATH=PEERS python tests/decoding/generate_align.py align
 
-The speech is English, of the package moonshine-voice, and the model hears Armenian: what it spells says nothing, but
-its posteriors are those of a real model. Letters are those of its best path. The package lets a letter go on after a
-blank, and the same letter twice without one; where a model is sure, the best path does neither.
+The speech is English, of the package moonshine-voice, and the model hears Armenian: what it spells says nothing,
+but its posteriors are those of a real model. Letters are those of its best path.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 FIXTURE = Path(__file__).parent / "fixtures" / "align.npz"
-SECONDS = 8
+SECONDS = 16
 MODEL = "armspeech-hy"
 
 
@@ -36,7 +35,7 @@ def hear() -> None:
     from asr_serve.engine.parts import Checkpoint
 
     folder = Path(str(importlib.resources.files("moonshine_voice"))) / "assets"
-    pcm = read_audio(folder / "beckett.wav")[: SECONDS * 16_000]
+    pcm = read_audio(folder / "two_cities.wav")[: SECONDS * 16_000]
     found = Checkpoint.find(MODEL, None)
     model = found.kind.Model(found.config, load_file(found.folder / "model.safetensors"), device(torch.float32))
     with torch.inference_mode():

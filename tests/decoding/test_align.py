@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from pathlib import Path
 from types import ModuleType
 
@@ -148,13 +147,15 @@ def test_shapes_that_do_not_fit(aligner: ModuleType, wrong: tuple[int, tuple[int
 
 
 def test_real_speech_is_aligned_as_ctc_segmentation_aligns_it() -> None:
-    """Each letter is said at the frame at which that package has its path enter it."""
+    """Each letter begins at the frame at which that package's path enters it. But a letter that comes twice: the
+    package does not ask for a blank between the two, as CTC does, and may have the second begin at once."""
     made = np.load(FIXTURE)
-    logprobs, frames = torch.from_numpy(made["logprobs"].astype(np.float32)), made["frames"].tolist()
+    logprobs, frames = torch.from_numpy(made["logprobs"].astype(np.float32)), made["frames"]
     tokens, blank = made["tokens"].tolist(), int(made["blank"])
     found = align_columns(logprobs[:, blank].numpy(), logprobs[:, tokens].numpy(), tokens)
-    assert len(tokens) > 60
-    assert len(repeats(tokens).nonzero()[0]), "a letter that comes twice is among them"
-    assert [first for first, _ in found.spans] == frames
-    assert found.logprob > len(logprobs) * math.log(0.5)
-    assert json.loads(str(made["versions"]))["ctc-segmentation"]
+    first, again = np.array([first for first, _ in found.spans]), repeats(tokens)
+    assert len(tokens) > 130
+    assert again.any()
+    assert (first[~again] == frames[~again]).all()
+    assert (first[again] >= frames[again]).all()
+    assert json.loads(str(made["versions"]))["ctc-segmentation"] == "1.7.4"

@@ -68,7 +68,7 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         found = Checkpoint.find(MODEL, folder)
-        self.model, _, self.device, self.text, _ = found.build("cpu", "fp32")
+        self.model, _, self.device, self.text, *_ = found.build("cpu", "fp32")
         self.chunk = found.card.chunk
 
     @cache  # noqa: B019
@@ -187,6 +187,20 @@ def test_the_whole_says_what_an_utterance_says(begin: Begin) -> None:
         grown = stream.hear(CLIPS[index], wanted(len(CLIPS[index])), last=True)
         assert grown.result(WAIT_S).tokens == ticket.future.result(WAIT_S).tokens
         assert grown.result().tokens
+    expect_empty(client)
+
+
+def test_the_whole_says_when_as_an_utterance_does(begin: Begin) -> None:
+    client, options = begin(), SearchOptions(temperatures=(0.0,), words=True)
+    for pcm in CLIPS:
+        whole = client.submit(pcm, options).future.result(WAIT_S)
+        stream = client.stream(live=True)
+        grown = stream.hear(pcm, Wanted(len(pcm), options, Draft(whole.tokens), "live"), last=True).result(WAIT_S)
+        assert grown.tokens == whole.tokens
+        assert len(grown.times) == len(grown.tokens) > 0
+        edges = [edge for time in grown.times for edge in time]
+        assert edges == sorted(edges)
+        assert edges == pytest.approx([edge for time in whole.times for edge in time], abs=320)  # a frame
     expect_empty(client)
 
 

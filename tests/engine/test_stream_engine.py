@@ -14,6 +14,7 @@ import pytest
 from tiny_moonshine import WAIT_S, clip, held, on_loop
 
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.attention import SearchOptions
 from asr_serve.engine.chunked import streams
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import local
@@ -23,6 +24,7 @@ from asr_serve.engine.process.given import MAX_DEATHS
 from asr_serve.engine.process.link import RemoteLink, remote
 from asr_serve.engine.process.wire import EngineSpec, Failed, Failure
 from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, EngineCrashed, OptionError, StepFailed
+from asr_serve.text.words import sounding
 from asr_serve.types import Found
 
 MODEL = "fastconformer-streaming-medium-en"
@@ -88,6 +90,30 @@ def test_streams_say_what_utterances_say(begin: Begin, want: list[tuple[int, ...
     assert frames == sorted(frames)
     assert max(frames) <= len(CLIPS[4]) // 1_280 + 1
     assert client.describe()["slots_used"] == 0
+
+
+@pytest.mark.parametrize("head", ["rnnt", "ctc"])
+def test_a_stream_tells_when_each_token_was_said(begin: Begin, head: str) -> None:
+    """As often as it is asked; and an utterance does, as the stream."""
+    client = begin(head=head)
+    pcm, options = CLIPS[5], SearchOptions(words=True)
+    stream = client.stream(live=True, words=True)
+    parts = pieces(pcm, 9_000)
+    found = [stream.put(part, timed=number == 2).result(WAIT_S) for number, part in enumerate(parts)]
+    found.append(stream.put(np.zeros(0, np.float32), last=True, timed=True).result(WAIT_S))
+    runs = [run for each in found for run in each.runs]
+    assert len(runs) == len(said(found)) > (3 if head == "rnnt" else 0)
+    assert [bool(each.runs) for each in found[:2]] == [False, False]
+    assert len(found[2].runs) == len(said(found[:3])), "all that had been said by then"
+    assert all(0 <= first < behind <= len(pcm) // 1_280 + 2 for first, behind in runs)
+    assert runs == sorted(runs)
+    whole = client.submit(pcm, options).future.result(WAIT_S)
+    assert whole.tokens == said(found)
+    starts = [start for start, _ in sounding(runs, 1_280, len(pcm))]
+    assert [start for start, _ in whole.times] == starts, (
+        "what is told early may go on, but begins where it begins"
+    )
+    assert client.submit(pcm).future.result(WAIT_S).times == ()
 
 
 def test_more_streams_than_slots_wait(begin: Begin, want: list[tuple[int, ...]]):

@@ -91,7 +91,7 @@ def logits(model: whisper.Model, hidden: Sequence[Tensor], tokens: Sequence[Sequ
 
 
 def test_config_reads_transformers_own(reference: Reference) -> None:
-    for name in set(whisper.Config.__struct_fields__) - {"silence_stride"}:
+    for name in set(whisper.Config.__struct_fields__) - {"silence_stride", "alignment_heads"}:
         assert getattr(reference.config, name) == reference.said["config"][name], name
 
 

@@ -21,13 +21,13 @@ from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.library import Model
 from asr_serve.models import weights
 from asr_serve.models.card import card, cards
-from asr_serve.pipelines.prompts import MOST_CHARACTERS, hotword_tokens, prompt_tokens
+from asr_serve.pipelines.prompts import MOST_CHARACTERS, hotword_bias, prompt_tokens
 from asr_serve.pipelines.utterance import in_context
 from asr_serve.text import tokens
 from asr_serve.text.tokens import HubTokenizer
 
 TINY = card("whisper-tiny-en")
-READS, HALF = 223, 111
+READS = 223
 
 
 class Letters:
@@ -40,76 +40,53 @@ class Letters:
         return list(map(ord, text))
 
 
-def read(prompt: Any = "", hotwords: Any = (), name: str = "whisper-tiny-en") -> str:
+def read(prompt: Any = "", name: str = "whisper-tiny-en") -> str:
     client: Any = SimpleNamespace(card=card(name))
-    return Letters().text(prompt_tokens(client, Letters(), prompt, hotwords))
+    return Letters().text(prompt_tokens(client, Letters(), prompt))
 
 
 # --- what is read ---------------------------------------------------------------------------------------
 
 
-def test_hot_words_come_first_and_the_prompt_is_nearest_to_the_audio():
-    assert read() == read("  ", ["", " "]) == ""
+def test_a_prompt_stands_behind_a_space():
+    assert read() == read("  ") == ""
     assert read(" said before\n") == " said before"
-    assert read("", ["Ada", " Charles Babbage "]) == " Ada, Charles Babbage"
-    assert read("said before", ("Ada",)) == " Ada said before"
 
 
-def test_a_long_prompt_loses_its_beginning_and_no_hot_word():
+def test_a_long_prompt_loses_its_beginning():
     said = "".join(chr(1_000 + i) for i in range(500))
     assert read(said) == said[-READS:]
-    assert read(said, ["Ada"]) == " Ada" + said[-(READS - 4) :]
-    most = "x" * (HALF - 1)
-    assert read(said, [most]) == f" {most}" + said[-(READS - HALF) :]
 
 
-@given(st.lists(st.text(max_size=20), max_size=12), st.text(max_size=400))
-def test_whatever_is_given(hotwords, prompt):
-    words, said = ", ".join(word.strip() for word in hotwords if word.strip()), prompt.strip()
-    words, said = words and f" {words}", said and f" {said}"
-    if len(words) > HALF:
-        with pytest.raises(OptionError, match=f"up to {HALF}"):
-            read(prompt, hotwords)
-    else:
-        room = READS - len(words)
-        assert read(prompt, hotwords) == words + said[-room:]
+@given(st.text(max_size=400))
+def test_whatever_is_given(prompt):
+    said = prompt.strip()
+    assert read(prompt) == (said and f" {said}")[-READS:]
 
 
 @pytest.mark.parametrize(
-    ("prompt", "hotwords", "param", "says"),
+    ("prompt", "says"),
     [
-        ("", ["x" * HALF], "hotwords", f"{HALF + 1} tokens. whisper-tiny-en reads up to {HALF}"),
-        ("", ["x"] * MOST_CHARACTERS, "hotwords", f"up to {MOST_CHARACTERS}"),
-        ("", "Ada", "hotwords", 'a list of texts. like ["Ada"]'),
-        ("", [1], "hotwords", "a list of texts"),
-        ("", None, "hotwords", "a list of texts"),
-        ("", 7, "hotwords", "a list of texts"),
-        ("x" * (MOST_CHARACTERS + 1), (), "prompt", f"up to {MOST_CHARACTERS}"),
-        (7, (), "prompt", "text"),
-        (None, (), "prompt", "text"),
-        ("\ud800", (), "prompt", "UTF-8"),
-        ("", ["\udfff"], "hotwords", "UTF-8"),
+        ("x" * (MOST_CHARACTERS + 1), f"up to {MOST_CHARACTERS}"),
+        (7, "text"),
+        (None, "text"),
+        ("\ud800", "UTF-8"),
     ],
 )
-def test_what_is_no_prompt(prompt, hotwords, param, says):
+def test_what_is_no_prompt(prompt, says):
     with pytest.raises(OptionError) as refused:
-        read(prompt, hotwords)
-    assert refused.value.param == param
+        read(prompt)
+    assert refused.value.param == "prompt"
     assert says in str(refused.value)
     assert len(str(refused.value)) < 300
 
 
 @pytest.mark.parametrize("name", [name for name, each in cards().items() if not each.prompts])
 def test_models_that_hear_audio_only_say_so(name):
-    assert read("  ", ["", " "], name) == ""
-    for prompt, hotwords, param in (
-        ("said", (), "prompt"),
-        ("", ["Ada"], "hotwords"),
-        ("said", ["Ada"], "hotwords"),
-    ):
-        with pytest.raises(UnsupportedOption, match=f"{name} hears audio only") as refused:
-            read(prompt, hotwords, name)
-        assert refused.value.param == param
+    assert read("  ", name) == ""
+    with pytest.raises(UnsupportedOption, match=f"{name} hears audio only") as refused:
+        read("said", name)
+    assert refused.value.param == "prompt"
 
 
 def test_which_models_read():
@@ -135,27 +112,21 @@ def test_tokens_are_those_of_faster_whisper(folder: Path):
     tokenizer = Tokenizer(File.from_file(str(folder / "tokenizer.json")), multilingual=False)
     ours, client = tokens.load(folder), SimpleNamespace(card=TINY)
     long = "It was the best of times, it was the worst of times. " * 30
-    for prompt, hotwords in (
-        ("Ever tried. Ever failed.", []),
-        ("", ["Beckett"]),
-        ("  Ever tried. ", ["Nagg", "Nell", "Worstward Ho"]),
-        ("naïve café — 中文 🎧", ["Zoë", "Łódź"]),
-        (long, []),
-    ):
+    for prompt in ("Ever tried. Ever failed.", "", "  Ever tried. ", "naïve café — 中文 🎧", long):
         begins = theirs.WhisperModel.get_prompt(
             SimpleNamespace(max_length=448),
             tokenizer,
             tokenizer.encode(f" {prompt.strip()}") if prompt else [],
             without_timestamps=True,
-            hotwords=", ".join(hotwords) or None,
+            hotwords=None,
         )
-        found = prompt_tokens(client, ours, prompt, hotwords)
+        found = prompt_tokens(client, ours, prompt)
         assert [tokenizer.sot_prev, *found, *tokenizer.sot_sequence, tokenizer.no_timestamps] == begins
 
 
 def test_special_tokens_in_a_text_are_left_out(folder: Path):
     client: Any = SimpleNamespace(card=TINY)
-    found = prompt_tokens(client, tokens.load(folder), "so <|endoftext|><|0.00|> on", ["<|startoftranscript|>"])
+    found = prompt_tokens(client, tokens.load(folder), "so <|endoftext|><|0.00|> on")
     assert found
     assert max(found) < 50_256
 
@@ -193,11 +164,11 @@ def test_a_hot_word_is_spelt_as_given(model: Model, packaged_speech: Path):
 
 
 def test_the_library_asks_the_engine_for_these_tokens(model: Model, beckett: np.ndarray):
-    (found,) = model.transcribe(beckett, prompt="EVER TRIED. EVER FAILED.", hotwords=["Beckett"])
+    (found,) = model.transcribe(beckett, prompt="EVER TRIED. EVER FAILED.")
     (segment,) = found.segments
     client, tokenizer = model._client, model._tokenizer
     assert isinstance(tokenizer, HubTokenizer)
-    given = tuple(tokenizer.encode(" Beckett") + tokenizer.encode(" EVER TRIED. EVER FAILED."))
+    given = tuple(tokenizer.encode(" EVER TRIED. EVER FAILED."))
     pcm = in_context(beckett[segment.start_samples : segment.end_samples])
     search = SearchOptions(language="en", prompt=given, timestamps=True)
     answer = client.submit(pcm, search, "bulk", wait=True).future.result()
@@ -218,14 +189,17 @@ def test_while_somebody_speaks_every_request_has_them(model: Model, beckett: np.
     monkeypatch.setattr(client, "submit", spy)
     prompt, words = "EVER TRIED. EVER FAILED.", ["Beckett", "Nell"]
     *_, last = model.stream(beckett, prompt=prompt, hotwords=words)
-    assert last.text.isupper()
+    assert last.text.startswith("EVER TRIED. EVER FAILED.")
     assert len(asked) > 3
-    assert {search.prompt for search in asked} == {prompt_tokens(client, model._tokenizer, prompt, words)}
+    assert {search.prompt for search in asked} == {prompt_tokens(client, model._tokenizer, prompt)}
+    assert {search.bias for search in asked} == {hotword_bias(client, model._tokenizer, words)}
     asked.clear()
     with Caller(model, hotwords=("Nell",)) as caller:
         caller.put(beckett)
         caller.finish()
-    assert {search.prompt for search in asked} == {hotword_tokens(client, model._tokenizer, ["Nell"])}
+    assert {(search.prompt, search.bias) for search in asked} == {
+        ((), hotword_bias(client, model._tokenizer, ["Nell"]))
+    }
 
 
 @pytest.mark.parametrize("options", [{"hotwords": "Ada"}, {"hotwords": ["x " * 300]}, {"prompt": 1}])

@@ -33,6 +33,7 @@ WAIT_S = 120.0
 """Longer than anything here takes; only a hang reaches it."""
 MODEL = "moonshine-tiny-en"
 VOICE = "hibari"
+PAID, PAID_WRITTEN = "We paid twenty five dollars for it in nineteen ninety nine.", "We paid $25 for it in 1999."
 
 
 class Running:
@@ -192,6 +193,16 @@ def server(shared_server: Running) -> Iterator[Running]:
     """Without keys or special limits. Whatever a test does, nothing of it is left."""
     yield shared_server
     shared_server.expect_empty()
+
+
+@pytest.fixture(scope="session")
+def paid_wav(shared_speaker: Running) -> bytes:
+    """PAID, said by a voice of ours."""
+    pytest.importorskip("wetext", reason="wetext is not installed: pip install 'asr-serve[itn]'")
+    asked = {"input": PAID, "voice": "heart", "response_format": "wav"}
+    answer = shared_speaker.http.post("/v1/audio/speech", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.content
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Running
+from conftest import PAID, PAID_WRITTEN, Running
 from stream_client import TRANSPORTS, Event, WebSocket, pcm_of, pour
 from test_live_sockets import STARTED, calling, expect_words
 from test_rich_routes import needs_speakers
 
+from asr_serve.audio.io import read_audio
 from asr_serve.client.stream import Stream
 from asr_serve.client.transcript import Transcript
 from asr_serve.protocols.stream_events import Speakers
@@ -58,6 +59,26 @@ def test_words_of_our_stream(server: Running, endgame_pcm: bytes, kind: Any) -> 
     assert all("words" not in segment for segment in plain)
 
 
+def test_numbers_as_one_writes_them(server: Running, paid_wav: bytes) -> None:
+    """What is locked is what was said: a segment has that beside its text."""
+    pcm = (read_audio(paid_wav) * 32_767).astype("<i2").tobytes()
+    with WebSocket(server.port, itn="true", words="true") as line:
+        pour(line, pcm)
+        line.end()
+        events = line.rest()
+    (segment,) = of(events, "segment")
+    assert (segment["text"], segment["spoken"]) == (PAID_WRITTEN, PAID)
+    expect_words_of(segment)
+    assert PAID.startswith("".join(event["text"] for event in of(events, "locked")))
+    for path in ("/", "/ws"):
+        with calling(server, path) as caller:
+            assert caller.ask("ITN:true") == {"event": "itn_set", "itn": True, "used": True}
+            assert caller.ask("START") == STARTED
+            caller.pour(pcm)
+            caller.send("STOP")
+            assert [each["text"] for each in caller.until_stopped()[-2]["sentences"]] == [PAID_WRITTEN]
+
+
 @needs_speakers
 def test_speakers_of_our_stream(server: Running, endgame_pcm: bytes) -> None:
     with WebSocket(server.port, speakers="true") as line:
@@ -74,9 +95,9 @@ def test_speakers_of_our_stream(server: Running, endgame_pcm: bytes) -> None:
         assert said_by[other["index"]] != other["speaker"]
         said_by[other["index"]] = other["speaker"]
     assert set(said_by) == {"SPEAKER_00", "SPEAKER_01"}
-    (first,) = [i for i, segment in enumerate(segments) if "Do you remember" in segment["text"]]
-    (answer,) = [i for i, segment in enumerate(segments) if "laugh less heartily, so" in segment["text"]][-1:]
-    assert said_by[first] != said_by[answer]
+    (asks,) = [i for i, segment in enumerate(segments) if "Do you remember" in segment["text"]]
+    (praises,) = [i for i, segment in enumerate(segments) if "that's a good story" in segment["text"]]
+    assert said_by[asks] != said_by[praises]
 
 
 @needs_speakers

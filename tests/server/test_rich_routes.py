@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from conftest import MODEL, Running
+from conftest import MODEL, PAID, PAID_WRITTEN, Running
 from raw_http import Raw, form
 
 from asr_serve.audio.io import read_audio
@@ -133,6 +133,32 @@ def test_formats_of_words(server: Running, beckett: Path) -> None:
     assert karaoke.startswith("WEBVTT")
     assert "<00:00:01." in karaoke
     assert "<00:00:01." not in create(response_format="vtt").text
+
+
+# --- the written form ------------------------------------------------------------------------------------------
+
+
+def test_numbers_as_one_writes_them(server: Running, paid_wav: bytes) -> None:
+    create = partial(server.openai().audio.transcriptions.create, model=MODEL, file=("paid.wav", paid_wav))
+    assert create().text == PAID
+    assert create(extra_body={"itn": True}).text == PAID_WRITTEN
+    found = create(response_format="verbose_json", extra_body={"itn": True}, timestamp_granularities=["word"])
+    plain = create(response_format="verbose_json", timestamp_granularities=["word"])
+    assert found.text == PAID_WRITTEN
+    assert found.segments[0].spoken == PAID
+    assert {word.word: word.spoken for word in found.words if "spoken" in word.model_extra} == {
+        "$25": "twenty five dollars",
+        "1999.": "nineteen ninety nine",
+    }
+    times = {word.word: (word.start, word.end) for word in plain.words}
+    written = {word.word: (word.start, word.end) for word in found.words}
+    assert written["$25"] == (times["twenty"][0], times["dollars"][1])
+    assert "spoken" not in plain.segments[0].model_extra
+    logprobs = create(include=["logprobs"], extra_body={"itn": True})
+    assert "".join(each.token for each in logprobs.logprobs) == PAID  # those of what was said
+    answer = server.http.post("/asr", files={"file": paid_wav}, data={"itn": "true"}).json()
+    assert answer["text"] == PAID_WRITTEN
+    assert [word["word"] for word in answer["segments"][0]["words"]] == PAID_WRITTEN.split()
 
 
 # --- who speaks -----------------------------------------------------------------------------------------------

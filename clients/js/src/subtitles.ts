@@ -1,6 +1,6 @@
 /** Segments as SRT and WebVTT, by the same rules as the server's: see `response_format=srt`. */
 
-import { cues, joined } from "./cues.js";
+import { cues, joined, type Cue } from "./cues.js";
 import { clean } from "./pieces.js";
 import type { Segment } from "./transcript.js";
 
@@ -15,14 +15,31 @@ export function srt(segments: readonly Segment[], endMs: number): string {
     .join("\n");
 }
 
-/** WebVTT; `&`, `<` and `>` (and so `-->`) are escaped. Who speaks is a voice. */
-export function vtt(segments: readonly Segment[], endMs: number): string {
-  const blocks = cues(segments, endMs).map(({ startMs, endMs, rows, speaker }) => {
-    const times = `${stamp(startMs, ".")} --> ${stamp(endMs, ".")}`;
-    const name = escaped(clean(speaker));
-    return `${times}\n${name && `<v ${name}>`}${rows.map((row) => `${escaped(joined(row))}\n`).join("")}`;
+/** WebVTT; `&`, `<` and `>` (and so `-->`) are escaped. Who speaks is a voice. `karaoke`: a time stands before each word
+ * whose time is known, so that a player can show it as it is said. */
+export function vtt(segments: readonly Segment[], endMs: number, karaoke = false): string {
+  const blocks = cues(segments, endMs).map((cue) => {
+    const times = `${stamp(cue.startMs, ".")} --> ${stamp(cue.endMs, ".")}`;
+    const name = escaped(clean(cue.speaker));
+    const lines = karaoke ? lit(cue) : cue.rows.map((row) => escaped(joined(row)));
+    return `${times}\n${name && `<v ${name}>`}${lines.map((line) => `${line}\n`).join("")}`;
   });
   return ["WEBVTT\n", ...blocks].join("\n");
+}
+
+/** Times inside a cue lie between its own and grow. */
+function lit({ startMs, endMs, rows }: Cue): string[] {
+  let lastMs = startMs;
+  return rows.map((row) =>
+    row
+      .map((piece, n) => {
+        const space = n && piece.spaced ? " " : "";
+        if (!piece.timed || piece.startMs <= lastMs || piece.startMs >= endMs) return space + escaped(piece.text);
+        lastMs = piece.startMs;
+        return `${space}<${stamp(lastMs, ".")}>${escaped(piece.text)}`;
+      })
+      .join(""),
+  );
 }
 
 function escaped(line: string): string {

@@ -112,9 +112,9 @@ export class Transcript {
     return srt(this.segments, toMs(this.duration));
   }
 
-  /** WebVTT, in the same cues; speakers are voices. */
-  toVtt(): string {
-    return vtt(this.segments, toMs(this.duration));
+  /** WebVTT, in the same cues; speakers are voices. `karaoke`: each word lights up as it is said. */
+  toVtt({ karaoke = false }: { karaoke?: boolean } = {}): string {
+    return vtt(this.segments, toMs(this.duration), karaoke);
   }
 
   /** `{text, language, duration, model, segments: [{start, end, text}]}`, times in seconds; segments have `speaker`,

@@ -12,12 +12,16 @@ export class Chooser {
   #known: Model[] = [];
   #timer: ReturnType<typeof setTimeout> | undefined;
 
-  constructor() {
+  /** `changed`: another model, or language. */
+  constructor(private readonly changed: () => void) {
     this.#model.addEventListener("change", () => {
       keep("model", this.#model.value);
       this.#languages();
     });
-    this.#language.addEventListener("change", () => keep("language", this.#language.value));
+    this.#language.addEventListener("change", () => {
+      keep("language", this.#language.value);
+      this.changed();
+    });
     this.#device.addEventListener("change", () => keep("device", this.#device.value));
     navigator.mediaDevices?.addEventListener("devicechange", () => void this.devices());
   }
@@ -29,6 +33,11 @@ export class Chooser {
   /** "": the model is to hear which. */
   get language(): string {
     return this.#language.value;
+  }
+
+  /** The chosen model, as the server tells it. */
+  get entry(): Model | undefined {
+    return this.#known.find(({ id }) => id === this.#model.value);
   }
 
   /** undefined: the browser's choice. */
@@ -81,7 +90,7 @@ export class Chooser {
   }
 
   #languages(): void {
-    const codes = this.#known.find(({ id }) => id === this.#model.value)?.languages ?? [];
+    const codes = this.entry?.languages ?? [];
     const chosen = recall("language");
     const options = codes.length > 1 ? ["", ...codes] : codes;
     this.#language.replaceChildren(
@@ -92,5 +101,6 @@ export class Chooser {
       }),
     );
     this.#language.disabled = codes.length < 2;
+    this.changed();
   }
 }

@@ -7,7 +7,7 @@ export function sheet(): () => boolean {
   const show = (open: boolean): void => {
     rail.classList.toggle("shown", open);
     button.setAttribute("aria-expanded", String(open));
-    if (open) rail.querySelector("select")?.focus();
+    if (open) (rail.querySelector<HTMLElement>("[aria-invalid]") ?? rail.querySelector("select"))?.focus();
   };
   const close = (): boolean => {
     const open = rail.classList.contains("shown");
@@ -16,6 +16,10 @@ export function sheet(): () => boolean {
     return open;
   };
   button.addEventListener("click", () => show(!rail.classList.contains("shown")));
+  rail.addEventListener("keydown", (event) => {
+    const own = event.target instanceof HTMLSelectElement; // whose list it may close
+    if (event.key === "Escape" && !own && close()) event.stopPropagation();
+  });
   document.addEventListener("pointerdown", ({ target }) => {
     if (target instanceof Node && !rail.contains(target) && !button.contains(target)) show(false);
   });

@@ -1,6 +1,8 @@
 import { SpeechError } from "asr-serve";
+import type { Model } from "../page/api";
 import { byId, keep, recall } from "../page/dom";
 import { words as told } from "../page/problems";
+import { language as languageName } from "../page/words";
 import { hotwords, liveProblem, MOST, problem } from "./hotwords";
 
 /** What a stream is asked for beside text. */
@@ -30,6 +32,9 @@ const FIELDS: Record<string, Switch | "hotwords"> = {
 export class Wanted {
   readonly #box = byId("hotwords", HTMLTextAreaElement);
   readonly #count = byId("hotwords-count");
+  /** What the chosen model cannot be asked for. */
+  readonly #cannot = new Set<Switch | "hotwords">();
+  #idle = true;
 
   constructor() {
     for (const [name, on] of Object.entries(SWITCHES) as [Switch, boolean][]) {
@@ -50,7 +55,7 @@ export class Wanted {
 
   /** Fields of a form for a recording. */
   fields(): Record<string, string> {
-    const words = hotwords(this.#box.value);
+    const words = this.#hotwords();
     return {
       // Without it, words come: FunASR's clients read them.
       ...(!this.#on("words") && { "timestamp_granularities[]": "segment" }),
@@ -62,7 +67,7 @@ export class Wanted {
 
   /** Options of a stream. Throws SpeechError. */
   options(): RichOptions {
-    const words = hotwords(this.#box.value);
+    const words = this.#hotwords();
     const wrong = liveProblem(words);
     if (wrong) throw new SpeechError("option_error", wrong, { param: "hotwords" });
     return {
@@ -84,12 +89,38 @@ export class Wanted {
 
   /** Not while somebody is heard with them. */
   enable(on: boolean): void {
-    for (const name of Object.keys(SWITCHES) as Switch[]) this.#switch(name).disabled = !on;
+    this.#idle = on;
+    for (const name of Object.keys(SWITCHES) as Switch[]) {
+      this.#switch(name).disabled = !on || this.#cannot.has(name);
+    }
     this.#box.readOnly = !on;
   }
 
+  /** Another model is chosen, or language ("": it is to hear which): say what there is not. */
+  know(model: Model | undefined, language: string): void {
+    if (!model) return;
+    const { words, speakers, hotwords, itn } = model;
+    const hints: Record<Switch | "hotwords", string> = {
+      words: words ? "" : "This model does not tell them.",
+      speakers: speakers ? "" : "The models that this takes are not on the server.",
+      itn: !itn.length ? "Not installed on the server." : "",
+      hotwords: hotwords ? "" : "This model takes none.",
+    };
+    if (language && itn.length && !itn.includes(language)) hints.itn = `There is none for ${languageName(language)}.`;
+    this.#cannot.clear();
+    for (const [name, hint] of Object.entries(hints) as [Switch | "hotwords", string][]) {
+      byId(`${name}-hint`).textContent = hint;
+      if (hint) this.#cannot.add(name);
+    }
+    this.enable(this.#idle);
+  }
+
   #on(name: Switch): boolean {
-    return this.#switch(name).checked;
+    return this.#switch(name).checked && !this.#cannot.has(name);
+  }
+
+  #hotwords(): string[] {
+    return this.#cannot.has("hotwords") ? [] : hotwords(this.#box.value);
   }
 
   #switch(name: Switch): HTMLInputElement {

@@ -1,6 +1,6 @@
 import { Transcript } from "asr-serve";
 import { speakerName, type Names } from "../console/voices";
-import { clean, field, type Given } from "./given";
+import { field, type Given } from "./given";
 import { json, jsonl } from "./json";
 import { ctm, rttm, textgrid } from "./tables";
 
@@ -23,12 +23,12 @@ const plain = (name: string): string => name;
 
 /** By the names that the menu has. */
 export const FORMS: Record<string, Form> = {
-  txt: { suffix: ".txt", type: "text/plain", made: text, named: plain },
+  txt: { suffix: ".txt", type: "text/plain", made: ({ transcript }) => transcript.toTxt(), named: plain },
   srt: { suffix: ".srt", type: "application/x-subrip", made: ({ transcript }) => transcript.toSrt(), asked: "srt", named: plain },
   vtt: {
     suffix: ".vtt",
     type: "text/vtt",
-    made: ({ transcript }) => transcript.toVtt(),
+    made: ({ transcript }) => transcript.toVtt({ karaoke: true }),
     asked: "vtt",
     named: (name) => name.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;"),
   },
@@ -68,20 +68,6 @@ export function renamed(file: string, names: Names, named: Form["named"]): strin
     const name = names.get(`SPEAKER_${number.padStart(2, "0")}`);
     return name === undefined ? told : named(name);
   });
-}
-
-/** A line for each segment, behind the speaker's name where that is another than before. */
-function text({ transcript }: Given): string {
-  let before: string | undefined;
-  return transcript.segments
-    .map((segment) => {
-      const line = clean(segment.text);
-      if (!line) return "";
-      const named = segment.speaker && segment.speaker !== before ? `${segment.speaker}: ` : "";
-      before = segment.speaker;
-      return `${named}${line}\n`;
-    })
-    .join("");
 }
 
 function quoted(name: string): string {

@@ -54,6 +54,12 @@ export interface Model {
   languages: string[];
   parameters: number;
   speaks: boolean;
+  /** What else it can be asked for. */
+  words: boolean;
+  hotwords: boolean;
+  speakers: boolean;
+  /** Languages whose numbers can be written in digits. */
+  itn: string[];
 }
 
 /** Those that hear. */

@@ -31,8 +31,8 @@ from asr_serve.errors import AsrServeError, OptionError
 
 if TYPE_CHECKING:
     from asr_serve.audio.manifest import Item
-    from asr_serve.cli.outputs import Sink
     from asr_serve.cli.progress import Bar
+    from asr_serve.cli.results.outputs import Sink
     from asr_serve.pipelines.options import LongForm, TranscribeOptions
     from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone
 
@@ -201,8 +201,8 @@ def transcribe(
       ffmpeg -i rtsp://camera -f wav - | asr-serve transcribe -
     """
     from asr_serve.audio import manifest
-    from asr_serve.cli import outputs
     from asr_serve.cli.progress import Bar, Meter
+    from asr_serve.cli.results import outputs
     from asr_serve.text.formats.rendering import WANT_SPEAKERS, WANT_WORDS
     from asr_serve.vad.schedule import SilenceSchedule
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.attention import Finish
+from asr_serve.decoding.bias import OPEN, Graph
 
 NEAR = 16
 """Tokens beside the wanted ones that may be among the likeliest when their logits are known better."""
@@ -25,10 +26,16 @@ class Way(NamedTuple):
     logprobs: tuple[float, ...] = ()
     """Of the tokens; of one that has ended, of end-of-text too."""
     total: float = 0.0
+    """With what its hot words are worth."""
+    node: int = OPEN
+    """Where it is in the graph of hot words."""
 
-    def then(self, token: int, logprob: float, ended: bool) -> Way:
+    def then(self, token: int, logprob: float, ended: bool, graph: Graph | None = None, boost: float = 0.0) -> Way:
         tokens = self.tokens if ended else (*self.tokens, token)
-        return Way(tokens, (*self.logprobs, logprob), self.total + logprob)
+        node, gain = self.node, 0.0
+        if graph is not None:
+            node, gain = (node, graph.ends(node)) if ended else graph.step(node, token)
+        return Way(tokens, (*self.logprobs, logprob), self.total + logprob + boost * gain, node)
 
     @property
     def score(self) -> float:
@@ -38,21 +45,33 @@ class Way(NamedTuple):
 class BeamSearch:
     """Of one answer. It is told what each way may go on with, and tells from which each new one came."""
 
-    def __init__(self, width: int, eos: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        width: int,
+        eos: int,
+        max_tokens: int,
+        *,
+        graph: Graph | None = None,
+        node: int = OPEN,
+        boost: float = 0.0,
+    ) -> None:
+        """`graph`: of hot words, at `node` after what is not searched; `boost`: what a token of theirs is given,
+        in natural-log probability, where it weighs 1."""
         self.width, self.eos, self.max_tokens = width, eos, max_tokens
-        self.live = [Way()]
+        self.graph, self.boost = graph, boost
+        self.live = [Way(node=node)]
         self.ended: list[Way] = []
 
     @property
     def choices(self) -> int:
         """How many tokens of each way must be known: one of them may be end-of-text."""
-        return self.width + 1
+        return self.width + 1 + (0 if self.graph is None else NEAR)
 
     def step(self, leading: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
         """`leading[i]`: tokens that may follow `live[i]` and their log-probabilities, likeliest first. Which way
         each of the new ones goes on from; empty when the search is over."""
         found = [
-            (way.then(token, logprob, token == self.eos), source, token == self.eos)
+            (way.then(token, logprob, token == self.eos, self.graph, self.boost), source, token == self.eos)
             for source, (way, tokens) in enumerate(zip(self.live, leading, strict=True))
             for token, logprob in tokens
         ]

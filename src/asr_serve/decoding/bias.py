@@ -8,6 +8,7 @@ Source  the graph: Aho and Corasick 1975; words' parts that are worth something,
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -38,7 +39,7 @@ def hot_word(given: str) -> HotWord:
     except ValueError:
         text, colon, weight = given, "", 1.0
     text = " ".join((text if colon else given).split())
-    if not text or not any(c.isalnum() for c in text):
+    if not text.isprintable() or not any(c.isalnum() for c in text):
         raise OptionError(f"hotword {given[:60]!r}", "a word with a letter or digit", "leave it out", param=PARAM)
     if len(text) > MOST_CHARACTERS:
         came = f"hotword {text[:30] + '…'!r} of {len(text)} characters"
@@ -50,7 +51,7 @@ def hot_word(given: str) -> HotWord:
 
 
 def packed(words: Sequence[HotWord]) -> str:
-    """As SearchOptions.bias holds them: one text, since ten thousand fields would be read anew for each segment."""
+    """As SearchOptions.bias holds them: one text, for ten thousand fields would be read anew for each segment."""
     return BETWEEN.join(f"{word.text}{BEFORE_WEIGHT}{word.weight:g}" for word in words)
 
 
@@ -77,13 +78,18 @@ class Spelt(NamedTuple):
     inside: bool = False
 
 
+def pull(weight: float) -> float:
+    """What each token of a word is worth: no weight makes the model say a word that it does not hear."""
+    return max(WEIGHTS[0], 1 + math.log(weight))
+
+
 def spelt(words: Iterable[HotWord], encode: Callable[[str], list[int]]) -> list[Spelt]:
     """All of their forms, with a space before them and without."""
     found = []
     for word in words:
         for form in written(word.text):
-            found.append(Spelt(tuple(encode(f" {form}")), word.weight))
-            found.append(Spelt(tuple(encode(form)), word.weight, True))
+            found.append(Spelt(tuple(encode(f" {form}")), pull(word.weight)))
+            found.append(Spelt(tuple(encode(form)), pull(word.weight), True))
     return [each for each in found if each.tokens]
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from asr_serve.decoding.bias import Graph, spelt, unpacked
 from asr_serve.decoding.soundalikes import SoundIndex
 
+BOOST = 0.25
+"""Natural-log probability that a token of a word of weight 1 is given, in attention decoders. Chosen on
+LibriSpeech's train speech for Moonshine's and Whisper's tiny models: twice as much costs other words."""
 MOST_SPELT = 4_096
 """Texts whose tokens are remembered."""
 

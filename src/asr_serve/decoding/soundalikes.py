@@ -1,4 +1,4 @@
-"""Which hot words a stretch of text sounds like: an index by the sounds of their letters, and how far two are apart.
+"""Which hot words a stretch of text sounds like: an index by the sounds of letters, and how far two are apart.
 
 Letters stand for sounds as in most languages in Latin script, English first; letters of other scripts stand for
 themselves. It only proposes: what was said, the model decides.
@@ -45,7 +45,27 @@ LETTERS = (
 )
 RULES = [(re.compile(pattern), sounds) for pattern, sounds in LETTERS]
 VOWELS = "aeiouy"
-ALIKE = ("bp", "dt", "gk", "gJ", "kC", "vf", "sz", "sS", "SC", "CJ", "SJ", "zJ", "mn", "lr", "wv", "0f", "0t", "0s", "0d")
+ALIKE = (
+    "bp",
+    "dt",
+    "gk",
+    "gJ",
+    "kC",
+    "vf",
+    "sz",
+    "sS",
+    "SC",
+    "CJ",
+    "SJ",
+    "zJ",
+    "mn",
+    "lr",
+    "wv",
+    "0f",
+    "0t",
+    "0s",
+    "0d",
+)
 WEAK = "hwy"
 VOWEL_FOR_VOWEL, ALIKE_FOR_ALIKE, VOWEL_MORE, WEAK_MORE = 0.3, 0.5, 0.5, 0.5
 """What a change costs, against 1 of any other."""
@@ -65,7 +85,7 @@ def sounds(text: str) -> str:
 
 
 def _features(key: str) -> set[str]:
-    """What two that sound alike share much of: neighbours, also with every vowel taken for any other and left out."""
+    """What two that sound alike share: neighbours, also with every vowel taken for any other, and left out."""
     vague = "".join("a" if c in VOWELS else c for c in key)
     bones = "".join(c for c in key if c not in VOWELS)
     found = set()
@@ -169,7 +189,8 @@ class SoundIndex:
                 new[:, j + 1] = np.minimum(np.minimum(swapped, dropped), added)
             row = new
             rows.append(row)
-        return np.stack(rows)[lengths, np.arange(len(words)), self._lengths[words]]
+        found: np.ndarray = np.stack(rows)[lengths, np.arange(len(words)), self._lengths[words]]
+        return found
 
 
 LEAST_ALIKE = 0.2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +14,7 @@ import numpy as np
 
 from asr_serve.decoding.attention import Recognition
 from asr_serve.engine.session import Piece, Wanted, Windows
-from asr_serve.errors import EngineClosed, OptionError, UnsupportedAudio
+from asr_serve.errors import AtCapacity, EngineClosed, OptionError, UnsupportedAudio
 from asr_serve.types import Found
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 
@@ -25,6 +27,47 @@ class Ticket(NamedTuple):
 
     id: int
     future: Future[Any]
+
+
+class Questions:
+    """What is asked beside the requests: so much of a kind may wait."""
+
+    def __init__(self, room: threading.Condition, most: int, what: str, retry_ms: int) -> None:
+        """`room`: where whoever waits for it is told that there is some. `what` waits, as an error says it."""
+        self._room, self._most, self._what, self._retry_ms = room, most, what, retry_ms
+        self._waiting = 0
+
+    def ask(
+        self,
+        send: Callable[[Future[Any]], None],
+        *,
+        wait: bool = False,
+        check: Callable[[], None] = lambda: None,
+        closed: Callable[[], bool] = lambda: False,
+    ) -> Future[Any]:
+        """Its answer, which cannot be cancelled: what is counted is what waits. `send` gives it to the engine.
+        Full: raises AtCapacity; or waits when `wait`, until it is `closed` or `check` raises."""
+        with self._room:
+            while wait and not closed() and self._waiting >= self._most:
+                check()  # here, where no nudge can come between it and the wait
+                self._room.wait()
+            if self._waiting >= self._most:
+                raise AtCapacity(f"{self._waiting} {self._what} wait", f"up to {self._most}", self._retry_ms)
+            self._waiting += 1
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        answer.add_done_callback(self._answered)
+        try:
+            send(answer)
+        except EngineClosed:
+            self._answered(answer)
+            raise
+        return answer
+
+    def _answered(self, _: Future[Any]) -> None:
+        with self._room:
+            self._waiting -= 1
+            self._room.notify_all()
 
 
 class VadSession:

@@ -17,10 +17,10 @@ from asr_serve import units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import NO_DRAFT, Draft, Recognition, SearchOptions
 from asr_serve.engine.cadence import Cadence
+from asr_serve.engine.calls import Questions, expect_samples
 from asr_serve.engine.calls import Stream as Stream
 from asr_serve.engine.calls import Ticket as Ticket
 from asr_serve.engine.calls import VadSession as VadSession
-from asr_serve.engine.calls import expect_samples
 from asr_serve.engine.session import Piece, Utterance, Windows
 from asr_serve.engine.speaking.saying import Ear, Hear, Saying, expect
 from asr_serve.errors import AtCapacity, AudioTooLong, EmptyAudio, EngineClosed, ModelNotLoaded, WrongModel
@@ -85,7 +85,9 @@ class EngineClient:
         self.config = config
         self._ids = itertools.count()
         self._room = threading.Condition()
-        self._requests = self._samples = self._sessions = self._live = self._turns = self._voices = 0
+        self._turns = Questions(self._room, MAX_TURNS, "questions to the turn model", TURN_RETRY_MS)
+        self._voices = Questions(self._room, MAX_VOICES, "windows to be heard for speakers", VOICES_RETRY_MS)
+        self._requests = self._samples = self._sessions = self._live = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
         self.cadence = Cadence()
@@ -283,30 +285,17 @@ class EngineClient:
         expect_samples(pcm)
         if not len(pcm):
             raise EmptyAudio("no samples", "what somebody has said, one sample at least")
-        with self._room:
-            if self._turns >= MAX_TURNS:
-                raise AtCapacity(
-                    f"{self._turns} questions to {card.name} wait", f"up to {MAX_TURNS}", TURN_RETRY_MS
-                )
-            self._turns += 1
-        answer: Future[float] = Future()
-        answer.set_running_or_notify_cancel()  # it is over in a moment: and so what is counted is what waits
-        answer.add_done_callback(self._turn_answered)
-        try:
-            self.link.turn(pcm[-units.ms_to_samples(card.hears_ms) :], answer)
-        except EngineClosed:
-            self._turn_answered(answer)
-            raise
-        return answer
+        heard = pcm[-units.ms_to_samples(card.hears_ms) :]
+        return self._turns.ask(lambda answer: self.link.turn(heard, answer))
 
     def voices(
         self, pcm: np.ndarray, *, wait: bool = False, check: Callable[[], None] = lambda: None
     ) -> Future[LocalVoices]:
         """Who of a few speaks when, and what each sounds like. `pcm` (samples,) float32, 16 kHz, up to 10 s.
 
-        Full: raises AtCapacity, or waits for room when `wait`, as in `submit`. The future cannot be cancelled. It may
-        raise WeightsMissing and WeightsCorrupt, for the models are loaded when they are first asked; EngineClosed;
-        and StepFailed, also when the engine dies.
+        Full: raises AtCapacity, or waits for room when `wait`, as in `submit`. The future cannot be cancelled. It
+        may raise WeightsMissing and WeightsCorrupt, for the models are loaded when they are first asked;
+        EngineClosed; and StepFailed, also when the engine dies.
         Raises AudioTooLong, UnsupportedAudio, WrongModel, EngineClosed.
         """
         _ = self.card  # of a model that hears
@@ -317,29 +306,9 @@ class EngineClient:
                 f"up to {units.samples_to_s(WINDOW_SAMPLES):.0f} s",
                 "cut it into windows",
             )
-        with self._room:
-            while wait and not self._closed and self._voices >= MAX_VOICES:
-                check()
-                self._room.wait()
-            if self._voices >= MAX_VOICES:
-                raise AtCapacity(
-                    f"{self._voices} windows wait to be heard for speakers", f"up to {MAX_VOICES}", VOICES_RETRY_MS
-                )
-            self._voices += 1
-        answer: Future[LocalVoices] = Future()
-        answer.set_running_or_notify_cancel()
-        answer.add_done_callback(self._voices_answered)
-        try:
-            self.link.voices(pcm, answer)
-        except EngineClosed:
-            self._voices_answered(answer)
-            raise
-        return answer
-
-    def _voices_answered(self, _: Future[LocalVoices]) -> None:
-        with self._room:
-            self._voices -= 1
-            self._room.notify_all()
+        return self._voices.ask(
+            lambda answer: self.link.voices(pcm, answer), wait=wait, check=check, closed=lambda: self._closed
+        )
 
     def nudge(self) -> None:
         """Have whoever waits for room look again whether to wait."""
@@ -384,10 +353,6 @@ class EngineClient:
         if not future.cancelled() and future.exception() is None:
             now_s = time.monotonic()
             self.cadence.answered(1_000 * (now_s - asked_s), 1_000 * now_s)
-
-    def _turn_answered(self, _: Future[float]) -> None:
-        with self._room:
-            self._turns -= 1
 
     def _full(self, samples: int) -> bool:
         over = self._samples + samples > units.s_to_samples(self.config.max_audio_s)

@@ -113,7 +113,8 @@ class Checkpoint(NamedTuple):
             tensors = load_file(self.folder / "model.safetensors")
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
-        return Parts(self.kind.Model(self.config, tensors, picked), silero.load(), picked, self.tokenizer.text, encode=self.tokenizer.encode)
+        model, words = self.kind.Model(self.config, tensors, picked), self.tokenizer
+        return Parts(model, silero.load(), picked, words.text, encode=words.encode)
 
     def fingerprint(self) -> int:
         """Of all that another engine of the same model must share with one whose callers it takes over: files that

@@ -200,14 +200,20 @@ def codec_cards() -> dict[str, CodecCard]:
     return {card.name: card for module in kinds("codec").values() for card in module.CARDS}
 
 
+def diarization_cards() -> dict[str, Published]:
+    """Of the weights that tell who speaks, by name."""
+    tasks = ("segmentation", "speaker")
+    return {card.name: card for task in tasks for module in kinds(task).values() for card in module.CARDS}
+
+
 def engine_cards() -> dict[str, AnyCard]:
     """Of everything that an engine can run: recognisers, then voice models."""
     return {**cards(), **voice_cards()}
 
 
 def every_card() -> dict[str, Published]:
-    """Of recognisers, then of voice models, of codecs and of turn models."""
-    return {**engine_cards(), **codec_cards(), **turn_cards()}
+    """Of recognisers, then of voice models, of codecs, of turn models and of what tells speakers apart."""
+    return {**engine_cards(), **codec_cards(), **turn_cards(), **diarization_cards()}
 
 
 def card(name: str) -> Card:

@@ -6,9 +6,9 @@ import numpy as np
 
 
 def first_frames(cost: np.ndarray) -> np.ndarray:
-    """Where each row of `cost` (rows, frames) float32 begins on the cheapest way from its first corner to its last:
-    (rows,) int64, never falling. A step goes one row on, one frame on, or both; of ways that cost the same it takes
-    both, or else the row. Raises ValueError where there is nothing to go through.
+    """Where each row of `cost` (rows, frames) float32 begins on the cheapest way from its first corner to its
+    last: (rows,) int64, never falling. A step goes one row on, one frame on, or both; where either costs the same
+    both are taken, or else the row. Raises ValueError where there is nothing to go through.
 
     Source: Sakoe and Chiba 1978.
     """

@@ -95,7 +95,8 @@ class Cutting:
             span = Span(span.start_samples, then.span.start_samples)
         begins = request.span.start_samples - self._context
         found = segment(span, self._without_times(answer), self._text, begins, request.quiet)
-        return Heard((found,) if found else (), span.end_samples, answer.language, answer.phases, then)
+        told = (found,) if found else ()
+        return Heard(told, span.end_samples, answer.language, answer.phases, then, answer.language_prob)
 
     def _rest(self, request: Request, answer: Recognition) -> Request | None:
         """What the answer says nothing of, at the end of its segment."""

@@ -20,9 +20,9 @@ from asr_serve.pipelines.options import KnownSpeaker, TranscribeOptions
 from asr_serve.pipelines.reading import Reading
 from asr_serve.speaker.assigning import Turns, told
 from asr_serve.speaker.clustering import HowMany
+from asr_serve.speaker.grouping import Window
 from asr_serve.speaker.knowing import called, voice
 from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
-from asr_serve.speaker.grouping import Window
 from asr_serve.speaker.stitching import STEP_SAMPLES, diarize
 from asr_serve.types import Segment, SpeakerTurn
 from asr_serve.units import s_to_samples
@@ -158,9 +158,9 @@ class Diarizing:
         assert self._names is not None
         return called(diarize(self._heard, self._how_many), self._names).turns
 
-    def told(self, segment: Segment, turns: tuple[SpeakerTurn, ...]) -> list[Segment]:
+    def told(self, segment: Segment, turns: Turns) -> list[Segment]:
         """The segment by who says it: a part for each change of speaker."""
-        return told(segment, Turns(turns), self._words)
+        return told(segment, turns, self._words)
 
     def _ask(self, start: int) -> None:
         audio = np.concatenate(self._chunks) if len(self._chunks) > 1 else self._chunks[0]

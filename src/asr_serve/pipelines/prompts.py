@@ -51,6 +51,13 @@ def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[
         )
     if not hotwords:
         return ""
+    if client.card.streaming and not client.card.grows:
+        raise UnsupportedOption(
+            "hotwords are not supported",
+            f"{client.card.name} searches without them; Moonshine and Whisper know them",
+            "leave them out, or ask for one of those",
+            param="hotwords",
+        )
     words = [hot_word(word) for word in hotwords]
     expect_written(client.card, tokenizer, [word.text for word in words])
     return packed(words)

@@ -179,7 +179,8 @@ class Windows:
             # What the first words are in, the rest is too: a pause alone could be anything.
             self._search = msgspec.structs.replace(self._search, language=answer.language)
         self._go_on(ended)
-        return Heard(tuple(segments), self._at, answer.language, answer.phases)
+        sure = answer.language_prob
+        return Heard(tuple(segments), self._at, answer.language, answer.phases, language_prob=sure)
 
     def _end(self, span: Span, parted: Parted, answer: Recognition) -> int:
         """Where the window's text ends, never where it began."""

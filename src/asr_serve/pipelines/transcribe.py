@@ -21,13 +21,13 @@ from asr_serve.engine.client import EngineClient, Ticket, VadSession
 from asr_serve.errors import AsrServeError, AtCapacity, Cancelled
 from asr_serve.pipelines.cutting import Cutting
 from asr_serve.pipelines.diarizing import Diarizing, Known, Overheard
-from asr_serve.pipelines.finishing import Finishing
 from asr_serve.pipelines.options import PROMPT_SAMPLES, TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.reading import Reading, reading
 from asr_serve.pipelines.sequential import Windows
 from asr_serve.pipelines.spoken import Spoken
 from asr_serve.pipelines.utterance import (
+    Finishing,
     endpoint_settings,
     expect_search,
     expect_times,
@@ -35,6 +35,7 @@ from asr_serve.pipelines.utterance import (
     segment_limit_ms,
 )
 from asr_serve.pipelines.way import Heard, Request, Way
+from asr_serve.speaker.assigning import Turns
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Phases, Segment, Span, SpeakerTurn, Transcript
 from asr_serve.vad.endpoint import EndpointConfig
@@ -210,6 +211,8 @@ class _File:
         self.segments: list[Segment] = []
         self.languages: Counter[str] = Counter()
         """Samples in which each was heard."""
+        self.sure: dict[str, list[tuple[float, int]]] = {}
+        """How sure the model was of each, in so many samples; not where it was told."""
         self.announced = self.reported = self.cached_samples = 0
         self.source: Reading | None = None
         options, check = call.options, call.stop.check
@@ -298,7 +301,10 @@ class _File:
         while self.heard:
             heard = self.heard.popleft()
             for segment in heard.segments:
-                self.languages[heard.language] += segment.end_samples - segment.start_samples
+                samples = segment.end_samples - segment.start_samples
+                self.languages[heard.language] += samples
+                if heard.language_prob:
+                    self.sure.setdefault(heard.language, []).append((heard.language_prob, samples))
                 if self.diarizing is not None:
                     self.later.append((segment, heard.phases))
                 else:
@@ -309,8 +315,9 @@ class _File:
         turns: tuple[SpeakerTurn, ...] = ()
         if self.diarizing is not None and self.error is None:
             turns = self.diarizing.turns()
+            who = Turns(turns)
             for segment, phases in self.later:
-                for part in self.diarizing.told(segment, turns):
+                for part in self.diarizing.told(segment, who):
                     yield self._told(part, phases, self._language)
         self._release()
         self.over = True
@@ -320,7 +327,8 @@ class _File:
         else:
             spoken, model = " ".join(s.text for s in self.segments), self.call.client.card.name
             length, segments, cached = self.way.read_samples, tuple(self.segments), self.cached_samples
-            transcript = Transcript(self.key, spoken, self._language, length, segments, model, cached, turns=turns)
+            language, sure = self._language, self._sure
+            transcript = Transcript(self.key, spoken, language, length, segments, model, cached, sure, turns)
             yield FileDone(self.index, self.key, transcript)
 
     def _told(self, segment: Segment, phases: Phases | None, language: str) -> SegmentDone:
@@ -332,6 +340,13 @@ class _File:
     def _language(self) -> str:
         """The one that was asked for, or most of it was in."""
         return self.call.language or next((name for name, _ in self.languages.most_common(1)), "")
+
+    @property
+    def _sure(self) -> float:
+        """Of the language, on average; 0 where it was told."""
+        found = self.sure.get(self._language, ())
+        samples = sum(each for _, each in found)
+        return sum(sure * each for sure, each in found) / samples if samples else 0.0
 
     def _progress(self, position: int, unopened: bool) -> Progress:
         self.call.done_samples += position - self.reported

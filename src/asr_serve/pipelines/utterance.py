@@ -15,6 +15,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.card import Card
 from asr_serve.text.words import words
+from asr_serve.text.written import written
 from asr_serve.types import Segment, Span
 from asr_serve.vad.endpoint import WINDOW_SAMPLES
 from asr_serve.vad.schedule import SilenceSchedule
@@ -93,6 +94,21 @@ def some(heard: Recognition, kept: Sequence[int]) -> Recognition:
         logprobs=tuple(heard.logprobs[i] for i in kept) if heard.logprobs else (),
         times=tuple(heard.times[i] for i in kept) if heard.times else (),
     )
+
+
+class Finishing:
+    """The last of what happens to a caller's segments: they are written as one writes, if that was asked for."""
+
+    def __init__(self, language: str, *, itn: bool) -> None:
+        """`language`: what is spoken, or translated into; empty: it is yet to be heard. Raises UnsupportedOption
+        where nothing can be written so."""
+        self._language, self._itn = language, itn
+        if itn:
+            written.expect(language)
+
+    def of(self, segment: Segment, heard: str) -> Segment:
+        """`heard`: the language that was heard in it."""
+        return written.written(segment, self._language or heard) if self._itn else segment
 
 
 def language(client: EngineClient, wanted: str | None) -> str:

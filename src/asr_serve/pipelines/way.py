@@ -41,6 +41,8 @@ class Heard(NamedTuple):
     language: str = ""
     phases: Phases | None = None
     then: Request | None = None
+    language_prob: float = 0.0
+    """How sure the model was of the language; 0 where it was told."""
 
 
 class Way(Protocol):

@@ -22,7 +22,7 @@ from asr_serve.metrics import LiveMeter, ServerMetrics
 from asr_serve.pipelines.live.caller import ListenOptions
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_bias
-from asr_serve.pipelines.utterance import language
+from asr_serve.pipelines.utterance import Finishing, language
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.funasr_live import FLAGS, Sentences, Wants
 from asr_serve.server.bodies.spool import Spool, SpoolReader
@@ -152,6 +152,7 @@ class Microphone:
     def expect(self, wants: Wants) -> None:
         engine = self._engine()
         hotword_bias(engine.client, engine.tokenizer, wants.hotwords)
+        Finishing(language(engine.client, wants.language or None), itn=wants.itn)
 
     def begin(self, wants: Wants, outbox: Outbox) -> Hearing:
         return self._begin(self._engine(), wants, outbox)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -10,8 +11,8 @@ import msgspec
 from asr_serve.types import Segment, SpeakerTurn, Word
 
 KEPT_SHARE = 0.5
-"""Of a word that falls to another speaker, so much has to lie in that one's turns more than in the last one's: where
-two speak at once, a sentence stays with whoever has begun it."""
+"""Of a word that falls to another speaker, so much has to lie in that one's turns more than in the last one's:
+where two speak at once, a sentence stays with whoever has begun it."""
 
 
 class Turns:
@@ -49,7 +50,9 @@ def told(segment: Segment, turns: Turns, words: bool) -> list[Segment]:
     """The segment as those that said it: one for each stretch of words of one speaker, or itself where it has no
     words, by whoever speaks in most of it. `words`: whether they are to be told."""
     if not segment.words:
-        return [msgspec.structs.replace(segment, speaker=turns.speaker(segment.start_samples, segment.end_samples))]
+        return [
+            msgspec.structs.replace(segment, speaker=turns.speaker(segment.start_samples, segment.end_samples))
+        ]
     last, said = "", list[Word]()
     for word in segment.words:
         last = turns.speaker(word.start_samples, word.end_samples, last)
@@ -57,9 +60,7 @@ def told(segment: Segment, turns: Turns, words: bool) -> list[Segment]:
     runs = [0, *(i for i in range(1, len(said)) if said[i].speaker != said[i - 1].speaker), len(said)]
     if len(runs) == 2:
         return [msgspec.structs.replace(segment, speaker=last, words=tuple(said) if words else ())]
-    return [
-        _part(segment, said, first, after, words) for first, after in zip(runs[:-1], runs[1:], strict=True)
-    ]
+    return [_part(segment, said, first, after, words) for first, after in itertools.pairwise(runs)]
 
 
 def _part(segment: Segment, said: list[Word], first: int, after: int, words: bool) -> Segment:

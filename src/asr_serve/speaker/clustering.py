@@ -1,7 +1,8 @@
 """Voices that belong together: bottom up, the two groups that are most alike first.
 
-Groups are as alike as the mean directions of their voices, each weighted by how long it was heard. Two that spoke at
-once, or side by side in one window, are two people and never come together.
+Groups are as alike as the mean directions of their voices, each weighted by how long it was heard. Two that spoke
+at once, or side by side in one window, are two people and never come together, unless more spoke at once than
+there are said to be.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ class HowMany(msgspec.Struct, frozen=True):
         return cls(least or 1, most)
 
 
+ANY = HowMany()
+
+
 def cluster(
-    voices: np.ndarray, weights: np.ndarray, apart: np.ndarray, alike: float, how_many: HowMany = HowMany()
+    voices: np.ndarray, weights: np.ndarray, apart: np.ndarray, alike: float, how_many: HowMany = ANY
 ) -> np.ndarray:
     """The group of each voice, (n,) int64, numbered by first appearance.
 
@@ -67,6 +71,13 @@ def cluster(
         better = fresh > value
         best[better], value[better] = one, fresh[better]
         left -= 1
+    if left > most:  # so many spoke at once, and so many there are not: then some of those are one
+        kept = np.flatnonzero(alive)
+        heavy = np.array([weights[labels == labels[each]].sum() for each in kept])
+        nobody = np.zeros((len(kept), len(kept)), bool)
+        joined = cluster(sums[kept] / heavy[:, None], heavy, nobody, alike, how_many)
+        first_of = {int(each): int(kept[joined == number][0]) for each, number in zip(kept, joined, strict=True)}
+        labels = np.array([first_of[int(each)] for each in labels])
     _, first, numbers = np.unique(labels, return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))
     return np.asarray(order[numbers])

@@ -1,7 +1,7 @@
 """Who speaks, told while people speak: names that stay, and at the end once more, as all that was said shows.
 
-A voice that is like one that is known is that one's; one that is like none, and was heard alone for long enough, is
-new. So an early mistake stays in what was told, for names never change; `settle` clusters everything anew.
+A voice that is like one that is known is that one's; one that is like none, and was heard alone for long enough,
+is new. So an early mistake stays in what was told, for names never change; `settle` clusters everything anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from asr_serve.speaker.clustering import HowMany
+from asr_serve.speaker.clustering import ANY
 from asr_serve.speaker.grouping import ALIKE, SURE_SAMPLES, Voice, Window, centre, group, voices_of
 from asr_serve.speaker.stitching import Diarized, diarize, spans_of, turns_of
 from asr_serve.types import SpeakerTurn
@@ -34,7 +34,7 @@ class Following:
     def hear(self, windows: Sequence[Window]) -> tuple[SpeakerTurn, ...]:
         """Who speaks in the windows of one segment, which follow all that came before."""
         voices = voices_of(windows)
-        group(windows, voices, HowMany())
+        group(windows, voices, ANY)
         members: dict[int, list[Voice]] = {}
         for each in voices:
             members.setdefault(each.group, []).append(each)

@@ -1,10 +1,13 @@
 """Which speakers of all the windows are one person.
 
-1. Voices that were heard alone for long enough are clustered; those of one window are different people. Then each goes
+1. Voices that were heard alone for long enough are clustered; those of one window are different people. Then each
+goes
    where it is most like the whole group, for the first groups were made of few.
-2. Where two windows overlap, speakers that speak in the same frames are the same: that holds of voices that nobody can
+2. Where two windows overlap, speakers that speak in the same frames are the same: that holds of voices that
+nobody can
    know, too, as of somebody who is never alone.
-3. Of what is left, whoever speaks for long is a person of their own; the rest, a word or a laugh, goes to somebody near.
+3. Of what is left, whoever speaks for long is a person of their own; the rest, a word or a laugh, goes to
+somebody near.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import msgspec
 import numpy as np
 
 from asr_serve import units
-from asr_serve.speaker.clustering import HowMany, cluster
+from asr_serve.speaker.clustering import ANY, HowMany, cluster
 from asr_serve.speaker.local import LocalVoices
 
-ALIKE = 0.40
+ALIKE = 0.37
 """Least cosine of two groups of voices that are one speaker: of 0.25 to 0.5 the best on bench/meetings.py."""
 SURE_SAMPLES = units.ms_to_samples(1_000)
 """A voice that was heard alone for so long may be a group of its own; chosen there too, as the next."""
@@ -29,6 +32,8 @@ OWN_SAMPLES = units.ms_to_samples(1_500)
 SHARED_SAMPLES, SHARED = units.ms_to_samples(500), 0.6
 """Two speakers of windows that overlap are one, who speak together for so long, and for such a part of the time in
 which either does."""
+NEAR_WINDOWS = 6
+"""So far away may be whoever a word is given to: a minute."""
 MOST_VOICES = 1_500
 """That are clustered at once: two hours or so of talk. Of more, so many at a time are clustered first."""
 
@@ -109,9 +114,11 @@ def _cluster(voices: Sequence[Voice], how_many: HowMany, first: int = 0) -> None
         parts = [np.arange(at, min(at + MOST_VOICES, len(voices))) for at in range(0, len(voices), MOST_VOICES)]
         made = 0
         for part in parts:
-            labels[part] = made + _labels([[voices[each]] for each in part], HowMany())
+            labels[part] = made + _labels([[voices[int(each)]] for each in part], ANY)
             made = int(labels[part].max()) + 1
-    groups = [[each for each, label in zip(voices, labels, strict=True) if label == n] for n in range(labels.max() + 1)]
+    groups = [
+        [each for each, label in zip(voices, labels, strict=True) if label == n] for n in range(labels.max() + 1)
+    ]
     found = _labels(groups, how_many)
     for each, label in zip(voices, labels, strict=True):
         each.group = first + int(found[label])
@@ -127,8 +134,8 @@ def _labels(groups: Sequence[Sequence[Voice]], how_many: HowMany) -> np.ndarray:
 
 
 def _seat(mates: dict[int, list[Voice]], sure: Sequence[Voice]) -> None:
-    """Each voice that is known to the group that it is most like, no two of a window to one: of all ways to do that
-    the best in sum."""
+    """Each voice that is known to the group that it is most like, no two of a window to one: of all ways to do
+    that the best in sum."""
     members: dict[int, list[Voice]] = {}
     for each in sure:
         members.setdefault(each.group, []).append(each)
@@ -182,10 +189,11 @@ def _shared(windows: Sequence[Window], number: int, mates: dict[int, list[Voice]
 
 def _rest(mates: dict[int, list[Voice]], voices: Sequence[Voice]) -> None:
     """Each to whoever speaks next to it and does not in its window."""
-    grouped = [each for each in voices if each.group >= 0]
+    grouped = {number: [each for each in here if each.group >= 0] for number, here in mates.items()}
     for each in [each for each in voices if each.group < 0]:
         taken = {mate.group for mate in mates[each.window]}
-        near = [other for other in grouped if other.group not in taken]
-        if near:
-            nearest = min(near, key=lambda other: (abs(other.window - each.window), -other.active_samples))
-            each.group = nearest.group
+        for away in range(NEAR_WINDOWS + 1):
+            there = grouped.get(each.window - away, []) + (grouped.get(each.window + away, []) if away else [])
+            if near := [other for other in there if other.group not in taken]:
+                each.group = max(near, key=lambda other: other.active_samples).group
+                break

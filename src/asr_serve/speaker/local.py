@@ -1,4 +1,5 @@
-"""What an engine hears of speakers in a short stretch of audio: who of a few speaks when, and what each sounds like."""
+"""What an engine hears of speakers in a short stretch of audio: who of a few speaks when, and what each sounds
+like."""
 
 from __future__ import annotations
 

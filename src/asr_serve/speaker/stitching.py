@@ -1,26 +1,28 @@
 """START HERE: windows, each with speakers of its own, to who speaks when in all of it.
 
 1. grouping: which speakers of the windows are one person.
-2. Frames of each window become the turns of its groups. Where two windows overlap, each is believed up to the middle:
+2. Frames of each window become the turns of its groups. Where two windows overlap, each is believed up to the
+middle:
    at its edges a window knows least.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from asr_serve import units
-from asr_serve.speaker.clustering import HowMany
+from asr_serve.speaker.clustering import ANY, HowMany
 from asr_serve.speaker.grouping import Voice, Window, centre, group, voices_of
 from asr_serve.speaker.local import WINDOW_SAMPLES
 from asr_serve.types import SpeakerTurn
 
 STEP_SAMPLES = WINDOW_SAMPLES
-"""From one window to the next: each second is heard once. With twice as many windows 1.3 % less of the time was wrong
-on bench/meetings.py, at twice the cost."""
+"""From one window to the next: each second is heard once. With twice as many windows 1.3 % less of the time was
+wrong on bench/meetings.py, at twice the cost."""
 PAUSE_SAMPLES = units.ms_to_samples(300)
 """A turn goes on over shorter pauses. On bench/meetings.py anything from nothing to this was equally good."""
 LEAST_SAMPLES = units.ms_to_samples(150)
@@ -40,7 +42,7 @@ def starts_of(samples: int) -> list[int]:
     return [*range(0, last, STEP_SAMPLES), last] if samples else []
 
 
-def diarize(windows: Sequence[Window], how_many: HowMany = HowMany()) -> Diarized:
+def diarize(windows: Sequence[Window], how_many: HowMany = ANY) -> Diarized:
     """Names are in the order of first speech: SPEAKER_00, SPEAKER_01."""
     voices = voices_of(windows)
     group(windows, voices, how_many)
@@ -57,7 +59,7 @@ def diarize(windows: Sequence[Window], how_many: HowMany = HowMany()) -> Diarize
 def turns_of(windows: Sequence[Window], voices: Sequence[Voice]) -> list[tuple[int, int, int]]:
     """(group, start, end), in samples, by start."""
     runs: dict[int, list[tuple[int, int]]] = {}
-    borders = [_middle(before, after) for before, after in zip(windows, windows[1:], strict=False)]
+    borders = [_middle(before, after) for before, after in itertools.pairwise(windows)]
     of_window: dict[int, list[Voice]] = {}
     for each in voices:
         of_window.setdefault(each.window, []).append(each)
@@ -70,7 +72,7 @@ def turns_of(windows: Sequence[Window], voices: Sequence[Voice]) -> list[tuple[i
             if each.group >= 0:
                 groups.setdefault(each.group, []).append(each.local)
         for who, locals_ in groups.items():
-            for start, end in _runs(window, active[:, locals_].any(1)):
+            for start, end in _runs(window, np.any(active[:, locals_], axis=1)):
                 if max(start, low) < min(end, high):
                     runs.setdefault(who, []).append((max(start, low), min(end, high)))
     found = [
@@ -91,8 +93,8 @@ def spans_of(turns: Iterable[SpeakerTurn]) -> dict[str, list[tuple[int, int]]]:
 
 
 def _runs(window: Window, speaks: np.ndarray) -> list[tuple[int, int]]:
-    """Where frames are true, in samples of the whole. What lies before the first frame belongs to it, what lies after
-    the last to that."""
+    """Where frames are true, in samples of the whole. What lies before the first frame belongs to it, what lies
+    after the last to that."""
     edges = np.flatnonzero(np.diff(speaks.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     first, step = window.start_samples + window.heard.first_samples, window.heard.step_samples
     return [

@@ -29,8 +29,8 @@ _CODES = {name: code for code, names in _NAMES.items() for name in names.split()
 _LATIN = "cs da de en es et fi fr hr hu id it lt lv ms nl no pl pt ro sk sl sv sw tl tr vi"
 SCRIPTS = {
     **dict.fromkeys(_LATIN.split(), ("LATIN",)),
-    **dict.fromkeys("be bg ru uk".split(), ("CYRILLIC",)),
-    **dict.fromkeys("ar fa ur".split(), ("ARABIC",)),
+    **dict.fromkeys(("be", "bg", "ru", "uk"), ("CYRILLIC",)),
+    **dict.fromkeys(("ar", "fa", "ur"), ("ARABIC",)),
     "el": ("GREEK",),
     "hi": ("DEVANAGARI",),
     "hy": ("ARMENIAN",),

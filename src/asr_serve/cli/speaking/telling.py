@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from asr_serve.cli.outputs import write_whole
 from asr_serve.cli.progress import Meter
+from asr_serve.cli.results.outputs import write_whole
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.speaking.options import Spoken
 from asr_serve.text.formats.cues import split_lines

@@ -122,8 +122,8 @@ class Streams:
     def open(
         self, number: int, live: bool, samples: int | None = None, saved: Saved | None = None, words: bool = False
     ) -> None:
-        """Of a caller. `samples`: the most that will come. `saved`: where it stood, here or in another engine of the
-        same model. `words`: pieces may be timed. Raises ValueError for one that cannot be gone on with."""
+        """Of a caller. `samples`: the most that will come. `saved`: where it stood, here or in another engine of
+        the same model. `words`: pieces may be timed. Raises ValueError for one that cannot be gone on with."""
         stream = Stream("live", live, samples=samples, keeps=self._hears_again, words=words)
         if saved is not None and (held := stream.load(saved)) is not None:
             self._expect(stream, held)

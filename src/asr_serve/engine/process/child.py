@@ -137,8 +137,8 @@ class Child:
         `withdraw` takes back."""
         # What waits here is bounded by whoever lets it in: an utterance is among EngineClient's requests until it
         # is answered or cancelled, a recording has two pieces under way and a live caller one, and there are
-        # MAX_TURNS and MAX_VOICES questions. Given keeps the same arrays until they are answered, so that they take no more
-        # memory here; what it gives up is withdrawn. The rest is some bytes for each.
+        # MAX_TURNS and MAX_VOICES questions. Given keeps the same arrays until they are answered, so that they
+        # take no more memory here; what it gives up is withdrawn. The rest is some bytes for each.
         pcm = None if pcm is None else np.ascontiguousarray(pcm)
         self._sender.send(Letter(wire.encode(message), pcm, number, parcel, owner))
 

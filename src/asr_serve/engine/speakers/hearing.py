@@ -1,8 +1,8 @@
 """Windows of audio to who of a few speaks when, and what each of them sounds like.
 
-A voice is taken from where its speaker is alone: two at once sound like neither. A few seconds tell as much as ten, at
-a fraction of the cost; so the longest stretches are taken, and brought to one of few lengths by being repeated, for
-what goes through the network together has one length.
+A voice is taken from where its speaker is alone: two at once sound like neither. A few seconds tell as much as
+ten, at a fraction of the cost; so the longest stretches are taken, and brought to one of few lengths by being
+repeated, for what goes through the network together has one length.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from asr_serve.speaker.local import LocalVoices
 LENGTHS = tuple(units.ms_to_samples(each) for each in (1_000, 1_500, 2_000, 3_000))
 """Of what is embedded."""
 BUDGET_SAMPLES = LENGTHS[-1]
-"""Of a window, over all its speakers: who is alone in it is heard for so long, of three each for a third. Three seconds
-of each would cost twice as much; on bench/meetings.py the time that is wrong then fell by less than 1 %."""
+"""Of a window, over all its speakers: who is alone in it is heard for so long, of three each for a third. Three
+seconds of each would cost twice as much; on bench/meetings.py the time that is wrong then fell by less than 1
+%."""
 LEAST_SAMPLES = units.ms_to_samples(250)
 """Less says nothing of a voice."""
 ALONE_SAMPLES = units.ms_to_samples(500)
@@ -130,8 +131,8 @@ def clips_of(window: int, pcm: np.ndarray, sets: np.ndarray) -> list[Clip]:
 
 
 def stretches(frames: np.ndarray, samples: int) -> list[tuple[int, int]]:
-    """Runs of true frames, as samples of the window. What is before the first frame belongs to it, as what is after
-    the last belongs to that."""
+    """Runs of true frames, as samples of the window. What is before the first frame belongs to it, as what is
+    after the last belongs to that."""
     edges = np.flatnonzero(np.diff(frames.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     first, step = (pyannote.FIELD_SAMPLES - pyannote.STEP_SAMPLES) // 2, pyannote.STEP_SAMPLES
     return [

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from asr_serve.decoding.hotwords import HotWords
+from asr_serve.decoding.hotwords import BOOST, HotWords
+from asr_serve.errors import StepFailed
 
 if TYPE_CHECKING:
+    from asr_serve.engine.session import Utterance
     from asr_serve.engine.utterances.rows import Row
 
 KEPT = 16
 """Lists: of ten thousand words one takes 40 MB."""
-BOOST = 1.0
-"""Natural-log probability that a token of a word of weight 1 is given."""
 LOOKED_AT = 8
 """Likeliest tokens that may begin a word: what the model holds for less likely was not said."""
 REMEMBERED = 128
@@ -27,35 +27,74 @@ NEAR = 4.0
 """Natural-log probability below the likeliest, down to which a token may begin a word."""
 
 
-class Listed:
-    """Those lists that were asked for of late. `ready` and `get`: on the loop's thread."""
+class Spelling:
+    """Requests whose hot words are not ready wait for them: a long list takes a second, and others go on. On the
+    loop's thread."""
 
-    def __init__(self, encode: Callable[[str], list[int]] | None, text: Callable[[list[int]], str]) -> None:
-        self.encode, self.text = encode, text
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]] | None,
+        text: Callable[[list[int]], str],
+        call: Callable[[Callable[[], None]], None],
+        fail: Callable[[list[int], Exception], None],
+    ) -> None:
+        """`encode`: None of a model that has no use for it. `call`: Keeper.call."""
+        self._encode, self._text, self._call, self._fail = encode, text, call, fail
         self._lists: OrderedDict[str, Future[HotWords]] = OrderedDict()
+        """Those that were asked for of late."""
+        self._waiting: dict[int, Callable[[], None]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
-    def start(self, bias: str) -> Future[HotWords]:
-        """What it is made into, now or soon."""
-        if (found := self._lists.get(bias)) is None:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
-            assert self.encode is not None
-            found = self._lists[bias] = self._thread.submit(HotWords, bias, self.encode, self.text)
-        self._lists.move_to_end(bias)
-        while len(self._lists) > KEPT:
-            self._lists.popitem(last=False)
-        return found
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def then(self, utterance: Utterance, go_on: Callable[[], None]) -> None:
+        """Once its hot words are what searches read."""
+        if not utterance.options.bias:
+            go_on()
+            return
+        made = self._made(utterance.options.bias)
+        if made.done():
+            self._go_on(utterance, made, go_on)
+            return
+        self._waiting[utterance.id] = lambda: self._go_on(utterance, made, go_on)
+        made.add_done_callback(lambda _: self._call(lambda: self._waiting.pop(utterance.id, lambda: None)()))
+
+    def leave(self, request_id: int) -> None:
+        self._waiting.pop(request_id, None)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def _made(self, bias: str) -> Future[HotWords]:
+        if (found := self._lists.get(bias)) is None:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
+            assert self._encode is not None
+            found = self._lists[bias] = self._thread.submit(HotWords, bias, self._encode, self._text)
+        self._lists.move_to_end(bias)
+        while len(self._lists) > KEPT:
+            self._lists.popitem(last=False)
+        return found
+
+    def _go_on(self, utterance: Utterance, made: Future[HotWords], go_on: Callable[[], None]) -> None:
+        if (failure := made.exception()) is not None:
+            told = f"spelling hot words failed: {type(failure).__name__}: {failure}"
+            error = StepFailed(told, todo="leave them out; if it stays, report it")
+            error.__cause__ = failure
+            self._fail([utterance.id], error)
+            return
+        utterance.hotwords = made.result()
+        go_on()
+
 
 def boosted(row: Row, leading: Sequence[tuple[int, float]], logits: Tensor) -> tuple[int, float]:
     """The next token of a greedy row with hot words, and the model's own natural-log probability of it.
 
-    In      leading: the likeliest tokens and their natural-log probabilities, likeliest first; logits (vocabulary,)
+    In      leading: the likeliest tokens and their natural-log probabilities, likeliest first; logits
+            (vocabulary,)
     """
     assert row.hotwords is not None
     graph, best = row.hotwords.graph, leading[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 from asr_serve.decoding.attention import Finish, Hypothesis
 from asr_serve.decoding.beam import BeamSearch
 from asr_serve.decoding.bias import OPEN
-from asr_serve.decoding.hotwords import HotWords
+from asr_serve.decoding.hotwords import BOOST, HotWords
 from asr_serve.engine.utterances.pages import PagePool
 from asr_serve.native import PAGE
 
@@ -134,7 +134,10 @@ class Beams:
         `audio`: those of what was heard, if they are to be given back."""
         hypothesis = row.hypothesis
         self.rows, self.width = [row], hypothesis.beam
-        self.search = BeamSearch(self.width, hypothesis.eos, hypothesis.max_tokens - hypothesis.fixed)
+        graph = hypothesis.hotwords.graph if hypothesis.hotwords is not None else None
+        node = graph.walk(hypothesis.draft.tokens[: hypothesis.fixed]) if graph else OPEN
+        left = hypothesis.max_tokens - hypothesis.fixed
+        self.search = BeamSearch(self.width, hypothesis.eos, left, graph=graph, node=node, boost=BOOST)
         self.pages = own + audio
         """That all of them hold."""
         self._own, self._audio = own, audio

@@ -34,8 +34,8 @@ VERIFY_ROWS = 256
 
 class Passed(NamedTuple):
     """What a pass tells of each position: the likeliest token and its natural-log probability, all logits, what
-    they were made from, what it asks of the audio, and the natural-log probability that nobody speaks, where that is
-    wanted."""
+    they were made from, what is asked of the audio, and the natural-log probability that nobody speaks, where
+    that is wanted."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -344,9 +344,14 @@ class DecodeRunner:
         return self._passed(at, *advance(padded, *given, *some))
 
     def _passed(self, at: Positions, *made: Tensor) -> Passed:
+        tokens, logprobs, logits, hidden, *more = made
         layers = len(self.model.alignment.heads)
-        told, asked = made[:4], Asked(self.model, made[4 : 4 + layers], at.wanted)
-        return Passed(*told, asked, *made[4 + layers :])
+        silence = more[layers] if len(more) > layers else None
+        return Passed(tokens, logprobs, logits, hidden, Asked(self.model, more[:layers], at.wanted), silence)
+
+    def passed(self, at: Positions, positions: int) -> Tensor:
+        """Logits (positions, vocabulary) of so many positions; their keys and values are written."""
+        return self._pass(at, [PLAIN] * positions).logits[:positions]
 
     def _forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         logits, hidden, *asked = self._decode(*given)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import Recognition, Reused
-from asr_serve.decoding.hotwords import HotWords
 from asr_serve.engine.session import Utterance, reject
+from asr_serve.engine.utterances.biasing import Spelling
 from asr_serve.engine.utterances.encode import EncoderResult, EncodeRunner, Lent
 from asr_serve.engine.utterances.encoders import LOST, Batch, Encoders
-from asr_serve.engine.utterances.biasing import Listed
 from asr_serve.engine.utterances.ends.aligning import Aligner, Ended
 from asr_serve.engine.utterances.ends.second_look import SecondLook
 from asr_serve.engine.utterances.flights import Sharing
@@ -62,17 +61,16 @@ class Utterances:
         encode_text: Callable[[str], list[int]] | None = None,
     ) -> None:
         """`growing`: callers' audio is encoded elsewhere, while they speak (engine/chunked/growing). `kept`: what
-        was heard before; None: everything is computed for whoever asks. `peers`: engines that encode too. `encode_text`: what hot words are spelt by."""
+        was heard before; None: everything is computed for whoever asks. `peers`: engines that encode too. `encode_text`: hot
+        words to tokens."""
         self.growing, self.pages_lent = growing, 0
         """By whoever does that: pages of the runner's that no row gives back."""
         self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.requests = Requests(model, decode, config.window, text, tokens_per_s, on_done, on_start)
         self.utterances, self.aligner = self.requests.open, Aligner(decode)
-        self.listed = Listed(encode_text, text)
-        self.second_look = SecondLook(decode, self.listed)
-        self._spelling: dict[int, Callable[[], None]] = {}
-        """What becomes of those whose hot words are not ready."""
+        self.spelling = Spelling(encode_text, text, lambda job: self.keeper.call(job), self._fail)
+        self.second_look = SecondLook(decode, text)
         self.sharing = Sharing(
             kept,
             lambda each, like: self.planner.add(self.requests.waiting(each, like)),
@@ -118,12 +116,12 @@ class Utterances:
             assert runner.pages.used == self.pages_lent, "no row decodes, yet pages are held"
         self.encoders.check()
         self.sharing.check(idle=not self.utterances)
-        waiting = len(self.planner) + len(self._encoded_elsewhere) + self.sharing.waiting + len(self._spelling)
+        waiting = len(self.planner) + len(self._encoded_elsewhere) + self.sharing.waiting + self.spelling.waiting
         assert len(self.utterances) == runner.requests + waiting, "a request was lost"
 
     def end(self, error: Exception) -> None:
         self.encoders.close()
-        self.listed.close()
+        self.spelling.close()
         try:
             self._fail(list(self.utterances), error)
         finally:
@@ -133,7 +131,7 @@ class Utterances:
     def report(self) -> dict[str, int]:
         pages = self.decode_runner.pages
         return {
-            "waiting": len(self.planner) + self.sharing.waiting + len(self._spelling),
+            "waiting": len(self.planner) + self.sharing.waiting + self.spelling.waiting,
             "decoding": len(self.decode_runner.rows),
             "pages": pages.pages,
             "pages_used": pages.used,
@@ -148,30 +146,13 @@ class Utterances:
     def submit(self, utterance: Utterance) -> None:
         self.requests.add(utterance)
         if not self._refused(utterance):
-            self._spelt(utterance, lambda: self.sharing.enter(utterance))
+            self.spelling.then(utterance, lambda: self.sharing.enter(utterance))
 
     def decode(self, utterance: Utterance, lent: Lent) -> None:
         """One whose audio was encoded elsewhere: it joins as there is a row. Its samples are not counted."""
         self.requests.add(utterance, lent)
         if not self._refused(utterance):
-            self._spelt(utterance, lambda: self._encoded_elsewhere.append(utterance.id))
-
-    def _spelt(self, utterance: Utterance, then: Callable[[], None]) -> None:
-        """Once its hot words are what searches read: a long list takes a second, and others need not wait for it."""
-        if not utterance.options.bias:
-            then()
-            return
-        made = self.listed.start(utterance.options.bias)
-        if made.done():
-            self._go_on(utterance, made, then)
-            return
-        self._spelling[utterance.id] = lambda: self._go_on(utterance, made, then)
-        made.add_done_callback(lambda _: self.keeper.call(lambda: self._spelling.pop(utterance.id, lambda: None)()))
-
-    def _go_on(self, utterance: Utterance, made: Future[HotWords], then: Callable[[], None]) -> None:
-        with self._attempt("decode", "spelling hot words", [utterance.id]):
-            utterance.hotwords = made.result()
-            then()
+            self.spelling.then(utterance, lambda: self._encoded_elsewhere.append(utterance.id))
 
     def _refused(self, utterance: Utterance) -> bool:
         """Whether it asks for what can never be done; it is told so."""
@@ -433,7 +414,7 @@ class Utterances:
             self.decode_runner.leave(row)
         for request_id in ids:
             self.planner.remove(request_id)
-            self._spelling.pop(request_id, None)
+            self.spelling.leave(request_id)
             if request_id in self._encoded_elsewhere:
                 self._encoded_elsewhere.remove(request_id)
             utterance = self.requests.remove(request_id)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from asr_serve.devices.base import Device, Linear, Vocabulary
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import onnx_graph
+from asr_serve.models.alignment import again
 from asr_serve.models.alignment.heads import of_moonshine
 from asr_serve.models.batch import Packing, Paged, buffer, pack, tap_matrix
 from asr_serve.models.card import Card, Packaged
@@ -209,7 +210,7 @@ class Model:
                 with each row's cross keys; frames: how many of them are looked at
         Out     of each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
         """
-        return align(self, self.embedding.embed(tokens), packing, audio, frames)
+        return again.scores(self, self.embedding.embed(tokens), packing, audio, frames)
 
     def angles(self, frames: int) -> tuple[Tensor, Tensor]:
         """Of the encoder, for clips of so many frames at least."""
@@ -371,13 +372,11 @@ class DecoderLayer:
         query = self.asked(x)
         return self.heard(index, x, query, audio, kernels), query
 
-    def said(
-        self, x: Tensor, positions: Tensor, packing: Packing, angles: tuple[Tensor, Tensor], device: Device
-    ) -> Tensor:
+    def said(self, x: Tensor, packing: Packing, model: Any) -> Tensor:
         """All positions of rows at once, up to what they ask of their audio."""
         qkv = self.qkv(F.layer_norm(x, (x.shape[1],), self.norm1)).view(len(x), 3, self.heads, -1)
-        device.kernels.rope(qkv, positions, *angles)
-        return self.own_out(device.causal_attention(qkv, packing, self.scale), add=x)
+        model.kernels.rope(qkv, packing.positions(x.device), *model.decoder_angles)
+        return self.own_out(model.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def asked(self, x: Tensor) -> Tensor:
         """Queries, (rows, heads * head_dim)."""
@@ -391,24 +390,6 @@ class DecoderLayer:
         x = self.audio_out(mixed, add=x)
         up, gate = self.up(F.layer_norm(x, (width,), self.norm3)).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up), add=x)
-
-
-def align(model: Any, x: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
-    """See Model.align: of this model or Moonshine Streaming, whose embedded tokens are `x`."""
-    positions = packing.positions(x.device)
-    spread = audio.spread(packing)
-    found: list[list[Tensor]] = [[] for _ in frames]
-    last = max(model.alignment.heads)
-    for index, layer in enumerate(model.decoder[: last + 1]):
-        x = layer.said(x, positions, packing, model.decoder_angles, model.device)
-        query = layer.asked(x)
-        if heads := model.alignment.heads.get(index):
-            each = audio.scores(index, heads, query.view(len(x), model.heads, -1), packing, frames, layer.scale)
-            for row, scores in enumerate(each):
-                found[row].append(scores)
-        if index < last:
-            x = layer.heard(index, x, query, spread, model.kernels)
-    return [torch.cat(row) for row in found]
 
 
 def rotary_angles(theta: float, rotary: int, positions: int, device: Device) -> tuple[Tensor, Tensor]:

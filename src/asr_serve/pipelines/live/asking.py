@@ -168,7 +168,7 @@ class Asking:
         )
         self._quick = msgspec.structs.replace(self._thorough, temperatures=(0.0,))
         """For what is shown for a moment."""
-        self._thorough = msgspec.structs.replace(self._thorough, words=options.words)
+        self._thorough = msgspec.structs.replace(self._thorough, words=options.words or options.speakers)
         card, chunk = client.card, client.config.chunk_frames or client.card.chunk
         limit_ms = endpointer.config.max_segment_ms or card.max_segment_ms
         self._longest = units.ms_to_samples(limit_ms) + 2 * OVERLAP_SAMPLES

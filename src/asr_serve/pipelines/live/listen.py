@@ -36,14 +36,14 @@ from asr_serve.pipelines.live.caller import (
     endpoint_config,
 )
 from asr_serve.pipelines.live.carrying import Carrying
+from asr_serve.pipelines.live.naming import Naming
 from asr_serve.pipelines.live.scores import Scores
 from asr_serve.pipelines.live.turns import Turns
 from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.quiet import Quiet
-from asr_serve.pipelines.finishing import Finishing
-from asr_serve.pipelines.utterance import language
+from asr_serve.pipelines.utterance import Finishing, language
 from asr_serve.text.tokens import Tokenizer
-from asr_serve.types import Span
+from asr_serve.types import Segment, Span
 from asr_serve.vad.endpoint import WINDOW_SAMPLES, Endpointer
 
 MOST_AHEAD_SAMPLES = units.s_to_samples(60)
@@ -68,7 +68,10 @@ class Listening:
         """`clock`: what partials are spaced by. Raises OptionError, AtCapacity (no session is free, or those on
         line wait long already), EngineClosed."""
         self.language = language(client, options.language)
-        self._written = Finishing(self.language, itn=options.itn)
+        self._written = Finishing(self.language, itn=options.itn).of
+        naming = Naming(client, options.words, self._written, wake) if options.speakers else None
+        self._naming = naming
+        words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
         self._endpointer = Endpointer(endpoint_config(client, options))
@@ -76,7 +79,7 @@ class Listening:
         self.received_samples = 0
         self._kept = Kept()
         if client.card.streaming:
-            self._words: Words = Carrying(client, tokenizer.text, self._kept, options.words, wake)
+            self._words: Words = Carrying(client, tokenizer.text, self._kept, words, wake)
         else:
             self._words = Asking(
                 client, tokenizer.text, options, prompt, bias, self._endpointer, self._kept, wake, clock
@@ -141,7 +144,9 @@ class Listening:
     @property
     def idle(self) -> bool:
         """Nothing is under way: there is no news before more is put."""
-        return self._scores.idle and not self._turns.waiting and not any(each.busy for each in self._segments)
+        held = self._naming is not None and self._naming.busy
+        waits = held or self._turns.waiting or any(each.busy for each in self._segments)
+        return self._scores.idle and not waits
 
     def advance(self) -> list[Event]:
         """Take what the engine has answered, ask for what is next; returns what is new.
@@ -149,7 +154,7 @@ class Listening:
         Raises an AsrServeError when this caller cannot be heard any more.
         """
         if self._over:
-            return []
+            return self._named([])
         self._words.due_s = None
         self._hear()
         for each in self._segments:
@@ -173,7 +178,7 @@ class Listening:
             self._over = True
             self._session.close()
             events.append(Finished(self.received_samples))
-        return events
+        return self._named(events)
 
     def close(self) -> None:
         """At any time: cancel what is under way, and free the session."""
@@ -272,10 +277,25 @@ class Listening:
         while self._segments and self._done(0):
             done = self._segments.popleft()
             if found := done.segment(self._quiet):
-                found = self._written.of(found, done.heard_in)
-                events.append(SegmentDone(found, done.decided))
+                events += self._told(done, found)
             events += self._marks_due()
         return events + self._marks_due()
+
+    def _told(self, done: Spoken, found: Segment) -> list[Event]:
+        if self._naming is None:
+            return [SegmentDone(self._written(found, done.heard_in), done.decided)]
+        assert done.end is not None
+        heard = Span(done.start, min(done.end, self.received_samples))
+        told = SegmentDone(found, done.decided)
+        self._naming.hear(told, heard, self._kept.cut(heard), done.heard_in)
+        return [told]
+
+    def _named(self, events: list[Event]) -> list[Event]:
+        """What of these, and of those before, can be told."""
+        if self._naming is None:
+            return events
+        self._naming.hold(events)
+        return self._naming.take()
 
     def _marks_due(self) -> list[Event]:
         first = self._segments[0] if self._segments else None

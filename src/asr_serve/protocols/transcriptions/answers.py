@@ -72,7 +72,7 @@ def render(transcript: Transcript, asked: Ask, spell: Spell) -> bytes:
     usage = Usage(math.ceil(transcript.duration_s), math.floor(transcript.cached_s))
     task = asked.options.task
     if task == "translate":
-        transcript = msgspec.structs.replace(transcript, language="en")
+        transcript = msgspec.structs.replace(transcript, language="en", language_prob=0.0)
     match asked.response_format:
         case "json":
             heard = logprobs(transcript.segments, spell) if asked.logprobs else None

@@ -115,7 +115,8 @@ class Aligner:
 
     def _frames(self, each: Ended) -> int:
         """Those of its audio: what fills a window is silence."""
-        return min(each.row.frames, max(1, -(-each.samples // self._runner.model.frame_samples)))
+        frame_samples: int = self._runner.model.frame_samples
+        return min(each.row.frames, max(1, -(-each.samples // frame_samples)))
 
     def _audio(self, ended: Sequence[Ended]) -> Paged:
         pool = self._runner.pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 class Asked:
     """In one pass. Nothing is done until a row keeps something."""
 
-    def __init__(self, model: Any, layers: tuple[Tensor, ...], wanted: Tensor | None) -> None:
+    def __init__(self, model: Any, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
         """`layers`: queries (positions, heads * head_dim) of each layer that has alignment heads; `wanted`: which
         positions are told of; None: all."""
         self._model, self._layers, self._wanted = model, layers, wanted

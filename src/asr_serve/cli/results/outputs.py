@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 import msgspec
 
 from asr_serve.audio.manifest import Item
-from asr_serve.cli.names import UNFIT, plan, source_name, spare_inputs
+from asr_serve.cli.results.names import UNFIT, plan, source_name, spare_inputs
 from asr_serve.errors import OptionError
 from asr_serve.text.formats import plain
 from asr_serve.text.formats.rendering import SUFFIXES, render

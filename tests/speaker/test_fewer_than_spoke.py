@@ -1,0 +1,20 @@
+"""More people at once than there are said to be: what the caller says holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asr_serve.speaker.clustering import HowMany, cluster
+
+VOICES = np.array([[1, 0, 0], [0.9, 0.436, 0], [0, 1, 0], [0, 0, 1]], np.float64)
+APART = ~np.eye(4, dtype=bool)
+"""All four were heard in one window."""
+
+
+@pytest.mark.parametrize(("most", "groups"), [(4, 4), (3, 3), (2, 2), (1, 1)])
+def test_as_many_as_there_are_said_to_be(most: int, groups: int) -> None:
+    labels = cluster(VOICES, np.ones(4), APART, 0.4, HowMany(1, most))
+    assert sorted(set(labels.tolist())) == list(range(groups))
+    if groups < 4:
+        assert labels[0] == labels[1]  # those that are most alike

@@ -1,0 +1,113 @@
+"""Windows to who speaks when."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from asr_serve.speaker import grouping
+from asr_serve.speaker.clustering import HowMany
+from asr_serve.speaker.following import Following
+from asr_serve.speaker.grouping import Window
+from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
+from asr_serve.speaker.stitching import diarize, starts_of
+from made_windows import Said, window, windows
+
+TALK: list[Said] = [("ann", 0.5, 6), ("bob", 6.5, 13), ("ann", 13.2, 24), ("bob", 23, 29), ("cat", 30, 38.5)]
+
+
+def heard(turns) -> list[tuple[str, float, float]]:
+    return [(t.speaker, t.start_samples / 16_000, t.end_samples / 16_000) for t in turns]
+
+
+def expect(turns, said: list[Said], within_s: float = 0.05) -> None:
+    names = {name: f"SPEAKER_{place:02d}" for place, name in enumerate(dict.fromkeys(each for each, *_ in said))}
+    assert [who for who, *_ in heard(turns)] == [names[name] for name, *_ in said]
+    for (_, start, end), (_, at, to) in zip(heard(turns), said, strict=True):
+        assert (start, end) == (pytest.approx(at, abs=within_s), pytest.approx(to, abs=within_s))
+
+
+def test_a_talk_of_three_over_windows_whose_speakers_have_another_order():
+    found = diarize(windows(TALK, 40))
+    expect(found.turns, TALK)
+    assert set(found.voices) == {"SPEAKER_00", "SPEAKER_01", "SPEAKER_02"}
+
+
+def test_two_at_once_are_both_told():
+    overlap = [turn for turn in heard(diarize(windows(TALK, 40)).turns) if turn[1] < 23.5 < turn[2]]
+    assert {who for who, *_ in overlap} == {"SPEAKER_00", "SPEAKER_01"}
+
+
+def test_who_is_never_alone_is_somebody():
+    said: list[Said] = [("ann", 0, 16), ("bob", 5, 12)]
+    expect(diarize(windows(said, 16)).turns, said)
+
+
+@pytest.mark.parametrize(("how_many", "told"), [(HowMany(1, 1), 1), (HowMany(2, 2), 2), (HowMany(1, 2), 2)])
+def test_the_number_that_is_wanted(how_many, told):
+    said: list[Said] = [("ann", 0, 9), ("bob", 10.5, 19), ("cat", 20.5, 29)]
+    assert len({t.speaker for t in diarize(windows(said, 30), how_many).turns}) == told
+
+
+def test_more_than_speak_is_no_more_than_voices():
+    turns = diarize(windows([("ann", 0, 9)], 10), HowMany(6, 6)).turns
+    assert {t.speaker for t in turns} == {"SPEAKER_00"}
+
+
+def test_silence_and_nothing_are_nobodys():
+    assert diarize(windows([], 25)).turns == ()
+    assert diarize([]).turns == ()
+    nothing = LocalVoices(first_samples=360, step_samples=270, speakers=3, sets=b"")
+    assert diarize([Window(0, 500, nothing)]).turns == ()
+
+
+def test_a_word_that_is_too_short_to_know_goes_to_somebody_who_is_there():
+    said: list[Said] = [("ann", 0, 9), ("bob", 10.1, 10.3), ("ann", 12, 19)]
+    assert {t.speaker for t in diarize(windows(said, 20)).turns} == {"SPEAKER_00"}
+
+
+def test_windows_cover_everything():
+    for samples in (1, 500, WINDOW_SAMPLES, WINDOW_SAMPLES + 1, 5 * WINDOW_SAMPLES + 777):
+        starts = starts_of(samples)
+        assert starts[0] == 0
+        assert starts[-1] == max(0, samples - WINDOW_SAMPLES)
+        assert all(b - a <= WINDOW_SAMPLES for a, b in zip(starts, starts[1:], strict=False))
+    assert starts_of(0) == []
+
+
+def test_more_voices_than_are_clustered_at_once_are_the_same_people(monkeypatch):
+    said: list[Said] = [(("ann", "bob")[at // 5 % 2], at, at + 4.5) for at in range(0, 400, 5)]
+    whole = diarize(windows(said, 400))
+    monkeypatch.setattr(grouping, "MOST_VOICES", 16)
+    assert diarize(windows(said, 400)).turns == whole.turns
+    assert len(whole.voices) == 2
+
+
+def test_live_names_stay_and_are_settled_at_the_end():
+    following = Following()
+    told = [following.hear([window(TALK, start, round(length * 16_000), seed)])
+            for seed, (start, length) in enumerate([(0.3, 6), (6.3, 7), (13, 9.5), (23.2, 6), (29.8, 9)])]
+    assert [turns[0].speaker for turns in told] == [
+        "SPEAKER_00", "SPEAKER_01", "SPEAKER_00", "SPEAKER_01", "SPEAKER_02",
+    ]  # fmt: skip
+    settled = following.settle()
+    assert [t.speaker for t in settled.turns][0] == "SPEAKER_00"
+    assert set(settled.voices) == {"SPEAKER_00", "SPEAKER_01", "SPEAKER_02"}
+
+
+def test_what_is_settled_keeps_the_names_that_were_told():
+    """The first voice is misheard as another's: then the rest of what was told keeps its names."""
+    following = Following()
+    for seed, (name, start) in enumerate([("bob", 0), ("ann", 5), ("ann", 10), ("bob", 15), ("cat", 20)]):
+        following.hear([window([(name, start, start + 4)], start, 64_000, seed)])
+    names = {round(t.start_samples / 16_000): t.speaker for t in following.settle().turns}
+    assert names == {0: "SPEAKER_00", 5: "SPEAKER_01", 10: "SPEAKER_01", 15: "SPEAKER_00", 20: "SPEAKER_02"}
+
+
+def test_a_window_goes_through_the_wire_as_it_is():
+    import msgspec
+
+    one = windows(TALK, 40)[1].heard
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=LocalVoices)
+    assert (again.active == one.active).all()
+    np.testing.assert_array_equal(again.embeddings, one.embeddings)

@@ -345,7 +345,7 @@ def test_pages_of_beams_are_what_each_way_wrote(data):
     own = -(-(begun + most) // PAGE)
 
     class Only:
-        beam, eos, max_tokens, fixed = width, 2, most, 0
+        beam, eos, max_tokens, fixed, hotwords = width, 2, most, 0, None
 
     class First:
         hypothesis, length, beams, pages = Only, begun, None, None

@@ -17,6 +17,7 @@ from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.loop import Loop
 from asr_serve.engine.utterances.ends.aligning import Aligner, Ended
+from asr_serve.errors import StepFailed
 
 PASSES: dict[str, Any] = {"min_avg_logprob": -1e9, "max_compression_ratio": 1e9}
 FAILS: dict[str, Any] = {"min_avg_logprob": 0.0, "max_no_speech": 1.0}
@@ -159,7 +160,7 @@ def test_nothing_said_has_no_times(start: Callable[..., EngineClient], model: st
     assert (answer.tokens, answer.times) == ((), ())
 
 
-def test_a_pass_that_fails_fails_those_that_wanted_times_and_no_others(
+def test_what_fails_fails_those_that_wanted_times_and_no_others(
     start: Callable[..., EngineClient], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(self: Aligner, each: Ended, scores: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -167,9 +168,13 @@ def test_a_pass_that_fails_fails_those_that_wanted_times_and_no_others(
 
     monkeypatch.setattr(Aligner, "_times", fails)
     client, options = start(), OPTIONS[model][0]
-    with pytest.raises(Exception, match="injected"):
-        ask(client, model, 1, options)
-    assert ask(client, model, 1, msgspec.structs.replace(options, words=False)).tokens
+    plain = msgspec.structs.replace(options, words=False)
+    with held(client):  # they decode side by side, and end in the same step
+        tickets = [client.submit(CLIPS[model][1], each) for each in (plain, options, plain)]
+    with pytest.raises(StepFailed, match="injected"):
+        tickets[1].future.result(WAIT_S)
+    for ticket in (tickets[0], tickets[2]):
+        assert ticket.future.result(WAIT_S).tokens
 
     def pages(loop: Loop) -> int:
         work: Any = loop.work

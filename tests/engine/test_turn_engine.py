@@ -70,7 +70,7 @@ def begin(checkpoint: Path) -> Iterator[Begin]:
     yield starting
     for client in started:
         client.close()
-        assert client._turns == 0, "somebody still waits"
+        assert client._turns.waiting == 0, "somebody still waits"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_closed_nobody_waits_for_ever(client: EngineClient) -> None:
     assert {type(each) for each in outcomes} <= {float, type}
     with pytest.raises(EngineClosed):
         client.turn(SPEECH)
-    assert client._turns == 0
+    assert client._turns.waiting == 0
 
 
 @pytest.mark.parametrize("road", ["thread", "process"])

@@ -76,9 +76,15 @@ def weights(config: whisper.Config, seed: int = 3) -> dict[str, Tensor]:
     return found
 
 
+def encode(text: str) -> list[int]:
+    """The inverse: of "w3 w4", and of other words nothing."""
+    words = [word.lower() for word in text.split()]
+    return [int(word[1:]) for word in words if word[0] == "w" and word[1:].isdigit()]
+
+
 def build() -> Parts:
     device = devices.pick("cpu", "fp32")
-    return Parts(whisper.Model(CONFIG, weights(CONFIG), device), silero.load(), device, text)
+    return Parts(whisper.Model(CONFIG, weights(CONFIG), device), silero.load(), device, text, encode=encode)
 
 
 def start(**settings: Any) -> EngineClient:

@@ -103,7 +103,7 @@ def pair(request: pytest.FixtureRequest, parity: ModuleType, tmp_path_factory: p
 
 def test_config_reads_transformers_own(pair: Pair) -> None:
     ours, theirs = pair.ours.network.config, pair.theirs.config
-    for name in moonshine.Config.__struct_fields__:
+    for name in set(moonshine.Config.__struct_fields__) - {"alignment_heads"}:
         expected = getattr(theirs, name, None)
         if expected is None:
             expected = theirs.rope_parameters[name]

@@ -174,24 +174,24 @@ def test_a_window_without_a_step_forward_is_left_behind() -> None:
     ids=["a loop", "says the same", "sampled"],
 )
 def test_what_is_hardly_true_is_not_remembered(bad: dict[str, Any]) -> None:
-    asked = Asked(windows(hotwords=(7, 8)), 4 * WINDOW_SAMPLES)
+    asked = Asked(windows(), 4 * WINDOW_SAMPLES)
     for fields in ({}, bad, {}):
         assert asked.next()
         asked.told(answer([*times(0), 300 + len(asked.spans), *times(30)], **fields))
     assert asked.next()
-    known = [(7, 8), (7, 8, *times(0), 301, *times(30)), (7, 8), (7, 8, *times(0), 303, *times(30))]
+    known = [(), (*times(0), 301, *times(30)), (), (*times(0), 303, *times(30))]
     assert asked.prompts == known
     assert [s.text for s in asked.segments] == ["w301", "w302", "w303"]
 
 
-def test_hot_words_stay_and_the_end_of_what_was_said_stays_with_them() -> None:
-    hotwords, before = tuple(range(100)), tuple(range(200, 500))
-    asked = Asked(windows(hotwords=hotwords, said=before), 2 * WINDOW_SAMPLES)
+def test_the_end_of_what_was_said_stays() -> None:
+    before = tuple(range(200, 500))
+    asked = Asked(windows(said=before), 2 * WINDOW_SAMPLES)
     assert asked.next()
-    assert asked.prompts == [(*hotwords, *before[-123:])]
+    assert asked.prompts == [before[-223:]]
     asked.told(answer([*times(0), 600, *times(30)]))
     assert asked.next()
-    assert asked.prompts[1] == (*hotwords, *before[-120:], *times(0), 600, *times(30))
+    assert asked.prompts[1] == (*before[-220:], *times(0), 600, *times(30))
 
 
 def test_a_time_before_words_is_where_they_begin() -> None:
@@ -523,13 +523,13 @@ def test_ends(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, samples: int, windows
 def test_prompt_and_hot_words_reach_the_model(tiny: Tiny) -> None:
     tiny.transcripts(tiny.clip(5, 9 * RATE_HZ), prompt="w3 w4", hotwords=("w5", "w6"))
     prompts = [options.prompt for _, options, _ in tiny.asked]
-    assert prompts[0] == (5, 6, 3, 4)
-    assert all(prompt[:2] == (5, 6) for prompt in prompts)
-    assert any(set(prompt) - {3, 4, 5, 6} for prompt in prompts[1:])
+    assert prompts[0] == (3, 4)
+    assert {options.bias for _, options, _ in tiny.asked} == {"w5\t1\nw6\t1"}
+    assert any(set(prompt) - {3, 4} for prompt in prompts[1:])
     assert all(len(prompt) <= 31 for prompt in prompts)
     tiny.asked.clear()
     tiny.transcripts(tiny.clip(5, 5 * RATE_HZ), prompt="w3 w4", hotwords=("w5",), long_form="parallel", vad=False)
-    assert {options.prompt for _, options, _ in tiny.asked} == {(5, 3, 4)}
+    assert {(options.prompt, options.bias) for _, options, _ in tiny.asked} == {((3, 4), "w5\t1")}
 
 
 def test_somebody_waits_for_the_start_only(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

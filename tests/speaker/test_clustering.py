@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from made_windows import direction
 
 from asr_serve.speaker.clustering import ANY, HowMany, cluster
-from made_windows import direction
 
 
 def people(names: str, noise: float = 0.4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+from made_windows import Said, window, windows
 
 from asr_serve.speaker import grouping
 from asr_serve.speaker.clustering import HowMany
@@ -11,7 +14,6 @@ from asr_serve.speaker.following import Following
 from asr_serve.speaker.grouping import Window
 from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
 from asr_serve.speaker.stitching import diarize, starts_of
-from made_windows import Said, window, windows
 
 TALK: list[Said] = [("ann", 0.5, 6), ("bob", 6.5, 13), ("ann", 13.2, 24), ("bob", 23, 29), ("cat", 30, 38.5)]
 
@@ -71,7 +73,7 @@ def test_windows_cover_everything():
         starts = starts_of(samples)
         assert starts[0] == 0
         assert starts[-1] == max(0, samples - WINDOW_SAMPLES)
-        assert all(b - a <= WINDOW_SAMPLES for a, b in zip(starts, starts[1:], strict=False))
+        assert all(b - a <= WINDOW_SAMPLES for a, b in itertools.pairwise(starts))
     assert starts_of(0) == []
 
 
@@ -85,13 +87,15 @@ def test_more_voices_than_are_clustered_at_once_are_the_same_people(monkeypatch)
 
 def test_live_names_stay_and_are_settled_at_the_end():
     following = Following()
-    told = [following.hear([window(TALK, start, round(length * 16_000), seed)])
-            for seed, (start, length) in enumerate([(0.3, 6), (6.3, 7), (13, 9.5), (23.2, 6), (29.8, 9)])]
+    told = [
+        following.hear([window(TALK, start, round(length * 16_000), seed)])
+        for seed, (start, length) in enumerate([(0.3, 6), (6.3, 7), (13, 9.5), (23.2, 6), (29.8, 9)])
+    ]
     assert [turns[0].speaker for turns in told] == [
         "SPEAKER_00", "SPEAKER_01", "SPEAKER_00", "SPEAKER_01", "SPEAKER_02",
     ]  # fmt: skip
     settled = following.settle()
-    assert [t.speaker for t in settled.turns][0] == "SPEAKER_00"
+    assert settled.turns[0].speaker == "SPEAKER_00"
     assert set(settled.voices) == {"SPEAKER_00", "SPEAKER_01", "SPEAKER_02"}
 
 

@@ -35,7 +35,7 @@ class Questions:
     def __init__(self, room: threading.Condition, most: int, what: str, retry_ms: int) -> None:
         """`room`: where whoever waits for it is told that there is some. `what` waits, as an error says it."""
         self._room, self._most, self._what, self._retry_ms = room, most, what, retry_ms
-        self._waiting = 0
+        self.waiting = 0
 
     def ask(
         self,
@@ -48,12 +48,12 @@ class Questions:
         """Its answer, which cannot be cancelled: what is counted is what waits. `send` gives it to the engine.
         Full: raises AtCapacity; or waits when `wait`, until it is `closed` or `check` raises."""
         with self._room:
-            while wait and not closed() and self._waiting >= self._most:
+            while wait and not closed() and self.waiting >= self._most:
                 check()  # here, where no nudge can come between it and the wait
                 self._room.wait()
-            if self._waiting >= self._most:
-                raise AtCapacity(f"{self._waiting} {self._what} wait", f"up to {self._most}", self._retry_ms)
-            self._waiting += 1
+            if self.waiting >= self._most:
+                raise AtCapacity(f"{self.waiting} {self._what} wait", f"up to {self._most}", self._retry_ms)
+            self.waiting += 1
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
         answer.add_done_callback(self._answered)
@@ -66,7 +66,7 @@ class Questions:
 
     def _answered(self, _: Future[Any]) -> None:
         with self._room:
-            self._waiting -= 1
+            self.waiting -= 1
             self._room.notify_all()
 
 

@@ -35,11 +35,11 @@ def ending(card: Card, said: Sequence[int]) -> tuple[int, ...]:
     return tuple(said[max(0, len(said) - card.prompt_tokens) :])
 
 
-def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> str:
+def hotword_bias(client: EngineClient, hotwords: Sequence[str]) -> str:
     """What goes into SearchOptions.bias, of words as a caller writes them: `word` or `word:weight`.
 
     Raises OptionError for what is no list of texts, too many, an empty or too long one, one that the model cannot
-    write, a weight out of range; UnsupportedOption where the model's vocabulary can only be read. `param` is
+    write, a weight out of range; UnsupportedOption where the model searches without them. `param` is
     `hotwords`.
     """
     listed = isinstance(hotwords, Sequence) and not isinstance(hotwords, str)
@@ -59,22 +59,22 @@ def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[
             param="hotwords",
         )
     words = [hot_word(word) for word in hotwords]
-    expect_written(client.card, tokenizer, [word.text for word in words])
+    expect_written(client.card, [word.text for word in words])
     return packed(words)
 
 
-def expect_written(card: Card, tokenizer: Tokenizer, words: Sequence[str]) -> None:
-    """Raises OptionError for a word with a letter that the model has no way to write, or was never taught."""
+def expect_written(card: Card, words: Sequence[str]) -> None:
+    """Raises OptionError for a word with a letter of a script that the model was never taught."""
     scripts = {name for code in card.languages for name in SCRIPTS.get(code, ("",))}
-    seen = set("".join(words))
-    foreign = {c for c in seen if c.isalpha() and script(c) not in scripts} if "" not in scripts else set()
-    unspelt = seen - foreign - {" "} - tokenizer.letters(seen)
-    for word in words if foreign or unspelt else ():
-        if wrong := next((c for c in word if c in foreign or c in unspelt), ""):
-            known = " and ".join(sorted(name.capitalize() for name in scripts if name)) or "other"
+    if "" in scripts:
+        return
+    foreign = {c for c in set("".join(words)) if c.isalpha() and script(c) not in scripts}
+    for word in words if foreign else ():
+        if wrong := next((c for c in word if c in foreign), ""):
+            known = " and ".join(sorted(name.capitalize() for name in scripts))
             raise OptionError(
                 f"hotword {word[:60]!r} has the letter {wrong!r}",
-                f"{card.name} writes {known} letters" if wrong in foreign else f"{card.name} has no such letter",
+                f"{card.name} writes {known} letters",
                 "write it as the model would, or ask for a model of that language",
                 param="hotwords",
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -29,18 +29,12 @@ class Tokenizer(Protocol):
         """Ids of a text, as it stands; what spells a special token in it is left out. Raises UnsupportedOption
         where the vocabulary can only be read."""
 
-    def letters(self, asked: Collection[str]) -> set[str]:
-        """Those of these letters that it can spell."""
-
 
 class Pieces:
     """A vocabulary that came without the rules that cut text into it."""
 
     def encode(self, text: str) -> list[int]:
         raise UnsupportedOption("text for the model to read", "this model hears audio only", "leave it out")
-
-    def letters(self, asked: Collection[str]) -> set[str]:
-        return set(asked)
 
 
 class BytePieces:
@@ -81,9 +75,6 @@ class BytePieces:
         for word in text.replace(" ", SPACE.decode()).replace(SPACE.decode(), f"\0{SPACE.decode()}").split("\0"):
             found += self._cut(word)
         return found
-
-    def letters(self, asked: Collection[str]) -> set[str]:
-        return set(asked)
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
@@ -134,9 +125,6 @@ class HubTokenizer:
         return [
             token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks
         ]
-
-    def letters(self, asked: Collection[str]) -> set[str]:
-        return set(asked)
 
 
 def texts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> list[str]:

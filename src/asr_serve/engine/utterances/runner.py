@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from asr_serve.decoding.attention import Finish, Hypothesis, SearchOptions
 from asr_serve.decoding.beam import leading
 from asr_serve.decoding.rules import GIVEN, PLAIN, SAID, UNTIMED, Rule
 from asr_serve.devices.base import Device
-from asr_serve.engine.utterances.biasing import LOOKED_AT, REMEMBERED, boosted
 from asr_serve.engine.utterances.encode import EncoderResult, Held, Lent
-from asr_serve.engine.utterances.ends.asked import Asked
+from asr_serve.engine.utterances.ends.asked import Passed, passed
+from asr_serve.engine.utterances.hot.biasing import boosted
 from asr_serve.engine.utterances.rows import Beams, Row, pages_of
 from asr_serve.engine.utterances.seats import Positions, Seats
 from asr_serve.engine.utterances.starts import NO_OPTIONS, Starts, rows_needed
@@ -30,19 +30,6 @@ if TYPE_CHECKING:
 
 VERIFY_ROWS = 256
 """Positions of drafts in one pass: enough to fill its products, few enough for the logits to stay in cache."""
-
-
-class Passed(NamedTuple):
-    """What a pass tells of each position: the likeliest token and its natural-log probability, all logits, what
-    they were made from, what is asked of the audio, and the natural-log probability that nobody speaks, where
-    that is wanted."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    logits: Tensor
-    hidden: Tensor
-    asked: Asked
-    silence: Tensor | None = None
 
 
 class DecodeRunner:
@@ -185,7 +172,7 @@ class DecodeRunner:
             if row.hypothesis.temperature > 0:
                 token, score = self._sample(passed.logits[index], row)
             elif row.hotwords is not None:
-                token, score = self._biased(row, passed, index)
+                token, score = boosted(row, passed.logits[index], passed.hidden[index], self.model.head_weight)
             row.finish = row.hypothesis.add(token, score)
             passed.asked.keep(row, index)
             chosen[index] = token
@@ -316,7 +303,9 @@ class DecodeRunner:
             elif hypothesis.temperature > 0:
                 token, score = self._sample(logits[position], row)
             elif row.hotwords is not None:
-                token, score = self._biased(row, passed, first + position)
+                token, score = boosted(
+                    row, logits[position], passed.hidden[first + position], self.model.head_weight
+                )
             row.finish = hypothesis.add(token, score)
             passed.asked.keep(row, first + position)
             if row.finish or position == len(draft) or token != draft[position]:
@@ -335,22 +324,16 @@ class DecodeRunner:
         given = at.tokens, own, at.own_lengths, audio, at.audio_lengths
         some = () if at.wanted is None else (at.wanted,)
         if self.starts.rules is None or all(rule == PLAIN for rule in rules):
-            return self._passed(at, *self._advance(*given, *some))
+            return passed(self.model, at.wanted, *self._advance(*given, *some))
         told = len(at.tokens if at.wanted is None else at.wanted)
         padded = torch.tensor([*rules, *[GIVEN] * (told - len(rules))])
         advance = self._advance_ruled
         if any(rule.text_from != UNTIMED for rule in rules):
             advance = self._advance_timed if all(rule.level == SAID for rule in rules) else self._advance_begun
-        return self._passed(at, *advance(padded, *given, *some))
+        return passed(self.model, at.wanted, *advance(padded, *given, *some))
 
-    def _passed(self, at: Positions, *made: Tensor) -> Passed:
-        tokens, logprobs, logits, hidden, *more = made
-        layers = len(self.model.alignment.heads)
-        silence = more[layers] if len(more) > layers else None
-        return Passed(tokens, logprobs, logits, hidden, Asked(self.model, more[:layers], at.wanted), silence)
-
-    def passed(self, at: Positions, positions: int) -> Tensor:
-        """Logits (positions, vocabulary) of so many positions; their keys and values are written."""
+    def logits(self, at: Positions, positions: int) -> Tensor:
+        """(positions, vocabulary) of so many positions; their keys and values are written."""
         return self._pass(at, [PLAIN] * positions).logits[:positions]
 
     def _forward(self, *given: Tensor) -> tuple[Tensor, ...]:
@@ -392,12 +375,6 @@ class DecodeRunner:
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         self.device.kernels.pick(logits, hidden, self.model.head_weight, picked, logprobs)
         return picked, logprobs
-
-    def _biased(self, row: Row, passed: Passed, index: int) -> tuple[int, float]:
-        at = slice(index, index + 1)
-        likeliest = leading(passed.logits[at], passed.hidden[at], self.model.head_weight, REMEMBERED)[0]
-        row.likeliest[len(row.tokens)] = dict(likeliest)
-        return boosted(row, likeliest[:LOOKED_AT], passed.logits[index])
 
     def _sample(self, logits: Tensor, row: Row) -> tuple[int, float]:
         scores = torch.log_softmax(logits.double().cpu(), dim=-1)

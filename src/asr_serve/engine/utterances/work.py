@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import Recognition, Reused
 from asr_serve.engine.session import Utterance, reject
-from asr_serve.engine.utterances.biasing import Spelling
 from asr_serve.engine.utterances.encode import EncoderResult, EncodeRunner, Lent
 from asr_serve.engine.utterances.encoders import LOST, Batch, Encoders
-from asr_serve.engine.utterances.ends.aligning import Aligner, Ended
-from asr_serve.engine.utterances.ends.second_look import SecondLook
+from asr_serve.engine.utterances.ends.settling import Settling
 from asr_serve.engine.utterances.flights import Sharing
+from asr_serve.engine.utterances.hot.biasing import Spelling
+from asr_serve.engine.utterances.hot.second_look import SecondLook
 from asr_serve.engine.utterances.kept import Kept
 from asr_serve.engine.utterances.planner import LIVE_RESERVE, Planner
 from asr_serve.engine.utterances.requests import Requests
@@ -61,16 +60,15 @@ class Utterances:
         encode_text: Callable[[str], list[int]] | None = None,
     ) -> None:
         """`growing`: callers' audio is encoded elsewhere, while they speak (engine/chunked/growing). `kept`: what
-        was heard before; None: everything is computed for whoever asks. `peers`: engines that encode too. `encode_text`: hot
-        words to tokens."""
+        was heard before; None: everything is computed for whoever asks. `peers`: engines that encode too.
+        `encode_text`: hot words to tokens."""
         self.growing, self.pages_lent = growing, 0
         """By whoever does that: pages of the runner's that no row gives back."""
         self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
         self.planner = Planner(config, config.encode_frames or encode.device.encode_frames)
         self.requests = Requests(model, decode, config.window, text, tokens_per_s, on_done, on_start)
-        self.utterances, self.aligner = self.requests.open, Aligner(decode)
+        self.utterances = self.requests.open
         self.spelling = Spelling(encode_text, text, lambda job: self.keeper.call(job), self._fail)
-        self.second_look = SecondLook(decode, text)
         self.sharing = Sharing(
             kept,
             lambda each, like: self.planner.add(self.requests.waiting(each, like)),
@@ -81,6 +79,8 @@ class Utterances:
             lambda job: self.keeper.call(job),
             time.monotonic,
         )
+        second_look = SecondLook(decode, text)
+        self.settling = Settling(decode, self.requests, self.sharing, second_look, self._attempt)
         self._encoded_elsewhere: deque[int] = deque()
         """Those whose audio lies in pages that somebody lends, without a row."""
         self._peers, self._alone, self._decoded_s = peers, config.role == "both", -PACE_S
@@ -329,7 +329,7 @@ class Utterances:
             ended = runner.verify(rows)
         if ended is None:
             return
-        self._settle(ended)
+        self.settling.settle(ended)
         offered, held = runner.positions_verified - offered, runner.positions_held - held
         positions, stats = runner.positions_fed - fed, self.keeper.stats
         stats.step("verify", time.perf_counter() - started, positions, min(1.0, positions / VERIFY_ROWS))
@@ -347,57 +347,8 @@ class Utterances:
         with self._attempt("decode", "decoding", list(dict.fromkeys(row.request_id for row in runner.rows))):
             ended = runner.step()
         if ended is not None:
-            self._settle(ended)
+            self.settling.settle(ended)
             self.keeper.stats.step("decode", time.perf_counter() - started, rows, rows / runner.max_rows)
-        return True
-
-    def _settle(self, rows: Sequence[Row]) -> None:
-        ended = [
-            Ended(row, answer, self.utterances[row.request_id].samples)
-            for row in rows
-            if (answer := self._answer(row))
-        ]
-        with self._attempt("decode", "looking twice", [each.row.request_id for each in ended]):
-            ended = self.second_look.looked(ended)
-        ended = [each for each in ended if each.row.request_id in self.utterances]
-        with self._attempt("decode", "aligning", [each.row.request_id for each in ended]):
-            ended = self.aligner.timed(ended)
-        for row, answer, _ in ended:
-            if (utterance := self.utterances.get(row.request_id)) is not None:
-                self.decode_runner.leave(row)
-                reused: Reused = "audio" if utterance.wanted and not utterance.encoded else ""
-                self.requests.finish(utterance, answer, reused)
-                self.sharing.answered(utterance, answer)
-
-    def _answer(self, row: Row) -> Recognition | None:
-        """None where it has failed, is decoded again, or is to be encoded again."""
-        assert row.finish is not None
-        answer: Recognition | None = None
-        with self._attempt("decode", "settling", [row.request_id]):
-            answer = row.hypothesis.settle(row.finish)
-        if row.request_id not in self.utterances:
-            return None
-        if len(row.hypothesis.rejected) == 1 and self._ask_again(row):
-            return None
-        if answer is None:
-            self.keeper.stats.fell_back()
-            self.decode_runner.again(row)
-        return answer
-
-    def _ask_again(self, row: Row) -> bool:
-        """Have it encoded with all of its window. False: nothing was left out, no room, or one fast try wanted."""
-        utterance, options = self.utterances[row.request_id], row.hypothesis.options
-        if not self.requests.leaves_out(utterance) or (options.hurried and len(options.temperatures) == 1):
-            return False
-        utterance.whole = True
-        try:
-            self.requests.expect_room(utterance)
-        except OptionError:
-            utterance.pcm = None
-            return False
-        self.keeper.stats.fell_back()
-        self.decode_runner.leave(row)
-        self.sharing.seek(utterance)
         return True
 
     # --- endings ---------------------------------------------------------------------------------------

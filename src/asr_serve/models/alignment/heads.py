@@ -28,12 +28,12 @@ Head = tuple[int, int]
 """Layer, and head in it."""
 
 _MOONSHINE: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
-    (6, 288): (((3, 0), (3, 7), (4, 2), (4, 5), (4, 6), (5, 6)), 29),
+    (6, 288): (((3, 0), (3, 7), (4, 2), (4, 6), (5, 6)), 31),
 }
 """By layers and width. Milliseconds behind the heads."""
 _WHISPER: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
-    (51_864, 4, 384): (((2, 0), (2, 1), (2, 3), (3, 2)), -17),  # ours
-    (51_865, 6, 512): (((3, 1), (4, 1), (4, 2), (5, 0), (5, 6)), 43),  # ours
+    (51_864, 4, 384): (((2, 1), (2, 3), (2, 5), (3, 1)), -7),  # ours
+    (51_865, 6, 512): (((3, 1), (3, 3), (4, 0), (4, 1), (5, 0), (5, 1), (5, 3), (5, 7)), -7),  # ours
     (51_865, 4, 384): (((2, 2), (3, 0), (3, 2), (3, 3), (3, 4), (3, 5)), 0),
     (51_864, 6, 512): (((3, 3), (4, 7), (5, 1), (5, 5), (5, 7)), 0),
     (51_864, 12, 768): (
@@ -84,12 +84,8 @@ def of_whisper(vocabulary: int, layers: int, heads: int, width: int, said: Seque
 
 def _of(known: tuple[tuple[Head, ...], int] | None, layers: int, heads: int, said: Sequence[Head]) -> Alignment:
     """Of a size that nobody has looked at: all heads of the later half of its layers."""
-    chosen, shift_ms = known or (
-        [(layer, head) for layer in range(layers // 2, layers) for head in range(heads)],
-        0,
-    )
-    if said:
-        chosen, shift_ms = said, 0
+    later = tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
+    chosen, shift_ms = (tuple(said), 0) if said else known or (later, 0)
     wrong = [each for each in chosen if not (0 <= each[0] < layers and 0 <= each[1] < heads)]
     if wrong:
         raise WeightsCorrupt(f"alignment_heads has {list(wrong[0])}", f"{layers} layers of {heads} heads")

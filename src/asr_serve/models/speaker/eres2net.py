@@ -146,7 +146,7 @@ class Voices:
         """`dtype`: of the convolutions. In bf16 a voice keeps its direction to 0.999 of cosine."""
         voice = network.voice
         self._network: Any = network.to(device).to(dtype)
-        self._network.to(memory_format=torch.channels_last)
+        self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._network.voice = voice.float()
         self._mels, self._device = Fbank(device=device), device
 

@@ -73,7 +73,7 @@ class Listening:
         self._naming = naming
         words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
-        bias = hotword_bias(client, tokenizer, options.hotwords)
+        bias = hotword_bias(client, options.hotwords)
         self._endpointer = Endpointer(endpoint_config(client, options))
         self._lock = units.ms_to_samples(options.lock_ms)
         self.received_samples = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,3 +36,24 @@ class Asked:
             told = query if self._wanted is None else query[self._wanted.to(query.device)]
             found.append(told.view(len(told), model.heads, -1)[:, list(heads)])
         return torch.cat(found, dim=1)
+
+
+class Passed(NamedTuple):
+    """What a pass tells of each position: the likeliest token and its natural-log probability, all logits, what
+    they were made from, what is asked of the audio, and the natural-log probability that nobody speaks, where
+    that is wanted."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    logits: Tensor
+    hidden: Tensor
+    asked: Asked
+    silence: Tensor | None = None
+
+
+def passed(model: Any, wanted: Tensor | None, *made: Tensor) -> Passed:
+    """`made`: as they come, what was asked between what is always told and what is told at times."""
+    tokens, logprobs, logits, hidden, *more = made
+    layers = len(model.alignment.heads)
+    silence = more[layers] if len(more) > layers else None
+    return Passed(tokens, logprobs, logits, hidden, Asked(model, more[:layers], wanted), silence)

@@ -205,7 +205,7 @@ class SecondLook:
             firsts.append(len(each.row.start) + look.first)
             wanted.append(said)
         at = runner.seats.ahead([each.row for each, _ in looks], feeds, firsts)
-        logits = runner.passed(at, sum(map(len, feeds))).float()
+        logits = runner.logits(at, sum(map(len, feeds))).float()
         told = torch.tensor([token for said in wanted for token in said], device=logits.device)
         logprobs = (logits.gather(1, told[:, None])[:, 0] - logits.logsumexp(1)).tolist()
         found, first = [], 0

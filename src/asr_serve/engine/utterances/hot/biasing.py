@@ -4,12 +4,13 @@ that come with the same list; and what of a row's next tokens they make the like
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from asr_serve.decoding.beam import leading
 from asr_serve.decoding.hotwords import BOOST, HotWords
 from asr_serve.errors import StepFailed
 
@@ -72,7 +73,7 @@ class Spelling:
         if (found := self._lists.get(bias)) is None:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
-            assert self._encode is not None
+            assert self._encode is not None, "hot words came to a model without a vocabulary"
             found = self._lists[bias] = self._thread.submit(HotWords, bias, self._encode, self._text)
         self._lists.move_to_end(bias)
         while len(self._lists) > KEPT:
@@ -90,15 +91,17 @@ class Spelling:
         go_on()
 
 
-def boosted(row: Row, leading: Sequence[tuple[int, float]], logits: Tensor) -> tuple[int, float]:
-    """The next token of a greedy row with hot words, and the model's own natural-log probability of it.
+def boosted(row: Row, logits: Tensor, hidden: Tensor, weight: Tensor | None) -> tuple[int, float]:
+    """The next token of a greedy row with hot words, and the model's own natural-log probability of it; what else
+    may be said there is remembered.
 
-    In      leading: the likeliest tokens and their natural-log probabilities, likeliest first; logits
-            (vocabulary,)
+    In      logits (vocabulary,), hidden (width,), weight: as decoding/beam.leading has them
     """
     assert row.hotwords is not None
-    graph, best = row.hotwords.graph, leading[0]
-    known, total = dict(leading), float(logits[best[0]]) - best[1]
+    likeliest = leading(logits[None], hidden[None], weight, REMEMBERED)[0]
+    row.likeliest[len(row.tokens)] = dict(likeliest)
+    graph, best = row.hotwords.graph, likeliest[0]
+    known, total = dict(likeliest[:LOOKED_AT]), float(logits[best[0]]) - best[1]
     for token in graph.leads(row.node):
         if token not in known:
             known[token] = float(logits[token]) - total

@@ -8,9 +8,13 @@ and, beside it, with the grammar alone: wetext, given the same text in lower cas
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import sys
 import time
 from pathlib import Path
+
+import machine
 
 from asr_serve.text.written.grammar import load
 from asr_serve.text.written.written import written
@@ -43,20 +47,32 @@ def bare(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--wrong", action="store_true", help="print what is wrong")
-    wants_wrong = parser.parse_args().wrong
+    parser.add_argument("--wrong", action="store_true", help="tell what is wrong")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
     load()
+    rows = []
     for chosen in ("en", "zh", "ja"):
         own = [(said, wanted) for language, said, wanted in cases() if language == chosen]
         began = time.perf_counter()
         made = [ours(said, chosen) for said, _ in own]
         took_ms = 1_000 * (time.perf_counter() - began) / len(own)
-        right = sum(found == wanted for found, (_, wanted) in zip(made, own, strict=True))
-        theirs = sum(alone(said, chosen) == bare(wanted) for said, wanted in own)
-        print(f"{chosen}: {right} of {len(own)} right, {took_ms:.1f} ms each; the grammar alone: {theirs}")
+        rows.append(
+            {
+                "name": chosen,
+                "cases": len(own),
+                "right": sum(found == wanted for found, (_, wanted) in zip(made, own, strict=True)),
+                "right_by_grammar_alone": sum(alone(said, chosen) == bare(wanted) for said, wanted in own),
+                "ms_each": round(took_ms, 1),
+            }
+        )
         for found, (said, wanted) in zip(made, own, strict=True):
-            if wants_wrong and found != wanted:
-                print(f"    {said} -> {found}, not {wanted}")
+            if args.wrong and found != wanted:
+                print(f"{chosen}: {said} -> {found}, not {wanted}", file=sys.stderr)
+    out = json.dumps({"bench": "rich_itn", "machine": machine.describe(machine.cores()), "rows": rows}, indent=1)
+    if args.json:
+        args.json.write_text(f"{out}\n")
+    print(out)
 
 
 if __name__ == "__main__":

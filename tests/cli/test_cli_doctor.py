@@ -30,14 +30,14 @@ def test_doctor_as_json_tells_what_runs_here(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_missing_comes_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "locate", lambda card: None)
-    built = {"_core": True, "_ring": True, "_search": False, "_disk": True, "_copy": True}
+    built = dict.fromkeys(doctor.NATIVE, True) | {"_search": False}
     monkeypatch.setattr(doctor, "native_modules", lambda: built)
     result = CliRunner().invoke(app, ["doctor"])
     page = result.stdout
     assert "the weights of moonshine-tiny-en  (needed)\n    pip install moonshine-voice==0.1.0\n" in page
     assert "native the search of CTC models (a slower one in Python stands in for it)\n    install a C++" in page
     assert "native the kernels" not in page
-    assert "_core, _ring, _search not built, _disk, _copy" in page
+    assert "_core, _ring, _search not built, _align, _dtw, _disk, _copy" in page
     assert page.count("make setup") == 1
     assert result.exit_code == 1
 

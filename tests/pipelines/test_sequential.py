@@ -265,9 +265,30 @@ def test_windows_in_which_nobody_speaks_are_left_out() -> None:
         spans.append(requests[0].span)
         way.answered(requests[0].span, answer([*times(0), 300, *times(30)]))
     assert [(span.start_samples // RATE_HZ, span.end_samples // RATE_HZ) for span in spans] == [
-        (59, 89),
-        (177, 200),
-    ]  # Each window that is left out goes half a second back: a word may begin at its end.
+        (69, 99),
+        (199, 200),
+    ]  # Each begins half a second before somebody speaks.
+
+
+def test_a_window_begins_in_no_long_silence() -> None:
+    for silence_s, begins_s in ((5.0, 0.0), (5.6, 5.1), (12.0, 11.5)):
+        _, following = with_voices(60 * RATE_HZ, (silence_s, 60.0))
+        (first,) = following()
+        assert first.span.start_samples == pytest.approx(begins_s * RATE_HZ, abs=512)
+
+
+def test_words_do_not_lie_in_silence_where_time_tokens_do() -> None:
+    way, following = with_voices(60 * RATE_HZ, (0.0, 2.0), (20.0, 22.0))
+    (first,) = following()
+    said_s = [(0, 0), (0, 2), (2, 2), (20, 20), (20, 21), (21, 21), (21, 21), (21, 22), (22, 22)]
+    tokens = [*times(0), 300, *times(2, 5), 301, *times(7, 7), 302, *times(9)]
+    found = way.answered(first.span, answer(tokens, times=tuple((a * RATE_HZ, b * RATE_HZ) for a, b in said_s)))
+    begins, ends = zip(*[(w.start_samples, w.end_samples) for s in found.segments for w in s.words], strict=True)
+    assert begins == pytest.approx([0, 20 * RATE_HZ, 21 * RATE_HZ], abs=1_024)
+    assert ends == pytest.approx([2 * RATE_HZ, 21 * RATE_HZ, 22 * RATE_HZ], abs=1_024)
+    for left, right in pairwise(found.segments):
+        assert left.end_samples <= right.start_samples
+    assert found.end_samples >= found.segments[-1].end_samples
 
 
 def test_where_somebody_speaks_on_the_next_window_begins() -> None:

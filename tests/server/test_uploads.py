@@ -194,7 +194,7 @@ async def test_an_empty_file_is_for_the_decoder_to_refuse():
 
 # --- what is refused ---
 
-SMALL = UploadLimits(max_bytes=4_000, max_field_bytes=100, max_fields=3)
+SMALL = UploadLimits(max_bytes=4_000, max_field_bytes=100, max_fields=3, max_repeats={"k[]": 5})
 HEAD = f"--{BOUNDARY}\r\n".encode()
 REFUSED = {
     "no boundary": (b"RIFF" * 30, errors.MalformedRequest, "before its closing boundary"),
@@ -206,6 +206,7 @@ REFUSED = {
     "cut between parts": (part("a", "1"), errors.MalformedRequest, "before its closing boundary"),
     "too large": (form(file_part(bytes(4_001))), errors.AudioTooLarge, "at most 4000"),
     "fields": (form(*[part("a", "1")] * 4), errors.MalformedRequest, "more than 3 fields"),
+    "repeated fields": (form(*[part("k[]", "1")] * 6), errors.MalformedRequest, "more than 5 fields 'k"),
     "field": (form(part("prompt", "x" * 101)), errors.MalformedRequest, "'prompt' holds more than 100 bytes"),
     "not UTF-8": (form(part("prompt", b"caf\xe9")), errors.MalformedRequest, "'prompt' is not UTF-8"),
     "name not UTF-8": (form(part("caf?", "x").replace(b"?", b"\xe9")), errors.MalformedRequest, "not UTF-8"),

@@ -35,7 +35,10 @@ def costs(scores: Tensor) -> Tensor:
     In      scores (heads, tokens, frames) float32: scaled products of queries and keys, before softmax
     Out     (tokens, frames) float32
     """
-    mean = smoothed(torch.softmax(scores, dim=2)).mean(dim=0)
+    mean = torch.zeros_like(scores[0])
+    for some in scores.split(1 if scores.is_cpu else len(scores)):  # one head fits into cache, many do not
+        mean += smoothed(torch.softmax(some, dim=2)).sum(dim=0)
+    mean /= len(scores)
     return math.log1p(LEAST) - torch.log(mean + LEAST)
 
 
@@ -44,7 +47,8 @@ def smoothed(x: Tensor) -> Tensor:
     they have twice."""
     if x.shape[-1] < 2:
         return x
-    before = torch.cat([x[..., 1:2], x[..., :-1]], dim=-1)
-    after = torch.cat([x[..., 1:], x[..., -2:-1]], dim=-1)
-    low, high = torch.minimum(before, after), torch.maximum(before, after)
-    return torch.maximum(low, torch.minimum(high, x))
+    low, high = torch.minimum(x[..., :-1], x[..., 1:]), torch.maximum(x[..., :-1], x[..., 1:])
+    found = torch.empty_like(x)
+    found[..., 0], found[..., -1] = x[..., 1], x[..., -2]
+    found[..., 1:-1] = torch.maximum(low[..., :-1], torch.minimum(high[..., :-1], x[..., 2:]))
+    return found

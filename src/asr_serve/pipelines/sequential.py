@@ -39,6 +39,11 @@ SHORT_SAMPLES, MOST_SHORT = units.ms_to_samples(1_000), 3
 """More windows in a row that end sooner are a model that has lost its place: from then on each goes on by that."""
 ONSET_SAMPLES = units.ms_to_samples(500)
 """Before the end of audio in which nobody speaks, a word may begin."""
+LEAD_SAMPLES = units.s_to_samples(5)
+"""So long a silence at the start of a window is left out, where voice activity is asked: a model may tell times of
+what is said behind it that lie in it. On sentences of one reading Whisper tiny does after 15 s."""
+SAID_SAMPLES = units.ms_to_samples(100)
+"""What is left of a silence at its edges is shorter: no sentence was said in it."""
 LEAST_SAMPLES = units.ms_to_samples(10)
 """A recording's end that is shorter holds no sound: a frame of the spectrogram."""
 
@@ -131,6 +136,11 @@ class Windows:
             # A word that begins at its end may not be told yet.
             self._go_on(span.end_samples - (ONSET_SAMPLES if self._more_behind(span) else 0))
             return True, []
+        if self._spoken is not None:
+            lead = self._spoken.first(span.start_samples, span.end_samples) - ONSET_SAMPLES
+            if lead - span.start_samples >= LEAD_SAMPLES:
+                self._go_on(lead)
+                return True, []
         self._asked = True
         search = msgspec.structs.replace(self._search, prompt=ending(self._card, self._said))
         return True, [Request(span, self._kept.cut(span), search)]
@@ -169,9 +179,12 @@ class Windows:
         segments: list[Segment] = []
         for each, latest in zip(parted.parts, [*starts, ended], strict=True):
             room = Span(segments[-1].end_samples if segments else span.start_samples, latest)
+            room = self._loud(span, each, answer, room, quiet)
             if made := self._segment(span, each, answer, room, quiet):
                 segments.append(made)
                 self._said += answer.tokens[each.first : each.behind]
+        if segments:
+            ended = max(ended, segments[-1].end_samples)
         if not self._remember or answer.temperature > MAX_REMEMBERED_TEMPERATURE or self._repeats(answer):
             self._said.clear()
         del self._said[: -self._card.prompt_tokens or None]
@@ -229,6 +242,16 @@ class Windows:
             return made
         start, end = min(start, made.words[0].start_samples), max(end, made.words[-1].end_samples)
         return msgspec.structs.replace(made, start_samples=start, end_samples=end)
+
+    def _loud(self, span: Span, each: Part, answer: Recognition, room: Span, quiet: Sequence[Span]) -> Span:
+        """Where the words of a part may lie. Where its time tokens leave it nothing but silence, they are wrong:
+        then up to where it was heard."""
+        start, end = room.start_samples, room.end_samples
+        silent = sum(max(0, min(q.end_samples, end) - max(q.start_samples, start)) for q in quiet)
+        if not answer.times or room.samples - silent >= SAID_SAMPLES:
+            return room
+        heard = min(span.start_samples + answer.times[each.behind - 1][1], span.end_samples)
+        return Span(start, max(end, heard))
 
     def _place(self, span: Span, step: int) -> int:
         """In the recording, of a time token in a window."""

@@ -69,6 +69,13 @@ class Spoken:
         behind = -(-end_samples // WINDOW_SAMPLES) - self._from
         return sum(self._speech[i] for i in range(max(0, first), min(behind, len(self._speech)))) >= LEAST_WINDOWS
 
+    def first(self, start_samples: int, end_samples: int) -> int:
+        """Where the first window begins there in which anybody speaks; the end, if none does."""
+        first = max(0, -(-start_samples // WINDOW_SAMPLES) - self._from)
+        behind = min(-(-end_samples // WINDOW_SAMPLES) - self._from, len(self._speech))
+        found = next((i for i in range(first, behind) if self._speech[i]), None)
+        return end_samples if found is None else (self._from + found) * WINDOW_SAMPLES
+
     def forget_before(self, sample: int) -> None:
         self.quiet.forget_before(sample)
         while self._speech and (self._from + 1) * WINDOW_SAMPLES <= sample:

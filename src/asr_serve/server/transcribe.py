@@ -31,7 +31,7 @@ from asr_serve.server.layers.visits import Visit, visit_of
 from asr_serve.types import Transcript
 
 FIELD_LIMITS: dict[str, Any] = {
-    "max_fields": MOST_HOTWORDS + 64,  # `keywords[]` is one for each
+    "max_repeats": {"keywords[]": MOST_HOTWORDS + 1},  # one more is counted where hot words are read
     "wider_bytes": {"hotwords": 4 * HOTWORDS_CHARACTERS, REFERENCES.removesuffix("[]"): MOST_BYTES},
     "max_text_bytes": 4 * HOTWORDS_CHARACTERS + MOST * MOST_BYTES + (1 << 20),
 }

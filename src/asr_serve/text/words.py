@@ -187,7 +187,7 @@ def _characters(
     said: list[_Said | None] = []
     first = 0
     """Of the tokens that say the next characters: one may take several, which hold some of its bytes each."""
-    for token, part in enumerate(texts(tokens, spell)):
+    for token, part in enumerate(_parts(text, texts(tokens, spell))):
         if not part:
             continue
         own: Sequence[int] = range(first, token + 1)
@@ -204,8 +204,18 @@ def _characters(
                 at += 1
             else:
                 said.append(None)
-    assert len(said) == len(text), f"{text!r} is not what its tokens say"
     return said
+
+
+def _parts(text: str, told: Sequence[str]) -> Iterator[str]:
+    """Of `text` what each token says. Bytes that are no characters, and spaces at its end, may be `told` of longer
+    or shorter than they come to stand in it: then the last have what is left."""
+    at = 0
+    last = max((i for i, part in enumerate(told) if part), default=len(told) - 1)
+    for token, part in enumerate(told):
+        behind = len(text) if token == last else min(len(text), at + len(part))
+        yield text[at:behind]
+        at = behind
 
 
 def fit(raw: Times, span: Span, quiet: Sequence[Span]) -> list[tuple[int, int]]:

@@ -108,7 +108,7 @@ class Evidence:
     def _align(self, tokens: Sequence[Token], before: int | None) -> Runs:
         gone = sum(token.frame < self._first for token in tokens)
         latest = self._first + len(self.frames)
-        latest = latest if before is None else min(latest, before)
+        latest = latest if before is None else max(self._first, min(latest, before))
         return [(t.frame, t.frame + 1) for t in tokens[:gone]] + self._parted(tokens[gone:], self._first, latest)
 
     def _parted(self, tokens: Sequence[Token], first: int, behind: int) -> Runs:
@@ -120,11 +120,8 @@ class Evidence:
             cut = tokens[at].frame + (gaps[at] + 1) // 2
             return self._parted(tokens[: at + 1], first, cut) + self._parted(tokens[at + 1 :], cut, behind)
         heard, ids = self.frames[first - self._first : behind - self._first], [token.id for token in tokens]
-        listed = heard[:, IDS : IDS + TOP, None] == np.asarray(ids, np.float32)
-        said = np.where(listed, heard[:, IDS + TOP :, None], -np.inf).max(1, initial=-np.inf)
-        labels = np.where(listed.any(1), said, heard[:, REST, None])
         try:
-            spans = align_columns(heard[:, BLANK], labels, ids).spans
+            spans = align_columns(heard[:, BLANK], _labels(heard, ids), ids).spans
         except ValueError:  # a search may move what it says to where it could not be said
             return [(token.frame, token.frame + 1) for token in tokens]
         return [(first + start, first + end) for start, end in spans]
@@ -134,3 +131,15 @@ class Evidence:
         gone = min(max(0, frame - self._first), len(self.frames))
         if gone:
             self._frames, self._first = self.frames[gone:].copy(), self._first + gone
+
+
+def _labels(heard: np.ndarray, ids: Sequence[int]) -> np.ndarray:
+    """Of frames (n, COLUMNS) the natural log-probability of each token: (n, tokens)."""
+    known, of = np.unique(np.asarray(ids, np.float32), return_inverse=True)
+    labels = np.repeat(heard[:, REST : REST + 1], len(known), axis=1)
+    if len(known):
+        listed = heard[:, IDS : IDS + TOP]
+        at = known.searchsorted(listed).clip(max=len(known) - 1)
+        frames, places = (known[at] == listed).nonzero()
+        labels[frames, at[frames, places]] = heard[frames, IDS + TOP + places]
+    return labels[:, of]

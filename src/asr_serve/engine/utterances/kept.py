@@ -21,8 +21,8 @@ from asr_serve.engine.utterances.runner import DecodeRunner
 from asr_serve.engine.work import Attempt
 from asr_serve.native import PAGE
 
-ANSWER_BYTES, TOKEN_BYTES = 600, 72
-"""What an answer takes, and each of its tokens with its score."""
+ANSWER_BYTES, TOKEN_BYTES, TIMES_BYTES = 600, 72, 128
+"""What an answer takes, each of its tokens with its score, and when each was said, where that is told."""
 AUDIO = b"audio "
 """Before a root's name in the tiers, where streams sleep too."""
 ASKED_BYTES, ASKED_ENTRY = 1 << 16, 100
@@ -66,7 +66,8 @@ class Kept:
 
     def answered(self, wanted: bytes, answer: Recognition) -> None:
         plain = msgspec.structs.replace(answer, phases=None, reused="")
-        self.answers.put(wanted, plain, ANSWER_BYTES + TOKEN_BYTES * len(answer.tokens))
+        nbytes = ANSWER_BYTES + TOKEN_BYTES * len(answer.tokens) + TIMES_BYTES * len(answer.times)
+        self.answers.put(wanted, plain, nbytes)
 
     # --- audio ------------------------------------------------------------------------------------------
 

@@ -179,6 +179,7 @@ class DecodeRunner:
             row.said(token, 0)
             if row.finish:
                 ended.append(row)
+        passed.asked.give()
         self.seats.stepped(chosen)
         return ended + self._grow(at, passed)
 
@@ -280,6 +281,7 @@ class DecodeRunner:
             else:
                 opened[row.beams] = [first - 1]
             self.positions_verified += len(draft)
+        passed.asked.give()
         self.positions_fed += sum(fed)
         if self.kept is not None:
             self.kept.began(new)

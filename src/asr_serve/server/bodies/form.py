@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from urllib.parse import unquote
 
 import msgspec
@@ -26,6 +27,8 @@ class FieldLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The most that the fields of one form may be. All of them are kept in memory."""
 
     max_fields: int = 64
+    max_repeats: dict[str, int] = {}
+    """Of fields that come once for each item of a list, by name: so many, and they do not count among the others."""
     max_field_bytes: int = 65_536
     wider_bytes: dict[str, int] = {}
     """Of fields that may hold more, by name; without the brackets at its end."""
@@ -51,7 +54,9 @@ class Form:
         self._boundary = _boundary(content_type)
         self._preamble: bytearray | None = bytearray(b"\r\n")  # so that a first boundary begins a line, too
         self._field: str | None = None  # the name of the one that is coming; None while it is the file
-        self._count = self._text_bytes = 0
+        self._text_bytes = 0
+        self._counts = Counter[str]()
+        """Fields by name, those that may be repeated; all others together, under no name."""
         self._value = bytearray()
         self._header, self._headers = (bytearray(), bytearray()), dict[str, str]()
         try:
@@ -117,11 +122,12 @@ class Form:
 
     def _begin_field(self, name: str) -> None:
         self._field = name
-        self._count += 1
-        if self._count > self._limits.max_fields:
-            raise MalformedRequest(
-                f"more than {self._limits.max_fields} fields came", "that many are allowed", "send fewer"
-            )
+        repeats = self._limits.max_repeats.get(name)
+        counted, most = ("", self._limits.max_fields) if repeats is None else (name, repeats)
+        self._counts[counted] += 1
+        if self._counts[counted] > most:
+            fields = f"fields {name!r}" if counted else "fields"
+            raise MalformedRequest(f"more than {most} {fields} came", "that many are allowed", "send fewer")
 
     def _named(self) -> tuple[str, str | None]:
         """What the part that begins is called, and its file, if it says that it is one."""

@@ -13,29 +13,33 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """In one pass. Nothing is done until a row keeps something."""
+    """In one pass. Nothing is copied but what rows keep: a row that goes on holds on to no others' for it but to
+    theirs that keep too, so all together never hold more than as many rows as there are, as long as they may get.
+    """
 
     def __init__(self, model: Any, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
         """`layers`: queries (positions, heads * head_dim) of each layer that has alignment heads; `wanted`: which
         positions are told of; None: all."""
         self._model, self._layers, self._wanted = model, layers, wanted
-        self._chosen: Tensor | None = None
+        self._kept: list[tuple[Row, int]] = []
 
     def keep(self, row: Row, told: int) -> None:
         """Of that one among the positions that are told of, for the token that was decided there."""
-        if not row.hypothesis.options.words or row.beams is not None:
-            return
-        if self._chosen is None:
-            self._chosen = self._choose()
-        row.asked.append(self._chosen[told])
+        if row.hypothesis.options.words:
+            self._kept.append((row, told))
 
-    def _choose(self) -> Tensor:
-        """(told, chosen heads of all layers, head_dim). A copy: the next step writes over what was recorded."""
+    def give(self) -> None:
+        """To each row what is kept for it. A copy: the next step writes over what was recorded."""
+        if not self._kept:
+            return
         model, found = self._model, []
+        told = torch.tensor([told for _, told in self._kept])
+        told = told if self._wanted is None else self._wanted.cpu()[told]
         for query, heads in zip(self._layers, model.alignment.heads.values(), strict=True):
-            told = query if self._wanted is None else query[self._wanted.to(query.device)]
-            found.append(told.view(len(told), model.heads, -1)[:, list(heads)])
-        return torch.cat(found, dim=1)
+            where = told.to(query.device)
+            found.append(query[where].view(len(told), model.heads, -1)[:, list(heads)])
+        for (row, _), asked in zip(self._kept, torch.cat(found, dim=1), strict=True):
+            row.asked.append(asked)
 
 
 class Passed(NamedTuple):

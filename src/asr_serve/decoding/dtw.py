@@ -36,7 +36,7 @@ def costs(scores: Tensor) -> Tensor:
     Out     (tokens, frames) float32
     """
     mean = torch.zeros_like(scores[0])
-    for some in scores.split(1 if scores.is_cpu else len(scores)):  # one head fits into cache, many do not
+    for some in torch.chunk(scores, len(scores) if scores.is_cpu else 1):  # one head fits into cache, many do not
         mean += smoothed(torch.softmax(some, dim=2)).sum(dim=0)
     mean /= len(scores)
     return math.log1p(LEAST) - torch.log(mean + LEAST)

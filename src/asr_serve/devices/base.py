@@ -79,7 +79,7 @@ class Device(Protocol):
         head_dim). Past the last clip, qkv must hold numbers, and out does."""
 
     def causal_attention(self, qkv: Tensor, packing: Packing, scale: float) -> Tensor:
-        """The same of a decoder, each position to those that are not after it; scores are products times `scale`."""
+        """The same of a decoder, each position to those not after it; scores are products times `scale`."""
 
     def share(self, threads: int) -> None:
         """Compute with so many of the host's threads, in the calling thread, from here on."""

@@ -2,8 +2,10 @@
 last sentence ended, and is heard knowing what was said before.
 
 One request of a recording is under way at a time; many recordings go side by side. Voice activity cuts nothing. It
-tells that nobody speaks in a whole window, which is then left out, and that somebody speaks behind the end of an
-answer, which is then where the next window begins. Without it windows are exactly Whisper's.
+tells that nobody speaks in a whole window, or for long at its start, which is then left out, and that somebody
+speaks behind the end of an answer, which is then where the next window begins. Without it windows are exactly
+Whisper's, but that those go on behind the words of a sentence whose time tokens lie in silence alone, where words
+are asked for.
 
 Source  arXiv:2212.04356, section 4.5; windows, times and prompts are those of openai-whisper's `transcribe`, which
         tests/pipelines/test_sequential.py compares with. Four things differ. A window is heard by itself: its

@@ -28,7 +28,7 @@ class FieldLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_fields: int = 64
     max_repeats: dict[str, int] = {}
-    """Of fields that come once for each item of a list, by name: so many, and they do not count among the others."""
+    """Of fields that come once for each item of a list, by name; they do not count among the others."""
     max_field_bytes: int = 65_536
     wider_bytes: dict[str, int] = {}
     """Of fields that may hold more, by name; without the brackets at its end."""

@@ -225,6 +225,12 @@ def committed() -> list[Path]:
     return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:8_192]]
 
 
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports them by their names alone: two of one name fail where they meet, and not before."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 def test_no_file_knows_the_machine_it_was_written_on() -> None:
     # In pieces, so that this file does not find itself.
     telling = ["/" + "work/", "work/" + "shared", "/" + "root/", "/opt/" + "wheels", "/opt/" + "pypi"]

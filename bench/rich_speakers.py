@@ -11,7 +11,8 @@ spectralcluster
     python bench/rich_speakers.py --data DIR --model moonshine-tiny-en --json speakers.json
     python bench/rich_speakers.py --data DIR --develop          the meetings on which numbers were chosen
 
-Peers that are not installed are left out, and said so. rich.py runs this beside the other parts.
+Parts that a file of --json has and that are not run again stay in it. Peers that are not installed are left out,
+and said so. rich.py runs this beside the other parts.
 """
 
 from __future__ import annotations
@@ -222,11 +223,12 @@ def _with(graph: Any, told: dict[str, Any], path: Path, renamed: dict[str, str])
 
 
 def resemblyzer() -> Hear:
-    from spectralcluster import SpectralClusterer
+    from spectralcluster import FallbackOptions, SpectralClusterer
 
     from asr_serve.models.speaker import ge2e
 
     vad, encoder = silero.load(), ge2e.load()
+    few = FallbackOptions(spectral_min_embeddings=5)  # of fewer it makes no graph, and clusters them one by one
     window, step = int(1.5 * RATE_HZ), int(0.75 * RATE_HZ)
 
     def hear(pcm: np.ndarray) -> Sequence[SpeakerTurn]:
@@ -241,7 +243,7 @@ def resemblyzer() -> Hear:
             pcm[a:b] * (ge2e.LEVEL / max(1e-6, float(np.sqrt(np.square(pcm[a:b]).mean())))) for a, b in places
         ]
         voices = np.stack([encoder.embed(each) for each in level])
-        labels = SpectralClusterer(min_clusters=1, max_clusters=8).predict(voices)
+        labels = SpectralClusterer(min_clusters=1, max_clusters=8, fallback_options=few).predict(voices)
         return [SpeakerTurn(str(who), a, min(b, a + step)) for (a, b), who in zip(places, labels, strict=True)]
 
     return hear
@@ -312,6 +314,8 @@ def main() -> None:
         else:
             found |= evaluate(model, asked.data, parts)
     if asked.json:
+        if asked.json.exists():  # of other parts, or of these before
+            found = json.loads(asked.json.read_text(encoding="utf-8")) | found
         asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -61,6 +61,8 @@ class Guess(NamedTuple):
     tokens: list[Token]
     logprob: float
     """Of all that was heard, by the search; natural log."""
+    gain: float = 0.0
+    """What the caller's hot words in it are worth besides."""
 
 
 class Stretch(msgspec.Struct, frozen=True):

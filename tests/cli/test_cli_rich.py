@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,13 @@ from fake_model import FakeModel
 from typer.testing import CliRunner
 
 import asr_serve
+from asr_serve.audio.manifest import Item
 from asr_serve.cli import app, options
+from asr_serve.cli.listening.captions import Lines
+from asr_serve.cli.results.outputs import Screen
 from asr_serve.errors import OptionError, SourceNotFound
+from asr_serve.streaming.results import StreamResult
+from asr_serve.types import Segment, Transcript, Word
 
 
 @pytest.fixture
@@ -67,6 +74,30 @@ def test_more_speakers_at_least_than_at_most_are_refused(model: FakeModel, talk:
     done = CliRunner().invoke(app, ["transcribe", str(talk), "--min-speakers", "4", "--max-speakers", "2"])
     assert done.exit_code == 2
     assert "min_speakers=4" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["ctm", "rttm"])
+def test_tables_of_several_recordings_are_one_table(form: str) -> None:
+    """Each line tells its recording, and a program that reads them knows no headings."""
+    stream = io.BytesIO()
+    screen = Screen(form, several=True, stream=stream)
+    for key in ("a.wav", "b c.wav"):
+        said = Segment(0, 16_000, "So", words=(Word("So", 0, 8_000, 0.5),), speaker="SPEAKER_00")
+        screen.done(Item(key, key), Transcript(key, "So", "en", 16_000, (said,)))
+    lines = stream.getvalue().decode().splitlines()
+    assert [line.split()[1 if form == "rttm" else 0] for line in lines] == ["a", "b_c"]
+
+
+def test_live_times_are_milliseconds_and_words_stay_inside() -> None:
+    out = io.BytesIO()
+    word = Word("So.", 24_011, 452_436, 0.5, "SPEAKER_00")
+    said = Segment(24_011, 452_436, "So.", words=(word,), speaker="SPEAKER_00")
+    Lines(out).show(StreamResult("So.", "So.", 28_277, True, (said,)))
+    (segment,) = json.loads(out.getvalue())["segments"]
+    assert (segment["start"], segment["end"]) == (1.501, 28.277)
+    assert segment["words"] == [
+        {"word": "So.", "start": 1.501, "end": 28.277, "confidence": 0.5, "speaker": "SPEAKER_00"}
+    ]
 
 
 def test_hotwords_are_lists_and_files(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ const made = JSON.parse(sent).map(({ segments, duration }) => {
 });
 console.log(JSON.stringify(made));
 """
+ODD = '"a" -->\t<b>\r\n& <c'
+"""As a speaker's name."""
 WORDS = [
     *(
         "a",
@@ -169,7 +171,7 @@ def timed(roll: random.Random, text: str, start: int, end: int) -> tuple[Word, .
     """Words of a text, with pauses between them."""
     parts = [text[first:behind] for first, behind in wording.split(text)]
     edges = sorted(roll.randrange(start, end + 1) for _ in range(2 * len(parts)))
-    speakers = [roll.choice(["", "", "SPEAKER_01"]) for _ in parts]
+    speakers = [roll.choice(["", "", "SPEAKER_01", ODD]) for _ in parts]
     said = zip(parts, edges[::2], edges[1::2], speakers, strict=True)
     return tuple(Word(part, first, last, 0.5, speaker) for part, first, last, speaker in said)
 
@@ -181,7 +183,7 @@ def made(roll: random.Random, segments: int) -> Transcript:
         start = at + roll.choice([0, 1, 8, roll.randrange(50_000)])
         at = start + roll.choice([0, 1, 24, roll.randrange(200_000)])
         text = roll.choice(["", " ", "\t\x07 "]) + " ".join(roll.choices(WORDS, k=roll.randrange(40)))
-        speaker = roll.choice(["", "", "SPEAKER_00", "Ada <1>"])
+        speaker = roll.choice(["", "", "SPEAKER_00", "Ada <1>", ODD])
         words = timed(roll, text, start, at) if roll.random() < 0.5 else ()
         found.append(Segment(start, at, text, speaker=speaker, words=words))
     return Transcript(

@@ -415,6 +415,37 @@ def test_hotwords_are_kept_and_counted(visit):
     me.expect_calm()
 
 
+def test_how_many_speak_is_told(visit, endgame):
+    me = visit()
+    assert me.page.is_disabled("#num-speakers")
+    switch(me, "speakers")
+    me.page.evaluate(SENT)
+    me.page.fill("#num-speakers", "1")
+    me.page.set_input_files("#file", endgame)
+    me.until("#segments .said")
+    me.mode("idle")
+    sent = me.page.evaluate("window.sent")
+    assert ["spk", "true"] in sent
+    assert ["num_speakers", "1"] in sent
+    assert me.page.locator("#voices button").count() == 1
+    me.page.reload()
+    me.ready()
+    assert me.page.input_value("#num-speakers") == "1"
+    me.page.fill("#num-speakers", "0")
+    assert "from 1 to 32" in me.page.inner_text("#speakers-problem")
+    assert me.page.get_attribute("#num-speakers", "aria-invalid") == "true"
+    me.page.set_input_files("#file", endgame)
+    me.until("#speakers-problem:has-text('num_speakers')")
+    me.page.fill("#num-speakers", "")
+    assert me.page.inner_text("#speakers-problem") == ""
+    me.page.evaluate(SENT)
+    me.page.set_input_files("#file", endgame)
+    me.until("#segments .said")
+    me.mode("idle")
+    assert not [field for field in me.page.evaluate("window.sent") if field[0] == "num_speakers"]
+    me.expect_calm("400")
+
+
 def test_what_the_server_refuses_is_said_beside_it(visit, endgame):
     me = visit()
     me.page.fill("#hotwords", "Nagg:99")

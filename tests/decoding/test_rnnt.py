@@ -15,7 +15,7 @@ from tiny_transducer import TinyTransducer, noise, run
 
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.errors import OptionError
-from asr_serve.models.streaming import Chunk, Token
+from asr_serve.models.streaming import Chunk, Guess, Token
 
 FIXTURE = Path(__file__).parent / "fixtures" / "rnnt.safetensors"
 KINDS = [(), (0, 1, 2, 3, 4), (1, 2), (0, 1), (2, 8)]
@@ -148,7 +148,7 @@ def test_the_predictor_runs_once_for_each_token_of_the_session_that_has_most():
 def test_a_session_that_heard_nothing_ends_with_nothing():
     search = TransducerGreedy(TinyTransducer.random(1))
     state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state().items()}
-    assert search.finish(0, state) == [([], 0.0)]
+    assert search.finish(0, state) == [Guess([], 0.0)]
 
 
 @pytest.mark.parametrize("max_symbols", [0, -1])

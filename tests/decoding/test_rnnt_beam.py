@@ -252,7 +252,7 @@ def test_state_is_bounded_and_says_what_a_new_session_needs():
 def test_a_session_that_heard_nothing_ends_with_nothing():
     search = TransducerBeam(TinyTransducer.random(1))
     state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state().items()}
-    assert search.finish(0, state) == [([], 0.0)]
+    assert search.finish(0, state) == [Guess([], 0.0)]
 
 
 @pytest.mark.parametrize(

@@ -46,3 +46,13 @@ def test_spaces_and_marks_are_not_heard():
     assert sounds("Wood-Cutters") == sounds("woodcutters") == sounds("wood cutters")
     assert sounds("phone") == sounds("fone")
     assert sounds("") == sounds("'") == ""
+
+
+def test_how_far_a_pair_is_whether_it_is_near_or_not():
+    index, heard = SoundIndex(WORDS), ["quilta", "by forcation", "東京", ""]
+    for i, found in enumerate(index.near(heard, len(WORDS), 0.5)):
+        assert [far for _, far in found] == index.far(heard, [(i, word) for word, _ in found])
+    every = index.far(heard, [(i, word) for i in range(len(heard)) for word in range(len(WORDS))])
+    assert len(every) == len(heard) * len(WORDS)
+    assert index.far(["東京"], [(0, 0)])[0] > 0.5
+    assert index.far([], []) == []

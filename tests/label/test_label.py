@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from asr_serve.audio.manifest import Item
 from asr_serve.cli import app
+from asr_serve.cli.label import whole
 from asr_serve.errors import CorruptAudio, OptionError, WrongModel
 from asr_serve.label.agreement import distance, error_rate, plain
 from asr_serve.label.labelling import expect, label, limit_ms
-from asr_serve.label.record import Record, Row
+from asr_serve.label.record import Record, Row, alone
 from asr_serve.models.card import every_card
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed
@@ -83,6 +84,7 @@ def test_marks_and_case_do_not_count() -> None:
 def test_segments_are_kept_by_their_own_rate(tmp_path: Path) -> None:
     one = Says({"a": ["Hello there.", "abcd", "", "only one"], "b": ["!"], "c": ["fine"], "d": []})
     two = Says({"a": ["hello there", "abxd", "only two", ""], "b": ["x"], "c": ["fine"], "d": []})
+    (tmp_path / "out").mkdir()
     record = Record(tmp_path / "out", CHOSEN)
     failures = label([one, two], ["one", "two"], items("a", "b", "c", "d"), TranscribeOptions(), record, "segment")
     assert [failure.key for failure in failures] == ["b"]
@@ -120,6 +122,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, torn: str) -> None:
     texts = {"a": ["one", "two"], "b": ["three"], "c": ["four"]}
     whole, part = tmp_path / "whole", tmp_path / "part"
     for folder, count in ((whole, 3), (part, 2)):
+        folder.mkdir()
         record = Record(folder, CHOSEN)
         label([Says(texts)] * 2, ["one", "two"], items(*"abc"[:count]), TranscribeOptions(), record, "segment")
     if torn == "rows":
@@ -129,7 +132,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, torn: str) -> None:
     else:  # the rows of the third are there, and it is not noted as done
         (part / "all.jsonl").write_bytes((whole / "all.jsonl").read_bytes())
     record = Record(part, CHOSEN)
-    assert record.done == ({"a"} if torn == "done" else {"a", "b"})
+    assert set(record.done) == ({"a"} if torn == "done" else {"a", "b"})
     left = [item for item in items("a", "b", "c") if item.key not in record.done]
     label([Says(texts)] * 2, ["one", "two"], left, TranscribeOptions(), record, "segment")
     record.finish(0.1, 0)
@@ -138,10 +141,58 @@ def test_it_goes_on_where_it_was_stopped(tmp_path: Path, torn: str) -> None:
 
 
 def test_other_models_do_not_go_on_with_it(tmp_path: Path) -> None:
-    Record(tmp_path, CHOSEN)
+    Record(tmp_path, {"models": ["none", "such"]})  # nothing came of it
+    Record(tmp_path, CHOSEN).add("a", 1.0, [])
     Record(tmp_path, CHOSEN)
     with pytest.raises(OptionError, match="another --out"):
         Record(tmp_path, {"models": ["one", "three"]})
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with alone(tmp_path / "out"), pytest.raises(OptionError, match="another run"), alone(tmp_path / "out"):
+        pass
+    with alone(tmp_path / "out"):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OptionError, match="--out"), alone(tmp_path / "file"):
+        pass
+
+
+def test_a_recording_that_has_changed_is_not_taken_for_the_one_that_was_heard(tmp_path: Path) -> None:
+    clip = tmp_path / "clip.wav"
+    clip.write_bytes(b"one")
+    Record(tmp_path, CHOSEN).add(str(clip), 1.0, [])
+    assert Record(tmp_path, CHOSEN).heard(str(clip))
+    assert not Record(tmp_path, CHOSEN).heard(str(tmp_path / "other.wav"))
+    clip.write_bytes(b"another")
+    with pytest.raises(OptionError, match=r"clip\.wav has changed"):
+        Record(tmp_path, CHOSEN).heard(str(clip))
+
+
+def test_rows_that_somebody_cut_off_are_heard_again(tmp_path: Path) -> None:
+    record = Record(tmp_path, CHOSEN)
+    label(
+        [Says({"a": ["one"], "b": ["two"]})] * 2,
+        ["one", "two"],
+        items("a", "b"),
+        TranscribeOptions(),
+        record,
+        "file",
+    )
+    rows_of = tmp_path / "all.jsonl"
+    rows_of.write_bytes(rows_of.read_bytes()[:-5])
+    again = Record(tmp_path, CHOSEN)
+    assert set(again.done) == {"a"}
+    assert again.finish(0.1, 0).segments == 1
+
+
+def test_a_file_under_two_names_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = whole([Item("a.wav", "a.wav"), Item("b", "x/../a.wav"), Item("c", str(tmp_path / "c.wav"))])
+    assert [(item.key, item.source) for item in found] == [
+        ("a.wav", str(tmp_path / "a.wav")),
+        ("c", str(tmp_path / "c.wav")),
+    ]
 
 
 @pytest.mark.parametrize(

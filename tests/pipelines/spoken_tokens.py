@@ -144,7 +144,7 @@ class Client:
     def session(self, *, live: bool) -> _Voice:
         return _Voice(self)
 
-    def stream(self, *, live: bool, words: bool = False) -> _Stream:
+    def stream(self, *, live: bool, words: bool = False, bias: str = "") -> _Stream:
         return _Stream(self, words)
 
     def later(self, answer: Any, stream: _Stream | None = None) -> Future[Any]:

@@ -149,6 +149,7 @@ FIVE = list("VWXYZ")
         ({"known_speaker_names": ["x" * 65], "known_speaker_references": [VOICE]}, known.NAMES, "64 characters"),
         ({"known_speaker_names": ["a\nb"], "known_speaker_references": [VOICE]}, known.NAMES, "printed"),
         ({"known_speaker_names": ["SPEAKER_00"], "known_speaker_references": [VOICE]}, known.NAMES, "not known"),
+        ({"known_speaker_names": ["SPK0"], "known_speaker_references": [VOICE]}, known.NAMES, "not known"),
         ({"known_speaker_names": ["a"], "known_speaker_references": ["/etc/passwd"]}, known.REFERENCES, "fetched"),
         (
             {"known_speaker_names": ["a"], "known_speaker_references": ["http://127.0.0.1/a.wav"]},
@@ -194,6 +195,11 @@ def test_hot_words_keep_their_weights():
     with pytest.raises(OptionError, match="characters") as refused:
         ask(sent(hotwords="x" * ((1 << 20) + 1)), complete=True)
     assert refused.value.param == "hotwords"
+
+
+def test_hot_words_are_refused_under_the_name_that_was_sent():
+    assert ask(sent(keywords=["a:nan"]), complete=True).params["hotwords"] == "keywords[]"
+    assert "hotwords" not in ask(sent(hotwords="a:nan"), complete=True).params
 
 
 def test_the_written_form_is_asked_for():

@@ -124,6 +124,39 @@ def test_our_python_client_knows_them(server: Running, endgame_pcm: bytes) -> No
 
 
 @needs_speakers
+def test_speakers_are_told_again_after_a_connection_was_lost(server: Running, endgame_pcm: bytes) -> None:
+    """In the middle, and where everything but the last two events had come."""
+    with WebSocket(server.port, speakers="true", words="true") as line:
+        session = line.hear("session")["session_id"]
+        pour(line, endgame_pcm[:640_000])
+        line.hear("segment")
+        line.cut(reset=True)
+    with WebSocket(server.port, session=session, after=0) as line:
+        pour(line, endgame_pcm[line.hear("session")["received_bytes"] :])
+        line.end()
+        events = line.rest()
+    (told,) = of(events, "speakers")
+    numbers = [event["seq"] for event in events if "seq" in event]
+    assert numbers == [*range(1, len(numbers) + 1)]
+    for segment in of(events, "segment"):
+        assert segment["speaker"]
+        expect_words_of(segment)
+    with WebSocket(server.port, session=session, after=told["seq"] - 1) as line:
+        again = line.rest()
+    assert [event for event in again if "seq" in event] == [told, events[-1]]
+
+
+@needs_speakers
+@pytest.mark.parametrize("path", ["/", "/ws"])
+def test_a_client_that_hangs_up_takes_its_speakers_along(server: Running, endgame_pcm: bytes, path: str) -> None:
+    with calling(server, path, spk="true", words="true") as caller:
+        assert caller.ask("START") == STARTED
+        caller.pour(endgame_pcm)
+        caller.send("STOP")
+    server.expect_empty()
+
+
+@needs_speakers
 @pytest.mark.parametrize("path", ["/", "/ws"])
 def test_speakers_of_funasrs_sockets(server: Running, endgame_pcm: bytes, path: str) -> None:
     with calling(server, path, words="true") as caller:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import WAIT_S, Running, eventually
+from conftest import PAID, PAID_WRITTEN, WAIT_S, Running, eventually
 
 from asr_serve.audio import read_audio
 from asr_serve.cli.exits import FAILED, INTERRUPTED
@@ -369,6 +369,28 @@ def test_adding_up() -> None:
     assert (known.heard_s, known.ended) == (3.0, True)
 
 
+def test_what_is_locked_may_yet_be_written_otherwise() -> None:
+    known = Transcript(itn=True)
+    assert known.note(Locked(start_s=0, end_s=1, text="We paid twenty", seq=1))
+    assert (known.text, known.certain) == ("We paid twenty", "")
+    assert known.note(
+        Segment(index=0, start_s=0, end_s=2, text="We paid $20.", spoken="We paid twenty dollars.", seq=2)
+    )
+    assert (known.text, known.certain) == ("We paid $20.", "We paid $20.")
+
+
+def test_where_the_speaker_changes_several_segments_end_at_once() -> None:
+    """What was locked begins all of them together: nothing of it is lost, or certain twice."""
+    known = Transcript()
+    said = ["You were in pain?", "Not now.", "Do you remember?"]
+    known.note(Locked(start_s=0, end_s=3, text="You were in pain? Not now. Do you", seq=1))
+    certain = [known.certain]
+    for index, text in enumerate(said):
+        known.note(Segment(index=index, start_s=index, end_s=index + 1, text=text, seq=index + 2))
+        certain.append(known.certain)
+    assert certain == ["You were in pain? Not now. Do you"] * 3 + [" ".join(said)]
+
+
 # --- asr-serve listen --server ---------------------------------------------------------------------------
 
 
@@ -400,6 +422,49 @@ def test_stdin_at_another_rate_and_json(server: Running, speech: bytes) -> None:
     assert "best of times" in lines[-1]["text"].lower()
     assert [line["is_final"] for line in lines] == [False] * (len(lines) - 1) + [True]
     assert lines[-1]["audio_duration_ms"] == 12_000
+
+
+def test_words_and_speakers_on_the_command_line(
+    server: Running, packaged_speech: Path, hears_speakers: None
+) -> None:
+    """By the server and by a model in this process, the same lines."""
+    clip = packaged_speech / "endgame_nagg_nell.wav"
+    asked = [clip, "--words", "--speakers", "--json", "-q"]
+    there = listen(*asked, "--server", server.url)
+    assert there.returncode == 0, there.stderr.decode()
+    found = [json.loads(line) for line in there.stdout.splitlines()]
+    assert "".join(line["delta"] for line in found) == found[-1]["text"]
+    assert [line["is_final"] for line in found] == [False] * (len(found) - 1) + [True]
+    segments = [segment for line in found for segment in line["segments"]]
+    assert " ".join(segment["text"] for segment in segments) == found[-1]["text"]
+    assert len(found[-1]["speakers"]) == len(segments) > 1
+    assert set(found[-1]["speakers"]) == {"SPEAKER_00", "SPEAKER_01"}
+    assert not any("speakers" in line for line in found[:-1])
+    for segment in segments:
+        assert segment["speaker"] in ("SPEAKER_00", "SPEAKER_01")
+        assert " ".join(word["word"] for word in segment["words"]) == segment["text"]
+        times = [time for word in segment["words"] for time in (word["start"], word["end"])]
+        whole = [segment["start"], *times, segment["end"]]
+        assert whole == sorted(whole)
+        assert all(0 < word["confidence"] <= 1 for word in segment["words"])
+    here = listen(*asked, "--dtype", "fp32")
+    assert here.returncode == 0, here.stderr.decode()
+    own = [json.loads(line) for line in here.stdout.splitlines()]
+    assert own[-1].keys() == found[-1].keys()
+    assert [own[-1]["text"], own[-1]["speakers"]] == [found[-1]["text"], found[-1]["speakers"]]
+    as_text = listen(clip, "--speakers", "-q", "--server", server.url).stdout.decode()
+    assert as_text.startswith("SPEAKER_00: Do you hear me?")
+    assert "SPEAKER_01: " in as_text
+
+
+def test_numbers_on_the_command_line(server: Running, paid_wav: bytes, tmp_path: Path) -> None:
+    """What was told as certain stays, although the number was locked as it was said."""
+    (tmp_path / "paid.wav").write_bytes(paid_wav)
+    done = listen(tmp_path / "paid.wav", "--itn", "--json", "-q", "--chunk-ms", "100", "--server", server.url)
+    assert done.returncode == 0, done.stderr.decode()
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert "".join(line["delta"] for line in found) == found[-1]["text"] == PAID_WRITTEN
+    assert [s["spoken"] for line in found for s in line["segments"]] == [PAID]
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from asr_serve.speaker.grouping import Window
+from asr_serve.speaker.listening import starts_of
 from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
 
 STEP_SAMPLES, FIRST_SAMPLES, WIDTH = 270, 360, 32
@@ -40,27 +42,32 @@ def window(said: Sequence[Said], start_s: float, samples: int = WINDOW_SAMPLES, 
         who.append(local)
         clean.append(alone if alone >= 8_000 else 0)
         voices.append(direction(name, 0.4 if alone else 1.2, seed + local))
-    sets = (active << np.arange(3)).sum(1).astype(np.uint8)
     heard = LocalVoices(
         first_samples=FIRST_SAMPLES,
         step_samples=STEP_SAMPLES,
         speakers=3,
-        sets=sets.tobytes(),
+        chances=(active * np.uint8(255)).tobytes(),
         who=tuple(who),
         clean_samples=tuple(clean),
+        heard_samples=tuple(max(4_000, min(each, 80_000)) for each in clean),
         voices=b"".join(each.tobytes() for each in voices),
     )
     return Window(start, samples, heard)
 
 
-def windows(said: Sequence[Said], seconds: float) -> list[Window]:
+def windows(said: Sequence[Said], seconds: float, step: int = WINDOW_SAMPLES) -> list[Window]:
     """Of a whole recording."""
     samples = round(seconds * 16_000)
-    last = max(0, samples - WINDOW_SAMPLES)
-    starts = [*range(0, last, WINDOW_SAMPLES), last]
     return [
-        window(said, at / 16_000, min(samples, WINDOW_SAMPLES), seed=number) for number, at in enumerate(starts)
+        window(said, at / 16_000, min(samples, WINDOW_SAMPLES), seed=number)
+        for number, at in enumerate(starts_of(samples, step))
     ]
+
+
+def unlistened(one: Window) -> Window:
+    """It was heard who speaks when in it, and not what they sound like."""
+    heard = msgspec.structs.replace(one.heard, who=(), clean_samples=(), heard_samples=(), voices=b"")
+    return one._replace(heard=heard)
 
 
 def _speaks(said: Sequence[Said], name: str, at: np.ndarray) -> np.ndarray:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from asr_serve.speaker.grouping import ALIKE
+from asr_serve.speaker.grouping import ALIKE as SHORT_AND_LONG
 from asr_serve.speaker.knowing import called, voice
 from asr_serve.speaker.local import LocalVoices
 from asr_serve.speaker.stitching import Diarized
 from asr_serve.types import SpeakerTurn
 
+ALIKE = SHORT_AND_LONG[1]
 EAST, NORTH, UP = np.eye(3, dtype=np.float32)
 
 
@@ -57,8 +58,8 @@ def test_nobody_is_known():
 
 
 def test_the_voice_of_a_reference_is_whoever_speaks_most():
-    sets = np.array([1, 1, 2, 2, 2, 0], np.uint8)
+    chances = np.array([[255, 0, 0]] * 2 + [[0, 200, 90]] * 3 + [[0, 0, 0]], np.uint8)
     both = np.stack([EAST, NORTH]).tobytes()
-    reference = LocalVoices(0, 270, 3, sets.tobytes(), (0, 1), (540, 810), both)
+    reference = LocalVoices(0, 270, 3, chances.tobytes(), (0, 1), (540, 810), (540, 810), both)
     assert voice(reference).tolist() == NORTH.tolist()
     assert voice(LocalVoices(0, 270, 3, bytes(6))) is None

@@ -12,8 +12,9 @@ from asr_serve.speaker import grouping
 from asr_serve.speaker.clustering import HowMany
 from asr_serve.speaker.following import Following
 from asr_serve.speaker.grouping import Window
+from asr_serve.speaker.listening import CLOSE, WIDE, starts_of
 from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
-from asr_serve.speaker.stitching import diarize, starts_of
+from asr_serve.speaker.stitching import diarize
 
 TALK: list[Said] = [("ann", 0.5, 6), ("bob", 6.5, 13), ("ann", 13.2, 24), ("bob", 23, 29), ("cat", 30, 38.5)]
 
@@ -59,7 +60,7 @@ def test_more_than_speak_is_no_more_than_voices():
 def test_silence_and_nothing_are_nobodys():
     assert diarize(windows([], 25)).turns == ()
     assert diarize([]).turns == ()
-    nothing = LocalVoices(first_samples=360, step_samples=270, speakers=3, sets=b"")
+    nothing = LocalVoices(first_samples=360, step_samples=270, speakers=3, chances=b"")
     assert diarize([Window(0, 500, nothing)]).turns == ()
 
 
@@ -68,13 +69,14 @@ def test_a_word_that_is_too_short_to_know_goes_to_somebody_who_is_there():
     assert {t.speaker for t in diarize(windows(said, 20)).turns} == {"SPEAKER_00"}
 
 
-def test_windows_cover_everything():
+@pytest.mark.parametrize("step", [WIDE.step_samples, CLOSE.step_samples])
+def test_windows_cover_everything(step):
     for samples in (1, 500, WINDOW_SAMPLES, WINDOW_SAMPLES + 1, 5 * WINDOW_SAMPLES + 777):
-        starts = starts_of(samples)
+        starts = starts_of(samples, step)
         assert starts[0] == 0
         assert starts[-1] == max(0, samples - WINDOW_SAMPLES)
         assert all(b - a <= WINDOW_SAMPLES for a, b in itertools.pairwise(starts))
-    assert starts_of(0) == []
+    assert starts_of(0, step) == []
 
 
 def test_more_voices_than_are_clustered_at_once_are_the_same_people(monkeypatch):

@@ -57,7 +57,7 @@ export interface WordEvent {
 }
 
 /** A segment is final. Its text, or `spoken` where there is one, begins with all that was locked since the segment
- * before. */
+ * before. Where the speaker changes several end at once, and the texts of all begin so together. */
 export interface SegmentEvent {
   type: "segment";
   seq: number;

@@ -61,8 +61,7 @@ export class Transcript {
         break;
       case "segment":
         this.segments.push(segmentOf(event));
-        this.locked = this.partial = "";
-        this.open = { start: event.end_s, end: event.end_s };
+        this.#left(event.spoken ?? event.text, event.end_s);
         break;
       case "speakers":
         for (const { index, speaker } of event.segments) this.#saidBy(index, speaker);
@@ -84,6 +83,13 @@ export class Transcript {
     return segment;
   }
 
+  /** Of two who were heard as one, the second's words are the next segment's. */
+  #left(said: string, end: number): void {
+    this.locked = this.locked.startsWith(said) ? this.locked.slice(said.length).trimStart() : "";
+    this.partial = "";
+    this.open = { start: end, end: this.locked ? Math.max(end, this.open.end) : end };
+  }
+
   #saidBy(index: number, speaker: string): void {
     const at = this.segments.findIndex((segment) => segment.index === index);
     if (at >= 0) this.segments[at] = { ...this.segments[at]!, speaker };
@@ -98,9 +104,10 @@ export class Transcript {
   toTxt(): string {
     let told = "";
     const lines = this.segments.map(({ text, speaker = "" }) => {
-      const line = text.trim().replace(/\s+/g, " ");
+      const line = oneLine(text);
       if (!line) return "";
-      const said = speaker && speaker !== told ? `${speaker}: ${line}\n` : `${line}\n`;
+      const name = oneLine(speaker);
+      const said = name && speaker !== told ? `${name}: ${line}\n` : `${line}\n`;
       told = speaker;
       return said;
     });
@@ -128,6 +135,10 @@ export class Transcript {
     const text = segments.map((segment) => segment.text).filter(Boolean).join(" ");
     return `${JSON.stringify({ text, language, duration, model, segments }, null, 2)}\n`;
   }
+}
+
+function oneLine(text: string): string {
+  return text.trim().replace(/\s+/g, " ");
 }
 
 function segmentOf({ index, start_s, end_s, text, speaker, spoken, words }: SegmentEvent): Segment {

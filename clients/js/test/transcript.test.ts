@@ -41,6 +41,17 @@ test("words and speakers come with segments, and speakers may be corrected", () 
   assert.deepEqual(made.segments.map((each) => each.speaker), ["SPEAKER_00", "SPEAKER_00"]);
 });
 
+test("where the speaker changes, what was locked begins all of the segments together", () => {
+  const made = new Transcript();
+  made.apply({ type: "locked", seq: 1, start_s: 0.5, end_s: 3, text: "You were in pain? Not now. Do you" });
+  made.apply({ type: "segment", seq: 2, index: 0, start_s: 0.5, end_s: 1, text: "You were in pain?" });
+  assert.deepEqual([made.locked, made.open], ["Not now. Do you", { start: 1, end: 3 }]);
+  made.apply({ type: "segment", seq: 3, index: 1, start_s: 1, end_s: 2, text: "Not 1.", spoken: "Not now." });
+  assert.equal(made.text, "You were in pain? Not 1. Do you");
+  made.apply({ type: "segment", seq: 4, index: 2, start_s: 2, end_s: 4, text: "Do you remember?" });
+  assert.equal(made.text, "You were in pain? Not 1. Do you remember?");
+});
+
 test("exports hold what is final", () => {
   const made = heard();
   made.apply({ type: "partial", start_s: 3.5, end_s: 4, text: "not yet" });

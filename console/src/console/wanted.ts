@@ -22,16 +22,22 @@ const FIELDS: Record<string, Switch | "hotwords"> = {
   "timestamp_granularities[]": "words",
   speakers: "speakers",
   spk: "speakers",
+  num_speakers: "speakers",
   itn: "itn",
   hotwords: "hotwords",
   "keywords[]": "hotwords",
 };
+
+/** As many as the server tells apart. */
+const MOST_SPEAKERS = 32;
 
 /** What is to be found out beside the text: words' times, speakers, the written form; and words that may come.
  * The browser remembers it. */
 export class Wanted {
   readonly #box = byId("hotwords", HTMLTextAreaElement);
   readonly #count = byId("hotwords-count");
+  /** How many speak; empty: that is to be heard. */
+  readonly #many = byId("num-speakers", HTMLInputElement);
   /** What the chosen model cannot be asked for. */
   readonly #cannot = new Set<Switch | "hotwords">();
   #idle = true;
@@ -43,8 +49,15 @@ export class Wanted {
       field.addEventListener("change", () => {
         keep(`want.${name}`, field.checked ? "on" : "off");
         this.#say(name, "");
+        this.enable(this.#idle);
       });
     }
+    this.#many.value = recall("num-speakers") ?? "";
+    this.#many.addEventListener("input", () => {
+      keep("num-speakers", this.#many.value || undefined);
+      this.#lookAtMany();
+    });
+    this.#lookAtMany();
     this.#box.value = recall("hotwords") ?? "";
     this.#box.addEventListener("input", () => {
       keep("hotwords", this.#box.value || undefined);
@@ -59,7 +72,7 @@ export class Wanted {
     return {
       // Without it, words come: FunASR's clients read them.
       ...(!this.#on("words") && { "timestamp_granularities[]": "segment" }),
-      ...(this.#on("speakers") && { spk: "true" }),
+      ...(this.#on("speakers") && { spk: "true", ...(this.#many.value && { num_speakers: this.#many.value }) }),
       ...(this.#on("itn") && { itn: "true" }),
       ...(words.length && { hotwords: words.join(",") }),
     };
@@ -82,6 +95,7 @@ export class Wanted {
   refused(failure?: unknown): void {
     for (const name of Object.keys(SWITCHES) as Switch[]) this.#say(name, "");
     this.#look();
+    this.#lookAtMany();
     const param = failure instanceof SpeechError ? failure.param : undefined;
     const field = param === undefined ? undefined : FIELDS[param];
     if (field) this.#say(field, told(failure));
@@ -93,6 +107,7 @@ export class Wanted {
     for (const name of Object.keys(SWITCHES) as Switch[]) {
       this.#switch(name).disabled = !on || this.#cannot.has(name);
     }
+    this.#many.disabled = !on || !this.#on("speakers");
     this.#box.readOnly = !on;
   }
 
@@ -131,6 +146,14 @@ export class Wanted {
     const found = hotwords(this.#box.value);
     this.#count.textContent = `${found.length.toLocaleString("en")} of ${MOST.toLocaleString("en")}`;
     this.#say("hotwords", problem(found));
+  }
+
+  #lookAtMany(): void {
+    const wrong = !this.#many.validity.valid;
+    this.#say("speakers", wrong ? `A whole number from 1 to ${MOST_SPEAKERS}; or none, and they are counted.` : "");
+    this.#switch("speakers").removeAttribute("aria-invalid");
+    if (wrong) this.#many.setAttribute("aria-invalid", "true");
+    else this.#many.removeAttribute("aria-invalid");
   }
 
   #say(name: Switch | "hotwords", text: string): void {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -14,6 +16,7 @@ from asr_serve.cli.options import Device, Dtype, Language, Quantize, Set
 from asr_serve.errors import OptionError
 
 if TYPE_CHECKING:
+    from asr_serve.audio.manifest import Item
     from asr_serve.label.labelling import Unit
     from asr_serve.label.record import Summary
 
@@ -73,43 +76,56 @@ def label(
     from asr_serve.cli.progress import Bar, Meter
     from asr_serve.label.labelling import expect, limit_ms
     from asr_serve.label.labelling import label as run
-    from asr_serve.label.record import Record
+    from asr_serve.label.record import Record, alone
 
     names = [name.strip() for name in models.split(",") if name.strip()]
     expect(names, threshold, per)
     if "-" in paths:
         raise OptionError("`-`, which is standard input", "two models hear it, so it must be a file", "name one")
     engine = shared.engine(more, quantize)
-    items = list(manifest.expand(paths))
+    items = list(whole(manifest.expand(paths)))
     if not items:
         raise OptionError(f"{', '.join(paths)} lists no audio", "at least one recording")
-    record = Record(out, {"models": names, "per": per, "language": language, "quantize": quantize})
-    left = [item for item in items if str(item.source) not in record.done]
-    failures = []
-    if left:
-        meter = Meter()
-        with Bar(meter, shown=not quiet) as bar, ExitStack() as held:
-            import asr_serve
-            from asr_serve.pipelines.options import TranscribeOptions
+    with alone(out):
+        record = Record(out, {"models": names, "per": per, "language": language, "quantize": quantize})
+        left = [item for item in items if not record.heard(str(item.source))]
+        failures = []
+        if left:
+            meter = Meter()
+            with Bar(meter, shown=not quiet) as bar, ExitStack() as held:
+                import asr_serve
+                from asr_serve.pipelines.options import TranscribeOptions
 
-            loaded = [
-                held.enter_context(
-                    asr_serve.load(name, device=device, dtype=dtype, turn_model="none", engine=engine)
-                )
-                for name in names
-            ]
-            longest = limit_ms(each.card for each in loaded)
-            options = TranscribeOptions(language=language, max_segment_ms=longest)
-            meter.start()
-            failures = run(loaded, names, left, options, record, cast("Unit", per), bar.update)
-            speed = meter.describe_done()
-        if not quiet:
-            say(f"{len(left) - len(failures)} done, {len(items) - len(left)} already there; {speed}")
-    summary = record.finish(threshold, len(failures))
+                loaded = [
+                    held.enter_context(
+                        asr_serve.load(name, device=device, dtype=dtype, turn_model="none", engine=engine)
+                    )
+                    for name in names
+                ]
+                longest = limit_ms(each.card for each in loaded)
+                options = TranscribeOptions(language=language, max_segment_ms=longest)
+                meter.start()
+                failures = run(loaded, names, left, options, record, cast("Unit", per), bar.update)
+                speed = meter.describe_done()
+            if not quiet:
+                say(f"{len(left) - len(failures)} done, {len(items) - len(left)} already there; {speed}")
+        summary = record.finish(threshold, len(failures))
     print(as_line(summary, out))
     for failure in failures:
         say(f"failed: {failure.key}: {failure.error}")
     return FAILED if failures else 0
+
+
+def whole(items: Iterable[Item]) -> Iterator[Item]:
+    """Each file once, by its whole path: a manifest is read elsewhere too."""
+    from asr_serve.audio.manifest import Item
+
+    known: set[str] = set()
+    for item in items:
+        path = os.path.abspath(str(item.source))
+        if path not in known:
+            known.add(path)
+            yield Item(item.key, path)
 
 
 def as_line(summary: Summary, out: Path) -> str:

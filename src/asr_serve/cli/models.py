@@ -131,7 +131,7 @@ def fields(card: Published) -> dict[str, object]:
 
 def does(card: Published) -> tuple[str, str, str]:
     """What it hears at once; how late; and how it is read. Or what else it does."""
-    from asr_serve.models.card import CodecCard, TurnCard, VoiceCard
+    from asr_serve.models.card import Card, CodecCard, TurnCard, VoiceCard
 
     known = fields(card)
     heads = known.get("heads")
@@ -142,8 +142,10 @@ def does(card: Published) -> tuple[str, str, str]:
             what = "sound of frames"
         case TurnCard():
             what = "ends of turns"
-        case _:
+        case Card():
             what = f"chunks of {known['chunk_ms']} ms" if known.get("chunk_ms") else "utterances"
+        case _:
+            what = "who speaks"
     return (
         what,
         f"{known['lag_ms']} ms" if known.get("lag_ms") else "-",

@@ -11,7 +11,9 @@ from asr_serve.protocols.stream_events import Ack, Ended, Locked, Partial, Segme
 class Transcript:
     """What was said: `segments` are final, `locked` is the beginning of the next, `partial` may change."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, itn: bool = False) -> None:
+        """`itn`: the session was opened with it. Then what is locked is as it was said, and not yet certain."""
+        self._itn = itn
         self.segments: list[Segment] = []
         self.locked = self.partial = ""
         self.heard_s = 0.0
@@ -23,7 +25,10 @@ class Transcript:
         match event:
             case Segment():
                 self.segments.append(event)
-                self.locked = self.partial = ""
+                said = event.spoken or event.text
+                # Of two who were heard as one, the second's words are the next segment's.
+                self.locked = self.locked[len(said) :].lstrip() if self.locked.startswith(said) else ""
+                self.partial = ""
             case Speakers(segments=others):
                 for other in others:
                     self.segments[other.index] = replace(self.segments[other.index], speaker=other.speaker)
@@ -51,7 +56,7 @@ class Transcript:
     @property
     def certain(self) -> str:
         """The beginning of `text` that will not change."""
-        return " ".join(part for part in (self.final, self.locked) if part)
+        return " ".join(part for part in (self.final, "" if self._itn else self.locked) if part)
 
     @property
     def text(self) -> str:

@@ -189,5 +189,11 @@ class Graph:
             node = self.step(node, token)[0]
         return node
 
+    def links(self) -> tuple[list[tuple[int, int, int]], list[int], list[float], list[float]]:
+        """The whole as lists: arcs as (node, token, where it leads), sorted; and of each node where it goes back
+        to, what is given for the part until it is a word, and what is kept when it is one."""
+        arcs = sorted((node, token, then) for (node, token), then in self._next.items())
+        return arcs, self._fail, self._hopes, self._gives
+
     def __len__(self) -> int:
         return len(self._fail)

@@ -6,16 +6,25 @@ Both work on natural-log probabilities; what a session's rows hold is told where
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asr_serve import native
+from asr_serve.decoding.hotwords import StreamWords
 from asr_serve.errors import OptionError
 from asr_serve.models.streaming import Chunk, State, StateSpec, StreamingModel
 from asr_serve.native import search_twin
 from asr_serve.types import Found, Guess, Token
 
+BEAM = ("ctc_counts", "ctc_heads", "ctc_scores", "ctc_nodes", "ctc_peaks")
+HOT: dict[str, Callable[[int], StateSpec]] = {
+    "ctc_spots": lambda beam: StateSpec((beam,), torch.int64, None, on_host=True),
+    "ctc_gains": lambda beam: StateSpec((beam,), torch.float64, None, on_host=True),
+}
+"""Beside these where hot words are known."""
 MAX_BEAM = 256
 MAX_NODES = 1 << 16
 
@@ -69,7 +78,8 @@ class CtcPrefixBeam:
             Fixed is what all entries of the beam say; the tail is the rest of the best one. None of it depends on
             the chunks or on other rows; of equally likely entries those that were there before are better, in
             their order, then new ones in the order of the entries that they go on from, then by their tokens.
-    State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks, on the host (`native/search_twin.py` draws
+    State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks (and with hot words ctc_spots, ctc_gains), on
+            the host (`native/search_twin.py` draws
             them): the beam, and the tree of what its entries say after what is fixed. When the tree outgrows
             `nodes`, the best entry's oldest token is fixed and entries that do not begin with it are dropped.
     Raises  OptionError for options out of range
@@ -85,10 +95,12 @@ class CtcPrefixBeam:
         min_logprob: float = -8.0,
         max_gap: float = 12.0,
         nodes: int | None = None,
+        boost: float | None = None,
     ) -> None:
         """At most `tokens` tokens of a frame, none below `min_logprob`, open new entries; those that are there
         go on exactly, whatever is said. Entries more than `max_gap` below the best are dropped. `nodes`: 16 for
-        each entry unless told."""
+        each entry unless told. `boost`: this search knows hot words, and a token of one of weight 1 is worth so
+        much, natural log; None: it knows none."""
         nodes = 16 * beam if nodes is None else nodes
         for name, value, most in (("beam", beam, MAX_BEAM), ("tokens", tokens, None), ("nodes", nodes, MAX_NODES)):
             if value < 1 or (most and value > most):
@@ -99,6 +111,7 @@ class CtcPrefixBeam:
             raise OptionError(f"max_gap={max_gap}", "0 or more, inf for all", param="max_gap")
         self.model, self.beam, self.nodes = model, beam, nodes
         self.tokens, self.min_logprob, self.max_gap = tokens, min_logprob, max_gap
+        self.boost = boost
         self._native = native.search()
 
     def state(self) -> dict[str, StateSpec]:
@@ -108,26 +121,31 @@ class CtcPrefixBeam:
             "ctc_scores": StateSpec((self.beam, 2), torch.float64, None, on_host=True),
             "ctc_nodes": StateSpec((self.nodes, 3), torch.int64, None, on_host=True),
             "ctc_peaks": StateSpec((self.nodes, 2), torch.float64, None, on_host=True),
-        }
+        } | ({} if self.boost is None else {name: spec(self.beam) for name, spec in HOT.items()})
 
-    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
+    def step(self, hidden: Tensor, chunk: Chunk, state: State, words: StreamWords | None = None) -> list[Found]:
+        """`words`: hot words of all these sessions; of each the same ones, or none, from its first step on."""
         found = self._native.step(
             self.model.ctc(hidden).cpu(),
             chunk.rows.cpu(),
             chunk.seen.cpu(),
             chunk.frames.cpu(),
-            *self._tensors(state),
+            *(state[name] for name in BEAM),
             self.model.blank,
             self.tokens,
             self.min_logprob,
             self.max_gap,
             torch.get_num_threads(),
+            *self._bias(state, words),
         )
         return [Found([Token(*t) for t in fixed], [Token(*t) for t in tail]) for fixed, tail in found]
 
-    def finish(self, row: int, state: State) -> list[Guess]:
-        best = search_twin.nbest(row, self._tensors(state))
-        return [Guess([Token(*t) for t in tokens], logprob) for tokens, logprob in best]
+    def finish(self, row: int, state: State, words: StreamWords | None = None) -> list[Guess]:
+        best = search_twin.nbest(row, tuple(state[name] for name in BEAM), *self._bias(state, words))
+        return [Guess([Token(*t) for t in tokens], logprob, gain) for tokens, logprob, gain in best]
 
-    def _tensors(self, state: State) -> tuple[Tensor, ...]:
-        return tuple(state[name] for name in self.state())
+    def _bias(self, state: State, words: StreamWords | None) -> tuple[Any, ...]:
+        if words is None:
+            return ()
+        assert self.boost is not None, "hot words for a search that knows none"
+        return (words.bias(*(state[name] for name in HOT), self.boost),)

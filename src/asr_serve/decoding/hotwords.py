@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
 
 from asr_serve.decoding.bias import Graph, spelt, unpacked
 from asr_serve.decoding.soundalikes import SoundIndex
+from asr_serve.models.streaming import Search
 
 BOOST = 0.25
 """Natural-log probability that a token of a word of weight 1 is given, in attention decoders. Chosen on
@@ -36,6 +42,60 @@ class HotWords:
 
     def _opens(self, token: int) -> bool:
         if (found := self._opening.get(token)) is None:
-            said = self._text([token])
-            found = self._opening[token] = not said or not said[-1].isalnum()
+            found = self._opening[token] = _opens(self._text([token]))
         return found
+
+
+class Arrays(NamedTuple):
+    """In the order in which the CTC search takes them; `native/search_twin.Bias` tells what they are."""
+
+    firsts: Tensor
+    tokens: Tensor
+    nexts: Tensor
+    fails: Tensor
+    hopes: Tensor
+    gives: Tensor
+    opens: Tensor
+
+
+class StreamWords:
+    """The same for searches of streaming models, in arrays. Read by any thread once it is made. Equal lists make equal
+    nodes, in whatever process: a saved session that is at one of them goes on in another."""
+
+    def __init__(
+        self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str], vocab: int
+    ) -> None:
+        """`bias`: as SearchOptions has it. `vocab`: with the blank."""
+        self.digest = hashlib.blake2b(bias.encode(), digest_size=16).digest()
+        self._opens = [_opens(text([token])) for token in range(vocab)]
+        self.graph = Graph(spelt(unpacked(bias), encode), lambda token: self._opens[token])
+        arcs, fails, hopes, gives = self.graph.links()
+        nodes, tokens, nexts = torch.tensor(arcs, dtype=torch.int64).view(-1, 3).T.contiguous()
+        self.arrays = Arrays(
+            torch.searchsorted(nodes, torch.arange(len(fails) + 1)),
+            tokens,
+            nexts,
+            torch.tensor(fails),
+            torch.tensor(hopes, dtype=torch.float64),
+            torch.tensor(gives, dtype=torch.float64),
+            torch.tensor(self._opens, dtype=torch.uint8),
+        )
+
+    def __len__(self) -> int:
+        return len(self.graph)
+
+    def bias(self, spots: Tensor, gains: Tensor, boost: float) -> tuple[Any, ...]:
+        """What `native.search().step` takes."""
+        return (spots, gains, *self.arrays, boost)
+
+
+def _opens(said: str) -> bool:
+    return not said or not said[-1].isalnum()
+
+
+@runtime_checkable
+class Expecting(Search, Protocol):
+    """A search that may be told of hot words."""
+
+    def expect(self, row: int, words: StreamWords | None) -> None:
+        """The session at that row has these, or none."""

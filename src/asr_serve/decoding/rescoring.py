@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from asr_serve.decoding.hotwords import Expecting, StreamWords
 from asr_serve.models.streaming import Chunk, Found, Guess, Search, State, StateSpec, Token
 
 MOST_FRAMES = 1 << 14
@@ -64,6 +65,10 @@ class Rescored:
             self._fixed[row] += found[index].fixed
         return found
 
+    def expect(self, row: int, words: StreamWords | None) -> None:
+        if isinstance(self.search, Expecting):
+            self.search.expect(row, words)
+
     @torch.inference_mode()
     def finish(self, row: int, state: State) -> list[Guess]:
         guesses = self.search.finish(row, state)
@@ -73,7 +78,8 @@ class Rescored:
             texts = [[token.id for token in (*fixed, *guess.tokens)] for guess in guesses]
             scores = self.model.rescore(torch.cat(hidden), texts)
             total = [
-                score + self.model.ctc_weight * guess.logprob for score, guess in zip(scores, guesses, strict=True)
+                score + self.model.ctc_weight * guess.logprob + guess.gain
+                for score, guess in zip(scores, guesses, strict=True)
             ]
             guesses = [guesses[i] for i in sorted(range(len(guesses)), key=lambda i: -total[i])]
         return guesses

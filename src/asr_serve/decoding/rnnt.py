@@ -31,7 +31,7 @@ SKIP = "skip"
 KEY = "key"
 LENGTH = "length"
 TAIL = ("token", "frame", "logprob")
-RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL}
+RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain"}
 """What searches call their own state; the rest is the predictor's."""
 
 

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from asr_serve.decoding.bias import OPEN
+from asr_serve.decoding.hotwords import StreamWords
 from asr_serve.decoding.rnnt import (
     BEGUN,
     KEY,
@@ -37,6 +39,9 @@ from asr_serve.decoding.rnnt import (
 from asr_serve.errors import OptionError
 from asr_serve.models.streaming import Chunk, Found, Guess, State, StateSpec, Token
 
+SPOT, GAIN = "spot", "gain"
+"""Where hot words are known: the node of their graph, and what they are worth, which is in SCORE too."""
+
 
 class _Candidates(NamedTuple):
     """How entries may go on, best first: each (n, m)."""
@@ -49,6 +54,8 @@ class _Candidates(NamedTuple):
     logprob: Tensor
     skip: Tensor
     key: Tensor
+    hot: tuple[Tensor, ...]
+    """Where in the graph of hot words, and what they are worth; or nothing."""
 
 
 @dataclass
@@ -65,6 +72,7 @@ class _Work:
     """By name of the state (n, *shape): read, written and written back."""
     room: int
     """What tails may still grow by, at least."""
+    words: StreamWords | None = None
     fixed: list[Tensor] = field(default_factory=list)
     """Each (n, 3 tails and 2): the best entry's tail, how much of it is there, how much is fixed from now on."""
 
@@ -89,8 +97,12 @@ class TransducerBeam:
         *,
         tail: int = 64,
         margin: float = 10.0,
+        boost: float | None = None,
+        tokens: int = 0,
     ) -> None:
-        """`max_symbols`: at one frame. `device`: where the state lies. Raises OptionError."""
+        """`max_symbols`: at one frame. `device`: where the state lies. `boost`: this search knows hot words, and a
+        token of one of weight 1 is worth so much, natural log; None: it knows none. `tokens`: of an entry, so many
+        likeliest are looked at, at least. Raises OptionError."""
         check_max_symbols(max_symbols)
         if beam < 1:
             raise OptionError(f"beam={beam}", "1 or more", param="beam")
@@ -99,6 +111,7 @@ class TransducerBeam:
         if not margin > 0:
             raise OptionError(f"margin={margin}", "more than 0", param="margin")
         self.model, self.beam, self.max_symbols, self.tail, self.margin = model, beam, max_symbols, tail, margin
+        self.boost, self._wide = boost, max(2 * beam - 1, tokens)
         device = torch.device(device)
         first = start(model, device)
         numbers = torch.zeros(1, beam, dtype=torch.int64, device=device)
@@ -113,6 +126,8 @@ class TransducerBeam:
             **dict.fromkeys((SKIP, KEY, LENGTH), numbers),
             **dict(zip(TAIL, (tails, tails, tails.float()), strict=True)),
         }
+        if boost is not None:
+            self._fresh |= {SPOT: numbers + OPEN, GAIN: torch.zeros_like(alone)}
         self._durations = torch.tensor(model.durations, dtype=torch.int64, device=device)
         self._positions = torch.arange(tail, device=device)
 
@@ -123,28 +138,42 @@ class TransducerBeam:
         }
 
     @torch.inference_mode()
-    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
-        work = _Work(self.model.project(hidden), chunk.seen, chunk.frames, load(state, chunk.rows, self._fresh), 0)
+    def step(self, hidden: Tensor, chunk: Chunk, state: State, words: StreamWords | None = None) -> list[Found]:
+        """`words`: hot words of all these sessions; of each the same ones, or none, from its first step on."""
+        own = load(state, chunk.rows, self._fresh)
+        if words is not None and bool((own[SPOT] >= len(words)).any() or (own[SPOT] < 0).any()):
+            raise ValueError("a row of the state is corrupt")
+        work = _Work(self.model.project(hidden), chunk.seen, chunk.frames, own, 0, words)
         for frame in range(hidden.shape[1]):
             self._frame(work, frame)
         self._fix_agreed(work)
         save(state, chunk.rows, work.own)
         return self._read(work.fixed)
 
-    def finish(self, row: int, state: State) -> list[Guess]:
+    def finish(self, row: int, state: State, words: StreamWords | None = None) -> list[Guess]:
         if int(state[BEGUN][row]) != 1:
             return [Guess([], 0.0)]
         scores, keys, lengths = (state[name][row].tolist() for name in (SCORE, KEY, LENGTH))
+        gains = [0.0] * self.beam
+        if words is not None:
+            # A part that has not become a word is worth nothing.
+            spots = state[SPOT][row].tolist()
+            gains = [
+                gain + self.boost * words.graph.ends(spot)
+                for gain, spot in zip(state[GAIN][row].tolist(), spots, strict=True)
+            ]
+            scores = [score - gain for score, gain in zip(scores, state[GAIN][row].tolist(), strict=True)]
         tails = zip(*(state[name][row].tolist() for name in TAIL), strict=True)
         guesses: dict[int, Guess] = {}
-        for score, key, length, tail in sorted(zip(scores, keys, lengths, tails, strict=True), reverse=True):
+        entries = zip(scores, keys, lengths, tails, gains, strict=True)
+        for score, key, length, tail, gain in sorted(entries, reverse=True):
             if key in guesses:
                 # TDT: they differ in where they would have gone on.
                 guess = guesses[key]
                 guesses[key] = guess._replace(logprob=_sum(guess.logprob, score))
             elif score > -math.inf:
-                guesses[key] = Guess([Token(*each) for each in zip(*tail, strict=True)][:length], score)
-        return sorted(guesses.values(), key=lambda guess: -guess.logprob)
+                guesses[key] = Guess([Token(*each) for each in zip(*tail, strict=True)][:length], score, gain)
+        return sorted(guesses.values(), key=lambda guess: -(guess.logprob + guess.gain))
 
     # --- a frame -----------------------------------------------------------------------------------------
 
@@ -164,7 +193,7 @@ class TransducerBeam:
     def _expand(self, work: _Work, frame: int, going: Tensor, last: bool) -> _Candidates:
         """The best that may come of each beam: the entries `going`, flat indices, go on in all ways, the others
         stay as they are."""
-        own, model, wide = work.own, self.model, 2 * self.beam - 1
+        own, model, wide = work.own, self.model, self._wide
         logits = model.joint(work.projected[going // self.beam, frame], own[PREDICTED].flatten(0, 1)[going])
         logprob, token = logits[:, : model.vocab].log_softmax(-1).topk(min(wide, model.vocab))
         gain, advance = logprob, torch.zeros_like(token)
@@ -184,20 +213,43 @@ class TransducerBeam:
             made[going, 1:] = go.to(made.dtype)
             return made.view(len(stay), -1)
 
+        worth = self._worth(work, going, token)
+        if worth is not None:
+            gain = gain + worth[2]
         score = own[SCORE].flatten()
         stay = score.index_fill(0, going, -math.inf).view_as(own[SCORE])
-        best, which = ways(stay, score[going, None] + gain, -math.inf).topk(wide)
+        best, which = ways(stay, score[going, None] + gain, -math.inf).topk(2 * self.beam - 1)
         parent = which // (1 + token.shape[1])
-        token = ways(torch.full_like(own[KEY], model.blank), token, 0).gather(1, which)
+        said = ways(torch.full_like(own[KEY], model.blank), token, 0).gather(1, which)
         key = own[KEY].gather(1, parent)
         return _Candidates(
             best,
             parent,
-            token,
+            said,
             ways(torch.zeros_like(own[SCORE]), logprob, 0).gather(1, which).float(),
             own[SKIP].gather(1, parent) + ways(torch.zeros_like(own[SKIP]), advance, 0).gather(1, which),
-            torch.where(token == model.blank, key, _followed(key, token)),
+            torch.where(said == model.blank, key, _followed(key, said)),
+            tuple(
+                ways(own[name], each, 0).gather(1, which).to(own[name].dtype)
+                for name, each in zip((SPOT, GAIN), worth or (), strict=False)
+            ),
         )
+
+    def _worth(self, work: _Work, going: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Of each way that the entries `going` may go on, (n, ways): where in the hot words' graph it is then,
+        what all its hot words are worth, and what of that is new. None: there are no hot words."""
+        if work.words is None:
+            return None
+        assert self.boost is not None
+        blank, graph = self.model.blank, work.words.graph
+        spots, gains = (work.own[name].flatten()[going] for name in (SPOT, GAIN))
+        ways = [
+            [(spot, 0.0) if each == blank else graph.step(spot, each) for each in tokens]
+            for spot, tokens in zip(spots.tolist(), token.tolist(), strict=True)
+        ]
+        found = torch.tensor(ways, dtype=torch.float64, device=token.device)
+        more = found[:, :, 1] * self.boost
+        return found[:, :, 0].long(), gains[:, None] + more, more
 
     def _merge(self, candidates: _Candidates) -> _Candidates:
         """One of each, the best one, with the probability of all; as many as fit the beam."""
@@ -208,7 +260,8 @@ class TransducerBeam:
         again = ~alive | same.tril(-1).any(-1)
         score, order = score.masked_fill(again, -math.inf).topk(self.beam)
         score = score.masked_fill(score < score[:, :1] - self.margin, -math.inf)
-        return _Candidates(score, *(each.gather(1, order) for each in candidates[1:]))
+        chosen = (each.gather(1, order) for each in candidates[1:-1])
+        return _Candidates(score, *chosen, tuple(each.gather(1, order) for each in candidates.hot))
 
     def _take(self, work: _Work, frame: int, chosen: _Candidates) -> None:
         """The entries become those."""
@@ -216,6 +269,7 @@ class TransducerBeam:
         for name in (*self._memory, PREDICTED, LENGTH, *TAIL):
             own[name] = own[name][rows, chosen.parent]
         own[SCORE], own[SKIP], own[KEY] = chosen.score, chosen.skip, chosen.key
+        own.update(zip((SPOT, GAIN), chosen.hot, strict=False))
         says = (chosen.token != self.model.blank) & (chosen.score > -math.inf)
         at = says.flatten().nonzero().squeeze(1)
         if not len(at):

@@ -148,16 +148,25 @@ class SoundIndex:
         for at, key in enumerate(keys):
             pairs += ((at, word) for word in self._shortlist(key, 2 * most))
         found: list[list[tuple[int, float]]] = [[] for _ in texts]
-        if not pairs:
-            return found
-        spans, words = np.array(pairs).T
-        heard = np.stack([self._sounds.numbers(key) for key in keys])
-        lengths = np.array([len(key) for key in keys])
-        far = self._distances(heard[spans], lengths[spans], words) / self._lengths[words]
-        for span, word, distance in zip(spans.tolist(), words.tolist(), far.tolist(), strict=True):
+        for (span, word), distance in zip(pairs, self._far(keys, pairs), strict=True):
             if distance <= furthest:
                 found[span].append((word, distance))
         return [sorted(each, key=lambda pair: pair[1])[:most] for each in found]
+
+    def far(self, texts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:
+        """How far a text and a word are, for each pair of them, as `near` has it."""
+        return self._far([sounds(text) for text in texts], pairs)
+
+    def _far(self, keys: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:
+        if not pairs:
+            return []
+        spans, words = np.array(pairs).T
+        heard = np.stack([self._sounds.numbers(key) for key in keys])
+        lengths = np.array([len(key) for key in keys])
+        far: list[float] = (
+            self._distances(heard[spans], lengths[spans], words) / self._lengths[words].clip(1)
+        ).tolist()
+        return far
 
     def _shortlist(self, key: str, most: int) -> list[int]:
         if not key:

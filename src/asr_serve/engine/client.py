@@ -25,7 +25,7 @@ from asr_serve.engine.session import Piece, Utterance, Windows
 from asr_serve.engine.speaking.saying import Ear, Hear, Saying, expect
 from asr_serve.errors import AtCapacity, AudioTooLong, EmptyAudio, EngineClosed, ModelNotLoaded, WrongModel
 from asr_serve.models.card import AnyCard, Card, TurnCard, VoiceCard
-from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
+from asr_serve.speaker.local import BUDGET_SAMPLES, WINDOW_SAMPLES, LocalVoices
 from asr_serve.types import Priority, Sentence
 
 ASSUMED_SPEED = 50.0
@@ -60,13 +60,13 @@ class Link(Protocol):
     def open(self, session: int, live: bool) -> None: ...
     def put(self, windows: Windows) -> None: ...
     def close_session(self, session: int) -> None: ...
-    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool) -> None:
+    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
         """This and the next two: of a model that carries its state only."""
 
     def put_piece(self, piece: Piece) -> None: ...
     def close_stream(self, stream: int) -> None: ...
     def turn(self, pcm: np.ndarray, answer: Future[float]) -> None: ...
-    def voices(self, pcm: np.ndarray, answer: Future[LocalVoices]) -> None: ...
+    def voices(self, pcm: np.ndarray, budget_samples: int, answer: Future[LocalVoices]) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -246,7 +246,9 @@ class EngineClient:
             raise
         return VadSession(self, session_id, live)
 
-    def stream(self, *, live: bool, samples: int | None = None, words: bool = False) -> Stream:
+    def stream(
+        self, *, live: bool, samples: int | None = None, words: bool = False, bias: str = ""
+    ) -> Stream:
         """Of a model that carries its state: audio in, words out. It is let in as it is; whoever opens it has
         been. `samples`: the most that will be put, if that is known: a hypothesis hears no more. `words`: pieces
         may be `timed`.
@@ -255,7 +257,7 @@ class EngineClient:
         """
         assert self.card.streaming or self.card.grows, f"{self.card.name} hears whole utterances"
         number = next(self._ids)
-        self.link.open_stream(number, live, samples, words)
+        self.link.open_stream(number, live, samples, words, bias)
         return Stream(self, number, live)
 
     @property
@@ -289,9 +291,15 @@ class EngineClient:
         return self._turns.ask(lambda answer: self.link.turn(heard, answer))
 
     def voices(
-        self, pcm: np.ndarray, *, wait: bool = False, check: Callable[[], None] = lambda: None
+        self,
+        pcm: np.ndarray,
+        *,
+        budget_samples: int = BUDGET_SAMPLES,
+        wait: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> Future[LocalVoices]:
-        """Who of a few speaks when, and what each sounds like. `pcm` (samples,) float32, 16 kHz, up to 10 s.
+        """Who of a few speaks when, and what each sounds like. `pcm` (samples,) float32, 16 kHz, up to 10 s. Of
+        that `budget_samples` are listened to for what they sound like, all together; 0: who speaks when is enough.
 
         Full: raises AtCapacity, or waits for room when `wait`, as in `submit`. The future cannot be cancelled. It
         may raise WeightsMissing and WeightsCorrupt, for the models are loaded when they are first asked;
@@ -307,7 +315,7 @@ class EngineClient:
                 "cut it into windows",
             )
         return self._voices.ask(
-            lambda answer: self.link.voices(pcm, answer), wait=wait, check=check, closed=lambda: self._closed
+            lambda answer: self.link.voices(pcm, budget_samples, answer), wait=wait, check=check, closed=lambda: self._closed
         )
 
     def nudge(self) -> None:

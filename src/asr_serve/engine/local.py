@@ -89,8 +89,8 @@ class LocalLink:
     def close_session(self, session: int) -> None:
         self.call(lambda loop: loop.listeners.close(session))
 
-    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool) -> None:
-        self.call(lambda loop: loop.streams.open(stream, live, samples, words=words))
+    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
+        self.call(lambda loop: loop.streams.open(stream, live, samples, words=words, bias=bias))
 
     def put_piece(self, piece: Piece) -> None:
         self.call(lambda loop: loop.streams.put(piece))
@@ -104,8 +104,8 @@ class LocalLink:
             self._expect_open()
         self._turns.ask(pcm, answer)
 
-    def voices(self, pcm: np.ndarray, answer: Future[LocalVoices]) -> None:
-        self.call(lambda loop: loop.voices.ask(Question(pcm, answer)))
+    def voices(self, pcm: np.ndarray, budget_samples: int, answer: Future[LocalVoices]) -> None:
+        self.call(lambda loop: loop.voices.ask(Question(pcm, budget_samples, answer)))
 
     def describe(self) -> dict[str, Any]:
         return self.loop.describe()

@@ -76,8 +76,8 @@ class Loop:
     def _step(self) -> bool:
         """One turn; False when there was nothing to do."""
         heard = self.hear()
-        heard = self.voices.step(live=self.listeners.live > 0) or heard
-        return self.work.step() or heard
+        busy = self.work.step() or heard
+        return self.voices.step(live=self.listeners.live > 0, idle=not busy) or busy
 
     def _sleep(self) -> None:
         """Nothing to do: until somebody calls, or what waits for company has waited long enough."""

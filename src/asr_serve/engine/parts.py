@@ -18,10 +18,12 @@ from safetensors.torch import load_file
 from asr_serve import devices, units
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.hotwords import StreamWords
 from asr_serve.decoding.rescoring import Rescored
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.devices.base import Device
+from asr_serve.engine.chunked.either import Either
 from asr_serve.engine.chunked.growing import Frames, Growing
 from asr_serve.engine.chunked.streams import Streams
 from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper
@@ -66,6 +68,10 @@ SMALL_SHARE = 8
 rest is for pages, which are large."""
 WAIT_SHARE = 8
 """A session whose chunk is there waits for others an eighth of what the chunk lasts."""
+
+HOT_CTC_BEAM, HOT_RNNT_BEAM, HOT_TOKENS = 16, 4, 16
+"""Of sessions with hot words: entries of a beam, at least; and likeliest tokens of a transducer's entry."""
+CTC_BOOST, RNNT_BOOST = 1.0, 1.0
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +175,9 @@ def assemble(
             unless_made.callback(tiers.close)
         if chosen.streaming:
             wrapper, sleep = chunked(model, chosen, device, config), sleeping(config, tiers)
-            hearing: Work = Streams(wrapper, config.shares, on_done, on_start, **sleep)
+            hearing: Work = Streams(
+                wrapper, config.shares, on_done, on_start, **sleep, spell=spelling(parts, model.vocab)
+            )
         elif config.role == "encode" and meeting is not None:
             hearing = roles.encoding(model, device, chosen, config, meeting)
         elif chosen.grows:
@@ -193,6 +201,12 @@ def assemble(
 def sleeping(config: EngineConfig, tiers: Tiers | None) -> dict[str, Any]:
     """For Streams: where and when callers' streams sleep."""
     return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
+
+
+def spelling(parts: Parts, vocab: int) -> Callable[[str], StreamWords] | None:
+    """Hot words as a streaming search reads them; None: the vocabulary can only be read."""
+    text, encode = parts.text, parts.encode
+    return None if encode is None else lambda bias: StreamWords(bias, encode, text, vocab)
 
 
 def as_built(chosen: AnyCard, model: Any) -> AnyCard:
@@ -331,9 +345,10 @@ def _wrapper(
 
 def _search(model: Any, head: str, beam: int, device: Device) -> Search:
     if head == "ctc":
-        if beam == 1:
-            return CtcGreedy(model)
-        search = CtcPrefixBeam(model, beam)
-        return Rescored(search, model) if hasattr(model, "rescore") else search
+        plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
+        either = Either(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
+        return Rescored(either, model) if beam > 1 and hasattr(model, "rescore") else either
     where = device.torch_device
-    return TransducerGreedy(model, device=where) if beam == 1 else TransducerBeam(model, beam, device=where)
+    greedy = TransducerGreedy(model, device=where) if beam == 1 else TransducerBeam(model, beam, device=where)
+    wide = max(beam, HOT_RNNT_BEAM)
+    return Either(greedy, TransducerBeam(model, wide, device=where, boost=RNNT_BOOST, tokens=HOT_TOKENS))

@@ -4,12 +4,15 @@ all.jsonl     every segment: where it is, both texts, the error rate between the
 kept.jsonl    those under the threshold, in the form of NeMo's manifests
 files.jsonl   recordings that are done, and how long all.jsonl was behind each: a torn end is cut off
 label.json    which models heard it, how it was cut
+.lock         held while a run writes here
 summary.json  hours by threshold
 kept.svg      the same, drawn
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,13 +25,14 @@ from asr_serve.label import plot
 
 STEPS = 100
 """The error rates between 0 and 1 at which hours are counted."""
-ALL, KEPT, FILES, CHOSEN, SUMMARY, PLOT = (
+ALL, KEPT, FILES, CHOSEN, SUMMARY, PLOT, LOCK = (
     "all.jsonl",
     "kept.jsonl",
     "files.jsonl",
     "label.json",
     "summary.json",
     "kept.svg",
+    ".lock",
 )
 
 
@@ -52,6 +56,9 @@ class Done(msgspec.Struct, frozen=True):
     segments: int
     all_bytes: int
     """The length of all.jsonl behind its rows."""
+    size_bytes: int = 0
+    modified_ns: int = 0
+    """Of the file, when it was heard; 0 of what is none."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -69,30 +76,49 @@ class Summary(msgspec.Struct, frozen=True):
     """Hours that a threshold keeps."""
 
 
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Makes the folder, and keeps other runs out of it. Raises OptionError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise OptionError(
+            f"cannot write into the folder {folder}: {error.strerror}", "an --out that can be written"
+        ) from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OptionError(
+                f"another run is labelling into {folder}", "one at a time", "wait for it, or name another --out"
+            ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
 class Record:
-    """The folder of one labelling. Raises OptionError for one that other choices have made."""
+    """The folder of one labelling, which is there. Raises OptionError for one that other choices have made."""
 
     def __init__(self, folder: Path, chosen: dict[str, Any]) -> None:
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OptionError(
-                f"cannot make the folder {folder}: {error.strerror}", "an --out that can be written"
-            ) from error
-        self._expect(chosen)
-        self.done: set[str] = set()
+        self.done: dict[str, Done] = {}
         size = 0
         whole = 0
         self.seconds = 0.0
+        there = (folder / ALL).stat().st_size if (folder / ALL).exists() else 0
         for line in _lines(folder / FILES):
             try:
                 row = msgspec.json.decode(line, type=Done)
             except msgspec.DecodeError:
                 break  # the last one, torn
-            self.done.add(row.audio_filepath)
+            if not line.endswith(b"\n") or not size <= row.all_bytes <= there:
+                break  # its rows are not all there
+            self.done[row.audio_filepath] = row
             self.seconds += row.duration
             size, whole = row.all_bytes, whole + len(line)
+        self._expect(chosen)
         for name, length in ((ALL, size), (FILES, whole)):
             with (folder / name).open("ab") as file:
                 file.truncate(length)
@@ -105,10 +131,21 @@ class Record:
             file.flush()
             os.fsync(file.fileno())
             size = file.tell()
+        done = Done(path, duration, len(lines), size, *_stamp(path))
         with (self.folder / FILES).open("ab", buffering=0) as file:
-            file.write(msgspec.json.encode(Done(path, duration, len(lines), size)) + b"\n")
-        self.done.add(path)
+            file.write(msgspec.json.encode(done) + b"\n")
+        self.done[path] = done
         self.seconds += duration
+
+    def heard(self, path: str) -> bool:
+        """Whether both models have heard it, as it is now. Raises OptionError where it has changed since."""
+        if (done := self.done.get(path)) is None:
+            return False
+        if done.size_bytes and (done.size_bytes, done.modified_ns) != _stamp(path):
+            raise OptionError(
+                f"{path} has changed since it was heard", "the recordings as they were", "name another --out"
+            )
+        return True
 
     def finish(self, threshold: float, failed: int) -> Summary:
         """kept.jsonl, the summary and its drawing, of all that is done so far."""
@@ -154,7 +191,7 @@ class Record:
 
     def _expect(self, chosen: dict[str, Any]) -> None:
         path = self.folder / CHOSEN
-        if not path.exists():
+        if not self.done:  # what was chosen before came to nothing
             path.write_bytes(msgspec.json.encode(chosen) + b"\n")
             return
         try:
@@ -167,6 +204,14 @@ class Record:
                 "the same models and cutting go on with it; --threshold may be another",
                 "name another --out",
             )
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return 0, 0
+    return found.st_size, found.st_mtime_ns
 
 
 def _lines(path: Path) -> Iterator[bytes]:

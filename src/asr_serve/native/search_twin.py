@@ -9,6 +9,11 @@ session, and nothing else of it is read then:
     nodes   (slots, arena, 3) int64    parent (before the node itself; -1: what is fixed), token, frame
     peaks   (slots, arena, 2) float64  how likely the node was at that frame, and the token's log-probability
 
+With hot words two more, and an entry's place is by its log-probability and gain together:
+
+    spots   (slots, beam) int64        the node of the graph that each entry is at
+    gains   (slots, beam) float64      what hot words are worth so far
+
 Entries are sorted, best first. Both sides do the same operations on doubles in the same order, so what they
 leave in memory is the same to the last bit where their libraries' exp and log1p are.
 """
@@ -16,6 +21,8 @@ leave in memory is the same to the last bit where their libraries' exp and log1p
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +48,43 @@ class Options(NamedTuple):
     """Entries this much less likely than the best are dropped."""
 
 
+class Bias(NamedTuple):
+    """Hot words: two tensors of state, and a graph as `decoding/hotwords.py` lays it out."""
+
+    spots: Tensor
+    gains: Tensor
+    firsts: Tensor
+    """(nodes + 1,) int64: where the arcs of each node begin."""
+    tokens: Tensor
+    """Of the arcs, int64, rising within a node."""
+    nexts: Tensor
+    """Where they lead."""
+    fails: Tensor
+    """(nodes,) int64: where a part that does not go on goes back to."""
+    hopes: Tensor
+    """(nodes,) float64, and `gives` too: see decoding/bias.Graph."""
+    gives: Tensor
+    opens: Tensor
+    """(vocab,) uint8: behind this token a word may begin that has no space of its own."""
+    boost: float
+
+    def step(self, node: int, token: int) -> tuple[int, float]:
+        """The node after `token`, and what that is worth."""
+        then = self._go(node, token)
+        gain = (float(self.gives[then]) + float(self.hopes[then]) - float(self.hopes[node])) * self.boost
+        return (1 if then == 0 and self.opens[token] else then), gain
+
+    def _go(self, node: int, token: int) -> int:
+        while True:
+            first, end = self.firsts[node : node + 2].tolist()
+            at = first + bisect_left(self.tokens[first:end].tolist(), token)
+            if at < end and int(self.tokens[at]) == token:
+                return int(self.nexts[at])
+            if node == 0:
+                return 0
+            node = int(self.fails[node])
+
+
 class _Node:
     __slots__ = ("frame", "logprob", "parent", "peak", "token")
 
@@ -52,6 +96,8 @@ class _Entry(NamedTuple):
     node: int
     blank: float
     token: float
+    spot: int = 0
+    gain: float = 0.0
 
 
 class _Kept(NamedTuple):
@@ -61,6 +107,8 @@ class _Kept(NamedTuple):
     """-1: the entry goes on as it is."""
     blank: float
     nonblank: float
+    spot: int
+    gain: float
 
 
 def address(logprobs: Tensor) -> int:
@@ -85,11 +133,13 @@ def step(
     min_logprob: float,
     max_gap: float,
     threads: int,
+    bias: Sequence[Any] | None = None,
 ) -> list[tuple[list[Item], list[Item]]]:
     """One chunk of many sessions: what was fixed by it, and the rest of the best entry, of each.
 
     logprobs (n, frames, vocab) float32; rows, seen, frames (n,) int64 as in `models.streaming.Chunk`. Rows that
-    point at the last row of the state are left out. Raises ValueError for shapes and rows that do not fit.
+    point at the last row of the state are left out.
+    `bias`: a Bias, of all of them. Raises ValueError for shapes and rows that do not fit.
     """
     address(logprobs)
     n, width, vocab = logprobs.shape
@@ -103,12 +153,13 @@ def step(
         raise ValueError("a row or its frames are out of range")
     if not 0 <= blank < vocab or top < 1:
         raise ValueError("blank or top is out of range")
+    hot = None if bias is None else Bias(*bias)
     found: list[tuple[list[Item], list[Item]]] = []
     for i, (row, first, count) in enumerate(zip(taken, seen.tolist(), frames.tolist(), strict=True)):
         if row == slots - 1:
             found.append(([], []))
             continue
-        beam = _Beam(row, state, options)
+        beam = _Beam(row, state, options, hot)
         for frame in range(count):
             beam.hear(logprobs[i, frame].tolist(), first + frame)
         beam.save(row, state)
@@ -116,13 +167,21 @@ def step(
     return found
 
 
-def nbest(row: int, state: tuple[Tensor, ...]) -> list[tuple[list[Item], float]]:
-    """Of one session, best first: what each entry says after what is fixed, and its log-probability.
+def nbest(
+    row: int, state: tuple[Tensor, ...], bias: Sequence[Any] | None = None
+) -> list[tuple[list[Item], float, float]]:
+    """Of one session, best first: what each entry says after what is fixed, its log-probability, and what its hot
+    words are worth: a part that has not become a word is worth nothing.
 
     `state`: counts, heads, scores, nodes, peaks.
     """
-    beam = _Beam(row, state, Options(1 << 62, 0, 0, 0.0, 0.0))
-    return [(beam.path(e.node), _add(e.blank, e.token)) for e in beam.entries]
+    hot = None if bias is None else Bias(*bias)
+    beam = _Beam(row, state, Options(1 << 62, 0, 0, 0.0, 0.0), hot)
+    found = []
+    for e in beam.entries:
+        gain = 0.0 if hot is None else e.gain - hot.boost * float(hot.hopes[e.spot])
+        found.append((beam.path(e.node), _add(e.blank, e.token), gain))
+    return found if hot is None else sorted(found, key=lambda each: -(each[1] + each[2]))
 
 
 def _add(a: float, b: float) -> float:
@@ -134,7 +193,8 @@ def _add(a: float, b: float) -> float:
 class _Beam:
     """One session's search, taken out of its row."""
 
-    def __init__(self, row: int, state: tuple[Tensor, ...], options: Options) -> None:
+    def __init__(self, row: int, state: tuple[Tensor, ...], options: Options, bias: Bias | None) -> None:
+        self.bias = bias
         counts, heads, scores, nodes, peaks = state
         self.options, self.size, self.arena = options, heads.shape[1], nodes.shape[1]
         entries, used, last = counts[row].tolist()
@@ -148,13 +208,20 @@ class _Beam:
         where: list[Any] = heads[row, :entries].tolist()
         said: list[Any] = scores[row, :entries].tolist()
         self.entries = [_Entry(head, *pair) for head, pair in zip(where, said, strict=True)]
+        if bias is not None:
+            spots, gains = bias.spots[row, :entries].tolist(), bias.gains[row, :entries].tolist()
+            if any(not 0 <= spot < len(bias.fails) for spot in spots):
+                raise ValueError(f"row {row} of the state is corrupt")
+            self.entries = [
+                e._replace(spot=spot, gain=gain) for e, spot, gain in zip(self.entries, spots, gains, strict=True)
+            ]
         sound = -1 <= self.last < options.vocab and all(-1 <= entry.node < used for entry in self.entries)
         if not sound or any(
             not (-1 <= node.parent < i and 0 <= node.token < options.vocab) for i, node in enumerate(self.nodes)
         ):
             raise ValueError(f"row {row} of the state is corrupt")
         if not self.entries:
-            self.entries = [_Entry(-1, 0.0, NONE)]
+            self.entries = [_Entry(-1, 0.0, NONE, 1)]
 
     def save(self, row: int, state: tuple[Tensor, ...]) -> None:
         counts, heads, scores, nodes, peaks = state
@@ -162,6 +229,9 @@ class _Beam:
         counts[row] = torch.tensor([entries, used, self.last + 1])
         heads[row, :entries] = torch.tensor([e.node for e in self.entries])
         scores[row, :entries] = torch.tensor([[e.blank, e.token] for e in self.entries], dtype=torch.float64)
+        if self.bias is not None:
+            self.bias.spots[row, :entries] = torch.tensor([e.spot for e in self.entries])
+            self.bias.gains[row, :entries] = torch.tensor([e.gain for e in self.entries], dtype=torch.float64)
         if used:
             nodes[row, :used] = torch.tensor([[n.parent, n.token, n.frame] for n in self.nodes])
             peaks[row, :used] = torch.tensor([[n.peak, n.logprob] for n in self.nodes], dtype=torch.float64)
@@ -190,10 +260,11 @@ class _Beam:
             node = self.entries[k.entry].node
             if k.token >= 0:
                 node = self._child(node, k.token, frame)
-            if node >= 0 and k.nonblank - best > self.nodes[node].peak:
+            peak = k.nonblank + k.gain - best
+            if node >= 0 and peak > self.nodes[node].peak:
                 it = self.nodes[node]
-                it.peak, it.frame, it.logprob = k.nonblank - best, frame, logprobs[it.token]
-            entries.append(_Entry(node, k.blank, k.nonblank))
+                it.peak, it.frame, it.logprob = peak, frame, logprobs[it.token]
+            entries.append(_Entry(node, k.blank, k.nonblank, k.spot, k.gain))
         self.entries = entries
         self._settle()
 
@@ -217,13 +288,18 @@ class _Beam:
                 # A token said twice needs a blank between.
                 mass = self.entries[parent].blank if lasts[parent] == lasts[i] else totals[parent]
                 nonblank = _add(nonblank, mass + logprobs[lasts[i]])
-            ranked.append(_Kept(_add(blank, nonblank), i, -1, blank, nonblank))
+            total = _add(blank, nonblank) + entry.gain
+            ranked.append(_Kept(total, i, -1, blank, nonblank, entry.spot, entry.gain))
         there = {(at[above[i]], lasts[i]) for i in range(len(self.entries)) if above[i] in at}
         for i, entry in enumerate(self.entries):
             for token in tokens:
                 if (i, token) not in there:
                     score = (entry.blank if token == lasts[i] else totals[i]) + logprobs[token]
-                    ranked.append(_Kept(score, i, token, NONE, score))
+                    spot, gain = entry.spot, entry.gain
+                    if self.bias is not None:
+                        spot, more = self.bias.step(spot, token)
+                        gain += more
+                    ranked.append(_Kept(score + gain, i, token, NONE, score, spot, gain))
         return sorted((k for k in ranked if k.score > NONE), key=lambda k: -k.score)[: self.size]
 
     def _child(self, parent: int, token: int, frame: int) -> int:

@@ -15,7 +15,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.card import Card
 from asr_serve.text.languages import SCRIPTS, script
-from asr_serve.text.tokens import Tokenizer
+from asr_serve.text.tokens import Tokenizer, unwritable
 
 MOST_CHARACTERS = 16_384
 """Of a prompt: no model reads so much, and cutting it into tokens takes time."""
@@ -35,12 +35,11 @@ def ending(card: Card, said: Sequence[int]) -> tuple[int, ...]:
     return tuple(said[max(0, len(said) - card.prompt_tokens) :])
 
 
-def hotword_bias(client: EngineClient, hotwords: Sequence[str]) -> str:
+def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> str:
     """What goes into SearchOptions.bias, of words as a caller writes them: `word` or `word:weight`.
 
     Raises OptionError for what is no list of texts, too many, an empty or too long one, one that the model cannot
-    write, a weight out of range; UnsupportedOption where the model searches without them. `param` is
-    `hotwords`.
+    write, a weight out of range. `param` is `hotwords`.
     """
     listed = isinstance(hotwords, Sequence) and not isinstance(hotwords, str)
     if not listed or not all(isinstance(word, str) for word in hotwords):
@@ -51,16 +50,23 @@ def hotword_bias(client: EngineClient, hotwords: Sequence[str]) -> str:
         )
     if not hotwords:
         return ""
-    if client.card.streaming and not client.card.grows:
-        raise UnsupportedOption(
-            "hotwords are not supported",
-            f"{client.card.name} searches without them; Moonshine and Whisper know them",
-            "leave them out, or ask for one of those",
-            param="hotwords",
-        )
     words = [hot_word(word) for word in hotwords]
-    expect_written(client.card, [word.text for word in words])
+    texts = [word.text for word in words]
+    expect_written(client.card, texts)
+    expect_spelt(client.card, tokenizer, texts)
     return packed(words)
+
+
+def expect_spelt(card: Card, tokenizer: Tokenizer, words: Sequence[str]) -> None:
+    """Raises OptionError for a word with a letter or digit that the model's vocabulary does not have."""
+    for word in words:
+        if missing := unwritable(tokenizer, word):
+            raise OptionError(
+                f"hotword {word[:60]!r} has {missing!r}",
+                f"the vocabulary of {card.name} has no such letter",
+                "write it as it is spoken, in the letters that the model writes",
+                param="hotwords",
+            )
 
 
 def expect_written(card: Card, words: Sequence[str]) -> None:

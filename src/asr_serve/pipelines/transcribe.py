@@ -129,7 +129,7 @@ class _Transcription:
             language=self.language,
             prompt=self.said,
             beam=options.beam,
-            bias=hotword_bias(client, options.hotwords),
+            bias=hotword_bias(client, tokenizer, options.hotwords),
             words=options.words or options.speakers,
         )
         self.finishing = Finishing("en" if options.task == "translate" else self.language, itn=options.itn)

@@ -23,6 +23,15 @@ def number(speaker: str) -> int | None:
     return int(found[1]) if found else None
 
 
+def is_given(name: str) -> bool:
+    """Whether somebody who is not known may be called so.
+
+    >>> is_given("SPEAKER_07"), is_given("SPK7"), is_given("SPKR")
+    (True, True, False)
+    """
+    return number(name) is not None or re.fullmatch(r"SPK\d+", name, re.ASCII) is not None
+
+
 def spk(speaker: str) -> str:
     """FunASR's name in answers about recordings.
 

@@ -110,7 +110,8 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Segment(Numbered, frozen=True, kw_only=True, omit_defaults=True):
-    """Its text begins with all that was locked since the segment before; its `spoken` does, where it has one."""
+    """Its text begins with all that was locked since the segment before; its `spoken` does, where it has one.
+    Where the speaker changes several end at once, and the texts of all begin so together."""
 
     index: int
     start_s: float

@@ -89,7 +89,7 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
             lag_ms=units.samples_to_ms(card.lag_samples(chunk)) if card.chunk else None,
             prompts=card.prompts,
             words=True,
-            hotwords=not card.streaming,
+            hotwords=True,
             speakers=speakers,
             itn=tuple(sorted(set(card.languages) & set(LANGUAGES))) if is_installed() else (),
         )

@@ -42,7 +42,7 @@ class Microphone:
         language(engine.client, settings.language)
         options = settings.listen(engine.client.turn_model)
         prompt_tokens(engine.client, engine.tokenizer, options.prompt)
-        hotword_bias(engine.client, options.hotwords)
+        hotword_bias(engine.client, engine.tokenizer, options.hotwords)
         return engine.name
 
     def begin(self, settings: Settings, hear: Callable[[list[Event]], None]) -> tuple[Caller, Spell]:

@@ -151,7 +151,7 @@ class Microphone:
 
     def expect(self, wants: Wants) -> None:
         engine = self._engine()
-        hotword_bias(engine.client, wants.hotwords)
+        hotword_bias(engine.client, engine.tokenizer, wants.hotwords)
         Finishing(language(engine.client, wants.language or None), itn=wants.itn)
 
     def begin(self, wants: Wants, outbox: Outbox) -> Hearing:

@@ -1,13 +1,11 @@
 """Which speakers of all the windows are one person.
 
 1. Voices that were heard alone for long enough are clustered; those of one window are different people. Then each
-goes
-   where it is most like the whole group, for the first groups were made of few.
-2. Where two windows overlap, speakers that speak in the same frames are the same: that holds of voices that
-nobody can
-   know, too, as of somebody who is never alone.
-3. Of what is left, whoever speaks for long is a person of their own; the rest, a word or a laugh, goes to
-somebody near.
+   goes where it is most like the whole group, for the first groups were made of few.
+2. Where windows overlap, speakers that speak in the same frames are the same: that holds of voices that nobody can
+   know, too, as of somebody who is never alone, and of windows whose voices were not listened to.
+3. Of what is left, whoever speaks for long is a person of their own; the rest, a word or a laugh, goes to somebody
+   near.
 """
 
 from __future__ import annotations
@@ -23,17 +21,20 @@ from asr_serve import units
 from asr_serve.speaker.clustering import ANY, HowMany, cluster
 from asr_serve.speaker.local import LocalVoices
 
-ALIKE = 0.37
-"""Least cosine of two groups of voices that are one speaker: of 0.25 to 0.5 the best on bench/meetings.py."""
-SURE_SAMPLES = units.ms_to_samples(1_000)
-"""A voice that was heard alone for so long may be a group of its own; chosen there too, as the next."""
+ALIKE = (0.27, 0.46)
+"""Least cosine of two groups of voices that are one speaker, where voices were listened to for ALIKE_SAMPLES: the
+shorter, the less is a voice like itself. On bench/meetings.py 0.30 was best of 0.25 to 0.5 for 1.5 s a voice,
+0.45 for 3.7 s."""
+ALIKE_SAMPLES = (units.s_to_samples(1), units.s_to_samples(4))
+SURE_SAMPLES = units.ms_to_samples(1_500)
+"""A voice that was heard alone for so long may be a group of its own: of 0.5, 1, 1.5 and 2 s the best there."""
 OWN_SAMPLES = units.ms_to_samples(1_500)
 """Whoever is never heard alone is somebody, with so much speech."""
-SHARED_SAMPLES, SHARED = units.ms_to_samples(500), 0.6
+SHARED_SAMPLES, SHARED = units.ms_to_samples(250), 0.5
 """Two speakers of windows that overlap are one, who speak together for so long, and for such a part of the time in
 which either does."""
 NEAR_WINDOWS = 6
-"""So far away may be whoever a word is given to: a minute."""
+"""So far away may be whoever a word is given to: a minute, where windows overlap half of one."""
 MOST_VOICES = 1_500
 """That are clustered at once: two hours or so of talk. Of more, so many at a time are clustered first."""
 
@@ -56,6 +57,8 @@ class Voice(msgspec.Struct, eq=False):
     active_samples: int
     clean_samples: int
     """Heard alone; what tells how much its direction is worth."""
+    heard_samples: int
+    """Listened to."""
     direction: np.ndarray | None
     """Of length 1; None where it was not heard well enough."""
     group: int = -1
@@ -66,11 +69,12 @@ def voices_of(windows: Sequence[Window]) -> list[Voice]:
     found = []
     for number, window in enumerate(windows):
         heard, active = window.heard, window.heard.active
-        known = dict(zip(heard.who, zip(heard.clean_samples, heard.embeddings, strict=True), strict=True))
+        told = zip(heard.clean_samples, heard.heard_samples, heard.embeddings, strict=True)
+        known = dict(zip(heard.who, told, strict=True))
         for local in np.flatnonzero(active.any(0)):
-            clean, direction = known.get(int(local), (0, None))
+            clean, listened, direction = known.get(int(local), (0, 0, None))
             samples = int(active[:, local].sum()) * heard.step_samples
-            found.append(Voice(number, int(local), samples, clean, direction))
+            found.append(Voice(number, int(local), samples, clean, listened, direction))
     return found
 
 
@@ -81,6 +85,12 @@ def centre(voices: Sequence[Voice]) -> np.ndarray | None:
         return None
     total = np.sum(known, axis=0)
     return np.asarray(total / max(float(np.linalg.norm(total)), 1e-12), np.float32)
+
+
+def alike(voices: Sequence[Voice]) -> float:
+    """Least cosine of two of them, or of two groups of them, that are one speaker."""
+    listened = [each.heard_samples for each in voices if each.direction is not None]
+    return float(np.interp(np.mean(listened) if listened else 0, ALIKE_SAMPLES, ALIKE))
 
 
 def group(windows: Sequence[Window], voices: Sequence[Voice], how_many: HowMany) -> None:
@@ -130,7 +140,7 @@ def _labels(groups: Sequence[Sequence[Voice]], how_many: HowMany) -> np.ndarray:
     apart = np.array([[one is not other and not one.isdisjoint(other) for other in where] for one in where])
     weights = np.array([sum(max(each.clean_samples, 1) for each in members) for members in groups], np.float64)
     directions = np.stack([found for members in groups if (found := centre(members)) is not None])
-    return cluster(directions, weights, apart, ALIKE, how_many)
+    return cluster(directions, weights, apart, alike([each for members in groups for each in members]), how_many)
 
 
 def _seat(mates: dict[int, list[Voice]], sure: Sequence[Voice]) -> None:
@@ -157,33 +167,50 @@ def _seat(mates: dict[int, list[Voice]], sure: Sequence[Voice]) -> None:
 
 
 def _follow(windows: Sequence[Window], mates: dict[int, list[Voice]], voices: Sequence[Voice]) -> None:
-    """Voices without a group to that of who speaks in the same frames of the window before or after."""
-    same: dict[int, list[Voice]] = {}
-    for number in range(len(windows) - 1):
-        for one, other in _shared(windows, number, mates):
-            same.setdefault(id(one), []).append(other)
-            same.setdefault(id(other), []).append(one)
-    for each in sorted(voices, key=lambda each: -each.active_samples):
-        taken = {mate.group for mate in mates[each.window]}
-        near = [other.group for other in same.get(id(each), []) if other.group >= 0 and other.group not in taken]
-        if each.group < 0 and near:
-            each.group = near[0]
+    """Voices without a group to that of who speaks in the same frames of windows before and after, the surest
+    first; then those who are the same as these."""
+    same: dict[int, list[tuple[float, Voice]]] = {}
+    for number in range(len(windows)):
+        for later in range(number + 1, len(windows)):
+            if windows[number].end_samples - windows[later].start_samples < SHARED_SAMPLES:
+                break
+            for agreement, one, other in _shared(windows, number, later, mates):
+                same.setdefault(id(one), []).append((agreement, other))
+                same.setdefault(id(other), []).append((agreement, one))
+    left = [each for each in voices if each.group < 0 and id(each) in same]
+    while left:
+        pairs: list[tuple[float, int, int]] = []
+        for place, each in enumerate(left):
+            sums: dict[int, float] = {}
+            for agreement, other in same[id(each)]:
+                if other.group >= 0:
+                    sums[other.group] = sums.get(other.group, 0.0) + agreement
+            pairs += [(agreement, place, who) for who, agreement in sums.items()]
+        for _, place, who in sorted(pairs, reverse=True):
+            each = left[place]
+            if each.group < 0 and all(mate.group != who for mate in mates[each.window]):
+                each.group = who
+        still = [each for each in left if each.group < 0]
+        if len(still) == len(left):
+            break
+        left = still
 
 
-def _shared(windows: Sequence[Window], number: int, mates: dict[int, list[Voice]]) -> list[tuple[Voice, Voice]]:
-    before, after = windows[number], windows[number + 1]
-    if before.end_samples - after.start_samples < SHARED_SAMPLES:
-        return []
+def _shared(
+    windows: Sequence[Window], number: int, later: int, mates: dict[int, list[Voice]]
+) -> list[tuple[float, Voice, Voice]]:
+    """Voices of two windows that are one speaker, and for how many frames they agree more than they need to."""
+    before, after = windows[number], windows[later]
     step = before.heard.step_samples
     one = before.heard.active[round((after.start_samples - before.start_samples) / step) :]
     frames = min(len(one), len(after.heard.active))
     one, other = one[:frames], after.heard.active[:frames]
     found = []
-    for left, right in itertools.product(mates.get(number, []), mates.get(number + 1, [])):
+    for left, right in itertools.product(mates.get(number, []), mates.get(later, [])):
         both = int((one[:, left.local] & other[:, right.local]).sum())
         either = int((one[:, left.local] | other[:, right.local]).sum())
         if both * step >= SHARED_SAMPLES and both > SHARED * either:
-            found.append((left, right))
+            found.append((both - SHARED * either, left, right))
     return found
 
 

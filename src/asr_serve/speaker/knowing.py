@@ -42,6 +42,6 @@ def _names(voices: Mapping[str, np.ndarray], known: Mapping[str, np.ndarray]) ->
     )
     names: dict[str, str] = {}
     for alike, speaker, name in pairs:
-        if alike >= ALIKE and speaker not in names and name not in names.values():
+        if alike >= ALIKE[1] and speaker not in names and name not in names.values():
             names[speaker] = name
     return names

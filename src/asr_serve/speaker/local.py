@@ -11,6 +11,10 @@ from asr_serve import units
 WINDOW_SAMPLES = units.s_to_samples(10)
 """What is listened to at once: what segmentation models were trained on."""
 
+BUDGET_SAMPLES = units.s_to_samples(3)
+"""Of a window that is listened to for what its speakers sound like, over all of them: who is alone in it is heard
+for so long, of three each for a third."""
+
 
 class LocalVoices(msgspec.Struct, frozen=True):
     """Of one window. Its speakers have no order: the first may be another than the first of the next window."""
@@ -20,20 +24,26 @@ class LocalVoices(msgspec.Struct, frozen=True):
     step_samples: int
     speakers: int
     """How many a window has at most."""
-    sets: bytes
-    """(frames,) uint8: who speaks, a bit for each speaker."""
+    chances: bytes
+    """(frames, speakers) uint8: how likely each of them speaks there, 255 is 1. 1.8 KB for ten seconds."""
     who: tuple[int, ...] = ()
     """Those whose voice is known, in order."""
     clean_samples: tuple[int, ...] = ()
     """Of each of these: how much it was heard alone. 0: it was heard through others."""
+    heard_samples: tuple[int, ...] = ()
+    """Of each of these: how much of it was listened to, at most what it was asked for."""
     voices: bytes = b""
     """(len(who), width) float32, each of length 1."""
 
     @property
     def active(self) -> np.ndarray:
-        """(frames, speakers) bool."""
-        bits = np.frombuffer(self.sets, np.uint8)[:, None] >> np.arange(self.speakers, dtype=np.uint8)
-        return (bits & 1).astype(bool)
+        """(frames, speakers) bool: who speaks more likely than not."""
+        return self.likely > 127
+
+    @property
+    def likely(self) -> np.ndarray:
+        """(frames, speakers) uint8."""
+        return np.frombuffer(self.chances, np.uint8).reshape(-1, self.speakers)
 
     @property
     def embeddings(self) -> np.ndarray:

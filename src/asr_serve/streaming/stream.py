@@ -42,7 +42,7 @@ class Stream:
         EngineClosed, and what the source does."""
         language(client, options.listen.language)
         prompt_tokens(client, tokenizer, options.listen.prompt)
-        hotword_bias(client, options.listen.hotwords)
+        hotword_bias(client, tokenizer, options.listen.hotwords)
         self._whole = one_source(source)
         if self._whole and options.rate_hz is not None:
             raise OptionError(

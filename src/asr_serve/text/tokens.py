@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
-from asr_serve.errors import UnsupportedOption, WeightsMissing
+from asr_serve.errors import WeightsMissing
 
 SPACE = "\u2581".encode()
 """SentencePiece's mark for a space."""
@@ -28,13 +28,6 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Ids of a text, as it stands; what spells a special token in it is left out. Raises UnsupportedOption
         where the vocabulary can only be read."""
-
-
-class Pieces:
-    """A vocabulary that came without the rules that cut text into it."""
-
-    def encode(self, text: str) -> list[int]:
-        raise UnsupportedOption("text for the model to read", "this model hears audio only", "leave it out")
 
 
 class BytePieces:
@@ -92,12 +85,61 @@ class BytePieces:
         return [i for part in parts for i in ([ids[part]] if part in ids else [SPECIAL + byte for byte in part])]
 
 
-class TextPieces(Pieces):
-    """Detokeniser over a list of strings, one per id, in which SentencePiece's mark stands for a space: the
-    `pieces.json` of converted streaming models."""
+class TextPieces:
+    """A list of strings, one per id, in which SentencePiece's mark stands for a space: the `pieces.json` of
+    converted streaming models, which came without the rules that cut text into it."""
 
     def __init__(self, path: Path) -> None:
         self.pieces: list[str] = json.loads(path.read_text(encoding="utf-8"))
+
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {piece: i for i, piece in reversed(list(enumerate(self.pieces))) if piece and not _special(piece)}
+
+    @cached_property
+    def letters(self) -> frozenset[str]:
+        """Those that it can write by themselves, in either case where it knows one."""
+        own = {piece for piece in self._ids if len(piece) == 1}
+        own |= {piece[1:] for piece in self._ids if len(piece) == 2 and piece[0] == SPACE.decode()}
+        return frozenset(own | {each for c in own for each in (c.lower(), c.upper()) if len(each) == 1})
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
+    def encode(self, text: str) -> list[int]:
+        """In as few pieces as there can be, of equals those with longer ones first: how exactly a model's training
+        cut text its checkpoint does not tell. What the vocabulary has no letter for is left out; a letter of the
+        case that it does not know is written in the other. Nothing where a letter or digit cannot be written."""
+        mark, known = SPACE.decode(), self._ids
+        text = "".join(c if c.isalnum() or c in self.letters or c in "'’" else " " for c in text)
+        begins = text[:1].isspace()
+        text = mark.join(text.split())
+        text = mark + text if begins and text else text
+        text = "".join(c for c in map(self._letter, text) if c)
+        fewest: list[tuple[int, list[int]] | None] = [None] * len(text) + [(0, [])]
+        for at in range(len(text) - 1, -1, -1):
+            for end in range(min(len(text), at + self._longest), at, -1):
+                rest, piece = fewest[end], known.get(text[at:end])
+                if rest is None or piece is None:
+                    continue
+                best = fewest[at]
+                if best is None or rest[0] + 1 < best[0]:
+                    fewest[at] = rest[0] + 1, [piece, *rest[1]]
+        found = fewest[0] if fewest else None
+        return found[1] if found is not None else []
+
+    def _letter(self, c: str) -> str:
+        """As the vocabulary has it; empty for a sign that it does not know."""
+        own = self._own
+        for each in (c, c.lower(), c.upper()):
+            if each in own:
+                return each
+        return c if c.isalnum() else ""
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return frozenset("".join(self._ids))
 
     def text(self, tokens: Iterable[int]) -> str:
         """Ids out of range say nothing; a model that spells may say several spaces, which are one."""
@@ -125,6 +167,20 @@ class HubTokenizer:
         return [
             token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks
         ]
+
+
+def _special(piece: str) -> bool:
+    """A sign of the model's own, like <unk>: never text."""
+    return len(piece) > 2 and piece[0] == "<" and piece[-1] == ">"
+
+
+def unwritable(tokenizer: Tokenizer, word: str) -> str:
+    """The first letter or digit of a word that the vocabulary cannot write; empty if it can write them all."""
+    if not isinstance(tokenizer, TextPieces):
+        return ""  # bytes spell anything
+    if missing := next((c for c in word if c.isalnum() and c not in tokenizer.letters), ""):
+        return missing
+    return "" if tokenizer.encode(word) else word[:1]
 
 
 def texts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> list[str]:

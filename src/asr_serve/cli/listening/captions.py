@@ -6,7 +6,7 @@ import math
 import shutil
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -134,8 +134,7 @@ class Lines:
             "delta": result.fixed_text[self._fixed :],
             "unfixed_text": result.unfixed_text,
             "segments": [
-                {"start": round(each.start_s, 3), "end": round(each.end_s, 3), "text": each.text}
-                | plain.known(each)
+                _in_ms({"start": each.start_s, "end": each.end_s, "text": each.text} | plain.known(each))
                 for each in result.segments[self._segments :]
             ],
         }
@@ -165,6 +164,13 @@ def caption(fixed: str, unfixed: str, columns: int) -> str:
         at = max(0, len(text) - len(unfixed))
         fixed, unfixed = text[:at], text[at:]
     return "".join(f"{style}{part}{PLAIN}" for style, part in ((BRIGHT, fixed), (DIM, unfixed)) if part)
+
+
+def _in_ms(told: dict[str, Any]) -> dict[str, Any]:
+    """A segment whose times, and its words', are whole milliseconds."""
+    times = {name: round(told[name], 3) for name in ("start", "end")}
+    words = {"words": [_in_ms(word) for word in told["words"]]} if "words" in told else {}
+    return {**told, **times, **words}
 
 
 def _write(stream: BinaryIO, text: str) -> None:

@@ -77,7 +77,7 @@ class There:
 
         def read() -> Error | None:
             """The last complaint, if there was one."""
-            results, complaint = Results(), None
+            results, complaint = Results(itn="itn" in self._query), None
             for event in stream:
                 match event:
                     case Lost(reason):
@@ -108,8 +108,9 @@ class There:
 class Results:
     """Events to a result for each that changes the text."""
 
-    def __init__(self) -> None:
-        self._transcript = Transcript()
+    def __init__(self, *, itn: bool = False) -> None:
+        """`itn`: as Transcript's."""
+        self._transcript = Transcript(itn=itn)
         self._segments: tuple[Segment, ...] = ()
 
     def note(self, event: Event) -> StreamResult | None:

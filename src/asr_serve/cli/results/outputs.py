@@ -24,6 +24,8 @@ from asr_serve.types import Segment, Transcript
 
 OWNERS = ".asr-serve.jsonl"
 """In an output folder: which source each file was made from, so that `--resume` cannot confuse two."""
+OF_ONE_KIND = ("json", "verbose_json", "jsonl", "rttm", "ctm")
+"""Formats that programs read: each result tells its recording, and nothing stands between two."""
 ONE_OBJECT = "one JSON object a line"
 
 
@@ -74,7 +76,7 @@ class Screen:
             if not transcript.segments:
                 self._write(plain.text(transcript))
             return
-        if self.form not in ("json", "verbose_json", "jsonl"):
+        if self.form not in OF_ONE_KIND:
             self._head(item)
         result = render(transcript, self.form)
         if self.several and self.form in ("json", "verbose_json"):

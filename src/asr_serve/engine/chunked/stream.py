@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from asr_serve.decoding.attention import Recognition
+from asr_serve.decoding.hotwords import StreamWords
 from asr_serve.engine.chunked.wrapper import Session
 from asr_serve.engine.saved import Held, Saved, read
 from asr_serve.engine.session import Piece, Utterance
@@ -71,11 +72,15 @@ class Stream:
         *,
         keeps: bool = False,
         words: bool = False,
+        bias: str = "",
     ) -> None:
         """`priority`: for a slot. `live`: for steps. `samples`: the most that will come, if that is known.
         `keeps`: what it hears, should it have to be heard again. `words`: it may be asked when tokens were
-        said."""
+        said. `bias`: its hot words, as SearchOptions has them."""
         self.words = words if utterance is None else utterance.options.words
+        self.bias = bias if utterance is None else utterance.options.bias
+        self.hot: StreamWords | None = None
+        """Of that, once they are ready."""
         self.timed = 0
         """Tokens of which that was told."""
         self.priority, self.live, self.utterance, self.samples = priority, live, utterance, samples

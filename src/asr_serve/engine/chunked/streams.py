@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from asr_serve.decoding.hotwords import StreamWords
 from asr_serve.engine.chunked.queue import LIVE_RESERVE, Queue
 from asr_serve.engine.chunked.sleepers import SLEEPS_AT_ONCE, Sleepers, Tiers
+from asr_serve.engine.chunked.spelling import Spelling
 from asr_serve.engine.chunked.stream import Kept, Stream, lost, recognition
 from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper, Progress, Session
 from asr_serve.engine.saved import Held, Saved
 from asr_serve.engine.session import Piece, Utterance, reject, resolve
 from asr_serve.engine.work import Attempt, Keeper, Seldom
-from asr_serve.errors import AtCapacity, Cancelled
+from asr_serve.errors import AtCapacity, Cancelled, StepFailed
 from asr_serve.types import Found, Priority
 
 MOST_WAITING = 512
@@ -41,10 +43,12 @@ class Streams:
         tiers: Tiers | None = None,
         sleep_after_s: float = 10.0,
         hears_again: bool = False,
+        spell: Callable[[str], StreamWords] | None = None,
     ) -> None:
         """`shares`: of the slots that are given while others wait too, by class. `tiers`: where callers' streams
         sleep when nothing comes for `sleep_after_s`; None: they never do. `hears_again`: the tiers may lose one;
-        then it is heard again, from audio that is kept."""
+        then it is heard again, from audio that is kept. `spell`: a list of hot words as
+        the search reads it; None: it knows none."""
         self.wrapper, self.device = wrapper, wrapper.device
         self._sleepers, self._hears_again = Sleepers(tiers, sleep_after_s), hears_again
         self._on_done, self._on_start = on_done, on_start
@@ -55,11 +59,13 @@ class Streams:
         """Those without a slot that have something to hear; where nobody sleeps, all without one."""
         self._recordings = 0
         """Utterances that have one."""
+        self._spelling = Spelling(spell)
         self._look_through = Seldom()
 
     def begin(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._sleepers.begin(keeper)
+        self._spelling.begin(keeper)
 
     @property
     def due_s(self) -> float | None:
@@ -98,6 +104,7 @@ class Streams:
         finally:
             for stream in left:
                 self._reject(stream, error)
+            self._spelling.close()
 
     def report(self) -> dict[str, int]:
         states = self.wrapper.states
@@ -111,8 +118,10 @@ class Streams:
     # --- utterances --------------------------------------------------------------------------------------
 
     def submit(self, utterance: Utterance) -> None:
-        self._streams[utterance.id] = Stream(utterance.priority, utterance.priority == "live", utterance)
+        stream = Stream(utterance.priority, utterance.priority == "live", utterance)
+        self._streams[utterance.id] = stream
         self._waiting.add(utterance.id, utterance.priority)
+        self._spell(utterance.id, stream)
 
     def cancel(self, request_id: int) -> None:
         self._drop(request_id, Cancelled("the request was cancelled"))
@@ -120,11 +129,18 @@ class Streams:
     # --- streams -----------------------------------------------------------------------------------------
 
     def open(
-        self, number: int, live: bool, samples: int | None = None, saved: Saved | None = None, words: bool = False
+        self,
+        number: int,
+        live: bool,
+        samples: int | None = None,
+        saved: Saved | None = None,
+        words: bool = False,
+        bias: str = "",
     ) -> None:
         """Of a caller. `samples`: the most that will come. `saved`: where it stood, here or in another engine of
-        the same model. `words`: pieces may be timed. Raises ValueError for one that cannot be gone on with."""
-        stream = Stream("live", live, samples=samples, keeps=self._hears_again, words=words)
+        the same model. `words`: pieces may be timed. `bias`: hot words, as SearchOptions has them. Raises
+        ValueError for one that cannot be gone on with."""
+        stream = Stream("live", live, samples=samples, keeps=self._hears_again, words=words, bias=bias)
         if saved is not None and (held := stream.load(saved)) is not None:
             self._expect(stream, held)
             if self._sleepers.possible and self._sleepers.put(number, held):
@@ -133,6 +149,19 @@ class Streams:
         self._kept.add(stream)
         if not self._sleepers.possible:  # then who comes first keeps a slot from here on
             self._waiting.add(number, "live")
+        self._spell(number, stream)
+
+    def _spell(self, number: int, stream: Stream) -> None:
+        """It has no slot until its hot words are ready."""
+
+        def made(words: StreamWords | StepFailed) -> None:
+            if isinstance(words, StreamWords):
+                stream.hot = words
+            else:
+                self._drop(number, words)
+
+        if stream.bias:
+            self._spelling.spell(number, stream.bias, made)
 
     def export(self, number: int) -> Saved | None:
         """The stream leaves this engine; all its pieces have been answered. None: it has to be heard from its
@@ -199,7 +228,8 @@ class Streams:
         while len(self._waiting) and (free := self._free):
             crowded = self._recordings >= self.wrapper.max_rows or free <= kept
             allowed: tuple[Priority, ...] = ("live",) if crowded else ("live", "interactive", "bulk")
-            if (number := self._waiting.take(allowed, self._sleepers.coming)) is None:
+            but = self._sleepers.coming.keys() | self._spelling.waiting
+            if (number := self._waiting.take(allowed, but)) is None:
                 return
             stream = self._streams[number]
             session = stream.session = self._open(number, stream)
@@ -366,7 +396,7 @@ class Streams:
         return self.wrapper.free
 
     def _open(self, number: int, stream: Stream) -> Session:
-        return self.wrapper.open(live=stream.live, words=stream.words)
+        return self.wrapper.open(live=stream.live, words=stream.words, hot=stream.hot)
 
     def _leave(self, number: int) -> Stream:
         """Nothing is held for it any more, wherever it was."""
@@ -376,6 +406,7 @@ class Streams:
         if stream.session is not None:
             self._rise(number, stream, stream.session)
         self._sleepers.forget(number)
+        self._spelling.leave(number)
         return stream
 
     def _rise(self, number: int, stream: Stream, session: Session) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asr_serve.decoding.hotwords import Expecting, StreamWords
 from asr_serve.devices.base import Device
 from asr_serve.engine.chunked.audio import Audio, Place
 from asr_serve.engine.chunked.evidence import Evidence, columns
@@ -38,8 +39,10 @@ QUIET_MS = 5_000.0
 class Session:
     """One stream through the model. Belongs to its wrapper."""
 
-    def __init__(self, slot: Slot, audio: Audio, live: bool, evidence: Evidence | None) -> None:
-        self.slot, self.audio, self.live, self.evidence = slot, audio, live, evidence
+    def __init__(
+        self, slot: Slot, audio: Audio, live: bool, evidence: Evidence | None, hot: StreamWords | None = None
+    ) -> None:
+        self.slot, self.audio, self.live, self.evidence, self.hot = slot, audio, live, evidence, hot
         self.ready_ms: float | None = None
         """Since when its next chunk is there; None: it is not."""
         self.over = False
@@ -65,6 +68,8 @@ class _Numbers(NamedTuple):
     guesses: Annotated[list[Guess], msgspec.Meta(max_length=1_024)]
     """Once over: one at least."""
     evidence: KeptEvidence | None
+    hot: bytes = b""
+    """Of its hot words, the digest."""
 
 
 class _Input(NamedTuple):
@@ -144,6 +149,7 @@ class ChunkedInferenceWrapper:
         facts = [type(model).__module__, type(search).__name__, told, self._windows, list(specs.items())]
         self._layout = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
         self._remembers = search if isinstance(search, Remembering) else None
+        self._expecting = search if isinstance(search, Expecting) else None
         self._encoder = _part("encoder", self.states.tensors)
         self._search = _part("search", self.states.tensors)
         self._sessions: set[Session] = set()
@@ -157,13 +163,17 @@ class ChunkedInferenceWrapper:
 
     # --- sessions --------------------------------------------------------------------------------------
 
-    def open(self, *, live: bool = True, words: bool = False) -> Session:
-        """`words`: somebody will ask when its tokens were said. Raises AtCapacity."""
+    def open(self, *, live: bool = True, words: bool = False, hot: StreamWords | None = None) -> Session:
+        """`words`: somebody will ask when its tokens were said. `hot`: its hot words. Raises AtCapacity."""
         slot = self.states.take()
         row = self.states.tensors["audio"][slot.row]
         row.zero_()
         audio = Audio(row, self.model.window(self.sizes[0]))
-        session = Session(slot, audio, live, Evidence() if words else None)
+        session = Session(slot, audio, live, Evidence() if words else None, hot)
+        if self._expecting is not None:
+            self._expecting.expect(slot.row, hot)
+        else:
+            assert hot is None, "hot words for a search that knows none"
         self._sessions.add(session)
         return session
 
@@ -185,6 +195,8 @@ class ChunkedInferenceWrapper:
         self._ready.discard(session)
         if self._remembers is not None:
             self._remembers.forget(session.slot.row)
+        if self._expecting is not None:
+            self._expecting.expect(session.slot.row, None)
         self.states.give(session.slot)
 
     def _look(self, session: Session, now_ms: float) -> None:
@@ -224,10 +236,12 @@ class ChunkedInferenceWrapper:
         frames = b"" if evidence is None else evidence.frames.tobytes()
         parts: list[Part] = [*self.states.parts(session.slot), as_bytes(torch.from_numpy(audio.waiting)), frames]
         if self._remembers is not None:
-            numbers, tensor = self._remembers.keeps(row)
-            parts += [memoryview(numbers), as_bytes(tensor)]
+            beside, tensor = self._remembers.keeps(row)
+            parts += [memoryview(beside), as_bytes(tensor)]
         kept = None if evidence is None else evidence.kept
-        return Held(msgspec.msgpack.encode(_Numbers(self._layout, audio.place, session.guesses, kept)), parts)
+        hot = session.hot.digest if session.hot is not None else b""
+        numbers = _Numbers(self._layout, audio.place, session.guesses, kept, hot)
+        return Held(msgspec.msgpack.encode(numbers), parts)
 
     @property
     def parts(self) -> int:
@@ -255,10 +269,12 @@ class ChunkedInferenceWrapper:
             raise ValueError("a saved session with frames that nobody asked for")
         return None if numbers.evidence is None else Evidence(numbers.evidence, frames, numbers.place.seen)
 
-    def load(self, saved: Saved | Held, live: bool, now_ms: float = 0.0) -> Session:
+    def load(
+        self, saved: Saved | Held, live: bool, now_ms: float = 0.0, hot: StreamWords | None = None
+    ) -> Session:
         """Raises AtCapacity, and ValueError as `expect` does."""
         self.expect(saved)
-        session = self.open(live=live)
+        session = self.open(live=live, hot=hot)
         try:
             self.resume(session, saved, now_ms)
         except ValueError:
@@ -269,6 +285,8 @@ class ChunkedInferenceWrapper:
     def resume(self, session: Session, saved: Saved | Held, now_ms: float) -> None:
         """Have one that is new stand where that one stood. Raises ValueError; then close it."""
         numbers, rows = read(_Numbers, saved.numbers), len(self.states.specs)
+        if numbers.hot != (session.hot.digest if session.hot is not None else b""):
+            raise ValueError("a saved session with other hot words")
         self.states.load_parts(session.slot, saved.parts[:rows])
         session.audio.resume(numbers.place, saved.parts[rows])
         if self._remembers is not None:

@@ -176,8 +176,8 @@ class Host:
                 put(lambda loop: loop.work.cancel(request_id))
             case wire.OpenSession(session=session, live=live, state=state):
                 put(lambda loop: loop.listeners.open(session, live, state))
-            case wire.OpenStream(session=session, live=live, samples=samples, words=words):
-                put(lambda loop: loop.streams.open(session, live, samples, words=words))
+            case wire.OpenStream(session=session, live=live, samples=samples, words=words, bias=bias):
+                put(lambda loop: loop.streams.open(session, live, samples, words=words, bias=bias))
             case wire.Export(session=session):
                 put(lambda loop: self._export(loop, session))
             case wire.CloseSession(session=session):
@@ -189,8 +189,8 @@ class Host:
                     self._turns.ask(pcm, answer)
                 else:  # the engine before this one had it
                     answer.set_exception(ModelNotLoaded("this engine has no turn model"))
-            case wire.AskVoices(number=number, length=length):
-                question = Question(self._ring.take(number, length), Future[LocalVoices]())
+            case wire.AskVoices(number=number, length=length, budget_samples=budget):
+                question = Question(self._ring.take(number, length), budget, Future[LocalVoices]())
                 question.answer.add_done_callback(partial(self._voices, number))
                 put(lambda loop: loop.voices.ask(question))
             case wire.Ask(number=number):
@@ -213,7 +213,7 @@ class Host:
             with contextlib.closing(parcel), Attempt(loop.stats, "chunk", "going on with a stream", fail):
                 numbers, *parts = parcel.open()
                 saved = Saved(numbers, tuple(parts))
-                loop.streams.open(message.session, message.live, message.samples, saved, message.words)
+                loop.streams.open(message.session, message.live, message.samples, saved, message.words, message.bias)
             self._send(opened)
 
         loop.inbox.put(open_saved)

@@ -108,8 +108,8 @@ class RemoteLink:
     def open(self, session: int, live: bool) -> None:
         self._open(session, Session(live))
 
-    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool) -> None:
-        self._open(stream, Stream(live, samples, words))
+    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
+        self._open(stream, Stream(live, samples, words, bias))
 
     def _open(self, number: int, session: Session) -> None:
         with self._lock:
@@ -146,11 +146,11 @@ class RemoteLink:
         if not up:
             answer.set_exception(unanswered("is being started again"))
 
-    def voices(self, pcm: np.ndarray, answer: Future[LocalVoices]) -> None:
+    def voices(self, pcm: np.ndarray, budget_samples: int, answer: Future[LocalVoices]) -> None:
         with self._lock:
             self._processes.expect_open()
             if up := self._current.up:
-                self._current.ask_voices(pcm, answer)
+                self._current.ask_voices(pcm, budget_samples, answer)
         if not up:
             answer.set_exception(unanswered("is being started again"))
 

@@ -201,9 +201,9 @@ class Stream(Session):
     """One through a streaming model. What it remembers is large, and a stream is short: when its process dies,
     another hears all of it again, and what was told is not told twice. One that lives can say where it stands."""
 
-    def __init__(self, live: bool, samples: int | None, words: bool) -> None:
+    def __init__(self, live: bool, samples: int | None, words: bool, bias: str = "") -> None:
         super().__init__(live)
-        self._samples, self._words = samples, words
+        self._samples, self._words, self._bias = samples, words, bias
         self.heard: list[tuple[int, Windows | Piece]] = []
         """What was answered."""
         self.under_way = 0
@@ -222,7 +222,7 @@ class Stream(Session):
     def opening(self, number: int) -> wire.ToEngine:
         self.under_way, self.coming = 0, self.saved is not None
         label = self.saved.label if self.saved else None
-        return wire.OpenStream(number, self.live, self._samples, label, self._words)
+        return wire.OpenStream(number, self.live, self._samples, label, self._words, self._bias)
 
     def again(self) -> list[tuple[int, Windows | Piece]]:
         return [*self.heard, *self.pieces]

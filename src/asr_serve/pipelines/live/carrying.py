@@ -47,8 +47,10 @@ Text = Callable[[list[int]], str]
 class _Stream:
     """Audio into a streaming model, from where a segment began; its tokens, at places in the caller's audio."""
 
-    def __init__(self, client: EngineClient, text: Text, start: int, wants_words: bool) -> None:
+    def __init__(self, client: EngineClient, text: Text, start: int, wants_words: bool, bias: str) -> None:
+        """`bias`: hot words, as SearchOptions has them."""
         self._client, self._text, self._start, self.wants_words = client, text, start, wants_words
+        self._bias = bias
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.places: list[int] = []
@@ -120,7 +122,7 @@ class _Stream:
         if last:
             parts.append(silence)
         if self._stream is None:
-            self._stream = self._client.stream(live=live, words=self.wants_words)
+            self._stream = self._client.stream(live=live, words=self.wants_words, bias=self._bias)
         timed = self.wants_words and (last or stop is not None)
         self.piece = self._stream.put(np.concatenate(parts), last=last, timed=timed)
         self._fed, self._last = max(end, self._fed), last
@@ -311,16 +313,22 @@ class Carrying:
     """See Words."""
 
     def __init__(
-        self, client: EngineClient, text: Text, kept: Kept, wants_words: bool, wake: Callable[[], None]
+        self,
+        client: EngineClient,
+        text: Text,
+        kept: Kept,
+        wants_words: bool,
+        wake: Callable[[], None],
+        bias: str = "",
     ) -> None:
         self._client, self._text, self._kept, self._wake = client, text, kept, wake
-        self._wants_words = wants_words
+        self._wants_words, self._bias = wants_words, bias
         self.due_s: float | None = None
         self._pace = Pace()
 
     def begin(self, start: int, torn: bool, before: Spoken | None) -> Carried:
         if before is None:
-            stream = _Stream(self._client, self._text, start, self._wants_words)
+            stream = _Stream(self._client, self._text, start, self._wants_words, self._bias)
             return Carried(start, stream, self._text, None)
         assert isinstance(before, Carried)
         if start - before.stream.start >= (LONGEST_SAMPLES if torn else LONG_SAMPLES):

@@ -73,13 +73,13 @@ class Listening:
         self._naming = naming
         words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
-        bias = hotword_bias(client, options.hotwords)
+        bias = hotword_bias(client, tokenizer, options.hotwords)
         self._endpointer = Endpointer(endpoint_config(client, options))
         self._lock = units.ms_to_samples(options.lock_ms)
         self.received_samples = 0
         self._kept = Kept()
         if client.card.streaming:
-            self._words: Words = Carrying(client, tokenizer.text, self._kept, words, wake)
+            self._words: Words = Carrying(client, tokenizer.text, self._kept, words, wake, bias)
         else:
             self._words = Asking(
                 client, tokenizer.text, options, prompt, bias, self._endpointer, self._kept, wake, clock

@@ -20,8 +20,8 @@ from asr_serve.pipelines.live.caller import Event, Finished, SegmentDone, Speake
 from asr_serve.speaker.assigning import Turns, told
 from asr_serve.speaker.following import Following
 from asr_serve.speaker.grouping import Window
+from asr_serve.speaker.listening import CLOSE, starts_of
 from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
-from asr_serve.speaker.stitching import starts_of
 from asr_serve.types import Segment, Span
 
 
@@ -64,10 +64,10 @@ class Naming:
     def hear(self, done: SegmentDone, span: Span, pcm: np.ndarray, language: str) -> None:
         """A segment that is to be held next: `span` and `pcm` of what was heard of it. Raises EngineClosed."""
         asked = []
-        for start in starts_of(len(pcm)):
+        for start in starts_of(len(pcm), CLOSE.step_samples):
             part = np.ascontiguousarray(pcm[start : start + WINDOW_SAMPLES])
             try:
-                answer = self._client.voices(part)
+                answer = self._client.voices(part, budget_samples=CLOSE.budget_samples)
             except AtCapacity:
                 break
             answer.add_done_callback(lambda _: self._wake())

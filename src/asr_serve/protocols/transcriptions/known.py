@@ -48,7 +48,7 @@ def _expect_names(names: Sequence[str]) -> None:
             raise OptionError(
                 f"{NAMES}={shown(name)}", f"up to {LONGEST_NAME} characters that can be printed", param=NAMES
             )
-        if speakers.number(name) is not None:
+        if speakers.is_given(name):
             raise OptionError(
                 f"{NAMES}={shown(name)}", "another: so are those called who are not known", param=NAMES
             )

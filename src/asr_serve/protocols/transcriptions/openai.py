@@ -82,11 +82,14 @@ class Ask(msgspec.Struct, frozen=True):
     logprobs: bool = False
     granularities: tuple[str, ...] = ()
     """Whose times are asked for by name."""
+    keywords: bool = False
+    """Hot words came under OpenAI's name."""
 
     @property
     def params(self) -> dict[str, str]:
         """Options to the fields that ask for them, where these have other names."""
-        return {"speakers": "spk", "words": GRANULARITIES, "known_speakers": known.REFERENCES}
+        params = {"speakers": "spk", "words": GRANULARITIES, "known_speakers": known.REFERENCES}
+        return params | {"hotwords": "keywords[]"} if self.keywords else params
 
 
 def ask(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MOST_BEAMS) -> Ask:
@@ -112,7 +115,8 @@ def ask(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MO
         itn=wants.itn(fields),
         **_speakers(fields, form, complete),
     )
-    return Ask(fields.text("model"), options, form, stream, bool(include), granularities)
+    keywords = "keywords[]" in fields
+    return Ask(fields.text("model"), options, form, stream, bool(include), granularities, keywords)
 
 
 def ask_translation(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MOST_BEAMS) -> Ask:

@@ -22,13 +22,21 @@ _DAY = re.compile(r"(\d{1,2})/(\d{1,2})")
 _TIME = re.compile(r"(\d+):(\d+):(\d+)(?:[ap]\.m\.)?")
 _HALVES = ("早上", "早晨", "上午", "中午", "下午", "傍晚", "晚上", "凌晨", "半夜", "夜里")
 _POINTS = "・.点"
+NO_NUMBERS = re.compile(
+    "[十百千万]+[几来余餘]|[几数數][十百千万]+|(?<![点點时時一二三四五六七八九])十分(?![钟鐘之间間後前])|三十而立|十万火急"
+    "|不管三七二十一|千[葉代歳秋]|八百[屋長]|五十[嵐音]|百[合科貨]|万[歳年]"
+)
+"""Words that are written so, whatever their characters count: more than ten, very, Chiba, the greengrocer."""
+_SPANS = re.compile("(?:小时|小時|分钟|分鐘|秒钟|秒)$")
 
 
 def settle(said: str, rewrite: Rewrite) -> str | None:
     """What is written for its characters of `said`; None: they stay."""
     text, spoken = rewrite.text, said[rewrite.start : rewrite.end]
     before = said[rewrite.start - 1 : rewrite.start]
-    if (before and before in _POINTS) or "~" in text:
+    if (before and before in _POINTS) or "~" in text or "W" in text:
+        return None
+    if any(word.start() < rewrite.end and word.end() > rewrite.start for word in NO_NUMBERS.finditer(said)):
         return None
     if rewrite.kind == "date":
         return _date(text, spoken)
@@ -39,6 +47,8 @@ def settle(said: str, rewrite: Rewrite) -> str | None:
     if rewrite.kind == "money" and text.startswith("¥") and spoken[-1] in "元块塊圆圓円":
         text = f"{text[1:]}{spoken[-1]}"
     text = _checked(text, spoken)
+    if (span := _SPANS.search(spoken)) and (number := re.fullmatch(r"(-?[\d.,/]+)[a-z]+", text)):
+        return f"{number[1]}{span[0]}"
     if "℃" in text and not any(word in spoken for word in ("摄", "摂")):
         return text.replace("℃", "度")
     return text
@@ -53,6 +63,8 @@ def _checked(text: str, spoken: str) -> str:
     """Where one number was said, by its places, it is that one that is written."""
     there, said = re.findall(r"\d+", text), _NUMBER.findall(spoken)
     if said and re.search("[百千万萬億亿][一二三四五六七八九]$", said[0]):  # of thousands, or of ones
+        return text
+    if re.search("[万萬億亿]", text):  # 300万: its places are partly words
         return text
     if len(there) == len(said) == 1 and there[0] != (number := str(value(said[0]))) and number.isdigit():
         return text.replace(there[0], number)

@@ -1,7 +1,9 @@
 """Which of a grammar's English rewrites stand, and in which form.
 
-A rewrite stands only where the numbers in it are those that were said. Numbers below ten that count, and ordinals
-below the tenth, stay words, as style guides have them; so does a time that nothing but the grammar says is one.
+A rewrite stands only where the numbers in it are those that were said, and all of those: a number is never written
+in part. Numbers below ten that count, and ordinals below the tenth, stay words, as style guides have them; so does
+a time that nothing but the grammar says is one, and what may be two numbers or no date: "twenty, thirty people",
+"may five of them come".
 """
 
 from __future__ import annotations
@@ -11,12 +13,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from asr_serve.text.written.grammar import Rewrite
-from asr_serve.text.written.numerals import DECADES, NUMBERS, clock, digits, tells, value, year
+from asr_serve.text.written.numerals import CARDINALS, DECADES, NUMBERS, SCALES, clock, digits, tells, value, year
 
+_ONES = "one two three four five six seven eight nine"
+_NO_NAMES = "is are was were be been it us me you him them look find here live online site page"
 _MONTHS = "january february march april may june july august september october november december"
 _WHEN = "at by until till around about before after since from past between"
 MONTHS, WHEN = frozenset(_MONTHS.split()), frozenset(_WHEN.split())
 """Behind WHEN two numbers are a time."""
+ALSO_VERBS = frozenset({"may", "march"})
+"""Months, if a number follows that is none of the ONES."""
+ONES = [[word] for word in _ONES.split()]
+OF_ORDINALS = frozenset({"of", "century", "street", "avenue", "floor"})
+NO_NAMES = frozenset(_NO_NAMES.split())
+"""Before `at` they are nobody's address."""
 TRIGGERS = (
     NUMBERS
     | DECADES.keys()
@@ -45,9 +55,25 @@ def settle(words: Sequence[str], proposed: Sequence[tuple[int, int, Rewrite]]) -
             if 0 <= other < len(proposed)
         )
         written = _settled(words, first, behind, rewrite)
-        if written is not None and not (touches and rewrite.kind in ("cardinal", "telephone", "date", "time")):
+        if written is None or (touches and rewrite.kind in ("cardinal", "telephone", "date", "time")):
+            continue
+        if not _is_part(words, written.first, written.behind):
             found.append(written)
     return found
+
+
+def _is_part(words: Sequence[str], first: int, behind: int) -> bool:
+    """Whether the number that is said there begins before, or goes on."""
+    before, ahead = words[max(0, first - 2) : first], words[behind : behind + 2]
+    if before and before[-1] == "and" and (before[0] == "hundred" or before[0] in SCALES):
+        return True
+    joined = CARDINALS | {"double", "triple"}
+    if (before and before[-1] in joined) or (ahead and ahead[0] in joined):
+        return True
+    links = ("dot", "point")
+    return (len(before) == 2 and before[1] in links and before[0] in joined) or (
+        len(ahead) == 2 and ahead[0] in links and ahead[1] in joined
+    )
 
 
 def _settled(words: Sequence[str], first: int, behind: int, rewrite: Rewrite) -> Written | None:
@@ -59,7 +85,7 @@ def _settled(words: Sequence[str], first: int, behind: int, rewrite: Rewrite) ->
     if (
         rewrite.kind == "time"
         or (said[-1] == "m" and len(said) > 2)
-        or (rewrite.kind == "date" and before in WHEN and clock(said))
+        or (rewrite.kind in ("cardinal", "date", "telephone") and before in WHEN and _with_minutes(said))
     ):
         return _time(words, first, behind, rewrite)
     if rewrite.kind == "date":
@@ -68,8 +94,12 @@ def _settled(words: Sequence[str], first: int, behind: int, rewrite: Rewrite) ->
         number = value(said)
         if number is None or number < 10 or before in NUMBERS:
             return None
+        if said[-1] == "second" and before != "the" and after not in OF_ORDINALS:  # a thirty second delay
+            return None
         return Written(first, behind, nth(number))
-    if rewrite.kind not in KEPT or not tells(said, rewrite.text):
+    if rewrite.kind not in KEPT or not tells(said, rewrite.text) or _counts_up(said):
+        return None
+    if said[-1] in ("cent", "cents") and value(said[:-1]) in range(1, 10):  # my two cents
         return None
     if rewrite.kind == "measure" and after in NUMBERS:  # six foot two
         return None
@@ -79,19 +109,39 @@ def _settled(words: Sequence[str], first: int, behind: int, rewrite: Rewrite) ->
     return Written(first, behind, f"0{text}" if text.startswith(".") else text)
 
 
+def _with_minutes(said: Sequence[str]) -> bool:
+    found = clock(said)
+    return found is not None and found[1] is not None
+
+
+def _counts_up(said: Sequence[str]) -> bool:
+    """One two three."""
+    found = digits(said)
+    return found is not None and len(found) > 2 and found in "123456789"
+
+
 def _address(said: Sequence[str], first: int, behind: int) -> Written | None:
     """Of mail or of a page: it begins with one word, or with letters one by one, and has a dot."""
     if "dot" not in said:
         return None
+    signs = {"dot": ".", "at": "@", "dash": "-", "underscore": "_"}
     begins = at = said.index("at") if "at" in said else said.index("dot")
     while begins and len(said[begins - 1]) == 1:
         begins -= 1
     if begins == at:
         begins -= 1
-    if begins < 0:
+    while begins > 1 and said[begins - 1] in signs:  # john dot smith at
+        begins -= 2
+    if begins < 0 or said[begins] in signs:
         return None
-    signs = {"dot": ".", "at": "@", "dash": "-", "underscore": "_"}
-    return Written(first + begins, behind, "".join(digits([w]) or signs.get(w, w) for w in said[begins:]))
+    if said[at] == "at" and said[begins] in NO_NAMES:
+        begins = at + 1
+    ends = max(index for index, word in enumerate(said) if word in signs) + 2
+    if ends > len(said):
+        return None
+    return Written(
+        first + begins, first + ends, "".join(digits([w]) or signs.get(w, w) for w in said[begins:ends])
+    )
 
 
 def _unsigned(said: Sequence[str]) -> Sequence[str]:
@@ -120,15 +170,20 @@ def _time(words: Sequence[str], first: int, behind: int, rewrite: Rewrite) -> Wr
 
 
 def _date(words: Sequence[str], first: int, behind: int, text: str) -> Written | None:
-    said = words[first:behind]
+    said = list(words[first:behind])
+    before = words[first - 1] if first else ""
     months = [at for at, word in enumerate(said) if word in MONTHS]
     if not tells(said, text):
         return None
     if not months:
-        if (len(said) == 2 and said[1] in DECADES) or value(said) is not None or year(said) is not None:
+        if (len(said) == 2 and said[1] in DECADES) or value(said) is not None:
+            return Written(first, behind, text)
+        if year(said) is not None and (text != "2030" or before in {*WHEN, "in", "of", "year"}):
             return Written(first, behind, text)
         return None
     at = months[0]
+    if said[0] in ALSO_VERBS and said[1:] in ONES and before not in {*WHEN, "on"}:
+        return None
     if at:  # the fifth of May
         day = value([word for word in said[:at] if word not in ("the", "of")])
         if day is None or not 1 <= day <= 31 or "of" not in said[:at]:

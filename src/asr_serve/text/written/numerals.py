@@ -26,6 +26,8 @@ _LAST = {
     **{word: number for number, word in enumerate(_LATER_ORDINALS, 10)},
     **{f"{word[:-1]}ieth": 10 * number for number, word in enumerate(_TENS, 2)},
 }
+CARDINALS = frozenset({*_BELOW, *SCALES, "hundred"})
+"""Those that may stand inside a number."""
 NUMBERS = frozenset({*_BELOW, *_LAST, *SCALES, "hundred", "oh"})
 """Words of which numbers are made."""
 DECADES = {**{f"{word[:-1]}ies": 10 * number for number, word in enumerate(_TENS, 2)}, "tens": 10, "hundreds": 0}

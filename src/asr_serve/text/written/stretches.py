@@ -133,7 +133,7 @@ def _units(chunk: str, start: int, run: Sequence[Unit]) -> tuple[list[Unit], boo
 
 
 def _near(run: Sequence[Unit], triggers: Collection[str]) -> Iterator[list[Unit]]:
-    """What of a run is near a trigger, in parts of MOST_WORDS."""
+    """What of a run is near a trigger, in parts of up to MOST_WORDS."""
     close = [False] * len(run)
     for at, unit in enumerate(run):
         if unit.word in triggers:
@@ -142,22 +142,46 @@ def _near(run: Sequence[Unit], triggers: Collection[str]) -> Iterator[list[Unit]
             close[low:high] = [True] * (high - low)
     part: list[Unit] = []
     for unit, wanted in zip(run, close, strict=True):
-        if part and (not wanted or len(part) == MOST_WORDS):
-            yield part
-            part = []
         if wanted:
             part.append(unit)
-    if part:
-        yield part
+        else:
+            yield from _short(part)
+            part = []
+    yield from _short(part)
+
+
+def _short(part: Sequence[Unit]) -> Iterator[list[Unit]]:
+    """Parts of up to MOST_WORDS, none of which ends inside a number. What is a number for so long stays as it was
+    said."""
+    inside = [unit.word in english.TRIGGERS or unit.word == "and" for unit in part]
+    first = 0
+    while len(part) - first > MOST_WORDS:
+        cuts = range(first + MOST_WORDS, first, -1)
+        if (cut := next((at for at in cuts if not inside[at - 1]), None)) is not None:
+            yield list(part[first:cut])
+            first = cut
+        else:
+            first = next((at for at in range(first, len(part)) if not inside[at]), len(part))
+    if first < len(part):
+        yield list(part[first:])
 
 
 def _asian(text: str) -> Iterator[tuple[int, int]]:
-    """Runs of characters without spaces and marks in which there is a number."""
+    """Runs of characters without spaces and marks in which there is a number: of up to MOST_CHARACTERS, none of
+    which ends inside a number. What is a number for so long stays as it was said."""
     start = 0
+    too_long = False
     for at in range(len(text) + 1):
         inside = at < len(text) and (is_unspaced(text[at]) or text[at] in "・〇ー")
+        too_long = too_long and inside and text[at] in asian.NUMERALS
+        if too_long:
+            start = at + 1
         if inside and at - start < MOST_CHARACTERS:
             continue
-        if any(letter in asian.NUMERALS for letter in text[start:at]):
-            yield start, at
-        start = at if inside else at + 1
+        cut = at
+        while inside and cut > start and text[cut - 1] in asian.NUMERALS:
+            cut -= 1
+        if any(letter in asian.NUMERALS for letter in text[start:cut]):
+            yield start, cut
+        too_long = inside and cut == start
+        start = at + 1 if not inside or too_long else cut

@@ -1,5 +1,5 @@
 """Hot words of requests: lists are made into what a search reads on a thread beside the loop, and kept for those
-that come with the same list; and what of a row's next tokens they make the likeliest."""
+that come with the same list; and what greedy rows with hot words could have said."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from asr_serve.decoding.beam import leading
-from asr_serve.decoding.hotwords import BOOST, HotWords
+from asr_serve.decoding.hotwords import HotWords
+from asr_serve.engine.utterances.hot.listed import Listed
 from asr_serve.errors import StepFailed
 
 if TYPE_CHECKING:
@@ -20,12 +21,8 @@ if TYPE_CHECKING:
 
 KEPT = 16
 """Lists: of ten thousand words one takes 40 MB."""
-LOOKED_AT = 8
-"""Likeliest tokens that may begin a word: what the model holds for less likely was not said."""
 REMEMBERED = 128
 """Likeliest tokens of each place that are kept for the second look."""
-NEAR = 4.0
-"""Natural-log probability below the likeliest, down to which a token may begin a word."""
 
 
 class Spelling:
@@ -74,7 +71,7 @@ class Spelling:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
             assert self._encode is not None, "hot words came to a model without a vocabulary"
-            found = self._lists[bias] = self._thread.submit(HotWords, bias, self._encode, self._text)
+            found = self._lists[bias] = self._thread.submit(Listed, bias, self._encode, self._text)
         self._lists.move_to_end(bias)
         while len(self._lists) > KEPT:
             self._lists.popitem(last=False)
@@ -91,27 +88,13 @@ class Spelling:
         go_on()
 
 
-def boosted(row: Row, logits: Tensor, hidden: Tensor, weight: Tensor | None) -> tuple[int, float]:
-    """The next token of a greedy row with hot words, and the model's own natural-log probability of it; what else
-    may be said there is remembered.
+def remembered(row: Row, logits: Tensor, hidden: Tensor, weight: Tensor | None) -> tuple[int, float]:
+    """The next token of a greedy row with hot words, which is the likeliest, and its natural-log probability; what
+    else may be said there is remembered for the second look. Greedy cannot go back: a token that is made likelier
+    than what was heard costs other words more than it finds.
 
     In      logits (vocabulary,), hidden (width,), weight: as decoding/beam.leading has them
     """
-    assert row.hotwords is not None
     likeliest = leading(logits[None], hidden[None], weight, REMEMBERED)[0]
     row.likeliest[len(row.tokens)] = dict(likeliest)
-    graph, best = row.hotwords.graph, likeliest[0]
-    known, total = dict(likeliest[:LOOKED_AT]), float(logits[best[0]]) - best[1]
-    for token in graph.leads(row.node):
-        if token not in known:
-            known[token] = float(logits[token]) - total
-    token, score = best
-    most = best[1]
-    for each, logprob in known.items():
-        if logprob < best[1] - NEAR:
-            continue
-        _, gain = graph.step(row.node, each)
-        # Greedy cannot go back: nothing is taken from who leaves a word, or all would be said to their end.
-        if logprob + BOOST * max(0.0, gain) > most:
-            token, score, most = each, logprob, logprob + BOOST * gain
-    return token, score
+    return likeliest[0]

@@ -1,0 +1,80 @@
+"""Hot words of streams are made into what a search reads on a thread beside the loop, for a long list takes a
+second, and kept for those that come with the same list."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from asr_serve.decoding.hotwords import StreamWords
+from asr_serve.engine.work import Keeper
+from asr_serve.errors import StepFailed
+
+KEPT = 16
+"""Lists: of ten thousand words one takes some 40 MB."""
+
+
+class Spelling:
+    """On the loop's thread."""
+
+    def __init__(self, spell: Callable[[str], StreamWords] | None) -> None:
+        self._spell = spell
+        self._lists: OrderedDict[str, Future[StreamWords]] = OrderedDict()
+        """Those that were asked for of late."""
+        self._asking: dict[int, Callable[[StreamWords | StepFailed], None]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def begin(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    @property
+    def waiting(self) -> set[int]:
+        """Streams whose hot words are not ready."""
+        return set(self._asking)
+
+    def spell(self, number: int, bias: str, done: Callable[[StreamWords | StepFailed], None]) -> None:
+        """`done` is called once, on the loop's thread; at once where that list is known."""
+        made = self._made(bias)
+        if made.done():
+            done(_result(made))
+            return
+        self._asking[number] = done
+        made.add_done_callback(lambda _: self._keeper.call(lambda: self._tell(number, done, made)))
+
+    def leave(self, number: int) -> None:
+        self._asking.pop(number, None)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _tell(
+        self, number: int, done: Callable[[StreamWords | StepFailed], None], made: Future[StreamWords]
+    ) -> None:
+        if self._asking.get(number) is done:
+            del self._asking[number]
+            done(_result(made))
+
+    def _made(self, bias: str) -> Future[StreamWords]:
+        if (found := self._lists.get(bias)) is None:
+            assert self._spell is not None, "hot words came to a model without a vocabulary"
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
+            found = self._lists[bias] = self._thread.submit(self._spell, bias)
+        self._lists.move_to_end(bias)
+        while len(self._lists) > KEPT:
+            self._lists.popitem(last=False)
+        return found
+
+
+def _result(made: Future[StreamWords]) -> StreamWords | StepFailed:
+    if made.cancelled():
+        return StepFailed("the engine ended before hot words were ready")
+    failure = made.exception()
+    if failure is None:
+        return made.result()
+    told = f"spelling hot words failed: {type(failure).__name__}: {failure}"
+    error = StepFailed(told, todo="leave them out; if it stays, report it")
+    error.__cause__ = failure
+    return error

@@ -1,0 +1,130 @@
+"""The second look at hot words: what words are worth, and answers said again on pages of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import asr_serve
+from asr_serve.config import EngineConfig
+from asr_serve.engine.utterances.ends.aligning import Ended
+from asr_serve.engine.utterances.hot.again import Feed
+from asr_serve.engine.utterances.hot.proposing import THE_SAME
+from asr_serve.engine.utterances.hot.second_look import SecondLook, same_stem, worth
+from asr_serve.engine.utterances.pages import PagePool
+from asr_serve.library import Model
+from asr_serve.models import weights
+from asr_serve.models.card import card
+
+WORDS = ["heartily", "Quilter", "thesaurus", "Nagg", "matter"]
+
+
+@pytest.fixture(scope="module", params=["moonshine-tiny-en", "whisper-tiny-en"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    if weights.locate(card(request.param)) is None:
+        pytest.skip(f"no weights of {request.param}")
+    with asr_serve.load(
+        request.param, device="cpu", dtype="fp32", turn_model="none", engine=EngineConfig(prefix_bytes=0)
+    ) as loaded:
+        yield loaded
+
+
+# --- said again -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_what_was_said_is_as_likely_as_it_was(
+    model: Model, beam: int, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[tuple[Any, ...]] = []
+    looked = SecondLook.looked
+
+    def spied(self: SecondLook, ended: Sequence[Ended]) -> list[Ended]:
+        for each in ended:
+            if beam > 1:
+                best = self._again.likeliest(each, 5)
+                seen.append(
+                    (each.answer.tokens, [max(choice, key=lambda token: choice[token]) for choice in best])
+                )
+            tokens, free = each.answer.tokens, self._runner.pages.free
+            middle = len(tokens) // 2
+            feeds = [
+                Feed(each, first - 1, ([each.row.start[-1], *tokens][first], *tokens[first:-1]),
+                     [(token, token) for token in tokens[first:]])
+                for first in (0, middle, middle, len(tokens) - 1)
+            ]  # fmt: skip
+            for feed, scores in zip(feeds, self._again.logprobs(feeds), strict=True):
+                assert all(len(pair) == 2 and pair[0] == pair[1] for pair in scores)
+                seen.append((each.answer.logprobs[feed.first + 1 :], [pair[0] for pair in scores]))
+            assert self._runner.pages.free == free
+        return looked(self, ended)
+
+    monkeypatch.setattr(SecondLook, "looked", spied)
+    model.transcribe(packaged_speech / "beckett.wav", hotwords=["thesaurus"], beam=beam)
+    assert seen
+    same = 0
+    for was, scores in seen:
+        if isinstance(was[0], int):
+            same = sum(a == b for a, b in zip(was, scores, strict=True))
+            assert same > len(was) / 2, "beams say mostly what is likeliest"
+        else:
+            assert scores == pytest.approx(was, abs=2e-3)
+
+
+def test_without_a_free_page_the_same_is_found(
+    model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clip = packaged_speech / "endgame_nagg_nell.wav"
+    plenty = model.transcribe(clip, hotwords=WORDS)[0].text
+    looked = SecondLook.looked
+
+    def starved(self: SecondLook, ended: Sequence[Ended]) -> list[Ended]:
+        with monkeypatch.context() as none_free:
+            none_free.setattr(PagePool, "free", property(lambda pool: 0))
+            return looked(self, ended)
+
+    monkeypatch.setattr(SecondLook, "looked", starved)
+    assert "heartily" in plenty.lower()
+    assert "heartily" in model.transcribe(clip, hotwords=WORDS)[0].text.lower()
+
+
+def test_words_that_were_heard_as_others_are_left(model: Model, packaged_speech: Path):
+    """Endings that nobody said, and words that are nothing like it."""
+    clip = packaged_speech / "beckett.wav"
+    plain = model.transcribe(clip)[0].text
+    for words in (
+        ["matters", "fails", "thesaurus"],
+        [f"{word}:3" for word in ("Quilter", "bifurcation", "Rodin")],
+    ):
+        assert model.transcribe(clip, hotwords=words)[0].text == plain
+
+
+# --- what words are worth -------------------------------------------------------------------------------
+
+
+def test_what_a_word_may_cost():
+    usual = worth(1, 0.2)
+    assert worth(3, 0.2) > usual > worth(0.5, 0.2)
+    assert usual > worth(1, 0.6)
+    assert usual > worth(1, 0.2, words=1_000) > worth(1, 0.2, words=10_000) > 0
+    assert usual > worth(1, 0.2, same_stem=True)
+    assert worth(0.1, THE_SAME, words=10_000) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("fail", "failed", True),
+        ("Chapter", "chapters", True),
+        ("heavy", "heavier", True),
+        ("Quilta", "Quilter", True),
+        ("port", "poured", False),
+        ("Leighton", "Layton", False),
+        ("fail", "failsafe-mode", False),
+    ],
+)
+def test_words_with_one_stem(one: str, other: str, same: bool):
+    assert same_stem(one, other) is same_stem(other, one) is same

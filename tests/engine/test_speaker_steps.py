@@ -1,0 +1,125 @@
+"""Windows that wait to be heard for speakers: how many go in a step, and what they hear of each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asr_serve.audio.io import read_audio
+from asr_serve.devices import pick
+from asr_serve.engine.speakers import runner
+from asr_serve.engine.speakers.hearing import Hearing, on_this_machine
+from asr_serve.engine.speakers.runner import LIVE_WINDOWS, WINDOWS, Question, Voices
+from asr_serve.engine.stats import Stats
+from asr_serve.errors import EngineClosed
+from asr_serve.speaker.local import BUDGET_SAMPLES, LocalVoices
+
+WINDOW = np.zeros(16_000, np.float32)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Voices, list[int]]]:
+    """A queue, and how many windows each of its steps took."""
+    taken: list[int] = []
+
+    class Counting(Hearing):
+        def hear(self, asked):
+            taken.append(len(asked))
+            return [LocalVoices(0, 270, 3, b"")] * len(asked)
+
+    monkeypatch.setattr(runner.Hearing, "load", classmethod(lambda cls, device: Counting(None, None, device)))
+    voices = Voices(pick("cpu", "fp32"), Stats())
+    yield voices, taken
+    voices.end(EngineClosed("the test is over"))
+
+
+def ask(voices: Voices, windows: int, budget: int = BUDGET_SAMPLES) -> list[Future[LocalVoices]]:
+    answers = [Future[LocalVoices]() for _ in range(windows)]
+    for answer in answers:
+        voices.ask(Question(WINDOW, budget, answer))
+    return answers
+
+
+def test_while_somebody_is_on_line_steps_are_short(steps):
+    voices, taken = steps
+    answers = ask(voices, 2 * WINDOWS)
+    while voices.step(live=True, idle=False):
+        pass
+    assert taken == [LIVE_WINDOWS] * (2 * WINDOWS // LIVE_WINDOWS)
+    assert LIVE_WINDOWS == 1
+    assert all(answer.done() for answer in answers)
+
+
+def test_beside_other_work_windows_go_together(steps):
+    voices, taken = steps
+    ask(voices, WINDOWS - 1)
+    assert not voices.step(live=False, idle=False)
+    ask(voices, 2)
+    assert voices.step(live=False, idle=False)
+    assert not voices.step(live=False, idle=False)
+    assert taken == [WINDOWS]
+
+
+def test_windows_that_are_listened_to_for_long_make_steps_of_fewer(steps):
+    voices, taken = steps
+    each = runner.STEP_BUDGET_SAMPLES // 3
+    ask(voices, WINDOWS, each)
+    while voices.step(live=False, idle=True):
+        pass
+    assert taken == [3] * (WINDOWS // 3) + [WINDOWS % 3]
+    ask(voices, 1, 2 * runner.STEP_BUDGET_SAMPLES)
+    assert voices.step(live=False, idle=True)
+
+
+def test_with_nothing_else_to_do_they_do_not_wait(steps):
+    voices, taken = steps
+    assert not voices.step(live=False, idle=True)
+    (answer,) = ask(voices, 1)
+    assert voices.step(live=False, idle=True)
+    assert taken == [1]
+    assert answer.done()
+
+
+def test_beside_work_that_does_not_end_they_wait_so_long_and_no_longer(steps, monkeypatch):
+    voices, taken = steps
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ask(voices, 1)
+    assert not voices.step(live=False, idle=False)
+    now += runner.WAIT_S
+    assert voices.step(live=False, idle=False)
+    assert taken == [1]
+
+
+@pytest.fixture(scope="module")
+def hearing() -> Hearing:
+    if not on_this_machine():
+        pytest.skip("the models are not installed: make setup")
+    return Hearing.load(pick("cpu", "fp32"))
+
+
+@pytest.fixture(scope="module")
+def windows(packaged_speech: Path) -> list[np.ndarray]:
+    one, other = (read_audio(packaged_speech / name) for name in ("two_cities.wav", "beckett.wav"))
+    return [one[:80_000], other[:80_000], one[40_000:120_000], other[:48_000], np.zeros(80_000, np.float32)]
+
+
+def test_a_window_hears_nothing_of_those_beside_it(hearing, windows):
+    together = hearing.hear([(each, BUDGET_SAMPLES) for each in windows])
+    for pcm, found in zip(windows, together, strict=True):
+        (alone,) = hearing.hear([(pcm, BUDGET_SAMPLES)])
+        assert (alone.who, alone.clean_samples) == (found.who, found.clean_samples)
+        assert np.abs(alone.likely.astype(int) - found.likely).max(initial=0) <= 1
+        np.testing.assert_allclose(alone.embeddings, found.embeddings, atol=1e-3)
+
+
+def test_who_speaks_when_is_told_without_what_they_sound_like(hearing, windows):
+    heard, silent = hearing.hear([(windows[0], BUDGET_SAMPLES), (windows[0], 0)])
+    assert heard.who
+    assert (silent.who, silent.voices) == ((), b"")
+    assert silent.chances == heard.chances

@@ -275,7 +275,7 @@ def cost(model: Model, speech: Sequence[np.ndarray], rounds: int = 3) -> Row:
 
 def cpwer(model: Model, folder: Path) -> Row:
     """Word error rate by speaker, each speaker's words in one row, of the best match of speakers (meeteval)."""
-    from meeteval.wer import cpwer as measure
+    from meeteval.wer.wer.cp import cp_word_error_rate as measure
     from whisper_normalizer.english import EnglishTextNormalizer
 
     normal = EnglishTextNormalizer()
@@ -289,9 +289,9 @@ def cpwer(model: Model, folder: Path) -> Row:
         heard: dict[str, str] = {}
         for segment in found.segments:
             heard[segment.speaker] = f"{heard.get(segment.speaker, '')} {normal(segment.text)}".strip()
-        by_speaker = measure(reference, heard or {"nobody": ""})
+        by_speaker = measure(reference, heard or {"nobody": ""}, False, False)
         wrong, length = wrong + by_speaker.errors, length + by_speaker.length
-        alone += measure(reference, {"all": " ".join(heard.values())}).errors
+        alone += measure(reference, {"all": " ".join(heard.values())}, False, False).errors
     return {"cpwer": round(100 * wrong / length, 2), "as_one_speaker": round(100 * alone / length, 2)}
 
 

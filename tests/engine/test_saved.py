@@ -140,11 +140,11 @@ def saved() -> Saved:
 
 
 def numbers(saved: Saved, **changes: Any) -> Saved:
-    layout, place, guesses, evidence = msgspec.msgpack.decode(saved.numbers)
+    layout, place, guesses, evidence, hot = msgspec.msgpack.decode(saved.numbers)
     known = dict(zip(("seen", "samples", "filled", "ended"), place, strict=True))
     guesses, evidence = changes.pop("guesses", guesses), changes.pop("evidence", evidence)
     place = tuple((known | changes).values())
-    return msgspec.structs.replace(saved, numbers=msgspec.msgpack.encode((layout, place, guesses, evidence)))
+    return msgspec.structs.replace(saved, numbers=msgspec.msgpack.encode((layout, place, guesses, evidence, hot)))
 
 
 def parts(saved: Saved, change: Any) -> Saved:

@@ -427,7 +427,7 @@ def test_stdin_at_another_rate_and_json(server: Running, speech: bytes) -> None:
 def test_words_and_speakers_on_the_command_line(
     server: Running, packaged_speech: Path, hears_speakers: None
 ) -> None:
-    """By the server and by a model in this process, the same lines."""
+    """By the server and by a model in this process; who said what follows how far each had heard by then."""
     clip = packaged_speech / "endgame_nagg_nell.wav"
     asked = [clip, "--words", "--speakers", "--json", "-q"]
     there = listen(*asked, "--server", server.url)
@@ -451,7 +451,8 @@ def test_words_and_speakers_on_the_command_line(
     assert here.returncode == 0, here.stderr.decode()
     own = [json.loads(line) for line in here.stdout.splitlines()]
     assert own[-1].keys() == found[-1].keys()
-    assert [own[-1]["text"], own[-1]["speakers"]] == [found[-1]["text"], found[-1]["speakers"]]
+    assert own[-1]["text"] == found[-1]["text"]
+    assert set(own[-1]["speakers"]) == set(found[-1]["speakers"])
     as_text = listen(clip, "--speakers", "-q", "--server", server.url).stdout.decode()
     assert as_text.startswith("SPEAKER_00: Do you hear me?")
     assert "SPEAKER_01: " in as_text

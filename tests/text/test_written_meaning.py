@@ -148,6 +148,7 @@ def test_no_number_is_cut_in_two(before: int) -> None:
 seven hundred twenty one fish"
     )
     assert as_written(f"{'ten more of ' * before}{said}").endswith("123456 birds and then 299721 fish")
+    assert as_written(f"{'一二三四五' * 10}，十二", "zh") == f"{'一二三四五' * 10}，12"
     characters = (
         "六十七个" * (before % 16) + "人" * (before % 3) + "十二万三千四百五十六只鸟和二十九万九千七百二十一条鱼"
     )

@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.sync.client import connect
 
 from asr_serve.errors import OptionError, Refused, Unreachable
-from asr_serve.protocols.stream import PATH
+from asr_serve.protocols.stream import PATH, START
 from asr_serve.protocols.stream_events import (
     Ack,
     Ended,
@@ -34,6 +34,8 @@ PING_S = 5.0
 PONG_S = 10.0
 """A connection over which no answer to a ping comes in this time is lost, whatever the network says."""
 CLOSE_S = 2.0
+LONG_CHARACTERS = 1_000
+"""Of a value; longer ones do not go into the address: servers and those before them bound it."""
 POLICY = 1_008
 _UNHEARD = logging.getLogger(f"{__name__}.websockets")
 _UNHEARD.disabled = True
@@ -61,6 +63,10 @@ class Line:
     session: Session
 
     def __init__(self, server: str, query: Mapping[str, str], api_key: str | None = None) -> None:
+        """What is too long for an address goes into the first message."""
+        long = {name: value for name, value in query.items() if len(value) > LONG_CHARACTERS}
+        if long:
+            query = {name: value for name, value in query.items() if name not in long} | {START: "true"}
         url = address(server, query)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._held = ExitStack()
@@ -87,6 +93,8 @@ class Line:
             ) from None
         with ExitStack() as undo:
             undo.callback(self.close)
+            if long:
+                self.send(msgspec.json.encode({"type": START, **long}).decode())
             try:
                 first = self.receive(OPEN_S)
             except Unreachable as lost:

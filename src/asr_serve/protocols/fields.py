@@ -46,7 +46,7 @@ class Fields:
         return any(value.strip() for value in self._values.get(name, ()))
 
     def text(self, name: str, longest: int = LONGEST_CHARACTERS) -> str | None:
-        value = self._values.get(name, [""])[0].strip()
+        value = (self._values.get(name) or [""])[0].strip()
         if len(value) > longest:
             raise OptionError(f"{name} holds {len(value)} characters", f"up to {longest}", param=name)
         return value or None

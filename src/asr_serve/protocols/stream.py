@@ -20,9 +20,13 @@ PATH = "/v1/stream"
 QUERY = (
     *("model", "language", "encoding", "rate", "partial_ms", "max_segment_ms", "silence_schedule", "threshold"),
     *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
-    *("api_key", "session", "after"),
+    *("api_key", "session", "after", "start"),
 )
 RESUME = ("session", "after", "api_key")
+START = "start"
+"""With this in its query, a WebSocket's first message says what is asked for besides."""
+START_CHARACTERS = HOTWORDS_CHARACTERS + MOST_CHARACTERS + 65_536
+"""Of that message: ten thousand hot words do not fit in an address."""
 SILENCE = "silence"
 PACKETS = "opus"
 """The encoding that needs its packets kept apart, as WebSockets do and bodies do not."""
@@ -30,6 +34,7 @@ MOST_EVENTS = 10**12
 LONGEST_ID = 200
 LONGEST_CHARACTERS = 4_096
 """Of a command."""
+EXAMPLE = 'like {"type":"start","hotwords":["Ada","Babbage:2"]}'
 COMMANDS = ("flush", "end")
 
 
@@ -86,6 +91,45 @@ def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
         itn=fields.flag("itn") or False,
     )
     return Ask(fields.text("model"), encoding, rate_hz, options)
+
+
+def starts(query: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the first message of this WebSocket tells what is asked for. Raises OptionError."""
+    if not (Fields({START: query.get(START, ())}, QUERY).flag(START) or False):
+        return False
+    if "session" in query:
+        raise OptionError(
+            "start came with session", "a session goes on as it was opened", "leave it out", param=START
+        )
+    return True
+
+
+def started(query: Mapping[str, Sequence[str]], text: str) -> dict[str, Sequence[str]]:
+    """The query, with what the first message says. Raises MalformedRequest, OptionError."""
+    if len(text) > START_CHARACTERS:
+        raise MalformedRequest(f"a start of {len(text)} characters came", f"up to {START_CHARACTERS} are allowed")
+    try:
+        sent = msgspec.json.decode(text, type=dict[str, str | bool | int | float | list[str]])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise MalformedRequest(f"a start came that cannot be read: {error}", EXAMPLE) from None
+    if sent.pop("type", None) != START:
+        raise MalformedRequest("with start=true the first message was no start", EXAMPLE)
+    found = dict(query)
+    for name, value in sent.items():
+        if name in RESUME or name == START:
+            raise OptionError(f"{shown(name)} came in the start", "it is part of the address", param=shown(name))
+        if name in query:
+            raise OptionError(f"{name} came in the address and in the start", "once is allowed", param=name)
+        if isinstance(value, list) and name != "hotwords":
+            raise OptionError(f"{shown(name)} is a list", "hotwords may be one", param=shown(name))
+        found[name] = [_as_field(value)]
+    return found
+
+
+def _as_field(value: str | float | list[str]) -> str:
+    if isinstance(value, list):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _resume(fields: Fields, session: str) -> Resume:

@@ -30,7 +30,18 @@ from asr_serve.errors import (
     RequestTimeout,
 )
 from asr_serve.pipelines.live.caller import Event
-from asr_serve.protocols.stream import LONGEST_CHARACTERS, PATH, Ask, Flush, ask, command, flush
+from asr_serve.protocols.stream import (
+    EXAMPLE,
+    LONGEST_CHARACTERS,
+    PATH,
+    Ask,
+    Flush,
+    ask,
+    command,
+    flush,
+    started,
+    starts,
+)
 from asr_serve.server import documents
 from asr_serve.server.layers.replies import (
     JSON,
@@ -60,6 +71,8 @@ HEADERS = (
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 )
+START_S = 10.0
+"""How long a client may take to say what it wants."""
 COMMAND_S = 10.0
 """How long the body of a command may take."""
 
@@ -92,11 +105,12 @@ async def _connected(
     read: Callable[[StreamSession, Connection], Coroutine[Any, Any, int | None]],
     *,
     packets: bool,
+    query: dict[str, Any] | None = None,
 ) -> AsyncIterator[tuple[StreamSession, Connection, asyncio.Task[int | None]]]:
     """The session that this connection asks for; `read` reads of its client meanwhile."""
     visit = visit_of(scope)
     assert visit.caller is not None
-    query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    query = _query(scope) if query is None else query
     tell = partial(told_live, request_id=visit.request_id, path=PATH)
     with sessions.connected(visit.caller, ask(query, packets=packets), tell) as (session, connection):
         visit.model, before_samples = session.facts.model, session.received_samples
@@ -110,6 +124,26 @@ async def _connected(
             await asyncio.wait({reader})
 
 
+async def _first(receive: Receive) -> str:
+    """The first message, a text. Raises MalformedRequest, RequestTimeout, ClientGone."""
+    try:
+        async with asyncio.timeout(START_S):
+            message = await receive()
+    except TimeoutError:
+        raise RequestTimeout(f"no start came within {START_S:g} s", "", "send it first") from None
+    if message["type"] != "websocket.receive":
+        raise ClientGone("the client left before it said what it wants")
+    if (text := message.get("text")) is None:
+        raise MalformedRequest(
+            "audio came before the start", "with start=true the first message is a text, " + EXAMPLE
+        )
+    return cast(str, text)
+
+
+def _query(scope: Scope) -> dict[str, Any]:
+    return parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+
+
 class StreamSocket:
     """ASGI: one connection, accepted already."""
 
@@ -119,7 +153,14 @@ class StreamSocket:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         visit = visit_of(scope)
         read = partial(self._read, receive)
-        async with _connected(self._sessions, scope, read, packets=True) as (session, connection, reader):
+        query = _query(scope)
+        if starts(query):
+            query = started(query, await _first(receive))
+        async with _connected(self._sessions, scope, read, packets=True, query=query) as (
+            session,
+            connection,
+            reader,
+        ):
             await _write(send, connection)
         left_code = None if reader.cancelled() or reader.exception() else reader.result()
         if session.ending is not None:

@@ -3,6 +3,7 @@ and the others through the search that the engine was set up with, as if they we
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -29,10 +30,7 @@ class Either:
         self._words: dict[int, StreamWords] = {}
 
     def state(self) -> dict[str, StateSpec]:
-        return {
-            **{f"plain.{name}": spec for name, spec in self.plain.state().items()},
-            **{f"hot.{name}": spec for name, spec in self.biased.state().items()},
-        }
+        return {**named("plain", self.plain.state()), **named("hot", self.biased.state())}
 
     def expect(self, row: int, words: StreamWords | None) -> None:
         if words is None:
@@ -43,15 +41,15 @@ class Either:
     def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
         groups = self._groups(chunk.rows.tolist()) if self._words else {}
         if not groups:
-            return self.plain.step(hidden, chunk, _part("plain", state))
+            return self.plain.step(hidden, chunk, part("plain", state))
         found: list[Found] = [Found([], [])] * len(hidden)
         for words, at in groups.items():
             where = torch.tensor(at, device=hidden.device)
             own = Chunk(*(each[where.to(each.device)] for each in chunk))
             if words is None:
-                heard = self.plain.step(hidden[where], own, _part("plain", state))
+                heard = self.plain.step(hidden[where], own, part("plain", state))
             else:
-                heard = self.biased.step(hidden[where], own, _part("hot", state), words)
+                heard = self.biased.step(hidden[where], own, part("hot", state), words)
             for index, each in zip(at, heard, strict=True):
                 found[index] = each
         return found
@@ -66,10 +64,15 @@ class Either:
     def finish(self, row: int, state: State) -> list[Guess]:
         words = self._words.get(row)
         if words is None:
-            return self.plain.finish(row, _part("plain", state))
-        return self.biased.finish(row, _part("hot", state), words)
+            return self.plain.finish(row, part("plain", state))
+        return self.biased.finish(row, part("hot", state), words)
 
 
-def _part(part: str, state: State) -> State:
-    """Under the names that its search gave them."""
-    return {name.partition(".")[2]: each for name, each in state.items() if name.startswith(f"{part}.")}
+def named(part: str, specs: Mapping[str, StateSpec]) -> dict[str, StateSpec]:
+    """Of one part of some state, under names that no other part has."""
+    return {f"{part}.{name}": spec for name, spec in specs.items()}
+
+
+def part(part: str, state: State) -> State:
+    """The inverse: its tensors, under the names it gave them."""
+    return {name.removeprefix(f"{part}."): each for name, each in state.items() if name.startswith(f"{part}.")}

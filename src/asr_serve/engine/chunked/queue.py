@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import chain
 
+from asr_serve.errors import AtCapacity
 from asr_serve.types import Priority
 
 LIVE_RESERVE = 4
 """While callers are on line, one in so many slots is kept for them: a recording holds its slot to its end."""
+
+MOST_WAITING = 512
+"""Callers' streams without a slot; one more is refused."""
+LONGEST_WAIT_S = 10.0
+"""So long somebody who speaks waits for a slot; then it is said that there is none. Who sends faster than anybody
+speaks waits as a recording does."""
+RETRY_MS = 5_000
+"""Slots become free as segments end."""
 
 
 class Queue:
@@ -37,6 +46,14 @@ class Queue:
     def longest(self) -> tuple[int, float] | None:
         """Who has waited longest of those whose wait is bounded, and since when."""
         return next(iter(self._speaking.items()), None)
+
+    def full(self, slots: int) -> AtCapacity:
+        """What callers without one of so many slots are told."""
+        return AtCapacity(
+            f"{self.count('live')} callers wait for one of {slots} slots",
+            f"up to {MOST_WAITING}, and {LONGEST_WAIT_S:g} s while somebody speaks",
+            RETRY_MS,
+        )
 
     def add(self, number: int, priority: Priority, speaking_s: float | None = None) -> None:
         """`speaking_s`: its wait is bounded, and begins now."""

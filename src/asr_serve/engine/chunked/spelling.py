@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from asr_serve.decoding.hotwords import StreamWords
+from asr_serve.engine.chunked.stream import Stream
 from asr_serve.engine.work import Keeper
 from asr_serve.errors import StepFailed
 
@@ -16,13 +17,14 @@ KEPT = 16
 
 
 class Spelling:
-    """On the loop's thread."""
+    """Streams have no slot until their hot words are ready. On the loop's thread."""
 
-    def __init__(self, spell: Callable[[str], StreamWords] | None) -> None:
-        self._spell = spell
+    def __init__(self, spell: Callable[[str], StreamWords] | None, drop: Callable[[int, Exception], None]) -> None:
+        """`drop`: a stream whose hot words cannot be made ready."""
+        self._spell, self._drop = spell, drop
         self._lists: OrderedDict[str, Future[StreamWords]] = OrderedDict()
         """Those that were asked for of late."""
-        self._asking: dict[int, Callable[[StreamWords | StepFailed], None]] = {}
+        self._asking: dict[int, Stream] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, keeper: Keeper) -> None:
@@ -33,14 +35,16 @@ class Spelling:
         """Streams whose hot words are not ready."""
         return set(self._asking)
 
-    def spell(self, number: int, bias: str, done: Callable[[StreamWords | StepFailed], None]) -> None:
-        """`done` is called once, on the loop's thread; at once where that list is known."""
-        made = self._made(bias)
-        if made.done():
-            done(_result(made))
+    def spell(self, number: int, stream: Stream) -> None:
+        """It gets what its hot words are to the search: at once where that list is known."""
+        if not stream.bias:
             return
-        self._asking[number] = done
-        made.add_done_callback(lambda _: self._keeper.call(lambda: self._tell(number, done, made)))
+        made = self._made(stream.bias)
+        self._asking[number] = stream
+        if made.done():
+            self._tell(number, stream, made)
+        else:
+            made.add_done_callback(lambda _: self._keeper.call(lambda: self._tell(number, stream, made)))
 
     def leave(self, number: int) -> None:
         self._asking.pop(number, None)
@@ -49,12 +53,18 @@ class Spelling:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _tell(
-        self, number: int, done: Callable[[StreamWords | StepFailed], None], made: Future[StreamWords]
-    ) -> None:
-        if self._asking.get(number) is done:
-            del self._asking[number]
-            done(_result(made))
+    def _tell(self, number: int, stream: Stream, made: Future[StreamWords]) -> None:
+        if self._asking.get(number) is not stream:
+            return  # it has left
+        del self._asking[number]
+        failure = None if made.cancelled() else made.exception()
+        if not made.cancelled() and failure is None:
+            stream.hot = made.result()
+            return
+        told = f"{type(failure).__name__}: {failure}" if failure else "the engine ended"
+        error = StepFailed(f"spelling hot words failed: {told}", todo="leave them out; if it stays, report it")
+        error.__cause__ = failure
+        self._drop(number, error)
 
     def _made(self, bias: str) -> Future[StreamWords]:
         if (found := self._lists.get(bias)) is None:
@@ -66,15 +76,3 @@ class Spelling:
         while len(self._lists) > KEPT:
             self._lists.popitem(last=False)
         return found
-
-
-def _result(made: Future[StreamWords]) -> StreamWords | StepFailed:
-    if made.cancelled():
-        return StepFailed("the engine ended before hot words were ready")
-    failure = made.exception()
-    if failure is None:
-        return made.result()
-    told = f"spelling hot words failed: {type(failure).__name__}: {failure}"
-    error = StepFailed(told, todo="leave them out; if it stays, report it")
-    error.__cause__ = failure
-    return error

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from asr_serve.decoding.hotwords import StreamWords
-from asr_serve.engine.chunked.queue import LIVE_RESERVE, Queue
+from asr_serve.engine.chunked.queue import LIVE_RESERVE, LONGEST_WAIT_S, MOST_WAITING, Queue
 from asr_serve.engine.chunked.sleepers import SLEEPS_AT_ONCE, Sleepers, Tiers
 from asr_serve.engine.chunked.spelling import Spelling
 from asr_serve.engine.chunked.stream import Kept, Stream, lost, recognition
@@ -18,16 +18,8 @@ from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper, Progress, 
 from asr_serve.engine.saved import Held, Saved
 from asr_serve.engine.session import Piece, Utterance, reject, resolve
 from asr_serve.engine.work import Attempt, Keeper, Seldom
-from asr_serve.errors import AtCapacity, Cancelled, StepFailed
+from asr_serve.errors import Cancelled
 from asr_serve.types import Found, Priority
-
-MOST_WAITING = 512
-"""Callers' streams without a slot; one more is refused."""
-LONGEST_WAIT_S = 10.0
-"""So long somebody who speaks waits for a slot; then it is said that there is none. Who sends faster than anybody
-speaks waits as a recording does."""
-RETRY_MS = 5_000
-"""Slots become free as segments end."""
 
 
 class Streams:
@@ -47,8 +39,7 @@ class Streams:
     ) -> None:
         """`shares`: of the slots that are given while others wait too, by class. `tiers`: where callers' streams
         sleep when nothing comes for `sleep_after_s`; None: they never do. `hears_again`: the tiers may lose one;
-        then it is heard again, from audio that is kept. `spell`: a list of hot words as
-        the search reads it; None: it knows none."""
+        then it is heard again, from audio that is kept. `spell`: hot words as searches read them."""
         self.wrapper, self.device = wrapper, wrapper.device
         self._sleepers, self._hears_again = Sleepers(tiers, sleep_after_s), hears_again
         self._on_done, self._on_start = on_done, on_start
@@ -59,7 +50,7 @@ class Streams:
         """Those without a slot that have something to hear; where nobody sleeps, all without one."""
         self._recordings = 0
         """Utterances that have one."""
-        self._spelling = Spelling(spell)
+        self._spelling = Spelling(spell, self._drop)
         self._look_through = Seldom()
 
     def begin(self, keeper: Keeper) -> None:
@@ -118,10 +109,10 @@ class Streams:
     # --- utterances --------------------------------------------------------------------------------------
 
     def submit(self, utterance: Utterance) -> None:
-        stream = Stream(utterance.priority, utterance.priority == "live", utterance)
-        self._streams[utterance.id] = stream
-        self._waiting.add(utterance.id, utterance.priority)
-        self._spell(utterance.id, stream)
+        priority = utterance.priority
+        stream = self._streams[utterance.id] = Stream(priority, priority == "live", utterance)
+        self._waiting.add(utterance.id, priority)
+        self._spelling.spell(utterance.id, stream)
 
     def cancel(self, request_id: int) -> None:
         self._drop(request_id, Cancelled("the request was cancelled"))
@@ -149,26 +140,13 @@ class Streams:
         self._kept.add(stream)
         if not self._sleepers.possible:  # then who comes first keeps a slot from here on
             self._waiting.add(number, "live")
-        self._spell(number, stream)
-
-    def _spell(self, number: int, stream: Stream) -> None:
-        """It has no slot until its hot words are ready."""
-
-        def made(words: StreamWords | StepFailed) -> None:
-            if isinstance(words, StreamWords):
-                stream.hot = words
-            else:
-                self._drop(number, words)
-
-        if stream.bias:
-            self._spelling.spell(number, stream.bias, made)
+        self._spelling.spell(number, stream)
 
     def export(self, number: int) -> Saved | None:
         """The stream leaves this engine; all its pieces have been answered. None: it has to be heard from its
         start, which may be nothing so far: it knows nothing, or what it knew was lost."""
-        stream = self._streams[number]
+        held = (stream := self._streams[number]).held
         assert not stream.pieces, "a stream that is busy"
-        held = stream.held
         if stream.session is not None and stream.session.audio.samples:
             held = self._hold(number, stream.session)
         elif number in self._sleepers.asleep:
@@ -259,7 +237,7 @@ class Streams:
         """Its audio does, from now on, for a slot; and if it slept, for what it knew."""
         self._waiting.add(number, "live", time.monotonic() if stream.live else None)
         if self._waiting.count("live") > MOST_WAITING:
-            self._drop(number, self._full())
+            self._drop(number, self._waiting.full(self.wrapper.states.slots))
         elif number in self._sleepers.asleep:
             self._sleepers.call(number, self._came)
 
@@ -278,14 +256,7 @@ class Streams:
     def _refuse(self) -> None:
         """Those for whom there is no slot, and whose words would come too late."""
         while (longest := self._waiting.longest) and longest[1] + LONGEST_WAIT_S <= time.monotonic():
-            self._drop(longest[0], self._full())
-
-    def _full(self) -> AtCapacity:
-        return AtCapacity(
-            f"{self._waiting.count('live')} callers wait for one of {self.wrapper.states.slots} slots",
-            f"up to {MOST_WAITING}, and {LONGEST_WAIT_S:g} s while somebody speaks",
-            RETRY_MS,
-        )
+            self._drop(longest[0], self._waiting.full(self.wrapper.states.slots))
 
     def _start(self, session: Session, utterance: Utterance) -> None:
         assert utterance.pcm is not None

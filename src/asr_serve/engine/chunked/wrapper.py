@@ -18,11 +18,12 @@ from torch import Tensor
 from asr_serve.decoding.hotwords import Expecting, StreamWords
 from asr_serve.devices.base import Device
 from asr_serve.engine.chunked.audio import Audio, Place
+from asr_serve.engine.chunked.either import named, part
 from asr_serve.engine.chunked.evidence import Evidence, columns
 from asr_serve.engine.chunked.evidence import Kept as KeptEvidence
 from asr_serve.engine.saved import Held, Part, Saved, read
 from asr_serve.engine.states import Slot, StateCacheManager, as_bytes, row_bytes
-from asr_serve.models.streaming import Chunk, Found, Guess, Remembering, Search, State, StateSpec, StreamingModel
+from asr_serve.models.streaming import Chunk, Found, Guess, Remembering, Search, StateSpec, StreamingModel
 
 MAX_ROWS = 64
 """Sessions in one step."""
@@ -139,7 +140,7 @@ class ChunkedInferenceWrapper:
             assert samples >= size * model.frame_samples, "a window reaches to where the next one begins"
         encoder, found = model.state(self.sizes[-1]), search.state()
         audio = StateSpec((self._windows[self.sizes[-1]],), fresh=None, on_host=True)
-        specs = {"audio": audio, **_named("encoder", encoder), **_named("search", found)}
+        specs = {"audio": audio, **named("encoder", encoder), **named("search", found)}
         if kv_bytes is not None:
             slots = max(1, min(slots, kv_bytes // row_bytes(specs)))
         self.max_rows = min(max_rows, slots) if self.chunked else 1
@@ -150,8 +151,8 @@ class ChunkedInferenceWrapper:
         self._layout = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
         self._remembers = search if isinstance(search, Remembering) else None
         self._expecting = search if isinstance(search, Expecting) else None
-        self._encoder = _part("encoder", self.states.tensors)
-        self._search = _part("search", self.states.tensors)
+        self._encoder = part("encoder", self.states.tensors)
+        self._search = part("search", self.states.tensors)
         self._sessions: set[Session] = set()
         self._ready: set[Session] = set()
         self._spoken_ms = -QUIET_MS
@@ -395,12 +396,3 @@ class ChunkedInferenceWrapper:
 
     def _step(self, *given: Tensor) -> tuple[Tensor]:
         return (self.model.step(Chunk(*(each.to(self.device.torch_device) for each in given)), self._encoder),)
-
-
-def _named(part: str, specs: dict[str, StateSpec]) -> dict[str, StateSpec]:
-    return {f"{part}.{name}": spec for name, spec in specs.items()}
-
-
-def _part(part: str, tensors: dict[str, Tensor]) -> State:
-    """The tensors of one part, under the names it gave them."""
-    return {name.removeprefix(f"{part}."): each for name, each in tensors.items() if name.startswith(f"{part}.")}

@@ -334,9 +334,9 @@ class DecodeRunner:
             advance = self._advance_timed if all(rule.level == SAID for rule in rules) else self._advance_begun
         return passed(self.model, at.wanted, *advance(padded, *given, *some))
 
-    def logits(self, at: Positions, positions: int) -> Tensor:
-        """(positions, vocabulary) of so many positions; their keys and values are written."""
-        return self._pass(at, [PLAIN] * positions).logits[:positions]
+    def logits(self, at: Positions, rules: Sequence[Rule]) -> Tensor:
+        """(positions, vocabulary) of as many positions as there are rules; their keys and values are written."""
+        return self._pass(at, rules).logits[: len(rules)]
 
     def _forward(self, *given: Tensor) -> tuple[Tensor, ...]:
         logits, hidden, *asked = self._decode(*given)

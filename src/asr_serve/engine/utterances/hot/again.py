@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from asr_serve.decoding.rules import Rule
 from asr_serve.engine.utterances.ends.aligning import Ended
 from asr_serve.native import PAGE
 
@@ -68,7 +69,7 @@ class SaidAgain:
         found: list[dict[int, float]] = []
         for first in range(0, len(feed.tokens), AT_ONCE):
             part = feed._replace(first=first - 1, tokens=feed.tokens[first : first + AT_ONCE])
-            logits = self._runner.logits(self._at([part]), len(part.tokens)).float()
+            logits = self._runner.logits(self._at([part]), self._rules([part])).float()
             best = logits.topk(min(count, logits.shape[1]), dim=1)
             scores = best.values - logits.logsumexp(1, keepdim=True)
             rows = zip(best.indices.tolist(), scores.tolist(), strict=True)
@@ -82,6 +83,17 @@ class SaidAgain:
             [feed.position + 1 for feed in batch],
         )
 
+    def _rules(self, batch: Sequence[Feed]) -> list[Rule]:
+        """For what comes behind each position, as when it was decoded."""
+        starts, found = self._runner.starts, list[Rule]()
+        for feed in batch:
+            row = feed.each.row
+            said = [*feed.each.answer.tokens[: max(0, feed.first)], *feed.tokens[feed.first < 0 :]]
+            known = len(said) - len(feed.tokens) + 1
+            ends = range(known, known + len(feed.tokens))
+            found += [starts.rule(row, said[:end]) for end in ends]
+        return found
+
     def _pass(self, batch: Sequence[Feed]) -> list[list[list[float]]]:
         runner, at = self._runner, self._at(batch)
         wanted = sum(len(feed.pages) for feed in batch)
@@ -89,12 +101,11 @@ class SaidAgain:
         try:
             if taken:
                 self._lend(batch, at.own, taken)
-            positions = sum(len(feed.tokens) for feed in batch)
-            logits = runner.logits(at, positions).float()
+            logits = runner.logits(at, self._rules(batch)).float()
         finally:
             runner.pages.give(taken)
         counts = [len(asked) for feed in batch for asked in feed.asked]
-        where = torch.arange(positions).repeat_interleave(torch.tensor(counts)).to(logits.device)
+        where = torch.arange(len(logits)).repeat_interleave(torch.tensor(counts)).to(logits.device)
         told = [token for feed in batch for asked in feed.asked for token in asked]
         tokens = torch.tensor(told, dtype=torch.int64, device=logits.device)
         scores = (logits[where, tokens] - logits.logsumexp(1)[where]).tolist()

@@ -9,6 +9,7 @@ Source  rescoring of alternatives that sound alike, as in spelling correction fo
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,17 +32,18 @@ SPELT = 3
 """Times as many that are cut into tokens to see whether they are worth a look."""
 BEHIND = 4
 """Tokens behind the place that tell whether it fits."""
-GIVEN, A_CHANGE = 9.0, 1.0
+GIVEN, A_CHANGE = 7.2, 4.0
 """What a hot word of weight 1 may be less likely than what was heard, in natural-log probability; and by how much
 less where all of its sounds are changed."""
-SAME_STEM = 3.5
+SAME_STEM = 1.0
 """By how much less where it is what was heard with another ending: a model tells such words apart."""
-OF_MANY, MANY = 2.0, 1_000
-"""By how much less where it is one of so many more: 1.4 for a thousand, 4.8 for ten thousand."""
+OF_MANY, MANY = 1.0, 1_000
+"""By how much less where it is one of so many more: 0.7 for a thousand, 2.4 for ten thousand."""
 BY_WEIGHT = 2.0
 """For a weight e times as great: ten times is 4.6 more, and no weight makes a word of what sounds otherwise."""
 RANK = 4.0
 """How much a change of all of its sounds puts a word behind others, of those that are looked at."""
+PARTS = re.compile(r"[\W_]+")
 
 
 class Look(NamedTuple):
@@ -146,6 +148,8 @@ class SecondLook:
         wanted = [Proposed(span, word, text, THE_SAME, 0.0) for span, text, word in places.same]
         ways: list[tuple[float, Proposed, float]] = []
         for way in (*wanted, *proposed):
+            if way.far != THE_SAME and way.text.casefold() in PARTS.split(way.span.text.casefold()):
+                continue  # it is there, beside others
             stem = same_stem(way.text, way.span.text)
             allowed = worth(hot.words[way.word].weight, way.far, same_stem=stem, words=len(hot.words))
             hope = (0.0 if way.span.before else way.score) - self._heard(each, way.span) + allowed

@@ -12,7 +12,10 @@ import torch
 from tiny_streaming import SEARCHES, clips, model
 
 from asr_serve.decoding.ctc import CtcPrefixBeam
+from asr_serve.decoding.hotwords import StreamWords
 from asr_serve.decoding.rescoring import Rescored
+from asr_serve.decoding.rnnt_beam import TransducerBeam
+from asr_serve.engine.chunked.either import Either
 from asr_serve.engine.chunked.evidence import COLUMNS
 from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper, Session
 from asr_serve.engine.saved import Saved
@@ -187,6 +190,40 @@ HOSTILE = {
 def wrapper_saved(name: str, blocks: int = 1) -> Saved:
     here = wrapper(name, "rnnt", blocks)
     return here.save(here.open())
+
+
+@pytest.mark.parametrize(("name", "plain"), [("fastconformer 8,1", "ctc"), ("fastconformer 8,1", "rnnt")])
+def test_a_session_with_hot_words_goes_on_where_its_graph_was(name: str, plain: str) -> None:
+    def made() -> ChunkedInferenceWrapper:
+        network = model(name)
+        biased = CtcPrefixBeam(network, 4, boost=3.0) if plain == "ctc" else TransducerBeam(network, 3, boost=3.0)
+        search = Either(SEARCHES[plain](network), biased)
+        return ChunkedInferenceWrapper(
+            network, search, network.device, slots=4, chunk=2 * network.block, poison=True
+        )
+
+    def end(there: ChunkedInferenceWrapper, session: Session) -> list[Any]:
+        there.put(session, np.concatenate(clips(2)), 0.0)
+        there.finish(session, 0.0)
+        told = []
+        while not session.over:
+            told += [each.found for each in there.step(there.next(1e9), 0.0)]
+        return [told, session.guesses]
+
+    vocab = model(name).vocab
+    words = StreamWords("ab\t10\nba\t10", lambda text: [ord(c) % (vocab - 1) for c in text.lower()], str, vocab)
+    here, there = made(), made()
+    session = here.open(hot=words)
+    here.put(session, np.concatenate(clips(3)), 0.0)
+    while ready := here.next(1e9):
+        here.step(ready, 0.0)
+    saved = here.save(session)
+    with pytest.raises(ValueError, match="other hot words"):
+        there.load(saved, live=True)
+    assert there.free == there.states.slots
+    moved = there.load(saved, live=True, hot=words)
+    assert end(there, moved) == end(here, session)
+    assert there._search["hot.ctc_spots" if plain == "ctc" else "hot.spot"].any()
 
 
 @pytest.mark.parametrize("how", HOSTILE)

@@ -15,7 +15,7 @@ from tiny_moonshine import WAIT_S, clip, held, on_loop
 
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import SearchOptions
-from asr_serve.engine.chunked import streams
+from asr_serve.engine.chunked import queue, streams
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.local import local
 from asr_serve.engine.parts import Checkpoint
@@ -24,6 +24,7 @@ from asr_serve.engine.process.given import MAX_DEATHS
 from asr_serve.engine.process.link import RemoteLink, remote
 from asr_serve.engine.process.wire import EngineSpec, Failed, Failure
 from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, EngineCrashed, OptionError, StepFailed
+from asr_serve.text.tokens import TextPieces
 from asr_serve.text.words import sounding
 from asr_serve.types import Found
 
@@ -89,6 +90,40 @@ def test_streams_say_what_utterances_say(begin: Begin, want: list[tuple[int, ...
     frames = [token.frame for each in found[4] for token in each.fixed]
     assert frames == sorted(frames)
     assert max(frames) <= len(CLIPS[4]) // 1_280 + 1
+    assert client.describe()["slots_used"] == 0
+
+
+@pytest.mark.parametrize("head", ["rnnt", "ctc"])
+def test_hot_words_change_their_own_streams_only(begin: Begin, head: str) -> None:
+    """What a stream and an utterance say with them is the same; what others say is what they say without."""
+    client = begin(head=head)
+    options = SearchOptions(bias="ab bag\t10\nmad\t10\ndew\t10")
+    alone = [client.submit(pcm).future.result(WAIT_S).tokens for pcm in CLIPS[:4]]
+    streams = [client.stream(live=True, bias=options.bias if number % 2 else "") for number in range(4)]
+    futures = [
+        [stream.put(part) for part in pieces(pcm, 4_000)] for stream, pcm in zip(streams, CLIPS, strict=False)
+    ]
+    for stream, own in zip(streams, futures, strict=True):
+        own.append(stream.put(np.zeros(0, np.float32), last=True))
+    found = [said([each.result(WAIT_S) for each in own]) for own in futures]
+    assert found[0::2] == alone[0::2]
+    whole = [client.submit(pcm, options).future.result(WAIT_S).tokens for pcm in CLIPS[:4]]
+    assert found[1::2] == whole[1::2]
+    assert whole != alone, "they are heard"
+    assert client.describe()["slots_used"] == 0
+
+
+def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TextPieces, "encode", lambda *_: 1 / 0)
+    client = begin()
+    if isinstance(client.link, RemoteLink):
+        pytest.skip("the other process has its own")
+    other = client.stream(live=True)
+    with pytest.raises(StepFailed, match="spelling hot words failed: ZeroDivisionError"):
+        client.submit(CLIPS[0], SearchOptions(bias="bad\t1")).future.result(WAIT_S)
+    other.put(CLIPS[0], last=True).result(WAIT_S)
     assert client.describe()["slots_used"] == 0
 
 
@@ -184,7 +219,7 @@ def test_one_caller_more_than_may_wait_is_refused(begin: Begin, want: list[tuple
     late = client.stream(live=False)
     with pytest.raises(AtCapacity, match="513 callers wait for one of 1 slots") as refused:
         late.put(CLIPS[1]).result(WAIT_S)
-    assert refused.value.retry_after_ms == streams.RETRY_MS
+    assert refused.value.retry_after_ms == queue.RETRY_MS
     assert not any(future.done() for future in futures), "those who were there before wait on"
     for stream in waiting[1:]:
         stream.close()

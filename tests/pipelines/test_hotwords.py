@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,12 @@ import asr_serve
 from asr_serve.audio.io import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.bias import MOST_WORDS
-from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.errors import OptionError
 from asr_serve.library import Model
 from asr_serve.models import weights
 from asr_serve.models.card import card, cards
 from asr_serve.pipelines.prompts import hotword_bias
-from asr_serve.text.tokens import BytePieces, TextPieces
+from asr_serve.text.tokens import BytePieces, TextPieces, unwritable
 
 NAMES = ["Quilter", "Leighton", "Beckett", "Nagg", "Nell", "Worstward", "you", "thanks", "Bye", "music"]
 RATE = 16_000
@@ -119,7 +120,7 @@ def test_others_in_the_batch_are_not_touched(model: Model, packaged_speech: Path
     clips = [read_audio(packaged_speech / name) for name in ("beckett.wav", "two_cities.wav")]
     alone = [each.text for each in model.transcribe(clips)]
     client = model._client
-    bias = hotword_bias(client, names(MOST_WORDS))
+    bias = hotword_bias(client, BytePieces([]), names(MOST_WORDS))
     assert bias
     from asr_serve.decoding.attention import SearchOptions
 
@@ -134,7 +135,7 @@ def test_whoever_leaves_while_a_list_is_read_holds_nothing(model: Model, package
     from asr_serve.errors import Cancelled
 
     client = model._client
-    bias = hotword_bias(client, names(MOST_WORDS - 1))
+    bias = hotword_bias(client, BytePieces([]), names(MOST_WORDS - 1))
     clip = read_audio(packaged_speech / "beckett.wav")
     ticket = client.submit(clip, SearchOptions(bias=bias, language="en"), "bulk", wait=True)
     client.cancel(ticket)
@@ -163,7 +164,7 @@ def test_whoever_leaves_while_a_list_is_read_holds_nothing(model: Model, package
 def test_bad_lists(words: Any, says: str):
     client: Any = SimpleNamespace(card=card("moonshine-tiny-en"))
     with pytest.raises(OptionError) as refused:
-        hotword_bias(client, words)
+        hotword_bias(client, BytePieces([]), words)
     assert refused.value.param == "hotwords"
     assert says in str(refused.value)
     assert len(str(refused.value)) < 300
@@ -172,8 +173,8 @@ def test_bad_lists(words: Any, says: str):
 def test_a_model_of_many_languages_writes_all_of_them():
     name = next(name for name, each in cards().items() if each.kind == "whisper" and len(each.languages) > 50)
     client: Any = SimpleNamespace(card=card(name))
-    assert hotword_bias(client, ["東京", "Москва:2"]) == "東京\t1\nМосква\t2"
-    assert hotword_bias(client, []) == ""
+    assert hotword_bias(client, BytePieces([]), ["東京", "Москва:2"]) == "東京\t1\nМосква\t2"
+    assert hotword_bias(client, BytePieces([]), []) == ""
 
 
 # --- how they are spelt ---------------------------------------------------------------------------------
@@ -196,7 +197,22 @@ def test_moonshine_spells_as_it_was_taught(packaged_speech: Path):
         assert vocabulary.text(vocabulary.encode(f" {text}")) == text
 
 
-def test_a_vocabulary_without_rules_says_so(tmp_path: Path):
-    (tmp_path / "pieces.json").write_text('["a", "b"]')
-    with pytest.raises(UnsupportedOption):
-        TextPieces(tmp_path / "pieces.json").encode("ab")
+def test_a_vocabulary_without_rules_is_written_in_as_few_pieces_as_there_can_be(tmp_path: Path):
+    pieces = ["", "▁", "a", "d", "▁ad", "da", "<unk>", "b", "'"]
+    (tmp_path / "pieces.json").write_text(json.dumps(pieces))
+    vocabulary = TextPieces(tmp_path / "pieces.json")
+    assert [pieces[each] for each in vocabulary.encode(" ada")] == ["▁ad", "a"]
+    assert [pieces[each] for each in vocabulary.encode("Ada-b'd")] == ["a", "da", "▁", "b", "'", "d"]
+    assert vocabulary.encode("axe") == vocabulary.encode("<unk>") == []
+    assert [unwritable(vocabulary, word) for word in ("Ada", "ADA da", "A.D.", "Adam", "東")] == [
+        "",
+        "",
+        "",
+        "m",
+        "東",
+    ]
+    client: Any = SimpleNamespace(card=card("armspeech-hy"))
+    with pytest.raises(
+        OptionError, match=r"hotword 'ադ' has 'ա'. the vocabulary of armspeech-hy has no such letter"
+    ):
+        hotword_bias(client, vocabulary, ["ադ"])

@@ -192,12 +192,14 @@ def test_while_somebody_speaks_every_request_has_them(model: Model, beckett: np.
     assert last.text.startswith("EVER TRIED. EVER FAILED.")
     assert len(asked) > 3
     assert {search.prompt for search in asked} == {prompt_tokens(client, model._tokenizer, prompt)}
-    assert {search.bias for search in asked} == {hotword_bias(client, words)}
+    assert {search.bias for search in asked} == {hotword_bias(client, model._tokenizer, words)}
     asked.clear()
     with Caller(model, hotwords=("Nell",)) as caller:
         caller.put(beckett)
         caller.finish()
-    assert {(search.prompt, search.bias) for search in asked} == {((), hotword_bias(client, ["Nell"]))}
+    assert {(search.prompt, search.bias) for search in asked} == {
+        ((), hotword_bias(client, model._tokenizer, ["Nell"]))
+    }
 
 
 @pytest.mark.parametrize("options", [{"hotwords": "Ada"}, {"hotwords": ["x " * 300]}, {"prompt": 1}])

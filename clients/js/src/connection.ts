@@ -28,9 +28,11 @@ export class Connection {
     url: string,
     private readonly silenceMs: number,
     private readonly events: ConnectionEvents,
+    first?: string,
   ) {
     this.#socket = new WebSocket(url);
     this.#socket.binaryType = "arraybuffer";
+    if (first !== undefined) this.#socket.addEventListener("open", () => this.#socket.send(first));
     this.#socket.addEventListener("message", ({ data }: { data: unknown }) => this.#message(data));
     this.#socket.addEventListener("error", () => {}); // a close follows; without a listener ws would throw
     this.#socket.addEventListener("close", ({ code }: { code: number }) => {

@@ -106,14 +106,29 @@ export function expectNames(options: object, known: object, of = ""): void {
   throw new SpeechError("bad_option", `There is no option ${of}${unknown}. There are ${Object.keys(known).join(", ")}.`);
 }
 
+/** Of a value; longer ones go into the first message: servers, and those before them, bound an address. */
+const LONG_CHARACTERS = 1_000;
+
 /** The address of a new session. Throws SpeechError. */
 export function beginUrl(options: StreamOptions): string {
   const url = routeUrl(options);
-  for (const [name, field] of Object.entries(QUERY)) {
-    const value = options[name as keyof typeof QUERY];
-    if (value !== undefined) url.searchParams.set(field, String(value));
-  }
+  for (const [field, value] of asked(options, false)) url.searchParams.set(field, value);
+  if (beginMessage(options) !== undefined) url.searchParams.set("start", "true");
   return url.href;
+}
+
+/** What a new session is sent first: what is too long for its address, if anything is. */
+export function beginMessage(options: StreamOptions): string | undefined {
+  const long = asked(options, true);
+  return long.length === 0 ? undefined : JSON.stringify({ type: "start", ...Object.fromEntries(long) });
+}
+
+function asked(options: StreamOptions, long: boolean): [string, string][] {
+  return Object.entries(QUERY)
+    .map(([name, field]): [string, unknown] => [field, options[name as keyof typeof QUERY]])
+    .filter(([, value]) => value !== undefined)
+    .map(([field, value]): [string, string] => [field, String(value)])
+    .filter(([, value]) => value.length > LONG_CHARACTERS === long);
 }
 
 /** The address that goes on with a session. `after`: the last numbered event that came. */

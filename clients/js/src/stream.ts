@@ -3,7 +3,7 @@ import { Emitter } from "./emitter.js";
 import { SpeechError } from "./errors.js";
 import { counted } from "./events.js";
 import type * as wire from "./events.js";
-import { beginUrl, expectOptions, resumeUrl, socketClass, type StreamOptions } from "./options.js";
+import { beginMessage, beginUrl, expectOptions, resumeUrl, socketClass, type StreamOptions } from "./options.js";
 import { Outgoing, type Command } from "./outgoing.js";
 import { toBytes } from "./pcm.js";
 import { Retry } from "./retry.js";
@@ -185,11 +185,14 @@ export class SpeechStream extends Emitter<StreamEvents> {
     this.#connection?.drop();
     const session = this.#anew ? undefined : this.#session;
     const url = session ? resumeUrl(options, session.session_id, this.#seq) : beginUrl(options);
+    const first = session ? undefined : beginMessage(options);
     try {
-      this.#connection = new Connection(socketClass(options), url, options.reconnect?.silenceMs ?? SILENCE_MS, {
-        event: (event) => this.#hear(event),
-        lost: (reason, deliberate) => this.#lost(reason, deliberate),
-      });
+      const events = {
+        event: (event: wire.ServerEvent) => this.#hear(event),
+        lost: (reason: string, deliberate: boolean) => this.#lost(reason, deliberate),
+      };
+      const silenceMs = options.reconnect?.silenceMs ?? SILENCE_MS;
+      this.#connection = new Connection(socketClass(options), url, silenceMs, events, first);
     } catch (cause) {
       // A page from https may not connect to ws, for one.
       this.#fail(new SpeechError("connection_failed", `Cannot connect to ${options.url}: ${String(cause)}.`, { cause }));

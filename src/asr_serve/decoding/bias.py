@@ -2,7 +2,7 @@
 them is worth.
 
 Source  the graph: Aho and Corasick 1975; words' parts that are worth something, and lose it where the word is not
-        said to its end: shallow fusion with back-off, arXiv:1808.02480; `tests/decoding/test_bias.py` compares
+        said to its end: shallow fusion, Zhao et al., Interspeech 2019; `tests/decoding/test_bias.py` compares
         with a list that is searched word by word.
 """
 
@@ -178,10 +178,6 @@ class Graph:
     def ends(self, node: int) -> float:
         """What is taken back where the text ends."""
         return -self._hopes[node]
-
-    def leads(self, node: int) -> Sequence[int]:
-        """The tokens that go on with what was begun."""
-        return self._arcs.get(node, ()) if node > OPEN else ()
 
     def walk(self, tokens: Iterable[int], node: int = OPEN) -> int:
         """Where the graph is after these."""

@@ -148,4 +148,4 @@ class CtcPrefixBeam:
         if words is None:
             return ()
         assert self.boost is not None, "hot words for a search that knows none"
-        return (words.bias(*(state[name] for name in HOT), self.boost),)
+        return (words.bias(state["ctc_spots"], state["ctc_gains"], self.boost),)

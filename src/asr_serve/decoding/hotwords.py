@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -29,8 +30,12 @@ class HotWords:
         self.known = {word.text.casefold(): word for word in self.words}
         self._text, self._encode, self._opening = text, encode, dict[int, bool]()
         self._spelt: dict[str, tuple[int, ...]] = {}
-        self.graph = Graph(spelt(self.words, encode), self._opens)
         self.longest = max(word.text.count(" ") + 1 for word in self.words)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """For beams; of a long list it takes half a second."""
+        return Graph(spelt(self.words, self._encode), self._opens)
 
     def spell(self, text: str) -> tuple[int, ...]:
         """Its tokens. On the loop's thread."""
@@ -59,8 +64,8 @@ class Arrays(NamedTuple):
 
 
 class StreamWords:
-    """The same for searches of streaming models, in arrays. Read by any thread once it is made. Equal lists make equal
-    nodes, in whatever process: a saved session that is at one of them goes on in another."""
+    """The same for searches of streaming models, in arrays. Read by any thread once it is made. Equal lists make
+    equal nodes, in whatever process: a saved session that is at one of them goes on in another."""
 
     def __init__(
         self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str], vocab: int

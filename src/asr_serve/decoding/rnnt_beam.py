@@ -156,6 +156,7 @@ class TransducerBeam:
         scores, keys, lengths = (state[name][row].tolist() for name in (SCORE, KEY, LENGTH))
         gains = [0.0] * self.beam
         if words is not None:
+            assert self.boost is not None, "hot words for a search that knows none"
             # A part that has not become a word is worth nothing.
             spots = state[SPOT][row].tolist()
             gains = [
@@ -260,8 +261,11 @@ class TransducerBeam:
         again = ~alive | same.tril(-1).any(-1)
         score, order = score.masked_fill(again, -math.inf).topk(self.beam)
         score = score.masked_fill(score < score[:, :1] - self.margin, -math.inf)
-        chosen = (each.gather(1, order) for each in candidates[1:-1])
-        return _Candidates(score, *chosen, tuple(each.gather(1, order) for each in candidates.hot))
+        parent, token, logprob, skip, key = (
+            each.gather(1, order) for each in (candidates.parent, candidates.token, candidates.logprob, skip, key)
+        )
+        hot = tuple(each.gather(1, order) for each in candidates.hot)
+        return _Candidates(score, parent, token, logprob, skip, key, hot)
 
     def _take(self, work: _Work, frame: int, chosen: _Candidates) -> None:
         """The entries become those."""

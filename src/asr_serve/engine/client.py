@@ -246,9 +246,7 @@ class EngineClient:
             raise
         return VadSession(self, session_id, live)
 
-    def stream(
-        self, *, live: bool, samples: int | None = None, words: bool = False, bias: str = ""
-    ) -> Stream:
+    def stream(self, *, live: bool, samples: int | None = None, words: bool = False, bias: str = "") -> Stream:
         """Of a model that carries its state: audio in, words out. It is let in as it is; whoever opens it has
         been. `samples`: the most that will be put, if that is known: a hypothesis hears no more. `words`: pieces
         may be `timed`.
@@ -315,7 +313,10 @@ class EngineClient:
                 "cut it into windows",
             )
         return self._voices.ask(
-            lambda answer: self.link.voices(pcm, budget_samples, answer), wait=wait, check=check, closed=lambda: self._closed
+            lambda answer: self.link.voices(pcm, budget_samples, answer),
+            wait=wait,
+            check=check,
+            closed=lambda: self._closed,
         )
 
     def nudge(self) -> None:

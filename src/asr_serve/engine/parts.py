@@ -71,7 +71,11 @@ WAIT_SHARE = 8
 
 HOT_CTC_BEAM, HOT_RNNT_BEAM, HOT_TOKENS = 16, 4, 16
 """Of sessions with hot words: entries of a beam, at least; and likeliest tokens of a transducer's entry."""
-CTC_BOOST, RNNT_BOOST = 1.0, 1.0
+CTC_BOOST, RNNT_BOOST = 1.5, 1.0
+"""Natural-log probability that a token of a hot word of weight 1 is given. CTC: chosen on espeak's Armenian voice,
+for armspeech. Of twelve names 1 is found without, 6 with 1.5, 5 beside a thousand others, and the errors in other
+words stay what they were; with 2.0 more are found, and others put where they were not said. RN-T: less, for there
+are no weights here to choose on."""
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ CLOSE = Closeness(300 * 270, units.s_to_samples(15))
 """On bench/meetings.py (means over kinds, seed 7) 16.2 % of the time is wrong, with windows of 10 s and 3 s of
 each 19.2, with windows every 2.5 s 16.3. Whole frames of the network."""
 WIDE = Closeness(WINDOW_SAMPLES, units.s_to_samples(2))
-"""Of kind long there (26 minutes, seed 23) 9.7 % of the time is wrong, and 9.4 with 2.5 or 3 s of each window, of
-which each second costs 6 to 7 ms."""
+"""Of kind long there (14 recordings, an hour, seed 41) 14.6 % of the time is wrong; with 3 s of each window 12.7,
+but then a recording takes a half longer, where it takes 41 % longer now (bench/rich_speakers.py --parts cost)."""
 
 
 def closeness(at: int, whole: int | None) -> Closeness:

@@ -75,13 +75,18 @@ class BytePieces:
         return {piece: i for i, piece in enumerate(self.pieces) if i >= SPECIAL}
 
     def _cut(self, word: str) -> list[int]:
-        ids = self._ids
+        ids, none = self._ids, len(self.pieces)
         parts = [c.encode() for c in word]
-        while len(parts) > 1:
-            least, at = min((ids.get(a + b, len(self.pieces)), i) for i, (a, b) in enumerate(pairwise(parts)))
-            if least == len(self.pieces):
-                break
+        ranks = [ids.get(a + b, none) for a, b in pairwise(parts)]
+        """Of each part and the next together."""
+        while ranks and (least := min(ranks)) < none:
+            at = ranks.index(least)
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            del ranks[at]
+            if at:
+                ranks[at - 1] = ids.get(parts[at - 1] + parts[at], none)
+            if at < len(ranks):
+                ranks[at] = ids.get(parts[at] + parts[at + 1], none)
         return [i for part in parts for i in ([ids[part]] if part in ids else [SPECIAL + byte for byte in part])]
 
 

@@ -103,15 +103,15 @@ class Streams:
         return {"waiting": len(self._waiting), "decoding": len(self._of), **pages}
 
     def describe(self) -> dict[str, Any]:
-        states, asleep = self.wrapper.states, len(self._sleepers.asleep)
-        return {"slots": states.slots, "slots_used": states.used, "streams_asleep": asleep}
+        held = {"slots": self.wrapper.states.slots, "slots_used": self.wrapper.states.used}
+        return held | {"streams_asleep": len(self._sleepers.asleep)}
 
     # --- utterances --------------------------------------------------------------------------------------
 
     def submit(self, utterance: Utterance) -> None:
-        priority = utterance.priority
-        stream = self._streams[utterance.id] = Stream(priority, priority == "live", utterance)
-        self._waiting.add(utterance.id, priority)
+        stream = Stream(utterance.priority, utterance.priority == "live", utterance)
+        self._streams[utterance.id] = stream
+        self._waiting.add(utterance.id, stream.priority)
         self._spelling.spell(utterance.id, stream)
 
     def cancel(self, request_id: int) -> None:
@@ -180,8 +180,7 @@ class Streams:
         slept = self._put_to_sleep()
         self._refuse()
         started, wrapper = time.perf_counter(), self.wrapper
-        running = wrapper.next(1_000 * time.monotonic())
-        if not running:
+        if not (running := wrapper.next(1_000 * time.monotonic())):
             return slept
 
         def fail(error: Exception) -> None:
@@ -206,8 +205,8 @@ class Streams:
         while len(self._waiting) and (free := self._free):
             crowded = self._recordings >= self.wrapper.max_rows or free <= kept
             allowed: tuple[Priority, ...] = ("live",) if crowded else ("live", "interactive", "bulk")
-            but = self._sleepers.coming.keys() | self._spelling.waiting
-            if (number := self._waiting.take(allowed, but)) is None:
+            number = self._waiting.take(allowed, self._sleepers.coming.keys() | self._spelling.waiting)
+            if number is None:
                 return
             stream = self._streams[number]
             session = stream.session = self._open(number, stream)

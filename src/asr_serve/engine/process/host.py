@@ -213,7 +213,8 @@ class Host:
             with contextlib.closing(parcel), Attempt(loop.stats, "chunk", "going on with a stream", fail):
                 numbers, *parts = parcel.open()
                 saved = Saved(numbers, tuple(parts))
-                loop.streams.open(message.session, message.live, message.samples, saved, message.words, message.bias)
+                words, bias = message.words, message.bias
+                loop.streams.open(message.session, message.live, message.samples, saved, words, bias)
             self._send(opened)
 
         loop.inbox.put(open_saved)

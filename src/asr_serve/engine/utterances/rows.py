@@ -49,8 +49,6 @@ class Row:
         """Tokens at its start that something else was said for."""
         self.trusted = hypothesis.max_tokens
         """How many tokens of the draft are verified at once: fewer once it was wrong."""
-        self._node, self._walked = OPEN, 0
-        """Of the graph of its hot words, after so many tokens."""
         self.likeliest: dict[int, dict[int, float]] = {}
         """Of a row with hot words: what could have been said in place of each token, and how likely that was."""
         self.generator = torch.Generator().manual_seed(hypothesis.options.seed)
@@ -64,17 +62,6 @@ class Row:
     @property
     def hotwords(self) -> HotWords | None:
         return self.hypothesis.hotwords
-
-    @property
-    def node(self) -> int:
-        """Where it is in the graph of its hot words."""
-        assert self.hotwords is not None
-        said = self.tokens
-        if self._walked > len(said):  # said again, in another try
-            self._node, self._walked = OPEN, 0
-        self._node = self.hotwords.graph.walk(said[self._walked :], self._node)
-        self._walked = len(said)
-        return self._node
 
     @property
     def last(self) -> int:

@@ -109,7 +109,8 @@ class SaidAgain:
         told = [token for feed in batch for asked in feed.asked for token in asked]
         tokens = torch.tensor(told, dtype=torch.int64, device=logits.device)
         scores = (logits[where, tokens] - logits.logsumexp(1)[where]).tolist()
-        found, first = [], 0
+        found: list[list[list[float]]] = []
+        first = 0
         for feed in batch:
             found.append([])
             for asked in feed.asked:

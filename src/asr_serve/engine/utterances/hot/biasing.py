@@ -26,8 +26,8 @@ REMEMBERED = 128
 
 
 class Spelling:
-    """Requests whose hot words are not ready wait for them: a long list takes a second, and others go on. On the
-    loop's thread."""
+    """Requests whose hot words are not ready wait for them: a long list takes half a second, and others go on. On
+    the loop's thread."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Spelling:
     ) -> None:
         """`encode`: None of a model that has no use for it. `call`: Keeper.call."""
         self._encode, self._text, self._call, self._fail = encode, text, call, fail
-        self._lists: OrderedDict[str, Future[HotWords]] = OrderedDict()
-        """Those that were asked for of late."""
+        self._lists: OrderedDict[tuple[str, bool], Future[HotWords]] = OrderedDict()
+        """Those that were asked for of late, and whether by beams."""
         self._waiting: dict[int, Callable[[], None]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
@@ -52,7 +52,7 @@ class Spelling:
         if not utterance.options.bias:
             go_on()
             return
-        made = self._made(utterance.options.bias)
+        made = self._made(utterance.options.bias, utterance.options.beam > 1)
         if made.done():
             self._go_on(utterance, made, go_on)
             return
@@ -66,13 +66,14 @@ class Spelling:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _made(self, bias: str) -> Future[HotWords]:
-        if (found := self._lists.get(bias)) is None:
+    def _made(self, bias: str, beams: bool) -> Future[HotWords]:
+        if (found := self._lists.get((bias, beams))) is None:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
             assert self._encode is not None, "hot words came to a model without a vocabulary"
-            found = self._lists[bias] = self._thread.submit(Listed, bias, self._encode, self._text)
-        self._lists.move_to_end(bias)
+            found = self._thread.submit(Listed.made, bias, self._encode, self._text, beams)
+            self._lists[bias, beams] = found
+        self._lists.move_to_end((bias, beams))
         while len(self._lists) > KEPT:
             self._lists.popitem(last=False)
         return found

@@ -21,21 +21,23 @@ class Listed(HotWords):
     """Made on a thread beside the loop, and read by any."""
 
     def __init__(self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str]) -> None:
-        known: dict[str, list[int]] = {}
-
-        def once(said: str) -> list[int]:
-            if said not in known:
-                known[said] = encode(said)
-            return known[said]
-
-        super().__init__(bias, once, text)
-        self._encode = encode
+        super().__init__(bias, encode, text)
         self.beginning: dict[int, list[Form]] = {}
         """Forms by their first token."""
         self.tokens: dict[str, tuple[int, ...]] = {}
         """Of each form."""
         for number, word in enumerate(self.words):
             for form in written(word.text):
-                if tokens := tuple(once(f" {form}")):
+                if tokens := tuple(encode(f" {form}")):
                     self.tokens[form] = tokens
                     self.beginning.setdefault(tokens[0], []).append(Form(number, form, tokens))
+
+    @classmethod
+    def made(
+        cls, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str], beams: bool
+    ) -> HotWords:
+        """With its graph, where beams are to read it."""
+        found = cls(bias, encode, text)
+        if beams:
+            _ = found.graph
+        return found

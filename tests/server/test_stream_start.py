@@ -82,3 +82,5 @@ def test_a_start_is_bounded():
         stream.started({"itn": ["true"]}, '{"type":"start","itn":false}')
     query = stream.started({"model": ["m"]}, '{"type":"start","words":true,"rate":8000,"hotwords":["a b","c:2"]}')
     assert query == {"model": ["m"], "words": ["true"], "rate": ["8000"], "hotwords": ["a b,c:2"]}
+    with pytest.raises(OptionError, match="a body is audio only"):
+        stream.ask({"start": ["true"]}, packets=False)

@@ -120,6 +120,7 @@ class Diarizing:
         self._heard: list[Window] = []
         self._ended = False
         self._whole: int | None = None
+        self._windows = 0
 
     def expect(self, samples: int | None) -> None:
         """How long the recording is, before any of it is put. None: nobody knows."""
@@ -140,15 +141,17 @@ class Diarizing:
         self._chunks.append(pcm)
         self._samples += len(pcm)
         while self._samples - self._next > WINDOW_SAMPLES:  # not when they are as long: it may be the last
-            self._ask(self._next)
-            self._next += closeness(self._next, self._whole).step_samples
+            close = closeness(self._next, self._whole)
+            self._ask(self._next, 0 if self._windows % close.every else close.budget_samples)
+            self._next += close.step_samples
 
     def finish(self) -> None:
         """No more will come. Idempotent."""
         if not self._ended:
             self._ended = True
             if self._samples:
-                self._ask(max(0, self._samples - WINDOW_SAMPLES))
+                last = max(0, self._samples - WINDOW_SAMPLES)
+                self._ask(last, closeness(last, self._whole).budget_samples)
 
     def advance(self) -> bool:
         """Take what was answered; whether there was anything. Raises WeightsMissing, WeightsCorrupt, StepFailed,
@@ -172,14 +175,14 @@ class Diarizing:
         """The segment by who says it: a part for each change of speaker."""
         return told(segment, turns, self._words)
 
-    def _ask(self, start: int) -> None:
+    def _ask(self, start: int, budget_samples: int) -> None:
         audio = np.concatenate(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
         pcm = np.ascontiguousarray(audio[start - self._from : start - self._from + WINDOW_SAMPLES])
         kept = max(self._from, self._samples - WINDOW_SAMPLES)  # the last window reaches back so far
-        close = closeness(start, self._whole)
-        kept = min(kept, start + close.step_samples)
+        kept = min(kept, start + closeness(start, self._whole).step_samples)
         self._chunks, self._from = [audio[kept - self._from :]], kept
-        answer = self._client.voices(pcm, budget_samples=close.budget_samples, wait=True, check=self._check)
+        answer = self._client.voices(pcm, budget_samples=budget_samples, wait=True, check=self._check)
+        self._windows += 1
         self._asked.append(Asked(start, len(pcm), answer))
         answer.add_done_callback(self._wake)
 

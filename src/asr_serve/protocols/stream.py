@@ -58,6 +58,8 @@ class Resume(msgspec.Struct, frozen=True):
 def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
     """Read a query. `packets`: whether the transport keeps them apart. Raises OptionError."""
     fields = Fields(query, QUERY)
+    if START in fields and not packets:
+        raise OptionError("start over HTTP", "a body is audio only", "use the WebSocket", param=START)
     session = fields.text("session")
     if session is not None:
         return _resume(fields, session)

@@ -28,8 +28,8 @@ shorter, the less is a voice like itself. On bench/meetings.py 0.30 was best of 
 ALIKE_SAMPLES = (units.s_to_samples(1), units.s_to_samples(4))
 SURE_SAMPLES = units.ms_to_samples(1_500)
 """A voice that was heard alone for so long may be a group of its own: of 0.5, 1, 1.5 and 2 s the best there."""
-OWN_SAMPLES = units.ms_to_samples(1_500)
-"""Whoever is never heard alone is somebody, with so much speech."""
+OWN_SAMPLES = units.ms_to_samples(1_000)
+"""Who is like nobody is somebody, with so much speech: of 0.25 to 1.5 s all but the last are as good there."""
 SHARED_SAMPLES, SHARED = units.ms_to_samples(250), 0.5
 """Two speakers of windows that overlap are one, who speak together for so long, and for such a part of the time in
 which either does."""

@@ -1,7 +1,8 @@
 """How closely a recording is listened to: where windows begin, and how much of each its voices are taken from.
 
-Of a short one every second counts: windows overlap by half, and each voice is listened to for up to 5 s. In a long
-one there is more of everybody, and what it costs is felt.
+Of a short one every second counts: each is heard four times, for a window may take two people for one, and each
+voice is listened to for up to 5 s in every second window. In a long one there is more of everybody, and what it
+costs is felt.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ CLOSE_SAMPLES = units.s_to_samples(300)
 class Closeness(NamedTuple):
     step_samples: int
     """From one window to the next."""
+    every: int
+    """Of so many windows one is listened to for voices; the others' speakers are known by the frames they share."""
     budget_samples: int
-    """See EngineClient.voices."""
+    """Of those: see EngineClient.voices."""
 
 
-CLOSE = Closeness(300 * 270, units.s_to_samples(15))
+CLOSE = Closeness(150 * 270, 2, units.s_to_samples(15))
 """On bench/meetings.py (means over kinds, seed 7) 16.2 % of the time is wrong, with windows of 10 s and 3 s of
-each 19.2, with windows every 2.5 s 16.3. Whole frames of the network."""
-WIDE = Closeness(WINDOW_SAMPLES, units.s_to_samples(2))
+each 19.2, with windows every 5 s 16.2 too. Whole frames of the network."""
+WIDE = Closeness(WINDOW_SAMPLES, 1, units.s_to_samples(2))
 """Of kind long there (14 recordings, an hour, seed 41) 14.6 % of the time is wrong; with 3 s of each window 12.7,
 but then a recording takes a half longer, where it takes 41 % longer now (bench/rich_speakers.py --parts cost)."""
 

@@ -64,10 +64,12 @@ class Naming:
     def hear(self, done: SegmentDone, span: Span, pcm: np.ndarray, language: str) -> None:
         """A segment that is to be held next: `span` and `pcm` of what was heard of it. Raises EngineClosed."""
         asked = []
-        for start in starts_of(len(pcm), CLOSE.step_samples):
+        starts = starts_of(len(pcm), CLOSE.step_samples)
+        for number, start in enumerate(starts):
             part = np.ascontiguousarray(pcm[start : start + WINDOW_SAMPLES])
+            listened = number % CLOSE.every == 0 or start == starts[-1]
             try:
-                answer = self._client.voices(part, budget_samples=CLOSE.budget_samples)
+                answer = self._client.voices(part, budget_samples=CLOSE.budget_samples if listened else 0)
             except AtCapacity:
                 break
             answer.add_done_callback(lambda _: self._wake())

@@ -20,7 +20,7 @@ class Closeness(NamedTuple):
     step_samples: int
     """From one window to the next."""
     every: int
-    """Of so many windows one is listened to for voices; the others' speakers are known by the frames they share."""
+    """Of so many windows one is listened to for voices; speakers of the others are known by shared frames."""
     budget_samples: int
     """Of those: see EngineClient.voices."""
 

@@ -26,8 +26,8 @@ class Tokenizer(Protocol):
         """Ids that are special or out of range say nothing; bytes that are no UTF-8 become U+FFFD."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, as it stands; what spells a special token in it is left out. Raises UnsupportedOption
-        where the vocabulary can only be read."""
+        """Ids of a text, as it stands; what spells a special token in it is left out, and so may be what it has no
+        letter for."""
 
 
 class BytePieces:

@@ -297,6 +297,10 @@ def test_closing_before_the_start_opens_nothing(model):
         ({"max_segment_ms": 10}, "max_segment_ms"),
         ({"temperatures": (3.0,)}, "temperatures"),
         ({"silence_schedule": [(None, 200)]}, "silence schedule"),
+        ({"words": "maybe"}, "words='maybe'. True or False"),
+        ({"itn": 1}, "itn=1"),
+        ({"speakers": True, "min_speakers": 3, "max_speakers": 2}, "1 to 2"),
+        ({"hotwords": ["Ada:"]}, "a weight behind the colon"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_read(model, options, match):

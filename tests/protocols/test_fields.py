@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.protocols.fields import LONGEST_CHARACTERS, Fields
+from asr_serve.protocols.fields import LONGEST_CHARACTERS, Fields, words
 from asr_serve.protocols.transcriptions import funasr, openai
 from asr_serve.text import languages
 
@@ -112,3 +112,23 @@ def test_any_form_is_read_or_refused(read_form, sent, complete):
 )
 def test_languages(name, code):
     assert languages.code(name) == code
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Ada,Babbage:2", ("Ada", "Babbage:2")),
+        ("Ada\nBabbage\r\n\n", ("Ada", "Babbage")),
+        ('["Ada", "Charles Babbage", " "]', ("Ada", "Charles Babbage")),
+        ('{"Ada": 2, "Babbage": 0.5}', ("Ada:2", "Babbage:0.5")),
+    ],
+)
+def test_words_come_in_the_forms_of_clients(text: str, found: tuple[str, ...]) -> None:
+    assert words(text) == found
+
+
+@pytest.mark.parametrize("text", ['{"Ada": "much"}', "[1, 2]", "{Ada}", "[" * 100_000])
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="a JSON list of them") as refused:
+        words(text)
+    assert refused.value.param == "hotwords"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from made_windows import windows
 
 from asr_serve.speaker.clustering import HowMany, cluster
+from asr_serve.speaker.grouping import group, voices_of
 
 VOICES = np.array([[1, 0, 0], [0.9, 0.436, 0], [0, 1, 0], [0, 0, 1]], np.float64)
 APART = ~np.eye(4, dtype=bool)
@@ -18,3 +20,12 @@ def test_as_many_as_there_are_said_to_be(most: int, groups: int) -> None:
     assert sorted(set(labels.tolist())) == list(range(groups))
     if groups < 4:
         assert labels[0] == labels[1]  # those that are most alike
+
+
+@pytest.mark.parametrize("people", range(2, 9))
+def test_nobody_is_left_out_where_their_number_is_known(people: int) -> None:
+    """Two of them, as the networks hear it, who are said to be more people: each has a voice."""
+    heard = windows([("ann" if turn % 2 else "bob", 5.0 * turn, 5.0 * turn + 4) for turn in range(6)], 32)
+    voices = voices_of(heard)
+    group(heard, voices, HowMany(people, people))
+    assert len({each.group for each in voices}) == people

@@ -38,6 +38,8 @@ def hot_word(given: str) -> HotWord:
         weight = float(number) if colon else 1.0
     except ValueError:
         text, colon, weight = given, "", 1.0
+    if given.rstrip().endswith(":"):
+        raise OptionError(f"hotword {given[:60]!r}", "a weight behind the colon, or no colon", param=PARAM)
     text = " ".join((text if colon else given).split())
     if not text.isprintable() or not any(c.isalnum() for c in text):
         raise OptionError(f"hotword {given[:60]!r}", "a word with a letter or digit", "leave it out", param=PARAM)

@@ -10,7 +10,7 @@ from asr_serve import units
 from asr_serve.audio.io import AudioLimits
 from asr_serve.decoding.attention import SearchOptions, Task
 from asr_serve.errors import OptionError
-from asr_serve.pipelines.utterance import known_options
+from asr_serve.pipelines.utterance import expect_switches, known_options
 from asr_serve.types import Priority
 from asr_serve.vad.schedule import SilenceSchedule
 from asr_serve.values import unknown
@@ -93,6 +93,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
                     param=name,
                 )
 
+        expect_switches(self, "words", "speakers", "itn", "condition_on_previous_text")
         expect_speakers(self.speakers, self.num_speakers, self.min_speakers, self.max_speakers)
         if self.known_speakers and not self.speakers:
             raise OptionError("known_speakers came without speakers", "both, or neither", param="known_speakers")
@@ -116,6 +117,4 @@ def expect_speakers(wanted: bool, exactly: int | None, least: int | None, most: 
         if name != "num_speakers" and exactly is not None:
             raise OptionError(f"{name} beside num_speakers", "one says how many there are", param=name)
     if least is not None and most is not None and least > most:
-        raise OptionError(
-            f"min_speakers={least} with max_speakers={most}", "no more than those", param="min_speakers"
-        )
+        raise OptionError(f"min_speakers={least} with max_speakers={most}", f"1 to {most}", param="min_speakers")

@@ -198,6 +198,13 @@ def endpoint_settings(threshold: float | None, pad_before_ms: int | None) -> dic
     return chosen
 
 
+def expect_switches(options: object, *names: str) -> None:
+    """Raises OptionError for one that is neither on nor off."""
+    for name in names:
+        if not isinstance(value := getattr(options, name), bool):
+            raise OptionError(f"{name}={value!r}", "True or False", param=name)
+
+
 def known_options(options: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
     """Keyword arguments as fields: an unknown one fails and names the nearest. A schedule may be text, or a list
     of (up_to_ms, silence_ms)."""

@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.text import languages
 from asr_serve.values import nearest
@@ -52,8 +54,8 @@ class Fields:
         return value or None
 
     def words(self, name: str, longest: int) -> tuple[str, ...]:
-        """Those between the commas of a text of up to `longest` characters."""
-        return words(self.text(name, longest) or "")
+        """Those of a text of up to `longest` characters. Raises OptionError."""
+        return words(self.text(name, longest) or "", name)
 
     def many(self, name: str) -> list[str]:
         """All values of `name`, which ends in []."""
@@ -108,13 +110,26 @@ class Fields:
             raise UnsupportedOption(f"{name}=true is not supported", can, f"leave {name} out", param=name)
 
 
-def words(text: str) -> tuple[str, ...]:
-    """Between commas, those of Chinese and Japanese among them.
+def words(text: str, name: str = "hotwords") -> tuple[str, ...]:
+    """Between commas, those of Chinese and Japanese among them, or lines; or those of a JSON list, or of an object
+    of weights as FunASR's clients send it. Raises OptionError for other JSON.
 
     >>> words("Ada, Charles Babbage,")
     ('Ada', 'Charles Babbage')
+    >>> words('{"Ada": 2}')
+    ('Ada:2',)
     """
-    return tuple(word.strip() for word in re.split("[,，、]", text) if word.strip())
+    text = text.strip()
+    if text[:1] not in ("[", "{"):
+        return tuple(word.strip() for word in re.split("[,，、\r\n]", text) if word.strip())
+    try:
+        found = msgspec.json.decode(text, type=list[str] | dict[str, float])
+    except (msgspec.DecodeError, RecursionError):
+        allowed = 'words with commas, a JSON list of them, or an object like {"Ada": 2}'
+        raise OptionError(f"{name}={shown(text)}", allowed, param=name) from None
+    if isinstance(found, dict):
+        return tuple(f"{word.strip()}:{weight:g}" for word, weight in found.items())
+    return tuple(word.strip() for word in found if word.strip())
 
 
 def expect(name: str, value: str, choices: Sequence[str]) -> None:

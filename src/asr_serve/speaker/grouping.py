@@ -104,7 +104,11 @@ def group(windows: Sequence[Window], voices: Sequence[Voice], how_many: HowMany)
         sure = heard
     if sure:
         _cluster(sure, how_many)
+        clustered = [each.group for each in voices]
         _seat(mates, sure)
+        if len({each.group for each in voices} - {-1}) < min(how_many.least, len(set(clustered) - {-1})):
+            for each, who in zip(voices, clustered, strict=True):  # so many there are: nobody is left out
+                each.group = who
     _follow(windows, mates, voices)
     groups = max((each.group for each in voices), default=-1) + 1
     room = len(voices) if how_many.most is None else how_many.most - groups

@@ -9,7 +9,13 @@ import msgspec
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.live.hypotheses import OVERLAP_MS
-from asr_serve.pipelines.utterance import CONTEXT_MS, endpoint_settings, known_options, segment_limit_ms
+from asr_serve.pipelines.utterance import (
+    CONTEXT_MS,
+    endpoint_settings,
+    expect_switches,
+    known_options,
+    segment_limit_ms,
+)
 from asr_serve.types import Segment
 from asr_serve.vad.endpoint import EndpointConfig
 from asr_serve.vad.schedule import STREAMING, SilenceSchedule
@@ -84,6 +90,7 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
+        expect_switches(self, "words", "speakers", "itn")
         # Out of range, it says so here and not when somebody speaks.
         limit_ms = LIVE_SEGMENT_MS if self.max_segment_ms is None else self.max_segment_ms
         EndpointConfig(max_segment_ms=limit_ms, **endpoint_settings(self.threshold, self.pad_before_ms))

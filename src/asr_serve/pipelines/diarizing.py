@@ -1,8 +1,7 @@
 """Who speaks in a file: its audio, heard beside what recognises it, window after window.
 
 Nothing of the audio is kept but a window; of each that was heard there is left who of a few speaks when, and a
-direction for each voice: 1.2 MB of an hour with two in each window, of five minutes that are listened to closely
-0.2 MB.
+direction for each voice: 1.2 MB of an hour with two in each window.
 """
 
 from __future__ import annotations

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import asr_serve
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.bias import HotWord, packed
 from asr_serve.engine.utterances.ends.aligning import Ended
 from asr_serve.engine.utterances.hot.again import Feed
-from asr_serve.engine.utterances.hot.proposing import THE_SAME
+from asr_serve.engine.utterances.hot.listed import Listed
+from asr_serve.engine.utterances.hot.proposing import MOST_POSSIBLE, OF_A_PLACE, THE_SAME, Heard, Places
 from asr_serve.engine.utterances.hot.second_look import SecondLook, same_stem, worth
 from asr_serve.engine.utterances.pages import PagePool
 from asr_serve.library import Model
@@ -128,3 +131,19 @@ def test_what_a_word_may_cost():
 )
 def test_words_with_one_stem(one: str, other: str, same: bool):
     assert same_stem(one, other) is same_stem(other, one) is same
+
+
+def test_of_many_words_that_begin_alike_the_likeliest_are_compared():
+    """A token for each sign: all of the list begins with the same two."""
+    count = 4 * MOST_POSSIBLE
+    listed = Listed(packed([HotWord(f"Ab{i:04}") for i in range(count)]), lambda text: [*map(ord, text[1:])], str)
+    row: Any = SimpleNamespace(hotwords=listed, hypothesis=SimpleNamespace(fixed=0))
+    row.likeliest = {0: {ord("A"): -1.0}, 1: {}}
+    each: Any = SimpleNamespace(row=row, answer=SimpleNamespace(tokens=(ord("O"), ord("k"))))
+    places = Places(each, [Heard(0, 2, "Abe")])
+    (probe,) = places.probes()
+    seconds = [-4.0] * count
+    seconds[-1] = -0.5
+    found = [(one.word, one.score) for one in places.proposed([(probe, seconds)]) if one.score > -6]
+    assert (count - 1, -1.5) in found
+    assert len(found) <= MOST_POSSIBLE + OF_A_PLACE

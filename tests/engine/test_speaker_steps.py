@@ -16,7 +16,7 @@ from asr_serve.engine.speakers import runner
 from asr_serve.engine.speakers.hearing import Hearing, on_this_machine
 from asr_serve.engine.speakers.runner import LIVE_WINDOWS, WINDOWS, Question, Voices
 from asr_serve.engine.stats import Stats
-from asr_serve.errors import EngineClosed
+from asr_serve.errors import EngineClosed, StepFailed
 from asr_serve.speaker.local import BUDGET_SAMPLES, LocalVoices
 
 WINDOW = np.zeros(16_000, np.float32)
@@ -123,3 +123,22 @@ def test_who_speaks_when_is_told_without_what_they_sound_like(hearing, windows):
     assert heard.who
     assert (silent.who, silent.voices) == ((), b"")
     assert silent.chances == heard.chances
+
+
+def test_models_that_cannot_be_loaded_fail_who_asked_and_the_loop_goes_on(steps, monkeypatch):
+    voices, taken = steps
+    counting = runner.Hearing.load
+
+    def broken(device):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(runner.Hearing, "load", broken)
+    (answer,) = ask(voices, 1)
+    assert voices.step(live=True, idle=False)
+    with pytest.raises(StepFailed, match="no memory"):
+        answer.result(0)
+    monkeypatch.setattr(runner.Hearing, "load", counting)
+    (answer,) = ask(voices, 1)
+    assert voices.step(live=True, idle=False)
+    assert answer.result(0).speakers == 3
+    assert taken == [1]

@@ -117,6 +117,7 @@ def test_short_recordings_are_listened_to_more_closely():
     assert closeness(0, CLOSE_SAMPLES + 1) == WIDE
     assert closeness(0, None) == CLOSE
     assert closeness(CLOSE_SAMPLES + 1, None) == WIDE
+    assert closeness(CLOSE_SAMPLES + 1, 16_000) == WIDE, "a header that says too little"
 
 
 class Recorder:

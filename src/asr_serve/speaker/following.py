@@ -24,7 +24,7 @@ class Person(msgspec.Struct):
 
 
 class Following:
-    """One caller. What is kept of ten seconds is 3.3 KB."""
+    """One caller. What is kept of ten seconds with two voices is 3.3 KB, of segments of a minute 9 KB."""
 
     def __init__(self) -> None:
         self._windows: list[Window] = []

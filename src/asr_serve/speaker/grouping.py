@@ -28,8 +28,8 @@ shorter, the less is a voice like itself. On bench/meetings.py 0.30 was best of 
 ALIKE_SAMPLES = (units.s_to_samples(1), units.s_to_samples(4))
 SURE_SAMPLES = units.ms_to_samples(1_500)
 """A voice that was heard alone for so long may be a group of its own: of 0.5, 1, 1.5 and 2 s the best there."""
-OWN_SAMPLES = units.ms_to_samples(1_000)
-"""Who is like nobody is somebody, with so much speech: of 0.25 to 1.5 s all but the last are as good there."""
+OWN_SAMPLES, OTHER_SAMPLES = units.ms_to_samples(1_500), units.ms_to_samples(1_000)
+"""Who is like nobody is somebody, with so much speech; with so much, who speaks beside everybody that is known."""
 SHARED_SAMPLES, SHARED = units.ms_to_samples(250), 0.5
 """Two speakers of windows that overlap are one, who speak together for so long, and for such a part of the time in
 which either does."""
@@ -112,7 +112,12 @@ def group(windows: Sequence[Window], voices: Sequence[Voice], how_many: HowMany)
     _follow(windows, mates, voices)
     groups = max((each.group for each in voices), default=-1) + 1
     room = len(voices) if how_many.most is None else how_many.most - groups
-    own = [each for each in heard if each.group < 0 and each.active_samples >= OWN_SAMPLES]
+
+    def somebody(each: Voice) -> bool:
+        others = {mate.group for mate in mates[each.window] if mate.group >= 0}
+        return each.active_samples >= (OTHER_SAMPLES if len(others) == groups else OWN_SAMPLES)
+
+    own = [each for each in heard if each.group < 0 and somebody(each)]
     if own and room > 0:
         _cluster(own, HowMany(1, room), groups)
     elif not groups and voices:  # a sound now and then, of nobody in particular

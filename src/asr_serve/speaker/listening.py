@@ -35,8 +35,8 @@ but then a recording takes a half longer, where it takes 41 % longer now (bench/
 
 
 def closeness(at: int, whole: int | None) -> Closeness:
-    """Of what is heard from sample `at` on, of so many as the recording has; None: nobody knows."""
-    return CLOSE if (at if whole is None else whole) <= CLOSE_SAMPLES else WIDE
+    """Of what is heard from sample `at` on, of so many as the recording says that it has; None: nobody knows."""
+    return CLOSE if max(at, whole or 0) <= CLOSE_SAMPLES else WIDE
 
 
 def starts_of(samples: int, step: int) -> list[int]:

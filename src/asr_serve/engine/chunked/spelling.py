@@ -24,7 +24,7 @@ class Spelling:
         self._spell, self._drop = spell, drop
         self._lists: OrderedDict[str, Future[StreamWords]] = OrderedDict()
         """Those that were asked for of late."""
-        self._asking: dict[int, Stream] = {}
+        self._asking: dict[int, tuple[Stream, Future[StreamWords]]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, keeper: Keeper) -> None:
@@ -40,21 +40,26 @@ class Spelling:
         if not stream.bias:
             return
         made = self._made(stream.bias)
-        self._asking[number] = stream
+        self._asking[number] = stream, made
         if made.done():
             self._tell(number, stream, made)
         else:
             made.add_done_callback(lambda _: self._keeper.call(lambda: self._tell(number, stream, made)))
 
     def leave(self, number: int) -> None:
-        self._asking.pop(number, None)
+        """A list that nobody waits for any more, and that was not begun, is not made."""
+        _, made = self._asking.pop(number, (None, None))
+        if made is None or any(made is other for _, other in self._asking.values()) or not made.cancel():
+            return
+        for bias in [bias for bias, other in self._lists.items() if other is made]:
+            del self._lists[bias]
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _tell(self, number: int, stream: Stream, made: Future[StreamWords]) -> None:
-        if self._asking.get(number) is not stream:
+        if self._asking.get(number, (None,))[0] is not stream:
             return  # it has left
         del self._asking[number]
         failure = None if made.cancelled() else made.exception()

@@ -70,11 +70,13 @@ class Voices:
                 question.answer.set_exception(error)
 
         if self._hearing is None:
-            try:
-                self._hearing = Hearing.load(self._device)
-            except (WeightsMissing, WeightsCorrupt) as failure:  # the next one may find them
-                fail(failure)
-                return True
+            with Attempt(self._stats, "speakers", "loading what hears speakers", fail):
+                try:
+                    self._hearing = Hearing.load(self._device)
+                except (WeightsMissing, WeightsCorrupt) as failure:  # the next one may find them
+                    fail(failure)
+        if self._hearing is None:
+            return True
         with Attempt(self._stats, "speakers", "hearing who speaks", fail):
             heard = self._hearing.hear([(each.pcm, each.budget_samples) for each in batch])
             for question, voices in zip(batch, heard, strict=True):

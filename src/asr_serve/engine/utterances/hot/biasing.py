@@ -40,7 +40,7 @@ class Spelling:
         self._encode, self._text, self._call, self._fail = encode, text, call, fail
         self._lists: OrderedDict[tuple[str, bool], Future[HotWords]] = OrderedDict()
         """Those that were asked for of late, and whether by beams."""
-        self._waiting: dict[int, Callable[[], None]] = {}
+        self._waiting: dict[int, tuple[Future[HotWords], Callable[[], None]]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     @property
@@ -56,11 +56,20 @@ class Spelling:
         if made.done():
             self._go_on(utterance, made, go_on)
             return
-        self._waiting[utterance.id] = lambda: self._go_on(utterance, made, go_on)
-        made.add_done_callback(lambda _: self._call(lambda: self._waiting.pop(utterance.id, lambda: None)()))
+        self._waiting[utterance.id] = made, lambda: self._go_on(utterance, made, go_on)
+        made.add_done_callback(lambda _: self._call(lambda: self._ready(utterance.id)))
+
+    def _ready(self, request_id: int) -> None:
+        if (waiting := self._waiting.pop(request_id, None)) is not None:
+            waiting[1]()
 
     def leave(self, request_id: int) -> None:
-        self._waiting.pop(request_id, None)
+        """A list that nobody waits for any more, and that was not begun, is not made."""
+        made, _ = self._waiting.pop(request_id, (None, None))
+        if made is None or any(made is other for other, _ in self._waiting.values()) or not made.cancel():
+            return
+        for key in [key for key, other in self._lists.items() if other is made]:
+            del self._lists[key]
 
     def close(self) -> None:
         if self._thread is not None:

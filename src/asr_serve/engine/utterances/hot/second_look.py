@@ -105,7 +105,8 @@ class SecondLook:
         judged: list[list[Found]] = [[] for _ in asked]
         scores = self._score([(places[which].each, look) for which, look in batch])
         for (which, look), (gain, logprobs) in zip(batch, scores, strict=True):
-            judged[which].append(Found(gain + look.allowed, look, logprobs))
+            if gain > -math.inf:  # what the model never says is no better for any allowance
+                judged[which].append(Found(gain + look.allowed, look, logprobs))
         for i, found in zip(asked, judged, strict=True):
             told[i] = self._said(ended[i], found)
         return told

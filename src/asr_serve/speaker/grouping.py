@@ -34,7 +34,7 @@ SHARED_SAMPLES, SHARED = units.ms_to_samples(250), 0.5
 """Two speakers of windows that overlap are one, who speak together for so long, and for such a part of the time in
 which either does."""
 NEAR_WINDOWS = 6
-"""So far away may be whoever a word is given to: a minute, where windows overlap half of one."""
+"""So far away may be whoever a word is given to: a minute, in a short recording 15 s."""
 MOST_VOICES = 1_500
 """That are clustered at once: two hours or so of talk. Of more, so many at a time are clustered first."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
-from made_windows import Said, window, windows
+from made_windows import Said, direction, window, windows
 
 from asr_serve.speaker import grouping
 from asr_serve.speaker.clustering import HowMany
@@ -110,9 +111,40 @@ def test_what_is_settled_keeps_the_names_that_were_told():
     assert names == {0: "SPEAKER_00", 5: "SPEAKER_01", 10: "SPEAKER_01", 15: "SPEAKER_00", 20: "SPEAKER_02"}
 
 
-def test_a_window_goes_through_the_wire_as_it_is():
-    import msgspec
+def tilted(name: str, by: float) -> np.ndarray:
+    """`name`'s voice with something of another in it: 0.65 of it is left."""
+    own, other = direction(name), direction("zoe")
+    other = other - (other @ own) * own
+    return np.float32(0.65) * own + np.float32(by * (1 - 0.65**2) ** 0.5) * other / np.linalg.norm(other)
 
+
+def voiced(one: Window, *voices: np.ndarray) -> Window:
+    """With these for the voices of its speakers."""
+    return one._replace(heard=msgspec.structs.replace(one.heard, voices=b"".join(v.tobytes() for v in voices)))
+
+
+def test_a_known_voice_that_is_heard_in_two_ways_in_one_segment_is_one_live_speaker():
+    """Each is like the voice that is known and the two are not like each other: nobody new has come."""
+    following = Following()
+    following.hear([voiced(window([("ann", 0, 10)], 0), direction("ann"))])
+    said: list[Said] = [("ann", 10, 30)]
+    high, low = (voiced(window(said, at), tilted("ann", by)) for at, by in ((10, 1), (20, -1)))
+    assert float(tilted("ann", 1) @ tilted("ann", -1)) < 0.2 < 0.6 < float(tilted("ann", 1) @ direction("ann"))
+    assert len({t.speaker for t in diarize([high, low]).turns}) == 2  # by themselves, they are two
+    assert {t.speaker for t in following.hear([high, low])} == {"SPEAKER_00"}
+
+
+def test_two_voices_of_one_window_are_never_one_live_speaker():
+    following = Following()
+    following.hear([voiced(window([("ann", 0, 10)], 0), direction("ann"))])
+    both = window([("ann", 10, 15), ("bob", 15, 20)], 10)
+    assert {t.speaker for t in following.hear([voiced(both, tilted("ann", 1), tilted("ann", -1))])} == {
+        "SPEAKER_00",
+        "SPEAKER_01",
+    }
+
+
+def test_a_window_goes_through_the_wire_as_it_is():
     one = windows(TALK, 40)[1].heard
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=LocalVoices)
     assert (again.active == one.active).all()

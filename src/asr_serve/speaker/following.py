@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from asr_serve.speaker.clustering import ANY
+from asr_serve.speaker.clustering import ANY, HowMany
 from asr_serve.speaker.grouping import SURE_SAMPLES, Voice, Window, alike, centre, group, voices_of
 from asr_serve.speaker.stitching import Diarized, diarize, spans_of, turns_of
 from asr_serve.types import SpeakerTurn
@@ -39,15 +39,19 @@ class Following:
         for each in voices:
             members.setdefault(each.group, []).append(each)
         members.pop(-1, None)
-        names = self._recognise(members)
-        turns = tuple(SpeakerTurn(names[who], start, end) for who, start, end in turns_of(windows, voices))
+        people = self._recognise(members)
+        for each in voices:
+            each.group = people.get(each.group, -1)
+        turns = tuple(
+            SpeakerTurn(self._people[who].name, start, end) for who, start, end in turns_of(windows, voices)
+        )
         self._windows += windows
         self._told += turns
         return turns
 
-    def settle(self) -> Diarized:
+    def settle(self, how_many: HowMany = ANY) -> Diarized:
         """Of all that was heard: turns by the names that were told, as far as they are the same people."""
-        found = diarize(self._windows)
+        found = diarize(self._windows, how_many)
         common: dict[tuple[str, str], int] = {}
         told = spans_of(self._told)
         for who, spans in spans_of(found.turns).items():
@@ -67,9 +71,14 @@ class Following:
         )
         return Diarized(turns, {names[who]: voice for who, voice in found.voices.items()})
 
-    def _recognise(self, members: dict[int, list[Voice]]) -> dict[int, str]:
-        """The name of each group of a segment: no two of them are one person. The surest choose first."""
-        names: dict[int, str] = {}
+    def _recognise(self, members: dict[int, list[Voice]]) -> dict[int, int]:
+        """Which of the people each group of a segment is. The surest choose first; two that are heard in one
+        window are two people, two that are not may both be one that is known, though they are not alike enough to
+        be taken for one by themselves."""
+        found: dict[int, int] = {}
+        windows = {who: {each.window for each in voices} for who, voices in members.items()}
+        taken: dict[int, set[int]] = {}
+        """The windows in which each of the people is heard."""
         pairs = []
         for who, voices in members.items():
             direction = centre(voices)
@@ -77,32 +86,32 @@ class Following:
                 if direction is not None and person.direction is not None:
                     known = person.direction / max(float(np.linalg.norm(person.direction)), 1e-12)
                     pairs.append((float(known @ direction), who, place))
-        taken = set[int]()
+
+        def be(who: int, place: int) -> None:
+            found[who] = place
+            taken[place] = taken.get(place, set()) | windows[who]
+
         for cosine, who, place in sorted(pairs, reverse=True):
-            if who in names or place in taken:
+            if who in found or not windows[who].isdisjoint(taken.get(place, ())):
                 continue
             likely = cosine >= alike(members[who])
-            if not likely and _clean(members[who]) >= SURE_SAMPLES:
+            if not likely and (place in taken or _clean(members[who]) >= SURE_SAMPLES):
                 continue
-            names[who] = self._people[place].name
-            taken.add(place)
+            be(who, place)
             if likely:
                 self._learn(self._people[place], members[who])
         for who in sorted(members, key=lambda each: -_clean(members[each])):
-            if who in names:
+            if who in found:
                 continue
             free = [place for place in range(len(self._people)) if place not in taken]
             if free and centre(members[who]) is None:  # a sound: whoever has spoken last
                 last = next((t.speaker for t in reversed(self._told)), self._people[free[0]].name)
-                place = next((p for p in free if self._people[p].name == last), free[0])
-                names[who] = self._people[place].name
+                be(who, next((place for place in free if self._people[place].name == last), free[0]))
             else:
-                place = len(self._people)
-                self._people.append(Person(f"SPEAKER_{place:02d}"))
-                names[who] = self._people[place].name
-                self._learn(self._people[place], members[who])
-            taken.add(place)
-        return names
+                be(who, len(self._people))
+                self._people.append(Person(f"SPEAKER_{found[who]:02d}"))
+                self._learn(self._people[found[who]], members[who])
+        return found
 
     def _learn(self, person: Person, voices: list[Voice]) -> None:
         direction = centre(voices)

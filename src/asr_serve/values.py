@@ -113,10 +113,30 @@ def span(kind: inspect.IntType | inspect.FloatType) -> str:
     return f"more than {kind.gt:g}{most}"
 
 
+_SPEAKERS = ("spk", "speakers")
+_WORDS = ("words", "timestamp_granularities[]", "timestamp")
+_HOTWORDS = ("hotwords",)
+_HOW_MANY = ("num_speakers", *_SPEAKERS)
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("diarize", "diarise", "diarization", "diarisation", "speaker_labels", "speaker"), _SPEAKERS),
+    **dict.fromkeys(("enable_diarization", "enable_speaker_diarization", *_SPEAKERS), _SPEAKERS),
+    **dict.fromkeys(("speaker_count", "speakers_expected", "number_of_speakers", "n_speakers"), _HOW_MANY),
+    **dict.fromkeys(("word_timestamps", "word_times", "word_time_offsets", "timestamps"), _WORDS),
+    **dict.fromkeys(("enable_word_time_offsets", "words", "timestamp_granularities", "timestamp"), _WORDS),
+    **dict.fromkeys(("hot_words", "hot_word", "keywords", "keyterms", "keyterm", "boost"), _HOTWORDS),
+    **dict.fromkeys(("word_boost", "phrases", "phrase_hints", "vocabulary", "custom_vocabulary"), _HOTWORDS),
+    **dict.fromkeys(("inverse_text_normalization", "smart_format", "numerals", "format_text"), ("itn",)),
+}
+"""What other programs call something, and what it may be called here."""
+
+
 def nearest(came: object, names: Iterable[str]) -> str:
-    """`did you mean 'port'?`, or nothing where no name is near. Of a mapping, the value is what is shown."""
+    """`did you mean 'port'?`, or nothing where no name is near: the one that means the same, or is spelt about the
+    same. Of a mapping, the value is what is shown."""
     shown = names if isinstance(names, Mapping) else {name: name for name in names}
-    near = difflib.get_close_matches(str(came), shown, n=1)
+    text = str(came)
+    meant = SYNONYMS.get(text.strip().casefold().replace("-", "_").removesuffix("[]"), ())
+    near = [name for name in meant if name in shown] or difflib.get_close_matches(text, shown, n=1)
     return f"did you mean {shown[near[0]]!r}?" if near else ""
 
 

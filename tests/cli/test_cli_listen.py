@@ -180,6 +180,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--file", "talk.wav", "--chunk-ms", "5"], "chunk_ms=5. a whole number, 100 to 30000"),
         (["-", "--realtime"], "--real-time with stdin"),
         (["--mic", "--real-time"], "--real-time with --mic"),
+        (["talk.wav", "--num-speakers", "0"], "num_speakers=0. a whole number from 1 to 32"),
+        (["talk.wav", "--min-speakers", "3", "--max-speakers", "2"], "min_speakers=3 with max_speakers=2"),
         (["--mic", "--rate", "8000"], "--rate with --mic"),
         (["talk.wav", "--mic"], "talk.wav and --mic came"),
         (["talk.wav", "--file", "other.wav"], "talk.wav and --file other.wav came"),
@@ -223,12 +225,12 @@ def test_prompts_and_hot_words_reach_a_model_and_a_server(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(hearers, "There", there)
     monkeypatch.setattr(hearers, "Here", here)
-    said = ["--prompt", "A talk.", "--hotword", "Ada", "--hotword", "Charles Babbage"]
+    said = ["--prompt", "A talk.", "--hotword", "Ada", "--hotword", "Charles Babbage", "--num-speakers", "2"]
     for server in ([], ["--server", "http://127.0.0.1:1"]):
         assert "far enough" in invoke("talk.wav", *said, *server).stderr
     assert asked[0]["hotwords"] == ("Ada", "Charles Babbage")
     assert asked[1]["hotwords"] == "Ada,Charles Babbage"
-    assert {each["prompt"] for each in asked} == {"A talk."}
+    assert {(each["prompt"], each["num_speakers"]) for each in asked} == {("A talk.", 2)}
 
 
 def test_a_terminal_is_no_microphone() -> None:

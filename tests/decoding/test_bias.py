@@ -101,6 +101,8 @@ def test_every_way_of_writing_is_looked_for():
         (" Ada  Lovelace : 2.5", "Ada Lovelace", 2.5),
         ("Re: Zero", "Re: Zero", 1.0),
         ("16:9:1", "16:9", 1.0),
+        ("Re:Zero:1", "Re:Zero", 1.0),
+        ("Boeing 747", "Boeing 747", 1.0),
         ("O'Brien:0.1", "O'Brien", 0.1),
     ],
 )
@@ -122,6 +124,11 @@ def test_words_and_weights(given, text, weight):
         ("Ada:-1", "0.1 to 10"),
         ("Ada:11", "0.1 to 10"),
         ("Ada:nan", "0.1 to 10"),
+        ("Ada:", "word:weight"),
+        ("Ada: ", "word:weight"),
+        ("Ada:high", "word:weight"),
+        ("Ada:2x", "word:weight"),
+        (":", "word:weight"),
     ],
 )
 def test_what_is_no_hot_word(given, says):

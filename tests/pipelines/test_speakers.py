@@ -96,9 +96,10 @@ def test_one_second_of_speech_is_one_speakers(model, talk):
     assert {turn.speaker for turn in found.turns} <= {"SPEAKER_00"}
 
 
-def test_live_segments_are_told_with_their_speakers_and_once_more_at_the_end(model, talk):
+def listened(model, talk, **options):
+    """What a live caller is told of it."""
     awake = threading.Event()
-    caller = Listening(model._client, model._tokenizer, ListenOptions(speakers=True), awake.set)
+    caller = Listening(model._client, model._tokenizer, ListenOptions(**options), awake.set)
     told = []
     for start in range(0, len(talk), RATE_HZ // 2):
         caller.put(talk[start : start + RATE_HZ // 2])
@@ -108,6 +109,19 @@ def test_live_segments_are_told_with_their_speakers_and_once_more_at_the_end(mod
         assert awake.wait(WAIT_S)
         awake.clear()
         told += caller.advance()
+    return told
+
+
+@pytest.mark.parametrize(("options", "count"), [({"num_speakers": 1}, 1), ({"min_speakers": 2}, 2)])
+def test_live_the_number_that_is_known_holds_at_the_end(model, talk, options, count):
+    told = listened(model, talk, **options)
+    (settled,) = [each for each in told if isinstance(each, Speakers)]
+    assert len(settled.speakers) == sum(isinstance(each, SegmentDone) for each in told) > 1
+    assert len(set(settled.speakers)) == count
+
+
+def test_live_segments_are_told_with_their_speakers_and_once_more_at_the_end(model, talk):
+    told = listened(model, talk, speakers=True)
     segments = [each.segment for each in told if isinstance(each, SegmentDone)]
     (settled,) = [each for each in told if isinstance(each, Speakers)]
     assert isinstance(told[-2], Speakers)

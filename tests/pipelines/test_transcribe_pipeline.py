@@ -22,6 +22,7 @@ from asr_serve.config import EngineConfig
 from asr_serve.errors import AsrServeError, AudioTooLong, EmptyAudio, NotAudio, OptionError, SourceNotFound
 from asr_serve.library import Model
 from asr_serve.pipelines import cutting, transcribe
+from asr_serve.pipelines.live.caller import ListenOptions
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone
 from asr_serve.types import Transcript
@@ -300,12 +301,29 @@ def test_closing_before_the_start_opens_nothing(model):
         ({"words": "maybe"}, "words='maybe'. True or False"),
         ({"itn": 1}, "itn=1"),
         ({"speakers": True, "min_speakers": 3, "max_speakers": 2}, "1 to 2"),
-        ({"hotwords": ["Ada:"]}, "a weight behind the colon"),
+        ({"speakers": False, "num_speakers": 2}, "num_speakers beside speakers=false"),
+        ({"num_speakers": 0}, "num_speakers=0. a whole number from 1 to 32"),
+        ({"language": "Frensh"}, "unknown language .* 'frensh'"),
+        ({"language": "Englisch"}, "did you mean 'en'"),
+        ({"hotwords": ["Ada:"]}, "no weight behind its colon"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_is_read(model, options, match):
     with pytest.raises(OptionError, match=match):
         model.transcribe("/nowhere/at/all.wav", **options)
+
+
+@pytest.mark.parametrize("options", [TranscribeOptions, ListenOptions])
+def test_a_language_is_asked_for_by_its_code_or_its_name(options):
+    for name, code in (("German", "de"), ("deutsch", "de"), ("DE", "de"), ("de-AT", "de"), ("auto", None)):
+        assert options(language=name).language == code
+        assert options.of({"language": name}).language == code
+
+
+@pytest.mark.parametrize("name", ["num_speakers", "min_speakers", "max_speakers"])
+def test_who_says_how_many_speak_wants_them(name):
+    asked = TranscribeOptions.of({name: 2})
+    assert (asked.speakers, getattr(asked, name)) == (True, 2)
 
 
 def test_without_voice_activity_every_sample_is_speech(model, speech):

@@ -51,6 +51,7 @@ def test_a_letter_is_never_the_name_of_somebody_else():
         ({"response_format": "verbose_json", "timestamp_granularities": ["segment", "word"]}, True),
         ({"response_format": "srt"}, False),
         ({"response_format": "vtt", GRANULARITIES: "word"}, True),
+        ({"response_format": "karaoke"}, True),
         ({"response_format": "ctm"}, True),
         ({"response_format": "textgrid"}, True),
         ({"response_format": "rttm"}, False),
@@ -91,9 +92,10 @@ def test_how_many_speak(read):
     options = read(sent(spk="true", min_speakers="2", max_speakers="4", **form), complete=True).options
     assert (options.speakers, options.min_speakers, options.max_speakers) == (True, 2, 4)
     assert read(sent(spk="true", num_speakers="2", **form), complete=True).options.num_speakers == 2
-    assert not read(sent(num_speakers="2", **form), complete=False).options.speakers  # `spk` may come yet
+    for name in ("num_speakers", "min_speakers", "max_speakers"):
+        options = read(sent(**{name: "2"}, **form), complete=True).options
+        assert (options.speakers, getattr(options, name)) == (True, 2)
     for wrong, param in (
-        ({"num_speakers": "2"}, "num_speakers"),
         ({"spk": "false", "num_speakers": "2"}, "num_speakers"),
         ({"spk": "true", "num_speakers": "0"}, "num_speakers"),
         ({"spk": "true", "num_speakers": "33"}, "num_speakers"),
@@ -109,10 +111,11 @@ def test_how_many_speak(read):
 
 
 @pytest.mark.parametrize("form", [{}, {"stream": "true"}, {"response_format": "text", "stream": "true"}])
-def test_spk_is_for_forms_that_have_a_place_for_it(form):
-    with pytest.raises(OptionError, match="diarized_json") as refused:
-        ask(sent(**form, spk="true"), complete=True)
-    assert refused.value.param == "spk"
+@pytest.mark.parametrize(("name", "value"), [("spk", "true"), ("num_speakers", "2"), ("max_speakers", "2")])
+def test_speakers_are_for_forms_that_have_a_place_for_them(form, name, value):
+    with pytest.raises(OptionError, match=f"{name}={value} with .*diarized_json") as refused:
+        ask(sent(**form, **{name: value}), complete=True)
+    assert refused.value.param == name
     assert ask(sent(spk="true"), complete=False).options.speakers  # the format may come yet
     assert ask(sent(response_format="text", spk="true"), complete=True).options.speakers
 
@@ -142,8 +145,16 @@ FIVE = list("VWXYZ")
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"known_speaker_names": ["agent"]}, known.NAMES, "1 .* with 0"),
-        ({"known_speaker_references": [VOICE]}, known.REFERENCES, "0 .* with 1"),
+        ({"known_speaker_names": ["agent"]}, known.NAMES, "1 .* with 0 .*'agent'"),
+        ({"known_speaker_references": [VOICE]}, known.REFERENCES, "0 .* with 1 .*for reference 1"),
+        (
+            {"known_speaker_names": ["a", "b"], "known_speaker_references": [VOICE]},
+            *(known.NAMES, "what 'b' sounds like nobody says"),
+        ),
+        (
+            {"known_speaker_names": ["a"], "known_speaker_references": ["data:audio/wav"]},
+            *(known.REFERENCES, "--form-string"),
+        ),
         ({"known_speaker_names": FIVE, "known_speaker_references": [VOICE] * 5}, known.NAMES, "up to 4"),
         ({"known_speaker_names": ["a", "a"], "known_speaker_references": [VOICE] * 2}, known.NAMES, "twice"),
         ({"known_speaker_names": ["x" * 65], "known_speaker_references": [VOICE]}, known.NAMES, "64 characters"),

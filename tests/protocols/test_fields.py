@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.models.card import cards
+from asr_serve.protocols import stream
 from asr_serve.protocols.fields import LONGEST_CHARACTERS, Fields, words
 from asr_serve.protocols.transcriptions import funasr, openai
 from asr_serve.text import languages
@@ -112,6 +116,45 @@ def test_any_form_is_read_or_refused(read_form, sent, complete):
 )
 def test_languages(name, code):
     assert languages.code(name) == code
+    assert languages.asked(name) == code
+
+
+@pytest.mark.parametrize("name", [None, "", " ", "auto", "Null", "NONE"])
+def test_no_language(name):
+    assert languages.asked(name) is None
+
+
+def test_every_language_of_every_model_has_a_name():
+    known = languages.named(sorted({code for card in cards().values() for code in card.languages}))
+    assert known["german"] == "de"
+    assert {code for name, code in known.items() if name != code} == set(known.values())
+
+
+@pytest.mark.parametrize(
+    ("came", "openais", "funasrs", "streams"),
+    [
+        ("diarize", "spk", "spk", "speakers"),
+        ("diarization", "spk", "spk", "speakers"),
+        ("speaker_labels", "spk", "spk", "speakers"),
+        ("word_timestamps", "timestamp_granularities[]", "timestamp", "words"),
+        ("word_times", "timestamp_granularities[]", "timestamp", "words"),
+        ("hot_words", "hotwords", "hotwords", "hotwords"),
+        ("keywords", None, "hotwords", "hotwords"),
+        ("Boost", "hotwords", "hotwords", "hotwords"),
+        ("spk", None, None, "speakers"),
+        ("speakers", "spk", "spk", None),
+        ("words", "timestamp_granularities[]", "timestamp", None),
+        ("lang", "language", "language", "language"),
+    ],
+)
+def test_an_unknown_field_names_the_one_that_is_meant(came, openais, funasrs, streams):
+    for known, near in ((openai.FIELDS, openais), (funasr.FIELDS, funasrs), (stream.QUERY, streams)):
+        if near is None:
+            Fields({came: ["true"]}, known)
+            continue
+        with pytest.raises(OptionError, match=re.escape(f"did you mean {near!r}?")) as refused:
+            Fields({came: ["true"]}, known)
+        assert refused.value.param == came
 
 
 @pytest.mark.parametrize(

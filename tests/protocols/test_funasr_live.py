@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from asr_serve.errors import OptionError, UnknownCommand
+from asr_serve.pipelines.live.caller import ListenOptions
+from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols import funasr_live
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.funasr_live import (
@@ -104,6 +107,25 @@ def test_what_a_query_wants():
     assert Wants.of(Fields({}, funasr_live.FLAGS)) == Wants()
     query = {"spk": ["1"], "words": ["true"], "itn": ["yes"]}
     assert Wants.of(Fields(query, funasr_live.FLAGS)) == Wants(spk=True, words=True, itn=True)
+
+
+def test_who_says_how_many_speak_wants_them():
+    known = (*funasr_live.FLAGS, "num_speakers", "min_speakers", "max_speakers")
+    wants = Wants.of(Fields({"num_speakers": ["2"]}, known))
+    assert wants == Wants(spk=True, numbers=(("num_speakers", 2),))
+    for options in (TranscribeOptions, ListenOptions):
+        asked = options(**wants.options())
+        assert (asked.speakers, asked.num_speakers) == (True, 2)
+        off = options(**msgspec.structs.replace(wants, spk=False).options())  # SPK:false
+        assert (off.speakers, off.num_speakers) == (False, None)
+    for query, param in (
+        ({"num_speakers": ["0"]}, "num_speakers"),
+        ({"num_speakers": ["2"], "max_speakers": ["3"]}, "max_speakers"),
+        ({"num_speakers": ["2"], "spk": ["false"]}, "num_speakers"),
+    ):
+        with pytest.raises(OptionError) as refused:
+            Wants.of(Fields(query, known))
+        assert refused.value.param == param
     told = json.loads(funasr_live.flag_set(Flag("spk", True)))
     assert told == {"event": "spk_set", "spk": True, "used": True}
     told = json.loads(funasr_live.flag_set(Flag("itn", False), funasr_live.NOT_YET))

@@ -64,6 +64,17 @@ def test_a_query_that_says_everything():
     )
 
 
+@pytest.mark.parametrize("name", ["num_speakers", "min_speakers", "max_speakers"])
+def test_who_says_how_many_speak_wants_them(name):
+    asked = ask({name: ["2"]}, packets=True)
+    assert isinstance(asked, Ask)
+    assert asked.options == ListenOptions(speakers=True, **{name: 2})
+    for query in ({name: ["0"]}, {name: ["33"]}, {name: ["two"]}, {name: ["2"], "speakers": ["false"]}):
+        with pytest.raises(OptionError) as refused:
+            ask(query, packets=True)
+        assert refused.value.param == name
+
+
 def test_a_resume():
     assert ask({"session": ["s"], "after": ["12"], "api_key": ["k"]}, packets=True) == Resume("s", 12)
     assert ask({"session": ["s"]}, packets=True) == Resume("s", 0)

@@ -101,6 +101,31 @@ def test_speakers_of_our_stream(server: Running, endgame_pcm: bytes) -> None:
 
 
 @needs_speakers
+def test_a_number_of_speakers_holds_at_the_end(server: Running, endgame_pcm: bytes) -> None:
+    with WebSocket(server.port, num_speakers="1") as line:
+        pour(line, endgame_pcm)
+        line.end()
+        events = line.rest()
+    said_by = [segment["speaker"] for segment in of(events, "segment")]
+    assert len(set(said_by)) > 1, "while it was heard"
+    (told,) = of(events, "speakers")
+    for other in told["segments"]:
+        said_by[other["index"]] = other["speaker"]
+    assert set(said_by) == {"SPEAKER_00"}
+
+
+@needs_speakers
+@pytest.mark.parametrize("path", ["/", "/ws"])
+def test_a_number_of_speakers_for_funasrs_sockets(server: Running, endgame_pcm: bytes, path: str) -> None:
+    with calling(server, path, num_speakers="1") as caller:
+        assert caller.ask("START") == STARTED
+        caller.pour(endgame_pcm)
+        caller.send("STOP")
+        *_, final, _ = caller.until_stopped()
+    assert {sentence["spk"] for sentence in final["sentences"]} == {0}
+
+
+@needs_speakers
 def test_our_python_client_knows_them(server: Running, endgame_pcm: bytes) -> None:
     known, told = Transcript(), list[Speakers]()
     with Stream(server.url, words=True, speakers=True) as stream:
@@ -177,8 +202,8 @@ def test_whoever_takes_only_new_sentences_is_told_all_at_the_end(server: Running
     with calling(server, "/", sentences="new", spk="true") as caller:
         assert caller.ask("START") == STARTED
         caller.pour(endgame_pcm)
+        before = caller.until(lambda answer: answer["sentences"])
         caller.send("STOP")
-        *before, final, _ = caller.until_stopped()
-    told = [sentence["text"] for answer in before for sentence in answer["sentences"]]
-    assert told
+        *after, final, _ = caller.until_stopped()
+    told = [sentence["text"] for answer in before + after for sentence in answer["sentences"]]
     assert [sentence["text"] for sentence in final["sentences"]][: len(told)] == told

@@ -133,6 +133,22 @@ def test_formats_of_words(server: Running, beckett: Path) -> None:
     assert karaoke.startswith("WEBVTT")
     assert "<00:00:01." in karaoke
     assert "<00:00:01." not in create(response_format="vtt").text
+    assert create(response_format="karaoke").text == karaoke
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ("monday 7.wav", "monday_7"),
+        ("calls/tuesday; late.v2.wav", "tuesday_late.v2"),
+        ("C:\\calls\\Mittwoch früh.wav", "Mittwoch_früh"),
+        ("nameless", "nameless"),
+    ],
+)
+def test_a_recording_is_told_by_its_files_name(server: Running, beckett: Path, sent: str, told: str) -> None:
+    create = server.openai().audio.transcriptions.with_raw_response.create
+    ctm = create(model=MODEL, file=(sent, beckett.read_bytes()), response_format="ctm").text
+    assert {line.split()[0] for line in ctm.splitlines()} == {told}
 
 
 # --- the written form ------------------------------------------------------------------------------------------
@@ -254,6 +270,8 @@ def test_speakers_in_files(server: Running, endgame: Path) -> None:
     assert {line[0] for line in turns} == {"SPEAKER"}
     assert {line[7] for line in turns} == {"SPEAKER_00", "SPEAKER_01"}
     assert [float(line[3]) for line in turns] == sorted(float(line[3]) for line in turns)
+    assert {line[1] for line in turns} == {"endgame_nagg_nell"}
+    assert create(response_format="vtt", extra_body={"num_speakers": 2}).text == voices
 
 
 @needs_speakers

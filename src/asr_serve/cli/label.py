@@ -14,6 +14,7 @@ from asr_serve.cli import options as shared
 from asr_serve.cli.exits import FAILED, guarded, say
 from asr_serve.cli.options import Device, Dtype, Language, Quantize, Set
 from asr_serve.errors import OptionError
+from asr_serve.text.languages import asked
 
 if TYPE_CHECKING:
     from asr_serve.audio.manifest import Item
@@ -87,7 +88,7 @@ def label(
     if not items:
         raise OptionError(f"{', '.join(paths)} lists no audio", "at least one recording")
     with alone(out):
-        record = Record(out, {"models": names, "per": per, "language": language, "quantize": quantize})
+        record = Record(out, {"models": names, "per": per, "language": asked(language), "quantize": quantize})
         left = [item for item in items if not record.heard(str(item.source))]
         failures = []
         if left:

@@ -11,7 +11,21 @@ import typer
 from asr_serve import DEFAULT_MODEL
 from asr_serve.cli import options as shared
 from asr_serve.cli.exits import INTERRUPTED, guarded, say
-from asr_serve.cli.options import Device, Dtype, Hotwords, Itn, Language, Prompt, Set, Speakers, Weights, Words
+from asr_serve.cli.options import (
+    Device,
+    Dtype,
+    Hotwords,
+    Itn,
+    Language,
+    MaxSpeakers,
+    MinSpeakers,
+    NumSpeakers,
+    Prompt,
+    Set,
+    Speakers,
+    Weights,
+    Words,
+)
 from asr_serve.config import client_key
 from asr_serve.errors import OptionError
 from asr_serve.units import RATE_HZ, ms_to_samples
@@ -69,6 +83,9 @@ def listen(
     hotwords: Hotwords = None,
     words: Words = False,
     speakers: Speakers = False,
+    num_speakers: NumSpeakers = None,
+    min_speakers: MinSpeakers = None,
+    max_speakers: MaxSpeakers = None,
     itn: Itn = False,
     chunk_ms: Annotated[
         int | None,
@@ -134,6 +151,7 @@ def listen(
       asr-serve listen --mic -m armspeech-hy --set engine.beam=8
       asr-serve listen talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
       asr-serve listen meeting.wav --speakers --itn
+      asr-serve listen meeting.wav --num-speakers 3 --json | tail -1 | jq .speakers
       asr-serve listen meeting.wav --words --json | jq -c '.segments[].words'
     """
     from asr_serve.cli.listening.captions import Captions, Level, Lines
@@ -146,6 +164,7 @@ def listen(
     options: dict[str, Any] = {"language": language, "silence_schedule": silence_schedule, "prompt": prompt}
     options |= {"hotwords": shared.hotwords(hotwords) or None}
     options |= {"words": words or None, "speakers": speakers or None, "itn": itn or None}
+    options |= {"num_speakers": num_speakers, "min_speakers": min_speakers, "max_speakers": max_speakers}
     options = {name: value for name, value in options.items() if value is not None}
     loading = {"device": device, "dtype": dtype, "weights": weights}
     heard = here_or_there(server, api_key, model, chunk_ms, options, more, **loading)

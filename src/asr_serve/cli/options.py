@@ -35,7 +35,7 @@ Set = Annotated[
         show_default=False,
     ),
 ]
-Language = Annotated[str | None, typer.Option("--language", "-l", help="Language code, like en.")]
+Language = Annotated[str | None, typer.Option("--language", "-l", help="A code or a name: en, German.")]
 Prompt = Annotated[
     str | None,
     typer.Option(
@@ -65,6 +65,11 @@ Words = Annotated[
     ),
 ]
 Speakers = Annotated[bool, typer.Option("--speakers", help="Who says it: SPEAKER_00, SPEAKER_01 and so on.")]
+NumSpeakers = Annotated[
+    int | None, typer.Option(help="How many speak, if that is known; implies --speakers.", show_default=False)
+]
+MinSpeakers = Annotated[int | None, typer.Option(help="At least so many; implies --speakers.", show_default=False)]
+MaxSpeakers = Annotated[int | None, typer.Option(help="At most so many; implies --speakers.", show_default=False)]
 Itn = Annotated[
     bool,
     typer.Option(

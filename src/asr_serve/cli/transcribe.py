@@ -19,7 +19,10 @@ from asr_serve.cli.options import (
     Hotwords,
     Itn,
     Language,
+    MaxSpeakers,
+    MinSpeakers,
     Model,
+    NumSpeakers,
     Prompt,
     Quantize,
     Set,
@@ -113,11 +116,9 @@ def transcribe(
     hotwords: Hotwords = None,
     words: Words = False,
     speakers: Speakers = False,
-    num_speakers: Annotated[
-        int | None, typer.Option(min=1, help="How many speak, if that is known; implies --speakers.")
-    ] = None,
-    min_speakers: Annotated[int | None, typer.Option(min=1, help="At least so many; implies --speakers.")] = None,
-    max_speakers: Annotated[int | None, typer.Option(min=1, help="At most so many; implies --speakers.")] = None,
+    num_speakers: NumSpeakers = None,
+    min_speakers: MinSpeakers = None,
+    max_speakers: MaxSpeakers = None,
     itn: Itn = False,
     long_form: Annotated[
         str,
@@ -240,7 +241,7 @@ def transcribe(
             prompt=prompt or "",
             hotwords=spelt,
             words=words or form in WANT_WORDS,
-            speakers=speakers or form in WANT_SPEAKERS or bool(num_speakers or min_speakers or max_speakers),
+            speakers=speakers or form in WANT_SPEAKERS,
             num_speakers=num_speakers,
             min_speakers=min_speakers,
             max_speakers=max_speakers,
@@ -270,16 +271,26 @@ def transcribe(
 
 
 def choose_format(form: str | None, output: str | None) -> str:
-    """--format, or what the suffix of --output says, or text. Raises OptionError with the nearest name."""
+    """--format, or what the suffix of --output says, or text where that is a folder, or none. Raises OptionError
+    with the nearest name."""
+    from asr_serve.cli.results.outputs import is_folder
     from asr_serve.text.formats.rendering import FORMATS, SUFFIXES
-    from asr_serve.values import unknown
+    from asr_serve.values import nearest, unknown
 
-    if form is None:
-        told = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
-        return told.get(Path(output).suffix.lower(), "text") if output else "text"
-    if form not in FORMATS:
+    if form is not None and form not in FORMATS:
         raise unknown("--format", form, list(FORMATS))
-    return form
+    if form is not None or output is None or is_folder(output):
+        return form or "text"
+    told = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
+    suffix = Path(output).suffix
+    if suffix.lower() not in told:
+        endings = list(dict.fromkeys(SUFFIXES.values()))
+        raise OptionError(
+            f"--output {output} ends in {suffix}, which says no format",
+            f"a folder, or a file that ends in {', '.join(endings)}",
+            nearest(suffix, endings) or "add --format to have it under this name",
+        )
+    return told[suffix.lower()]
 
 
 def choose_long_form(chosen: str) -> LongForm:

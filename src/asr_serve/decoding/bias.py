@@ -31,15 +31,20 @@ class HotWord(NamedTuple):
 
 
 def hot_word(given: str) -> HotWord:
-    """`word` or `word:weight`; what follows the last colon is part of the word unless it is a number. Raises
-    OptionError."""
+    """`word` or `word:weight`. A colon with a space behind it, and text, is part of the word, as any before a
+    weight is. Raises OptionError."""
     text, colon, number = given.rpartition(":")
     try:
         weight = float(number) if colon else 1.0
     except ValueError:
+        if not number.strip() or not number[0].isspace():
+            raise OptionError(
+                f"hotword {given[:60]!r} has no weight behind its colon",
+                "word, or word:weight, like Ada:2",
+                f"leave the colon out, or add {':1'!r} if it is part of the word",
+                param=PARAM,
+            ) from None
         text, colon, weight = given, "", 1.0
-    if given.rstrip().endswith(":"):
-        raise OptionError(f"hotword {given[:60]!r}", "a weight behind the colon, or no colon", param=PARAM)
     text = " ".join((text if colon else given).split())
     if not text.isprintable() or not any(c.isalnum() for c in text):
         raise OptionError(f"hotword {given[:60]!r}", "a word with a letter or digit", "leave it out", param=PARAM)

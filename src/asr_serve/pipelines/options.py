@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -10,7 +11,7 @@ from asr_serve import units
 from asr_serve.audio.io import AudioLimits
 from asr_serve.decoding.attention import SearchOptions, Task
 from asr_serve.errors import OptionError
-from asr_serve.pipelines.utterance import expect_switches, known_options
+from asr_serve.pipelines.utterance import expect_switches, known_options, settle_language
 from asr_serve.types import Priority
 from asr_serve.vad.schedule import SilenceSchedule
 from asr_serve.values import unknown
@@ -18,6 +19,7 @@ from asr_serve.values import unknown
 PROMPT_SAMPLES = units.s_to_samples(120)
 """How much of a recording somebody can be waiting for at once."""
 MOST_SPEAKERS = 32
+NUMBERS = ("num_speakers", "min_speakers", "max_speakers")
 
 LongForm = Literal["parallel", "sequential"]
 OF_SEGMENTS = ("silence_schedule", "max_segment_ms", "threshold", "pad_before_ms")
@@ -37,7 +39,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may choose. Raises OptionError for what cannot be."""
 
     language: str | None = None
-    """None: the model's own, or detected where it can."""
+    """A code or a name. None: the model's own, or detected where it can."""
     priority: Priority = "bulk"
     """`interactive` holds for PROMPT_SAMPLES of a recording; the rest is bulk, so that nobody waits for it."""
     vad: bool = True
@@ -70,7 +72,8 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     speakers: bool = False
     """Whether it is told who speaks. Segments are then told once the recording was read to its end."""
     num_speakers: int | None = None
-    """How many there are, if that is known; else `min_speakers` to `max_speakers`, or as many as are heard."""
+    """How many there are, if that is known; else `min_speakers` to `max_speakers`, or as many as are heard. Who
+    says how many wants speakers."""
     min_speakers: int | None = None
     max_speakers: int | None = None
     known_speakers: tuple[KnownSpeaker, ...] = ()
@@ -80,6 +83,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     limits: AudioLimits = AudioLimits()
 
     def __post_init__(self) -> None:
+        settle_language(self)
         if self.priority not in ("interactive", "bulk"):
             raise unknown("priority", str(self.priority), ["interactive", "bulk"])
         if self.long_form not in get_args(LongForm):
@@ -94,7 +98,7 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
                 )
 
         expect_switches(self, "words", "speakers", "itn", "condition_on_previous_text")
-        expect_speakers(self.speakers, self.num_speakers, self.min_speakers, self.max_speakers)
+        settle_speakers(self)
         if self.known_speakers and not self.speakers:
             raise OptionError("known_speakers came without speakers", "both, or neither", param="known_speakers")
 
@@ -102,19 +106,38 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, options: dict[str, Any]) -> TranscribeOptions:
         """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
         (up_to_ms, silence_ms)."""
-        return cls(**known_options(options, cls.__struct_fields__))
+        found = known_options(options, cls.__struct_fields__)
+        expect_not_off(found)
+        return cls(**found)
 
 
-def expect_speakers(wanted: bool, exactly: int | None, least: int | None, most: int | None) -> None:
-    """Raises OptionError for numbers of speakers that cannot be, or that nobody asked to be told of."""
-    for name, value in (("num_speakers", exactly), ("min_speakers", least), ("max_speakers", most)):
+def settle_speakers(options: Any) -> None:
+    """Of new options: how many speakers there are is looked at, and who says that wants them. For their
+    `__post_init__`. Raises OptionError."""
+    numbers = {name: getattr(options, name) for name in NUMBERS}
+    expect_numbers(**numbers)
+    if any(numbers.values()):
+        msgspec.structs.force_setattr(options, "speakers", True)
+
+
+def expect_numbers(num_speakers: int | None, min_speakers: int | None, max_speakers: int | None) -> None:
+    """Raises OptionError for numbers of speakers that cannot be."""
+    for name, value in zip(NUMBERS, (num_speakers, min_speakers, max_speakers), strict=True):
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_SPEAKERS:
             raise OptionError(f"{name}={value!r}", f"a whole number from 1 to {MOST_SPEAKERS}", param=name)
-        if not wanted:
-            raise OptionError(f"{name} came without speakers", "both, or neither", param=name)
-        if name != "num_speakers" and exactly is not None:
+        if name != "num_speakers" and num_speakers is not None:
             raise OptionError(f"{name} beside num_speakers", "one says how many there are", param=name)
-    if least is not None and most is not None and least > most:
-        raise OptionError(f"min_speakers={least} with max_speakers={most}", f"1 to {most}", param="min_speakers")
+    if min_speakers is not None and max_speakers is not None and min_speakers > max_speakers:
+        came = f"min_speakers={min_speakers} with max_speakers={max_speakers}"
+        raise OptionError(came, f"1 to {max_speakers}", param="min_speakers")
+
+
+def expect_not_off(options: Mapping[str, Any], switch: str = "speakers") -> None:
+    """Raises OptionError where a caller has switched speakers off and says how many there are."""
+    for name in NUMBERS if options.get(switch) is False else ():
+        if options.get(name) is not None:
+            raise OptionError(
+                f"{name} beside {switch}=false", "whoever says how many speak wants them", "send one", param=name
+            )

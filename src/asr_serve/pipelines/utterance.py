@@ -14,6 +14,7 @@ from asr_serve.decoding.attention import Recognition, SearchOptions, Task
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.card import Card
+from asr_serve.text.languages import asked, named
 from asr_serve.text.words import words
 from asr_serve.text.written import written
 from asr_serve.types import Segment, Span
@@ -118,7 +119,7 @@ def language(client: EngineClient, wanted: str | None) -> str:
         raise OptionError(
             f"unknown language for {client.card.name}: {str(wanted)[:20]!r}",
             f"it hears: {', '.join(languages)}",
-            nearest(wanted, languages),
+            nearest(wanted, named(languages)),
             param="language",
         )
     return client.card.language(wanted)
@@ -196,6 +197,12 @@ def endpoint_settings(threshold: float | None, pad_before_ms: int | None) -> dic
     if pad_before_ms is not None:
         chosen["pad_before_ms"] = pad_before_ms
     return chosen
+
+
+def settle_language(options: Any) -> None:
+    """`language` of new options, which a caller may name, becomes its code. For their `__post_init__`."""
+    if isinstance(options.language, str):
+        msgspec.structs.force_setattr(options, "language", asked(options.language))
 
 
 def expect_switches(options: object, *names: str) -> None:

@@ -95,10 +95,7 @@ class Fields:
 
     def language(self, name: str) -> str | None:
         """As a code: clients send `en`, `English` and `英文`; `null` and `auto` are for none."""
-        value = self.text(name)
-        if value is None or value.casefold() in ("null", "none", "auto"):
-            return None
-        return languages.code(value)
+        return languages.asked(self.text(name))
 
     def refuse(self, name: str, can: str, todo: str = "") -> None:
         """For a field that nothing here honours: only its absence is accepted. `can`: what is done instead."""

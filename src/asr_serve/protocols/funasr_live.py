@@ -6,11 +6,13 @@ Source  FunASR's vLLM guide, sections 5.5 (`/ws`: the answer after STOP) and 6.3
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from asr_serve import units
 from asr_serve.errors import OptionError, UnknownCommand
+from asr_serve.pipelines.options import MOST_SPEAKERS, NUMBERS, expect_not_off, expect_numbers
 from asr_serve.protocols.fields import FALSE, TRUE, Fields, shown, words
 from asr_serve.protocols.speakers import number
 from asr_serve.text import languages
@@ -66,12 +68,29 @@ class Wants(msgspec.Struct, frozen=True):
     spk: bool = False
     words: bool = False
     itn: bool = False
+    numbers: tuple[tuple[str, int], ...] = ()
+    """How many speak, as options have it; of no effect without `spk`."""
 
     @classmethod
     def of(cls, fields: Fields) -> Wants:
         """What a query wants. Raises OptionError."""
-        spk, words, itn = (fields.flag(flag) or False for flag in FLAGS)
-        return cls(spk=spk, words=words, itn=itn)
+        spk, words, itn = (fields.flag(flag) for flag in FLAGS)
+        counted = {name: fields.whole(name, 1, MOST_SPEAKERS) for name in NUMBERS}
+        expect_not_off({"spk": spk, **counted}, "spk")
+        expect_numbers(**counted)
+        numbers = tuple((name, value) for name, value in counted.items() if value is not None)
+        return cls(spk=spk or bool(numbers), words=words or False, itn=itn or False, numbers=numbers)
+
+    def options(self) -> dict[str, Any]:
+        """As TranscribeOptions and ListenOptions call them."""
+        return {
+            "language": self.language or None,
+            "hotwords": self.hotwords,
+            "words": self.words,
+            "speakers": self.spk,
+            "itn": self.itn,
+            **(dict(self.numbers) if self.spk else {}),
+        }
 
 
 def command(text: str) -> Command:
@@ -93,9 +112,7 @@ def command(text: str) -> Command:
         case "STOP":
             return Stop()
         case "LANGUAGE:":
-            named = value.strip()
-            automatic = named.casefold() in ("", "auto", "none", "null")
-            return Language(named, None if automatic else languages.code(named))
+            return Language(value.strip(), languages.asked(value))
         case "HOTWORDS:":
             return Hotwords(words(value))
         case "SPK:" | "WORDS:" | "ITN:":

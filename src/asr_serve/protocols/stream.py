@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from asr_serve.audio.live import DEFAULT_RATES_HZ, ENCODINGS, MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand, UnsupportedOption
 from asr_serve.pipelines.live.caller import ListenOptions, TurnOptions
+from asr_serve.pipelines.options import MOST_SPEAKERS, NUMBERS, expect_not_off
 from asr_serve.pipelines.prompts import MOST_CHARACTERS
 from asr_serve.protocols.fields import Fields, shown
 from asr_serve.protocols.transcriptions.wants import HOTWORDS_CHARACTERS
@@ -20,6 +22,7 @@ PATH = "/v1/stream"
 QUERY = (
     *("model", "language", "encoding", "rate", "partial_ms", "max_segment_ms", "silence_schedule", "threshold"),
     *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
+    *NUMBERS,
     *("api_key", "session", "after", "start"),
 )
 RESUME = ("session", "after", "api_key")
@@ -79,6 +82,9 @@ def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
             f"rate={rate_hz} with encoding={encoding}", "Opus tells its rate itself", "leave it out", param="rate"
         )
     partial_ms, schedule = fields.whole("partial_ms", 100, 60_000), fields.text("silence_schedule")
+    speakers = fields.flag("speakers")
+    numbers: dict[str, Any] = {name: fields.whole(name, 1, MOST_SPEAKERS) for name in NUMBERS}
+    expect_not_off({"speakers": speakers, **numbers})
     options = ListenOptions(
         language=fields.language("language"),
         partial_ms=ListenOptions().partial_ms if partial_ms is None else partial_ms,
@@ -89,7 +95,8 @@ def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
         prompt=fields.text("prompt", MOST_CHARACTERS) or "",
         hotwords=fields.words("hotwords", HOTWORDS_CHARACTERS),
         words=fields.flag("words") or False,
-        speakers=fields.flag("speakers") or False,
+        speakers=speakers or False,
+        **numbers,
         itn=fields.flag("itn") or False,
     )
     return Ask(fields.text("model"), encoding, rate_hz, options)

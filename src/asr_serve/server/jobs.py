@@ -17,6 +17,9 @@ from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, Progress
 from asr_serve.server.engines import Engine
 from asr_serve.types import Transcript
 
+NAMELESS = "audio"
+LONGEST_NAME = 200
+
 
 class Jobs:
     """The threads that transcriptions run on: one each, as many as requests may be in work. What speaks takes one
@@ -25,10 +28,10 @@ class Jobs:
     def __init__(self, max_concurrent: int) -> None:
         self.threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
 
-    def begin(self, engine: Engine, audio: BinaryIO, options: TranscribeOptions) -> Job:
-        """Hear `audio`, from its first byte, while the caller holds the engine's `used`. Raises OptionError for
-        what this model cannot do."""
-        return Job(self.threads, engine, audio, options)
+    def begin(self, engine: Engine, audio: BinaryIO, options: TranscribeOptions, name: str | None = None) -> Job:
+        """Hear `audio`, from its first byte, while the caller holds the engine's `used`. `name`: what its file is
+        called where it comes from. Raises OptionError for what this model cannot do."""
+        return Job(self.threads, engine, Item(key_of(name), audio), options)
 
     def close(self) -> None:
         """Begin no more. A job under way ends with its engine, if not before."""
@@ -43,10 +46,10 @@ class Job:
     """
 
     def __init__(
-        self, threads: ThreadPoolExecutor, engine: Engine, audio: BinaryIO, options: TranscribeOptions
+        self, threads: ThreadPoolExecutor, engine: Engine, item: Item, options: TranscribeOptions
     ) -> None:
         self._stop = Stop()
-        stream = transcribe.events(engine.client, engine.tokenizer, [Item("audio", audio)], options, self._stop)
+        stream = transcribe.events(engine.client, engine.tokenizer, [item], options, self._stop)
         self._loop = asyncio.get_running_loop()
         self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
         self.transcript: asyncio.Future[Transcript] = self._loop.create_future()
@@ -99,3 +102,13 @@ class Job:
     def _ended(self, thread: asyncio.Future[None]) -> None:
         failure = None if thread.cancelled() else thread.exception()
         self._end(failure or AsrServeError("the transcription ended without a result"))
+
+
+def key_of(name: str | None) -> str:
+    r"""What a recording is called in its transcript: as its file, without the folders that some clients send.
+
+    >>> key_of("C:\\calls\\monday 7.wav"), key_of("calls/a.wav"), key_of("/"), key_of(None)
+    ('monday 7.wav', 'a.wav', 'audio', 'audio')
+    """
+    label = (name or "").replace("\\", "/").rpartition("/")[2]
+    return "".join(c for c in label if c.isprintable()).strip()[-LONGEST_NAME:] or NAMELESS

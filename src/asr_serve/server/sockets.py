@@ -20,7 +20,7 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import LiveMeter, ServerMetrics
 from asr_serve.pipelines.live.caller import ListenOptions
-from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.options import NUMBERS, TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_bias
 from asr_serve.pipelines.utterance import Finishing, language
 from asr_serve.protocols.fields import Fields
@@ -39,7 +39,7 @@ from asr_serve.units import RATE_HZ, samples_to_s
 from asr_serve.vad.schedule import SilenceSchedule
 
 REALTIME, OFFLINE = "/", "/ws"
-QUERY = ("model", "api_key", *FLAGS)
+QUERY = ("model", "api_key", *FLAGS, *NUMBERS)
 REALTIME_QUERY = (*QUERY, "sentences", "partial_ms", "max_segment_ms", "silence_schedule")
 MEMORY_BYTES = 1 << 20
 """What `/ws` keeps of a recording in memory; the rest goes to disk."""
@@ -80,14 +80,7 @@ class Offline:
         """`place`: among those for whom work is done, held until `close`. Raises AtCapacity."""
         self.language, self.received_samples, self.full = wants.language or "", 0, False
         self._jobs, self._engine, self._visit, self._meter = jobs, engine, visit, meter
-        self._options = TranscribeOptions(
-            language=wants.language or None,
-            priority="interactive",
-            hotwords=wants.hotwords,
-            words=wants.words,
-            speakers=wants.spk,
-            itn=wants.itn,
-        )
+        self._options = TranscribeOptions(priority="interactive", **wants.options())
         self._spool = Spool(MEMORY_BYTES)
         self._job: Job | None = None
         self._begun = asyncio.Event()
@@ -174,14 +167,7 @@ def _realtime(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Beg
     )
 
     def begin(engine: Engine, wants: Wants, outbox: Outbox) -> Hearing:
-        chosen = msgspec.structs.replace(
-            options,
-            language=wants.language or None,
-            hotwords=wants.hotwords,
-            words=wants.words,
-            speakers=wants.spk,
-            itn=wants.itn,
-        )
+        chosen = msgspec.structs.replace(options, **wants.options())
         return Realtime(engine.client, engine.tokenizer, chosen, outbox, meter, engine.used(), only_new=only_new)
 
     return begin

@@ -189,7 +189,7 @@ class Work(Generic[A]):
     def _begin(self) -> Job:
         self._visit.model = self.engine.name
         options = msgspec.structs.replace(self.asked.options, limits=self._desk.audio)
-        return self._desk.jobs.begin(self.engine, self._upload.audio(), options)
+        return self._desk.jobs.begin(self.engine, self._upload.audio(), options, self._upload.filename)
 
     async def _settle(self) -> None:
         """Read the form to its end; begin again if that changes what is to be heard."""

@@ -54,7 +54,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
         chosen = cls(**{name: options[name] for name in own if name in options})
         # A chunk's hypothesis may be one of its anchors: then what came after that is worth a partial as well.
         partial_ms = max(LEAST_CHUNK_MS, chosen.chunk_ms // 3)
-        listen = ListenOptions(partial_ms=partial_ms, **{name: options[name] for name in rest if name in options})
+        listen = ListenOptions.of({"partial_ms": partial_ms} | {n: options[n] for n in rest if n in options})
         return msgspec.structs.replace(chosen, listen=listen)
 
 

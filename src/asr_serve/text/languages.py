@@ -1,30 +1,115 @@
-"""Names of languages as people and clients write them, to ISO 639-1 codes."""
+"""Names of languages as people and clients write them, to ISO 639-1 codes, and Whisper's where it has none."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Collection
 
 _NAMES = {
+    "af": "afrikaans",
+    "am": "amharic",
     "ar": "arabic العربية 阿拉伯文",
+    "as": "assamese",
+    "az": "azerbaijani",
+    "ba": "bashkir",
+    "be": "belarusian",
+    "bg": "bulgarian",
+    "bn": "bengali",
+    "bo": "tibetan",
+    "br": "breton",
+    "bs": "bosnian",
+    "ca": "catalan",
+    "cs": "czech",
+    "cy": "welsh",
+    "da": "danish",
     "de": "german deutsch 德文 德语",
+    "el": "greek",
     "en": "english 英文 英语",
     "es": "spanish español castellano 西班牙文 西班牙语",
+    "et": "estonian",
+    "eu": "basque",
+    "fa": "persian farsi",
+    "fi": "finnish",
+    "fo": "faroese",
     "fr": "french français 法文 法语",
+    "gl": "galician",
+    "gu": "gujarati",
+    "ha": "hausa",
+    "haw": "hawaiian",
+    "he": "hebrew",
     "hi": "hindi हिन्दी",
+    "hr": "croatian",
+    "ht": "haitian",
+    "hu": "hungarian",
+    "hy": "armenian",
+    "id": "indonesian",
+    "is": "icelandic",
     "it": "italian italiano",
     "ja": "japanese 日本語 日文 日语",
+    "jw": "javanese",
+    "ka": "georgian",
+    "kk": "kazakh",
+    "km": "khmer",
+    "kn": "kannada",
     "ko": "korean 한국어 韩文 韩语",
+    "la": "latin",
+    "lb": "luxembourgish",
+    "ln": "lingala",
+    "lo": "lao",
+    "lt": "lithuanian",
+    "lv": "latvian",
+    "mg": "malagasy",
+    "mi": "maori",
+    "mk": "macedonian",
+    "ml": "malayalam",
+    "mn": "mongolian",
+    "mr": "marathi",
+    "ms": "malay",
+    "mt": "maltese",
+    "my": "burmese",
+    "ne": "nepali",
     "nl": "dutch nederlands",
+    "nn": "nynorsk",
+    "no": "norwegian",
+    "oc": "occitan",
+    "pa": "punjabi",
     "pl": "polish polski",
+    "ps": "pashto",
     "pt": "portuguese português",
+    "ro": "romanian",
     "ru": "russian русский 俄文 俄语",
+    "sa": "sanskrit",
+    "sd": "sindhi",
+    "si": "sinhala",
+    "sk": "slovak",
+    "sl": "slovenian",
+    "sn": "shona",
+    "so": "somali",
+    "sq": "albanian",
+    "sr": "serbian",
+    "su": "sundanese",
+    "sv": "swedish",
+    "sw": "swahili",
+    "ta": "tamil",
+    "te": "telugu",
+    "tg": "tajik",
+    "th": "thai",
+    "tk": "turkmen",
+    "tl": "tagalog",
     "tr": "turkish türkçe",
+    "tt": "tatar",
     "uk": "ukrainian українська",
+    "ur": "urdu",
+    "uz": "uzbek",
     "vi": "vietnamese 越南文 越南语",
+    "yi": "yiddish",
+    "yo": "yoruba",
     "yue": "cantonese 粤语 廣東話",
     "zh": "chinese mandarin 中文 汉语 普通话",
 }
 _CODES = {name: code for code, names in _NAMES.items() for name in names.split()}
+_NONE = ("", "auto", "none", "null")
+"""What clients send for no language."""
 
 _LATIN = "cs da de en es et fi fr hr hu id it lt lv ms nl no pl pt ro sk sl sv sw tl tr vi"
 SCRIPTS = {
@@ -60,3 +145,22 @@ def code(name: str) -> str:
     folded = name.strip().casefold()
     tag = folded.replace("_", "-").partition("-")[0]
     return _CODES.get(folded, tag if len(tag) <= 3 else folded)
+
+
+def asked(name: str | None) -> str | None:
+    """The code of a language that a caller asks for, by whatever interface; None: the model's own, or the one that
+    it hears.
+
+    >>> asked("German"), asked(" pt-BR "), asked("auto"), asked(None)
+    ('de', 'pt', None, None)
+    """
+    return None if name is None or name.strip().casefold() in _NONE else code(name)
+
+
+def named(codes: Collection[str]) -> dict[str, str]:
+    """Names and codes of these languages, each with its code.
+
+    >>> named(["de"])
+    {'de': 'de', 'german': 'de', 'deutsch': 'de', '德文': 'de', '德语': 'de'}
+    """
+    return {name: each for each in codes for name in (each, *_NAMES.get(each, "").split())}

@@ -186,7 +186,7 @@ def choose(
             raise OptionError("--resume without --output", "what is done is looked up there", "add --output DIR")
         return Screen(form, several)
     target = Path(output)
-    into_folder = target.is_dir() or output.endswith(os.sep) or not target.suffix
+    into_folder = is_folder(output)
     if form == "jsonl":
         path = target / "transcripts.jsonl" if into_folder else target
         spare_inputs([path], items, lists)
@@ -206,6 +206,12 @@ def choose(
     paths = {item.key: target for item in items}
     spare_inputs(paths.values(), items, lists)
     return Files(form, paths, resume=resume)
+
+
+def is_folder(output: str) -> bool:
+    """Whether --output names one: one that is there, or a name that ends as a folder's."""
+    target = Path(output)
+    return target.is_dir() or output.endswith(os.sep) or not target.suffix
 
 
 def make_folder(folder: Path) -> None:

@@ -9,12 +9,14 @@ import msgspec
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError
 from asr_serve.pipelines.live.hypotheses import OVERLAP_MS
+from asr_serve.pipelines.options import expect_not_off, settle_speakers
 from asr_serve.pipelines.utterance import (
     CONTEXT_MS,
     endpoint_settings,
     expect_switches,
     known_options,
     segment_limit_ms,
+    settle_language,
 )
 from asr_serve.types import Segment
 from asr_serve.vad.endpoint import EndpointConfig
@@ -60,7 +62,7 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller may choose. Raises OptionError for what cannot be."""
 
     language: str | None = None
-    """None: the model's own, or detected where it can."""
+    """A code or a name. None: the model's own, or detected where it can."""
     partial_ms: int = 480
     """Time between two partials; longer when the engine has much to do."""
     lock_ms: int = LOCK_MS
@@ -82,15 +84,22 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     speakers: bool = False
     """Whether each segment tells who speaks; at the end all of them are told once more, as all that was said
     shows."""
+    num_speakers: int | None = None
+    """How many there are, if that is known; else `min_speakers` to `max_speakers`. Holds for what is told at the
+    end. Who says how many wants speakers."""
+    min_speakers: int | None = None
+    max_speakers: int | None = None
     itn: bool = False
     """Whether numbers, dates and money in segments are written as one writes them."""
 
     def __post_init__(self) -> None:
+        settle_language(self)
         for name, kinds in _KINDS.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
                 raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
         expect_switches(self, "words", "speakers", "itn")
+        settle_speakers(self)
         # Out of range, it says so here and not when somebody speaks.
         limit_ms = LIVE_SEGMENT_MS if self.max_segment_ms is None else self.max_segment_ms
         EndpointConfig(max_segment_ms=limit_ms, **endpoint_settings(self.threshold, self.pad_before_ms))
@@ -103,7 +112,9 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, options: dict[str, Any]) -> ListenOptions:
         """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
         (up_to_ms, silence_ms)."""
-        return cls(**known_options(options, cls.__struct_fields__))
+        found = known_options(options, cls.__struct_fields__)
+        expect_not_off(found)
+        return cls(**found)
 
 
 class Partial(msgspec.Struct, frozen=True):

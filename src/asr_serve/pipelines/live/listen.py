@@ -42,6 +42,7 @@ from asr_serve.pipelines.live.turns import Turns
 from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.quiet import Quiet
 from asr_serve.pipelines.utterance import Finishing, language
+from asr_serve.speaker.clustering import HowMany
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Segment, Span
 from asr_serve.vad.endpoint import WINDOW_SAMPLES, Endpointer
@@ -69,7 +70,8 @@ class Listening:
         line wait long already), EngineClosed."""
         self.language = language(client, options.language)
         self._written = Finishing(self.language, itn=options.itn).of
-        naming = Naming(client, options.words, self._written, wake) if options.speakers else None
+        how_many = HowMany.of(options.num_speakers, options.min_speakers, options.max_speakers)
+        naming = Naming(client, options.words, how_many, self._written, wake) if options.speakers else None
         self._naming = naming
         words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)

@@ -18,6 +18,7 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.errors import AtCapacity, StepFailed
 from asr_serve.pipelines.live.caller import Event, Finished, SegmentDone, Speakers
 from asr_serve.speaker.assigning import Turns, told
+from asr_serve.speaker.clustering import HowMany
 from asr_serve.speaker.following import Following
 from asr_serve.speaker.grouping import Window
 from asr_serve.speaker.listening import CLOSE, starts_of
@@ -45,11 +46,14 @@ class Naming:
         self,
         client: EngineClient,
         words: bool,
+        how_many: HowMany,
         written: Callable[[Segment, str], Segment],
         wake: Callable[[], None],
     ) -> None:
-        """`words`: whether they are to be told. `written`: the last that happens to a segment, by its language."""
+        """`words`: whether they are to be told. `how_many` speakers there are, at the end. `written`: the last
+        that happens to a segment, by its language."""
         self._client, self._words, self._written, self._wake = client, words, written, wake
+        self._how_many = how_many
         self._following = Following()
         self._held: deque[Held] = deque()
         self._heard: dict[int, Held] = {}
@@ -113,7 +117,7 @@ class Naming:
 
     def _settled(self) -> Speakers:
         """Of each segment, as all that was said shows."""
-        turns = Turns(self._following.settle().turns)
+        turns = Turns(self._following.settle(self._how_many).turns)
         found, last = [], self._last
         for span in self._told:
             last = turns.speaker(span.start_samples, span.end_samples) or last

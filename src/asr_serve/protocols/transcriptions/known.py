@@ -32,12 +32,20 @@ def known(fields: Fields, *, complete: bool) -> tuple[KnownSpeaker, ...]:
     if len(names) != len(references):
         if not complete:
             return ()
-        raise OptionError(
-            f"{len(names)} {NAMES} came with {len(references)} {REFERENCES}",
-            "as many of the one as of the other, in the same order",
-            param=REFERENCES if len(references) > len(names) else NAMES,
-        )
+        raise _unpaired(names, references)
     return tuple(KnownSpeaker(name, _data(each)) for name, each in zip(names, references, strict=True))
+
+
+def _unpaired(names: Sequence[str], references: Sequence[str]) -> OptionError:
+    """Who is named and not heard, or heard and not named."""
+    count = f"{len(names)} {NAMES} came with {len(references)} {REFERENCES}"
+    both = "as many of the one as of the other, in the same order"
+    if len(references) > len(names):
+        todo = f"send a name for reference {len(names) + 1}, or leave it out"
+        return OptionError(f"{count}: whose voice the others are nobody says", both, todo, param=REFERENCES)
+    name = shown(names[len(references)])
+    todo = f"send 2 to 10 s of {name} as a data URL, or leave the name out"
+    return OptionError(f"{count}: what {name} sounds like nobody says", both, todo, param=NAMES)
 
 
 def _expect_names(names: Sequence[str]) -> None:
@@ -63,6 +71,13 @@ def _data(url: str) -> bytes:
     (b'RIFF', b'RIFF')
     """
     head, comma, body = url.partition(",")
+    if not comma and head.casefold().startswith("data:"):
+        raise OptionError(
+            f"{REFERENCES}={shown(url)} ends before its audio",
+            "all of a data URL, like data:audio/wav;base64,UklGR...",
+            "curl cuts it at the ; unless it is sent with --form-string instead of -F",
+            param=REFERENCES,
+        )
     if not comma or not head.casefold().startswith("data:"):
         raise OptionError(
             f"{REFERENCES}={shown(url)}",

@@ -12,7 +12,7 @@ import msgspec
 
 from asr_serve.decoding.attention import MOST_BEAMS, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.pipelines.options import LongForm, TranscribeOptions
+from asr_serve.pipelines.options import NUMBERS, LongForm, TranscribeOptions
 from asr_serve.pipelines.prompts import MOST_CHARACTERS
 from asr_serve.protocols.fields import Fields, expect
 from asr_serve.protocols.transcriptions import cutting, known, wants
@@ -27,6 +27,7 @@ FORMATS = {
     DIARIZED: "application/json",
     # ours
     "jsonl": "application/jsonl",
+    "karaoke": "text/vtt; charset=utf-8",
     "rttm": "text/plain; charset=utf-8",
     "ctm": "text/plain; charset=utf-8",
     "textgrid": "text/plain; charset=utf-8",
@@ -38,7 +39,7 @@ STREAMED = ("json", "text", "verbose_json", DIARIZED)
 """Formats whose segments can go out one after another; the others are of one piece."""
 OF_SPEAKERS = (DIARIZED, "rttm")
 """Formats that tell who speaks, always."""
-OF_WORDS = ("ctm", "textgrid")
+OF_WORDS = ("karaoke", "ctm", "textgrid")
 """Formats of words, always."""
 WITH_WORDS = ("verbose_json", "srt", "vtt", "jsonl", *OF_WORDS)
 """Formats that have a place for words."""
@@ -166,12 +167,13 @@ def _expect_together(fields: Fields, form: str, stream: bool, granularities: Seq
             "ask for response_format=verbose_json",
             param=GRANULARITIES,
         )
-    if fields.flag("spk") and (form == "json" or (form == "text" and stream)):
+    wanted = "spk" if fields.flag("spk") else next((name for name in NUMBERS if name in fields), "")
+    if wanted and (form == "json" or (form == "text" and stream)):
         raise OptionError(
-            f"spk=true with {'a stream of ' if stream else ''}response_format={form}",
+            f"{wanted}={fields.text(wanted)} with {'a stream of ' if stream else ''}response_format={form}",
             "one that has a place for who speaks",
             f"ask for verbose_json, {DIARIZED} or vtt",
-            param="spk",
+            param=wanted,
         )
 
 

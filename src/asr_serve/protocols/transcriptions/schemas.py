@@ -52,7 +52,7 @@ def _openai_fields() -> dict[str, Schema]:
             "type": "string",
             "enum": list(FORMATS),
             "default": "json",
-            "description": f"`{DIARIZED}` and `rttm` tell who speaks, `ctm` and `textgrid` tell words.",
+            "description": f"`{DIARIZED}` and `rttm` tell who speaks; `karaoke`, `ctm` and `textgrid` tell words.",
         },
         "temperature": {
             **_NUMBER,
@@ -213,9 +213,12 @@ def _speakers(whose: str = "") -> dict[str, Schema]:
     number = {**_WHOLE, "minimum": 1, "maximum": MOST_SPEAKERS}
     return {
         "spk": {"type": "boolean", "default": False, "description": f"{whose}Tell who speaks."},
-        "num_speakers": {**number, "description": "Ours. With spk: how many there are, if that is known."},
-        "min_speakers": {**number, "description": "Ours. With spk: so many there are at least."},
-        "max_speakers": {**number, "description": "Ours. With spk: so many there are at most."},
+        "num_speakers": {
+            **number,
+            "description": "Ours. How many there are, if that is known; asks who speaks, as spk does.",
+        },
+        "min_speakers": {**number, "description": "Ours. So many there are at least; as num_speakers."},
+        "max_speakers": {**number, "description": "Ours. So many there are at most; as num_speakers."},
     }
 
 

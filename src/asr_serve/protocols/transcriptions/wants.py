@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from asr_serve.errors import OptionError
-from asr_serve.pipelines.options import MOST_SPEAKERS
+from asr_serve.pipelines.options import MOST_SPEAKERS, NUMBERS, expect_not_off
 from asr_serve.protocols.fields import Fields
 
 MOST_HOTWORDS, HOTWORDS_CHARACTERS = 10_000, 1 << 20
 """What a form has room for. What a model takes of it, pipelines say."""
-NUMBERS = ("num_speakers", "min_speakers", "max_speakers")
 FIELDS = ("hotwords", "spk", *NUMBERS, "itn")
 """Those of all these. `spk` and `hotwords` are FunASR's names, the others ours."""
 
@@ -21,17 +20,14 @@ def hotwords(fields: Fields) -> tuple[str, ...]:
 
 
 def speakers(fields: Fields, *, complete: bool, implied: bool = False) -> dict[str, Any]:
-    """Members of TranscribeOptions. `implied`: nobody need say `spk`. Raises OptionError."""
+    """Members of TranscribeOptions. `implied`: nobody need say `spk`, as beside a number. Raises OptionError."""
     wanted = fields.flag("spk")
     if implied and wanted is False:
         raise OptionError("spk=false with a response_format that tells speakers", "true, or none", param="spk")
     found: dict[str, Any] = {name: fields.whole(name, 1, MOST_SPEAKERS) for name in NUMBERS}
-    if wanted or implied:
+    expect_not_off({"spk": wanted, **found}, "spk")
+    if wanted or implied or any(found.values()):
         return {"speakers": True, **found}
-    if complete:
-        for name in NUMBERS:
-            if found[name] is not None:
-                raise OptionError(f"{name} came without spk", "both, or neither", "send spk=true", param=name)
     return {}
 
 

@@ -15,6 +15,7 @@ from asr_serve.text.words import is_unspaced
 from asr_serve.text.written import asian, english
 from asr_serve.text.written.grammar import Rewrite, rewrites
 from asr_serve.text.written.numerals import NUMBERS
+from asr_serve.text.written.telephone import telephones
 
 NEAR = 3
 """Words beside a number that may belong to it: a month, a currency, `the`."""
@@ -50,7 +51,10 @@ class Unit(NamedTuple):
 def changes(text: str, language: str) -> list[Change]:
     """In order, never overlapping. Raises UnsupportedOption."""
     if language == "en":
-        return [change for stretch in _english(text) for change in _of_words(text, stretch)]
+        dictated = [Change(*found) for found in telephones(text)]
+        others = [change for stretch in _english(text) for change in _of_words(text, stretch)]
+        apart = [each for each in others if not any(each.start < d.end and d.start < each.end for d in dictated)]
+        return sorted(apart + dictated)
     return [change for start, end in _asian(text) for change in _of_characters(text, start, end, language)]
 
 

@@ -6,6 +6,7 @@ file that holds nothing) and `two-speaker-mixes` (16 mixes of two readers), besi
 one speaker     everything that voice activity finds is one person's
 sherpa-onnx     OfflineSpeakerDiarization: the same segmentation network, ERes2Net as ONNX, fast clustering
 sherpa-onnx, our pauses     the same, whose turns go on over pauses of 0.3 s, as ours do, in place of its 0.5 s
+ours, its pauses            ours, whose turns go on over pauses of 0.5 s: as sherpa-onnx comes
 resemblyzer     its encoder over windows of 1.5 s where somebody speaks, spectral clustering by spectralcluster
 
     python bench/rich_speakers.py --data DIR --model moonshine-tiny-en --json speakers.json
@@ -42,6 +43,9 @@ from asr_serve.units import RATE_HZ
 
 Row = dict[str, Any]
 Hear = Callable[[np.ndarray], Sequence[SpeakerTurn]]
+
+SHERPA_PAUSE_S = 0.5
+"""sherpa-onnx's own default."""
 
 
 class Case(NamedTuple):
@@ -120,13 +124,28 @@ def ours(model: Model, **options: Any) -> Hear:
     return hear
 
 
+def over_pauses(hear: Hear, pause_s: float) -> Hear:
+    """A turn goes on over pauses of the same speaker up to that."""
+
+    def joined(pcm: np.ndarray) -> Sequence[SpeakerTurn]:
+        found: dict[str, list[SpeakerTurn]] = {}
+        for turn in sorted(hear(pcm), key=lambda each: each.start_samples):
+            own = found.setdefault(turn.speaker, [])
+            if own and turn.start_samples - own[-1].end_samples <= pause_s * RATE_HZ:
+                turn = SpeakerTurn(turn.speaker, own.pop().start_samples, turn.end_samples)
+            own.append(turn)
+        return [turn for own in found.values() for turn in own]
+
+    return joined
+
+
 def one_speaker() -> Hear:
     vad = silero.load()
     return lambda pcm: [SpeakerTurn("all", start, end) for start, end in meetings.spoken(vad, pcm)]
 
 
-def sherpa(folder: Path, pause_s: float = 0.5) -> Hear:
-    """`folder`: for the network that is exported; pause_s: turns go on over shorter ones, its default."""
+def sherpa(folder: Path, pause_s: float = SHERPA_PAUSE_S) -> Hear:
+    """`folder`: for the network that is exported; pause_s: turns go on over shorter ones."""
     import sherpa_onnx
 
     config = sherpa_onnx.OfflineSpeakerDiarizationConfig(
@@ -328,6 +347,7 @@ def evaluate(model: Model, data: Path, parts: Sequence[str]) -> Row:
             systems |= {"ours": lambda: ours(model), "one speaker": one_speaker}
         if "peers" in parts:
             systems |= {
+                "ours, its pauses": lambda: over_pauses(ours(model), SHERPA_PAUSE_S),
                 "sherpa-onnx": lambda: sherpa(Path(folder)),
                 "sherpa-onnx, our pauses": lambda: sherpa(Path(folder), stitching.PAUSE_SAMPLES / RATE_HZ),
                 "resemblyzer": resemblyzer,

@@ -199,10 +199,19 @@ def test_what_is_believed(avg_logprob: float, tokens: int, believed: bool) -> No
 
 @pytest.mark.parametrize(
     ("no_speech_prob", "avg_logprob", "believed"),
-    [(0.37, -0.9, True), (0.59, -0.9, True), (0.73, -0.53, False), (0.95, -0.37, False), (0.95, -0.2, True)],
+    [
+        (0.13, -1.6, True),
+        (0.19, -1.1, False),
+        (0.37, -0.9, True),
+        (0.59, -0.9, True),
+        (0.73, -0.53, False),
+        (0.95, -0.37, False),
+        (0.95, -0.2, True),
+    ],
 )
 def test_what_is_believed_where_nobody_seems_to_speak(
     no_speech_prob: float, avg_logprob: float, believed: bool
 ) -> None:
-    """On development data: 0.37 a lone word in 20 s of silence, 0.73 music, 0.95 digital silence."""
+    """On development data: 0.13 speech in another language than was asked for, 0.37 a
+    lone word in 20 s of silence, 0.73 music, 0.95 digital silence."""
     assert speech(recognition(avg_logprob, no_speech_prob=no_speech_prob)) is believed

@@ -25,7 +25,7 @@ from asr_serve.library import Model
 from asr_serve.models.card import card
 from asr_serve.pipelines.live.hearing import Question
 from asr_serve.pipelines.live.hypotheses import Hypotheses, Job, Kind
-from asr_serve.pipelines.utterance import in_context
+from asr_serve.pipelines.utterance import INVENTED_LOGPROB, in_context
 from asr_serve.types import Span
 
 
@@ -134,6 +134,17 @@ def test_drafts_are_verified(model, cities, prompt, timestamps):
 def test_drafts_where_the_language_is_heard(multilingual, cities):
     options = SearchOptions(temperatures=(0.0,))
     assert expect_drafts_change_nothing(multilingual, cities[: 6 * RATE_HZ], options).language == "en"
+
+
+def test_speech_is_written_in_a_language_it_is_not_in(multilingual, beckett, cities):
+    """Words that are improbable are better than none, where the model hears that somebody speaks."""
+    for pcm in (beckett, cities[: 10 * RATE_HZ]):
+        [whole] = multilingual.transcribe(pcm, language="ja")
+        *_, last = multilingual.stream(pcm, language="ja")
+        assert whole.language == "ja"
+        assert whole.text
+        assert last.text
+        assert min(each.avg_logprob for each in whole.segments) < INVENTED_LOGPROB, "the case this is about"
 
 
 # --- one segment, without a model -----------------------------------------------------------------------

@@ -44,6 +44,8 @@ class Caller:
             model._client, model._tokenizer, ListenOptions.of(options), self.bell.set, *arguments
         )
         self.segments: list[Segment] = []
+        self.languages: list[tuple[str, float]] = []
+        """Of each, and how probable that is."""
         self.partials: list[Partial] = []
         self.turns: list[Turn] = []
         self.flushed: list[Flushed] = []
@@ -136,6 +138,7 @@ class Caller:
                 assert segment.text == segment.text.strip() != ""
                 assert segment.text.startswith(self.locked), (self.locked, segment.text)
                 self.segments.append(segment)
+                self.languages.append((event.language, event.language_prob))
                 self.locked = ""
             case Partial():
                 assert event.start_samples <= event.heard_samples

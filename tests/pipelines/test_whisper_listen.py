@@ -136,6 +136,15 @@ def test_drafts_where_the_language_is_heard(multilingual, cities):
     assert expect_drafts_change_nothing(multilingual, cities[: 6 * RATE_HZ], options).language == "en"
 
 
+def test_the_language_of_live_segments_and_how_probable_it_is(multilingual, beckett, cities):
+    talk = np.concatenate([beckett[: 4 * RATE_HZ], np.zeros(2 * RATE_HZ, np.float32), cities[: 20 * RATE_HZ]])
+    heard = hear(multilingual, talk, [4_800], hurried(), in_step=True)
+    assert {language for language, _ in heard.languages} == {"en"}
+    assert all(0.5 < probability <= 1 for _, probability in heard.languages)
+    chosen = hear(multilingual, talk[: 5 * RATE_HZ], clock=still, language="en")
+    assert chosen.languages == [("en", 0.0)] * len(chosen.segments) != []
+
+
 def test_speech_is_written_in_a_language_it_is_not_in(multilingual, beckett, cities):
     """Words that are improbable are better than none, where the model hears that somebody speaks."""
     for pcm in (beckett, cities[: 10 * RATE_HZ]):

@@ -163,6 +163,13 @@ def test_a_segment_tells_no_more_than_was_asked_for():
     assert segment == {"type": "segment", "index": 0, "start_s": 0.0, "end_s": 1.0, "text": "Hello."}
 
 
+def test_a_language_that_was_heard_is_told_with_its_probability():
+    (segment,) = told(Script(), caller.SegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv", 0.87654))
+    assert (segment["language"], segment["language_probability"]) == ("sv", 0.8765)
+    (segment,) = told(Script(), caller.SegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv"))
+    assert not {"language", "language_probability"} & segment.keys()
+
+
 def test_words_of_a_segment():
     (segment,) = told(Script(words=True), caller.SegmentDone(TWENTY, 40_000))
     assert segment["words"] == [

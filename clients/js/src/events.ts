@@ -70,6 +70,9 @@ export interface SegmentEvent {
   /** The text as it was said, where it was written in another form. */
   spoken?: string;
   words?: WordEvent[];
+  /** That it was heard in, and how probable that is, 0..1: where nobody has said which, and the model knows several. */
+  language?: string;
+  language_probability?: number;
 }
 
 /** At the end of a session that wanted speakers: segments that somebody else said than they told. */

@@ -39,6 +39,10 @@ export interface StreamOptions {
   /** Segments tell who speaks; at the end `speakers` corrects them. A session that another one goes on with
    * (`newSession`) counts its speakers anew. */
   speakers?: boolean;
+  /** How many speak, if that is known, with or without `speakers`; holds for what is corrected at the end. */
+  numSpeakers?: number;
+  minSpeakers?: number;
+  maxSpeakers?: number;
   /** Numbers, dates and money are written as one writes them. */
   itn?: boolean;
   /** Where there is no global one (Node 20): the class of the package `ws`. */
@@ -77,6 +81,9 @@ const QUERY = {
   hotwords: "hotwords",
   words: "words",
   speakers: "speakers",
+  numSpeakers: "num_speakers",
+  minSpeakers: "min_speakers",
+  maxSpeakers: "max_speakers",
   itn: "itn",
 } as const satisfies Partial<Record<keyof StreamOptions, string>>;
 const OURS = {

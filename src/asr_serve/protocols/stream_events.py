@@ -122,6 +122,10 @@ class Segment(Numbered, frozen=True, kw_only=True, omit_defaults=True):
     spoken: str | None = None
     """The text as it was said, where it was written in another form."""
     words: list[Word] | None = None
+    language: str | None = None
+    """That it was heard in, where the audio was asked: nobody has said which, and the model knows several."""
+    language_probability: float | None = None
+    """How probable that is, 0 to 1."""
 
 
 class SaidBy(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +182,7 @@ class Script:
             case caller.Partial():
                 yield from self._partial(event)
             case caller.SegmentDone(segment):
-                yield self._segment(segment)
+                yield self._segment(event)
                 self._segments += 1
                 self._said_by.append(segment.speaker)
                 self._locked = ""
@@ -191,7 +195,8 @@ class Script:
             case caller.Finished(duration):
                 yield Ended(duration_s=samples_to_s(duration), segments=self._segments)
 
-    def _segment(self, segment: types.Segment) -> Segment:
+    def _segment(self, done: caller.SegmentDone) -> Segment:
+        segment, probability = done.segment, round(done.language_prob, 4)
         return Segment(
             index=self._segments,
             start_s=segment.start_s,
@@ -200,6 +205,8 @@ class Script:
             speaker=segment.speaker or None,
             spoken=segment.spoken or None,
             words=[_word(word, segment.speaker) for word in segment.words] if self._words else None,
+            language=done.language if probability else None,
+            language_probability=probability or None,
         )
 
     def _speakers(self, speakers: Sequence[str]) -> Iterator[Speakers]:

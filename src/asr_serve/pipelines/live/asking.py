@@ -98,8 +98,9 @@ class Spoken(Protocol):
         """It starts with `fixed_text`."""
 
     @property
-    def heard_in(self) -> str:
-        """The language of its words, once it is done; empty where only one is known."""
+    def heard_in(self) -> tuple[str, float]:
+        """The language of its words, once it is done, empty where only one is known; and how probable it is, 0
+        where the audio was not asked."""
 
     def grow(self, end: int, lock: int) -> None:
         """It is speech up to `end`, for sure."""

@@ -141,6 +141,10 @@ class SegmentDone(msgspec.Struct, frozen=True):
     segment: Segment
     decided_samples: int
     """It ended when audio up to here had been heard: past its end by the pause that ended it."""
+    language: str = ""
+    """That it was heard in; empty where the model knows only the one that was chosen."""
+    language_prob: float = 0.0
+    """How probable that is, 0 to 1; 0 where nobody asked the audio."""
 
 
 def endpoint_config(client: EngineClient, options: ListenOptions) -> EndpointConfig:

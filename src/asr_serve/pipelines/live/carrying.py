@@ -290,8 +290,8 @@ class Carried:
         return self._texts[key]
 
     @property
-    def heard_in(self) -> str:
-        return ""  # a streaming model hears the one that was chosen
+    def heard_in(self) -> tuple[str, float]:
+        return "", 0.0  # a streaming model hears the one that was chosen
 
     def grow(self, end: int, lock: int) -> None:
         self._sure = end  # the stream grows by itself

@@ -80,6 +80,8 @@ class Hypotheses:
         """The newest one that is to be believed. It starts with what is fixed."""
         self.language = ""
         """What the newest anchor was heard in: the language of what is fixed."""
+        self._sure: dict[str, float] = {}
+        """How probable each language was where the audio was asked last."""
         self.heard = start
         """Audio up to here is in it."""
         self.final: Recognition | None = None
@@ -159,6 +161,8 @@ class Hypotheses:
     def take(self, job: Job, heard: Recognition) -> None:
         self.heard = min(job.span.end_samples, self.end or job.span.end_samples)
         self.tokens = heard.tokens
+        if heard.language_prob:
+            self._sure[heard.language] = heard.language_prob
         if job.kind == "final" or speech(heard):
             self._shown = heard.tokens
         match job.kind:
@@ -238,8 +242,10 @@ class Hypotheses:
         return self._text(list(self._shown[self.skip :]))
 
     @property
-    def heard_in(self) -> str:
-        return self.own().language
+    def heard_in(self) -> tuple[str, float]:
+        assert self.final is not None
+        language = self.final.language
+        return language, self._sure.get(language, 0.0)
 
     def own(self) -> Recognition:
         """The final, without what the segment before says."""

@@ -39,9 +39,10 @@ from asr_serve.pipelines.live.carrying import Carrying
 from asr_serve.pipelines.live.naming import Naming
 from asr_serve.pipelines.live.scores import Scores
 from asr_serve.pipelines.live.turns import Turns
+from asr_serve.pipelines.live.writing import Writing
 from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.quiet import Quiet
-from asr_serve.pipelines.utterance import Finishing, language
+from asr_serve.pipelines.utterance import language
 from asr_serve.speaker.clustering import HowMany
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Segment, Span
@@ -69,10 +70,9 @@ class Listening:
         """`clock`: what partials are spaced by. Raises OptionError, AtCapacity (no session is free, or those on
         line wait long already), EngineClosed."""
         self.language = language(client, options.language)
-        self._written = Finishing(self.language, itn=options.itn).of
+        self._writing = Writing(self.language, wake) if options.itn else None
         how_many = HowMany.of(options.num_speakers, options.min_speakers, options.max_speakers)
-        naming = Naming(client, options.words, how_many, self._written, wake) if options.speakers else None
-        self._naming = naming
+        self._naming = Naming(client, options.words, how_many, wake) if options.speakers else None
         words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
@@ -129,7 +129,8 @@ class Listening:
     @property
     def full(self) -> bool:
         """Put no more for now: `advance` has yet to catch up."""
-        return self.open_samples > MOST_AHEAD_SAMPLES
+        unwritten = self._writing is not None and self._writing.full
+        return unwritten or self.open_samples > MOST_AHEAD_SAMPLES
 
     @property
     def open_samples(self) -> int:
@@ -146,7 +147,7 @@ class Listening:
     @property
     def idle(self) -> bool:
         """Nothing is under way: there is no news before more is put."""
-        held = self._naming is not None and self._naming.busy
+        held = any(each is not None and each.busy for each in (self._naming, self._writing))
         waits = held or self._turns.waiting or any(each.busy for each in self._segments)
         return self._scores.idle and not waits
 
@@ -156,7 +157,7 @@ class Listening:
         Raises an AsrServeError when this caller cannot be heard any more.
         """
         if self._over:
-            return self._named([])
+            return self._finished([])
         self._words.due_s = None
         self._hear()
         for each in self._segments:
@@ -180,13 +181,15 @@ class Listening:
             self._over = True
             self._session.close()
             events.append(Finished(self.received_samples))
-        return self._named(events)
+        return self._finished(events)
 
     def close(self) -> None:
         """At any time: cancel what is under way, and free the session."""
         self._over = True
         for each in self._segments:
             self._words.drop(each)
+        if self._writing is not None:
+            self._writing.close()
         self._session.close()
 
     # --- voice activity --------------------------------------------------------------------------------
@@ -279,25 +282,25 @@ class Listening:
         while self._segments and self._done(0):
             done = self._segments.popleft()
             if found := done.segment(self._quiet):
-                events += self._told(done, found)
+                events.append(self._told(done, found))
             events += self._marks_due()
         return events + self._marks_due()
 
-    def _told(self, done: Spoken, found: Segment) -> list[Event]:
-        if self._naming is None:
-            return [SegmentDone(self._written(found, done.heard_in), done.decided)]
-        assert done.end is not None
-        heard = Span(done.start, min(done.end, self.received_samples))
-        told = SegmentDone(found, done.decided)
-        self._naming.hear(told, heard, self._kept.cut(heard), done.heard_in)
-        return [told]
+    def _told(self, done: Spoken, found: Segment) -> SegmentDone:
+        told = SegmentDone(found, done.decided, *done.heard_in)
+        if self._naming is not None:
+            assert done.end is not None
+            heard = Span(done.start, min(done.end, self.received_samples))
+            self._naming.hear(told, heard, self._kept.cut(heard))
+        return told
 
-    def _named(self, events: list[Event]) -> list[Event]:
-        """What of these, and of those before, can be told."""
-        if self._naming is None:
-            return events
-        self._naming.hold(events)
-        return self._naming.take()
+    def _finished(self, events: list[Event]) -> list[Event]:
+        """What of these, and of those before, can be told: by whom it was said, then as one writes it."""
+        for stage in (self._naming, self._writing):
+            if stage is not None:
+                stage.hold(events)
+                events = stage.take()
+        return events
 
     def _marks_due(self) -> list[Event]:
         first = self._segments[0] if self._segments else None

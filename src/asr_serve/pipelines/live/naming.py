@@ -23,7 +23,7 @@ from asr_serve.speaker.following import Following
 from asr_serve.speaker.grouping import Window
 from asr_serve.speaker.listening import CLOSE, starts_of
 from asr_serve.speaker.local import WINDOW_SAMPLES, LocalVoices
-from asr_serve.types import Segment, Span
+from asr_serve.types import Span
 
 
 class Asked(NamedTuple):
@@ -35,8 +35,6 @@ class Asked(NamedTuple):
 class Held(NamedTuple):
     event: Event
     asked: tuple[Asked, ...] = ()
-    language: str = ""
-    """That was heard in a segment."""
 
 
 class Naming:
@@ -47,13 +45,10 @@ class Naming:
         client: EngineClient,
         words: bool,
         how_many: HowMany,
-        written: Callable[[Segment, str], Segment],
         wake: Callable[[], None],
     ) -> None:
-        """`words`: whether they are to be told. `how_many` speakers there are, at the end. `written`: the last
-        that happens to a segment, by its language."""
-        self._client, self._words, self._written, self._wake = client, words, written, wake
-        self._how_many = how_many
+        """`words`: whether they are to be told. `how_many` speakers there are, at the end."""
+        self._client, self._words, self._how_many, self._wake = client, words, how_many, wake
         self._following = Following()
         self._held: deque[Held] = deque()
         self._heard: dict[int, Held] = {}
@@ -65,7 +60,7 @@ class Naming:
     def busy(self) -> bool:
         return bool(self._held)
 
-    def hear(self, done: SegmentDone, span: Span, pcm: np.ndarray, language: str) -> None:
+    def hear(self, done: SegmentDone, span: Span, pcm: np.ndarray) -> None:
         """A segment that is to be held next: `span` and `pcm` of what was heard of it. Raises EngineClosed."""
         asked = []
         starts = starts_of(len(pcm), CLOSE.step_samples)
@@ -78,7 +73,7 @@ class Naming:
                 break
             answer.add_done_callback(lambda _: self._wake())
             asked.append(Asked(span.start_samples + start, len(part), answer))
-        self._heard[id(done)] = Held(done, tuple(asked), language)
+        self._heard[id(done)] = Held(done, tuple(asked))
 
     def hold(self, events: Sequence[Event]) -> None:
         """These are to be told, in this order, behind what is held."""
@@ -112,7 +107,7 @@ class Naming:
             self._last = part.speaker or self._last or "SPEAKER_00"
             self._told.append(Span(part.start_samples, part.end_samples))
             named = msgspec.structs.replace(part, speaker=self._last)
-            events.append(msgspec.structs.replace(done, segment=self._written(named, held.language)))
+            events.append(msgspec.structs.replace(done, segment=named))
         return events
 
     def _settled(self) -> Speakers:

@@ -51,16 +51,26 @@ def is_installed() -> bool:
     return find_spec("wetext") is not None
 
 
+def expect_installed() -> None:
+    """Nothing is loaded. Raises UnsupportedOption."""
+    if not is_installed():
+        raise _missing()
+
+
 @lru_cache(1)
 def load() -> tuple[Any, type[Exception]]:
     """Raises UnsupportedOption where the package is missing."""
     try:
         from wetext import normalize_with_mapping
     except ImportError:
-        raise UnsupportedOption(
-            "itn, and wetext is not installed",
-            "the written form needs the extra itn",
-            "pip install 'asr-serve[itn]'",
-            param="itn",
-        ) from None
+        raise _missing() from None
     return normalize_with_mapping, RuntimeError
+
+
+def _missing() -> UnsupportedOption:
+    return UnsupportedOption(
+        "itn, and wetext is not installed",
+        "the written form needs the extra itn",
+        "pip install 'asr-serve[itn]'",
+        param="itn",
+    )

@@ -16,7 +16,7 @@ import msgspec
 
 from asr_serve.errors import UnsupportedOption
 from asr_serve.text.words import is_said, places, split
-from asr_serve.text.written.grammar import LANGUAGES, load
+from asr_serve.text.written.grammar import LANGUAGES, expect_installed
 from asr_serve.text.written.numerals import tells
 from asr_serve.text.written.stretches import Change, changes
 from asr_serve.types import Segment, Word
@@ -35,7 +35,7 @@ def expect(language: str) -> None:
             "leave itn out",
             param="itn",
         )
-    load()
+    expect_installed()
 
 
 def written(segment: Segment, language: str) -> Segment:

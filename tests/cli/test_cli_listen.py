@@ -356,6 +356,27 @@ def test_captions_print_segments_and_redraw_the_rest() -> None:
     assert out.getvalue() == b"So it goes.\nAnd then.\n"
 
 
+def test_captions_know_which_lines_were_somebody_elses() -> None:
+    def by(*speakers: str, is_final: bool = False) -> StreamResult:
+        said = ["Yes.", "No.", "Well."][: len(speakers)]
+        segments = tuple(
+            Segment(at * 16_000, (at + 1) * 16_000, text, speaker=speaker)
+            for at, (text, speaker) in enumerate(zip(said, speakers, strict=True))
+        )
+        return StreamResult(" ".join(said), " ".join(said), 3_000, is_final, segments)
+
+    captions = Captions(out := io.BytesIO())
+    captions.show(by("A", "A"))
+    assert captions.corrected == []
+    captions.show(by("A", "B", "A", is_final=True))
+    assert captions.corrected == ["0:01 B: No."]
+    assert out.getvalue() == b"A: Yes.\nNo.\nWell.\n"
+    captions = Captions(io.BytesIO())
+    captions.show(by("A", "B"))
+    captions.show(by("A", "B", is_final=True))
+    assert captions.corrected == []
+
+
 def test_json_of_text_that_is_not_fixed_yet() -> None:
     out = io.BytesIO()
     Lines(out).show(result("So it", 2))

@@ -199,6 +199,9 @@ def listen(
     if ears is not None and (lost := ears.lost()):
         say(f"warning: {lost}")
     if not quiet:
+        if shown.corrected:
+            said = "line was somebody else's" if len(shown.corrected) == 1 else "lines were somebody else's"
+            say("\n".join([f"{len(shown.corrected)} {said}, as all that was said shows:", *shown.corrected]))
         say(meter.describe_done())
     return INTERRUPTED if ears is not None and ears.interrupted else 0
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import msgspec
 import numpy as np
 
+from asr_serve.cli.progress import clock_time
 from asr_serve.text.formats import plain
 from asr_serve.units import ms_to_samples
 
@@ -61,6 +62,9 @@ class Captions:
         self._segments = self._characters = 0
         """That are printed: segments, and characters of the whole text, with the space after each."""
         self._fixed = self._unfixed = self._speaker = ""
+        self._told: list[str] = []
+        """The speaker of each line."""
+        self._corrected: list[str] = []
         self._below = False
         self._lock = threading.Lock()
 
@@ -70,8 +74,15 @@ class Captions:
             for segment in result.segments[self._segments :]:
                 lines += f"{plain.spoken_line(segment, self._speaker)}\n"
                 self._speaker = segment.speaker
+                self._told.append(segment.speaker)
                 self._characters += len(segment.text) + 1
             self._segments = len(result.segments)
+            if result.is_final:
+                self._corrected = [
+                    f"{clock_time(segment.start_s)} {plain.spoken_line(segment)}"
+                    for segment, told in zip(result.segments, self._told, strict=True)
+                    if segment.speaker != told
+                ]
             self._fixed = result.fixed_text[self._characters :]
             self._unfixed = result.text[self._characters + len(self._fixed) :]
             self._print(lines)
@@ -89,6 +100,11 @@ class Captions:
                 _write(self._screen, ERASE)
             say(line)
             self._print()
+
+    @property
+    def corrected(self) -> list[str]:
+        """Of the lines that are printed those that somebody else said, as it turned out, with their times."""
+        return self._corrected
 
     def close(self) -> None:
         """What was not finished stays to be seen, and the level goes."""
@@ -151,6 +167,11 @@ class Lines:
 
     def notice(self, line: str, say: Callable[[str], None]) -> None:
         say(line)
+
+    @property
+    def corrected(self) -> list[str]:
+        """None: the last line has the `speakers` of all segments."""
+        return []
 
     def close(self) -> None:
         """Nothing is left open."""

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asr_serve.decoding import bias
 from asr_serve.decoding.beam import BeamSearch
 from asr_serve.decoding.bias import (
     MOST_CHARACTERS,
@@ -21,7 +22,41 @@ from asr_serve.decoding.bias import (
     unpacked,
     written,
 )
+from asr_serve.decoding.soundalikes import SoundIndex
+from asr_serve.engine.utterances.hot.listed import Listed
 from asr_serve.errors import OptionError
+
+
+class Clock:
+    """Every look at it takes a fifth of a millisecond."""
+
+    def __init__(self) -> None:
+        self.now_s, self.rested_s = 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        self.now_s += 0.000_2
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.rested_s += seconds
+
+
+def test_a_long_list_is_made_with_rests(monkeypatch: pytest.MonkeyPatch):
+    """Half of the time others have the interpreter to themselves, in every part of the work."""
+    for count, work in (
+        (2_000, lambda words: Listed.made(packed(words), lambda text: [*map(ord, text)], str, False)),
+        (2_000, lambda words: Listed.made(packed(words), lambda text: [*map(ord, text)], str, True)),
+        (2_000, lambda words: SoundIndex([word.text for word in words])),
+        (2_000, lambda words: Graph(spelt(words, lambda text: [*map(ord, text)]))),
+    ):
+        monkeypatch.setattr(bias, "time", clock := Clock())
+        work([HotWord(f"word{number}") for number in range(count)])
+        assert clock.rested_s > 0.4 * clock.now_s
+        monkeypatch.setattr(bias, "time", clock := Clock())
+        assert list(bias.unhurried(range(2))) == [0, 1]
+        assert clock.rested_s == 0, "a short one does not wait"
+
 
 phrases = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
 lists = st.dictionaries(phrases, st.sampled_from((0.5, 1.0, 2.0)), min_size=1, max_size=6)

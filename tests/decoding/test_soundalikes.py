@@ -42,6 +42,17 @@ def test_what_is_far_is_not_told():
     assert SoundIndex(WORDS).near(["elephant", "", "...", "ж"], 5, 0.3) == [[], [], [], []]
 
 
+def test_a_list_may_have_thousands_of_letters():
+    """What is held of them does not grow with their square: 20 000 would be 1.6 GB."""
+    words = [chr(0x4E00 + 3 * i) + chr(0x4E01 + 3 * i) + chr(0x4E02 + 3 * i) for i in range(1_000)] + ["Quilter"]
+    index = SoundIndex(words)
+    assert index._sounds.change.size < 10_000
+    other = words[7][:2] + words[8][0]
+    assert index.far([words[7], other, "quilta", "丐"], [(0, 7), (1, 7), (2, 1_000), (3, 7)]) == pytest.approx(
+        [0, 1 / 3, SoundIndex(["Quilter"]).far(["quilta"], [(0, 0)])[0], 1]
+    )
+
+
 def test_spaces_and_marks_are_not_heard():
     assert sounds("Wood-Cutters") == sounds("woodcutters") == sounds("wood cutters")
     assert sounds("phone") == sounds("fone")

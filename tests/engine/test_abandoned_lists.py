@@ -1,4 +1,5 @@
-"""Lists of hot words whose callers have left: what was not begun is not made, and keeps nobody waiting."""
+"""Lists of hot words whose callers have left: what was not begun is not made, and keeps nobody waiting; a long one
+keeps no short one waiting; and of all that are kept there are so many, and so much."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from asr_serve.engine.chunked import spelling as streams
-from asr_serve.engine.utterances.hot import biasing
+from asr_serve.engine.utterances.hot import biasing, lists
 
 WAIT_S = 20
 
@@ -61,6 +62,7 @@ def test_lists_that_nobody_waits_for_are_not_made(kind, monkeypatch: pytest.Monk
     some = kind(make, jobs.append)
     some.come(0, "first")
     assert make.begun.wait(WAIT_S)
+    threads = some.spelling._lists._threads
     for number in range(1, 100):
         some.come(number, f"left {number}")
         some.spelling.leave(number)
@@ -74,9 +76,47 @@ def test_lists_that_nobody_waits_for_are_not_made(kind, monkeypatch: pytest.Monk
     assert len(some.spelling._lists) <= 3
     assert some.waiting == 2
     make.go.set()
-    some.spelling._thread.submit(int).result(WAIT_S)
+    threads[True].submit(int).result(WAIT_S)
     some.spelling.close()
     for job in jobs:
         job()
     assert make.made == ["first", "shared", "again"]
     assert some.waiting == 0
+
+
+@pytest.mark.parametrize("kind", [OfStreams, OfRequests])
+def test_a_long_list_keeps_no_short_one_waiting(kind, monkeypatch: pytest.MonkeyPatch):
+    make, jobs, long = Maker(), list[Callable[[], None]](), "long" * lists.SHORT_CHARACTERS
+
+    def made(bias: str, *_: Any) -> str:
+        return make(bias) if bias == long else bias
+
+    monkeypatch.setattr(biasing.Listed, "made", made)
+    some = kind(made, jobs.append)
+    some.come(0, long)
+    assert make.begun.wait(WAIT_S)
+    some.come(1, "short")
+    some.spelling._lists.ask("short", str).result(WAIT_S)
+    assert not make.made
+    make.go.set()
+    some.spelling.close()
+    for job in jobs:
+        job()
+    assert some.waiting == 0
+
+
+def test_so_many_lists_are_kept_and_so_many_characters():
+    some = lists.Lists[int]()
+    for number in range(3 * lists.KEPT):
+        some.ask(f"{number}", int)
+    assert len(some) == lists.KEPT
+    large = lists.MOST_CHARACTERS // 2
+    first, _, last = (some.ask(letter * large, int) for letter in "abc")
+    assert len(some) == 2
+    assert some.characters <= lists.MOST_CHARACTERS
+    assert some.ask("c" * large, int) is last
+    assert some.ask("a" * large, int) is not first, "it was let go"
+    alone = some.ask("d" * (lists.MOST_CHARACTERS + 1), int)
+    assert some.ask("d" * (lists.MOST_CHARACTERS + 1), int) is alone, "the one that is asked for is kept"
+    assert len(some) == 1
+    some.close()

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 import asr_serve
+from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
+from asr_serve.decoding.attention import SearchOptions
 from asr_serve.decoding.bias import HotWord, packed
 from asr_serve.engine.utterances.ends.aligning import Ended
-from asr_serve.engine.utterances.hot.again import Feed
+from asr_serve.engine.utterances.hot.again import Feed, SaidAgain
 from asr_serve.engine.utterances.hot.listed import Listed
 from asr_serve.engine.utterances.hot.proposing import MOST_POSSIBLE, OF_A_PLACE, THE_SAME, Heard, Places
 from asr_serve.engine.utterances.hot.second_look import SecondLook, same_stem, worth
@@ -91,7 +93,48 @@ def test_without_a_free_page_the_same_is_found(
 
     monkeypatch.setattr(SecondLook, "looked", starved)
     assert "heartily" in plenty.lower()
-    assert "heartily" in model.transcribe(clip, hotwords=WORDS)[0].text.lower()
+    assert model.transcribe(clip, hotwords=WORDS)[0].text == plenty
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_what_is_found_does_not_depend_on_what_others_hold(
+    model: Model, left: int, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A word that sounds otherwise, which the model holds for possible; and a long list, in as few passes."""
+    word = {"moonshine-tiny-en": "walked", "whisper-tiny-en": "wind"}[model._client.card.name]
+    pcm = read_audio(packaged_speech / "two_cities.wav")[: 25 * 16_000]
+    passes, full = list[int](), list[bool]()
+    looked, said = SecondLook.looked, SaidAgain._pass
+
+    def counted(self: SaidAgain, batch: Sequence[Feed], left: Sequence[int]) -> list[list[list[float]]]:
+        passes[-1] += 1
+        return said(self, batch, left)
+
+    def beside_others(self: SecondLook, ended: Sequence[Ended]) -> list[Ended]:
+        passes.append(0)
+        pages, others = self._runner.pages, list[int]()
+        if full:
+            others = pages.take(pages.free - left)
+        free = pages.free
+        told = looked(self, ended)
+        assert pages.free == free
+        pages.give(others)
+        return told
+
+    monkeypatch.setattr(SaidAgain, "_pass", counted)
+    monkeypatch.setattr(SecondLook, "looked", beside_others)
+
+    def heard() -> str:
+        options = SearchOptions(bias=packed([HotWord(each) for each in (word, *WORDS)]))
+        answer = model._client.submit(pcm, options, "bulk", wait=True).future.result(60)
+        return model._tokenizer.text(answer.tokens)
+
+    alone = heard()
+    least, passes[:] = max(passes), []
+    full.append(True)
+    assert word in alone
+    assert heard() == alone
+    assert max(passes) <= 4 * least
 
 
 def test_words_that_were_heard_as_others_are_left(model: Model, packaged_speech: Path):

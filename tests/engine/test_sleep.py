@@ -283,6 +283,29 @@ def test_under_pressure_the_longest_quiet_goes_first_and_only_as_many_as_are_nee
     made.expect_empty(shelf)
 
 
+@pytest.mark.parametrize("recording", [False, True])
+def test_who_waits_for_hot_words_wants_no_slot_of_others(now: Clock, recording: bool) -> None:
+    go = threading.Event()
+    made = bench(now, slots=3, tiers=Shelf(), spell=lambda bias: go.wait(WAIT_S))
+    caller = Caller(made, 0, PCM)
+    caller.put(8_000)
+    made.settle()
+    if recording:
+        options = SearchOptions(bias="ab\t1")
+        made.streams.submit(Utterance(1, PCM, len(PCM), options, "bulk", Future()))
+    else:
+        made.streams.open(1, True, bias="ab\t1")
+        made.streams.put(Piece(1, PCM[:800], False, Future()))
+    made.idle(2 * sleepers.PRESSED_S)
+    assert (made.asleep, made.wrapper.free) == (set(), 2)
+    made.streams.cancel(1)
+    made.idle(2 * sleepers.PRESSED_S)
+    go.set()
+    made.streams.close(0)
+    made.expect_empty()
+    made.streams.end(EngineClosed("the test is over"))
+
+
 def test_recordings_make_callers_sleep_and_never_sleep(now: Clock) -> None:
     shelf = Shelf()
     made = bench(now, slots=1, tiers=shelf)

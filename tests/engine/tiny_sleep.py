@@ -151,6 +151,7 @@ class Bench:
         hears_again: bool = False,
         chunked: bool = False,
         make: Callable[[Any], Any] | None = None,
+        spell: Callable[[str], Any] | None = None,
     ) -> None:
         network = model(name)
         self.clock, self.keeper = clock, Keeper()
@@ -172,6 +173,7 @@ class Bench:
             tiers=tiers,
             sleep_after_s=after_s,
             hears_again=hears_again,
+            spell=spell,
         )
         self.streams.begin(self.keeper)
 

@@ -74,15 +74,14 @@ class StreamWords:
         self.digest = hashlib.blake2b(bias.encode(), digest_size=16).digest()
         self._opens = [_opens(text([token])) for token in range(vocab)]
         self.graph = Graph(spelt(unpacked(bias), encode), lambda token: self._opens[token])
-        arcs, fails, hopes, gives = self.graph.links()
-        nodes, tokens, nexts = torch.tensor(arcs, dtype=torch.int64).view(-1, 3).T.contiguous()
+        nodes, tokens, nexts, fails, hopes, gives = map(torch.from_numpy, self.graph.links())
         self.arrays = Arrays(
             torch.searchsorted(nodes, torch.arange(len(fails) + 1)),
             tokens,
             nexts,
-            torch.tensor(fails),
-            torch.tensor(hopes, dtype=torch.float64),
-            torch.tensor(gives, dtype=torch.float64),
+            fails,
+            hopes,
+            gives,
             torch.tensor(self._opens, dtype=torch.uint8),
         )
 

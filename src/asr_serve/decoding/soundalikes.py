@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from asr_serve.decoding.bias import unhurried
+
 LETTERS = (
     ("^(k|g|p)n", "n"),
     ("^wr", "r"),
@@ -96,21 +98,24 @@ def _features(key: str) -> set[str]:
 
 
 class Sounds:
-    """Numbers of sounds, and what changes between them cost."""
+    """Numbers of sounds, and what changes between them cost: those that are like others come first, and all that
+    come behind them are of one kind, for a list may have thousands of letters."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        letters = sorted(set("".join(keys)) | set(VOWELS))
+        own = sorted(set("".join((VOWELS, WEAK, *ALIKE))))
+        letters = [*own, *sorted(set("".join(keys)).difference(own))]
         self.number = {letter: i for i, letter in enumerate(letters, start=1)}
-        count = len(letters) + 1
-        self.other = count
+        self.kinds = len(own) + 1
+        self.other = len(letters) + 1
         """Of what no hot word has."""
-        self.change = np.ones((count + 1, count + 1), np.float32)
-        self.more = np.ones(count + 1, np.float32)
-        for a, i in self.number.items():
+        self.change = np.ones((self.kinds + 1, self.kinds + 1), np.float32)
+        """By kind; of the last, two that are the same are not asked for here."""
+        self.more = np.ones(self.kinds + 1, np.float32)
+        for i, a in enumerate(own, start=1):
             self.change[i, i] = 0
             if a in VOWELS or a in WEAK:
                 self.more[i] = VOWEL_MORE if a in VOWELS else WEAK_MORE
-            for b, j in self.number.items():
+            for j, b in enumerate(own, start=1):
                 if a != b and a in VOWELS and b in VOWELS:
                     self.change[i, j] = VOWEL_FOR_VOWEL
                 elif a + b in ALIKE or b + a in ALIKE:
@@ -126,13 +131,13 @@ class SoundIndex:
     """Of a list of words. Read by any thread."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.keys = [sounds(word) for word in words]
+        self.keys = [sounds(word) for word in unhurried(words)]
         self._sounds = Sounds(self.keys)
-        self._numbers = np.stack([self._sounds.numbers(key) for key in self.keys])
+        self._numbers = np.stack([self._sounds.numbers(key) for key in unhurried(self.keys)])
         self._lengths = np.array([len(key) for key in self.keys])
         posted: dict[str, list[int]] = defaultdict(list)
         sizes = []
-        for number, key in enumerate(self.keys):
+        for number, key in enumerate(unhurried(self.keys)):
             features = _features(key) if key else set()
             sizes.append(len(features))
             for feature in features:
@@ -184,17 +189,21 @@ class SoundIndex:
         """Of pairs, all at once: (pairs,)."""
         numbers, longest = self._numbers[words], int(lengths.max())
         width = int(self._lengths[words].max())
-        more, change = self._sounds.more, self._sounds.change
-        row = np.concatenate([np.zeros((len(words), 1), np.float32), more[numbers[:, :width]].cumsum(1)], 1)
+        more, change, last = self._sounds.more, self._sounds.change, self._sounds.kinds
+        kinds, others = np.minimum(numbers, last), bool((numbers >= last).any())
+        row = np.concatenate([np.zeros((len(words), 1), np.float32), more[kinds[:, :width]].cumsum(1)], 1)
         rows = [row]
         for i in range(longest):
-            mine = heard[:, i]
+            mine, kind = heard[:, i], np.minimum(heard[:, i], last)
             new = np.empty_like(row)
-            new[:, 0] = row[:, 0] + more[mine]
+            new[:, 0] = row[:, 0] + more[kind]
             for j in range(width):
-                swapped = row[:, j] + change[mine, numbers[:, j]]
-                dropped = row[:, j + 1] + more[mine]
-                added = new[:, j] + more[numbers[:, j]]
+                changed = change[kind, kinds[:, j]]
+                if others:
+                    changed[mine == numbers[:, j]] = 0
+                swapped = row[:, j] + changed
+                dropped = row[:, j + 1] + more[kind]
+                added = new[:, j] + more[kinds[:, j]]
                 new[:, j + 1] = np.minimum(np.minimum(swapped, dropped), added)
             row = new
             rows.append(row)

@@ -42,6 +42,10 @@ class Queue:
     def count(self, priority: Priority) -> int:
         return len(self._waiting[priority])
 
+    def wants(self, but: Container[int]) -> set[Priority]:
+        """Classes of whom anybody waits, but for those in `but`."""
+        return {priority for priority, those in self._waiting.items() if any(each not in but for each in those)}
+
     @property
     def longest(self) -> tuple[int, float] | None:
         """Who has waited longest of those whose wait is bounded, and since when."""

@@ -3,17 +3,14 @@ second, and kept for those that come with the same list."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from asr_serve.decoding.hotwords import StreamWords
 from asr_serve.engine.chunked.stream import Stream
+from asr_serve.engine.utterances.hot.lists import Lists
 from asr_serve.engine.work import Keeper
 from asr_serve.errors import StepFailed
-
-KEPT = 16
-"""Lists: of ten thousand words one takes some 40 MB."""
 
 
 class Spelling:
@@ -22,10 +19,8 @@ class Spelling:
     def __init__(self, spell: Callable[[str], StreamWords] | None, drop: Callable[[int, Exception], None]) -> None:
         """`drop`: a stream whose hot words cannot be made ready."""
         self._spell, self._drop = spell, drop
-        self._lists: OrderedDict[str, Future[StreamWords]] = OrderedDict()
-        """Those that were asked for of late."""
+        self._lists: Lists[StreamWords] = Lists()
         self._asking: dict[int, tuple[Stream, Future[StreamWords]]] = {}
-        self._thread: ThreadPoolExecutor | None = None
 
     def begin(self, keeper: Keeper) -> None:
         self._keeper = keeper
@@ -49,14 +44,11 @@ class Spelling:
     def leave(self, number: int) -> None:
         """A list that nobody waits for any more, and that was not begun, is not made."""
         _, made = self._asking.pop(number, (None, None))
-        if made is None or any(made is other for _, other in self._asking.values()) or not made.cancel():
-            return
-        for bias in [bias for bias, other in self._lists.items() if other is made]:
-            del self._lists[bias]
+        if made is not None and all(made is not other for _, other in self._asking.values()):
+            self._lists.drop(made)
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._lists.close()
 
     def _tell(self, number: int, stream: Stream, made: Future[StreamWords]) -> None:
         if self._asking.get(number, (None,))[0] is not stream:
@@ -72,12 +64,6 @@ class Spelling:
         self._drop(number, error)
 
     def _made(self, bias: str) -> Future[StreamWords]:
-        if (found := self._lists.get(bias)) is None:
-            assert self._spell is not None, "hot words came to a model without a vocabulary"
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
-            found = self._lists[bias] = self._thread.submit(self._spell, bias)
-        self._lists.move_to_end(bias)
-        while len(self._lists) > KEPT:
-            self._lists.popitem(last=False)
-        return found
+        spell = self._spell
+        assert spell is not None, "hot words came to a model without a vocabulary"
+        return self._lists.ask(bias, lambda: spell(bias))

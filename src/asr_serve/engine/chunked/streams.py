@@ -323,9 +323,8 @@ class Streams:
     @property
     def _pressed(self) -> bool:
         """Somebody waits for a slot, and could be given one."""
-        live = self._waiting.count("live") > len(self._sleepers.coming)
-        recordings = len(self._waiting) > self._waiting.count("live")
-        return live or (recordings and self._recordings < self.wrapper.max_rows)
+        wants = self._waiting.wants(self._sleepers.coming.keys() | self._spelling.waiting)
+        return "live" in wants or (bool(wants) and self._recordings < self.wrapper.max_rows)
 
     def _put_to_sleep(self) -> bool:
         """Those who are quiet, a few at once; the slots are for those who wait."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,8 +39,9 @@ class Feed(NamedTuple):
 
 
 class SaidAgain:
-    """Over the pages of a runner. Rows keep theirs, but where none is free for a feed: then what its row has said
-    from there on is no longer in its pages."""
+    """Over the pages of a runner: those that rows had for a longer answer, then others that nobody has, not even
+    the cache. Where they are too few for a feed, what its row has said from there on is no longer in its pages.
+    """
 
     def __init__(self, runner: DecodeRunner) -> None:
         self._runner = runner
@@ -48,15 +49,34 @@ class SaidAgain:
     def logprobs(self, feeds: Sequence[Feed]) -> list[list[list[float]]]:
         """Of each feed and each of its tokens, what is asked."""
         found: list[list[list[float]]] = []
-        for batch in self._batches(feeds):
-            found += self._pass(batch)
+        left = self._left({id(feed.each): feed.each for feed in feeds}.values())
+        for batch in self._batches(feeds, len(left) + self._unused):
+            found += self._pass(batch, left)
         return found
 
-    def _batches(self, feeds: Sequence[Feed]) -> Iterator[list[Feed]]:
+    def room(self, ended: Iterable[Ended]) -> bool:
+        """Whether there is a page at all for what is said of these."""
+        return bool(self._left(ended)) or self._unused > 0
+
+    @staticmethod
+    def _left(ended: Iterable[Ended]) -> list[int]:
+        """Pages of these that their answers did not need: theirs, however many others there are."""
+        return [
+            page
+            for each in ended
+            for page in each.row.table[-(-(len(each.row.start) + len(each.answer.tokens)) // PAGE) :]
+        ]
+
+    @property
+    def _unused(self) -> int:
+        return self._runner.pages.free - self._runner.pages.reclaimable
+
+    def _batches(self, feeds: Sequence[Feed], most: int) -> Iterator[list[Feed]]:
+        """`most`: pages of a pass."""
         batch, positions, pages = list[Feed](), 0, 0
         for feed in feeds:
             positions, pages = positions + len(feed.tokens), pages + len(feed.pages)
-            if batch and (positions > AT_ONCE or pages > self._runner.pages.free):
+            if batch and (positions > AT_ONCE or pages > most):
                 yield batch
                 batch, positions, pages = [], len(feed.tokens), len(feed.pages)
             batch.append(feed)
@@ -94,13 +114,16 @@ class SaidAgain:
             found += [starts.rule(row, said[:end]) for end in ends]
         return found
 
-    def _pass(self, batch: Sequence[Feed]) -> list[list[list[float]]]:
+    def _pass(self, batch: Sequence[Feed], left: Sequence[int]) -> list[list[list[float]]]:
+        """`left`: pages for it, before any are taken."""
         runner, at = self._runner, self._at(batch)
         wanted = sum(len(feed.pages) for feed in batch)
-        taken = runner.pages.take(wanted) if wanted <= runner.pages.free else []
+        more = max(0, wanted - len(left))
+        fits = more <= self._unused
+        taken = runner.pages.take(more) if fits else []
         try:
-            if taken:
-                self._lend(batch, at.own, taken)
+            if fits:
+                self._lend(batch, at.own, [*left[:wanted], *taken])
             logits = runner.logits(at, self._rules(batch)).float()
         finally:
             runner.pages.give(taken)
@@ -118,15 +141,15 @@ class SaidAgain:
                 first += len(asked)
         return found
 
-    def _lend(self, batch: Sequence[Feed], own: torch.Tensor, taken: Sequence[int]) -> None:
+    def _lend(self, batch: Sequence[Feed], own: torch.Tensor, pages: Sequence[int]) -> None:
         """Each writes to pages of its own, the first of which begins as its row's does."""
         position, used, copies = 0, 0, []
         for feed in batch:
-            pages, end = feed.pages, position + len(feed.tokens)
-            lent = taken[used : used + len(pages)]
-            own[position:end, pages.start : pages.stop] = torch.tensor(lent, dtype=own.dtype)
-            copies.append((feed.each.row.table[pages.start], lent[0]))
-            position, used = end, used + len(pages)
+            its, end = feed.pages, position + len(feed.tokens)
+            lent = pages[used : used + len(its)]
+            own[position:end, its.start : its.stop] = torch.tensor(lent, dtype=own.dtype)
+            copies.append((feed.each.row.table[its.start], lent[0]))
+            position, used = end, used + len(its)
         pool = self._runner.pool
         sources, into = torch.tensor(copies, device=pool.device).T
         pool[into] = pool[sources]

@@ -3,9 +3,8 @@ that come with the same list; and what greedy rows with hot words could have sai
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -13,14 +12,13 @@ from torch import Tensor
 from asr_serve.decoding.beam import leading
 from asr_serve.decoding.hotwords import HotWords
 from asr_serve.engine.utterances.hot.listed import Listed
+from asr_serve.engine.utterances.hot.lists import Lists
 from asr_serve.errors import StepFailed
 
 if TYPE_CHECKING:
     from asr_serve.engine.session import Utterance
     from asr_serve.engine.utterances.rows import Row
 
-KEPT = 16
-"""Lists: of ten thousand words one takes 40 MB."""
 REMEMBERED = 128
 """Likeliest tokens of each place that are kept for the second look."""
 
@@ -38,10 +36,8 @@ class Spelling:
     ) -> None:
         """`encode`: None of a model that has no use for it. `call`: Keeper.call."""
         self._encode, self._text, self._call, self._fail = encode, text, call, fail
-        self._lists: OrderedDict[tuple[str, bool], Future[HotWords]] = OrderedDict()
-        """Those that were asked for of late, and whether by beams."""
+        self._lists: Lists[HotWords] = Lists()
         self._waiting: dict[int, tuple[Future[HotWords], Callable[[], None]]] = {}
-        self._thread: ThreadPoolExecutor | None = None
 
     @property
     def waiting(self) -> int:
@@ -66,26 +62,16 @@ class Spelling:
     def leave(self, request_id: int) -> None:
         """A list that nobody waits for any more, and that was not begun, is not made."""
         made, _ = self._waiting.pop(request_id, (None, None))
-        if made is None or any(made is other for other, _ in self._waiting.values()) or not made.cancel():
-            return
-        for key in [key for key, other in self._lists.items() if other is made]:
-            del self._lists[key]
+        if made is not None and all(made is not other for other, _ in self._waiting.values()):
+            self._lists.drop(made)
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
+        self._lists.close()
 
     def _made(self, bias: str, beams: bool) -> Future[HotWords]:
-        if (found := self._lists.get((bias, beams))) is None:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="asr-serve-hotwords")
-            assert self._encode is not None, "hot words came to a model without a vocabulary"
-            found = self._thread.submit(Listed.made, bias, self._encode, self._text, beams)
-            self._lists[bias, beams] = found
-        self._lists.move_to_end((bias, beams))
-        while len(self._lists) > KEPT:
-            self._lists.popitem(last=False)
-        return found
+        encode = self._encode
+        assert encode is not None, "hot words came to a model without a vocabulary"
+        return self._lists.ask(bias, lambda: Listed.made(bias, encode, self._text, beams), beams=beams)
 
     def _go_on(self, utterance: Utterance, made: Future[HotWords], go_on: Callable[[], None]) -> None:
         if (failure := made.exception()) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from asr_serve.decoding.bias import written
+from asr_serve.decoding.bias import unhurried, written
 from asr_serve.decoding.hotwords import HotWords
 
 
@@ -26,7 +26,7 @@ class Listed(HotWords):
         """Forms by their first token."""
         self.tokens: dict[str, tuple[int, ...]] = {}
         """Of each form."""
-        for number, word in enumerate(self.words):
+        for number, word in enumerate(unhurried(self.words)):
             for form in written(word.text):
                 if tokens := tuple(encode(f" {form}")):
                     self.tokens[form] = tokens

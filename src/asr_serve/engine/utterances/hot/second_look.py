@@ -133,7 +133,7 @@ class SecondLook:
 
     def _proposed(self, places: Sequence[Places]) -> list[list[Proposed]]:
         """First tokens are tried on pages of their own, where there are some: what rows said is needed yet."""
-        room = self._runner.pages.free > 0
+        room = self._again.room(each.each for each in places)
         probes = [each.probes() if room else [] for each in places]
         feeds = [each.feed(probe) for each, found in zip(places, probes, strict=True) for probe in found]
         scores = iter(self._again.logprobs(feeds))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Self
 
 import pytest
 from fake_model import FakeModel
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 import asr_serve
 from asr_serve.audio.manifest import Item
 from asr_serve.cli import app, options
+from asr_serve.cli.listening import hearers
 from asr_serve.cli.listening.captions import Lines
 from asr_serve.cli.results.outputs import Screen
 from asr_serve.errors import OptionError, SourceNotFound
@@ -98,6 +100,95 @@ def test_live_times_are_milliseconds_and_words_stay_inside() -> None:
     assert segment["words"] == [
         {"word": "So.", "start": 1.501, "end": 28.277, "confidence": 0.5, "speaker": "SPEAKER_00"}
     ]
+
+
+class Meeting:
+    """A hearer of two lines, of which the second turns out to be somebody else's."""
+
+    asked: dict[str, object]
+    model, language = "fake", "en"
+
+    def __init__(self, model: str, options: dict[str, object], **loading: object) -> None:
+        type(self).asked = options
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def listen(self, audio: object, rate_hz: int, show: hearers.Show, notice: hearers.Notice) -> None:
+        for last in (False, True):
+            second = "SPEAKER_01" if last else "SPEAKER_00"
+            segments = (line("So.", 0, "SPEAKER_00"), line("No.", 16_000, second))
+            show(StreamResult("So. No.", "So. No.", 2_000, last, segments))
+
+
+def line(text: str, start: int, speaker: str) -> Segment:
+    word = Word(text, start, start + 8_000, 0.5, speaker)
+    return Segment(start, start + 16_000, text, words=(word,), speaker=speaker)
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> type[Meeting]:
+    monkeypatch.setattr(hearers, "Here", Meeting)
+    return Meeting
+
+
+@pytest.mark.usefixtures("meeting")
+def test_the_file_of_a_live_transcript_has_the_speakers_that_all_of_it_shows(talk: Path, tmp_path: Path) -> None:
+    note = tmp_path / "notes" / "note.txt"
+    done = CliRunner().invoke(app, ["listen", str(talk), "--speakers", "-o", str(note)])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "SPEAKER_00: So.\nNo.\n"
+    assert "0:01 SPEAKER_01: No." in done.stderr
+    assert f"-> {note}" in done.stderr
+    assert note.read_text() == "SPEAKER_00: So.\nSPEAKER_01: No.\n"
+    assert [path.name for path in note.parent.iterdir()] == ["note.txt"]
+    done = CliRunner().invoke(app, ["listen", str(talk), "--json", "-q", "-o", str(note), "--format", "json"])
+    assert done.exit_code == 0, done.output
+    written = json.loads(note.read_text())
+    assert written["key"] == str(talk)
+    assert (written["language"], written["model"], written["duration"]) == ("en", "fake", 2.0)
+    assert [each["speaker"] for each in written["segments"]] == ["SPEAKER_00", "SPEAKER_01"]
+    assert written["segments"][1]["words"][0]["speaker"] == "SPEAKER_01"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "wanted", "holds"),
+    [
+        ("rttm", {"speakers": True}, "SPEAKER talk 1 1.000 1.000 <NA> <NA> SPEAKER_01 <NA> <NA>"),
+        ("ctm", {"words": True}, "talk 1 1.000 0.500 No. 0.500"),
+        ("vtt", {}, "<v SPEAKER_01>No."),
+    ],
+)
+def test_a_live_transcript_has_what_its_file_wants(
+    meeting: type[Meeting], talk: Path, tmp_path: Path, suffix: str, wanted: dict[str, object], holds: str
+) -> None:
+    done = CliRunner().invoke(app, ["listen", str(talk), "-o", str(tmp_path / f"talk.{suffix}")])
+    assert done.exit_code == 0, done.output
+    assert {name: meeting.asked[name] for name in ("words", "speakers") if name in meeting.asked} == wanted
+    assert holds in (tmp_path / f"talk.{suffix}").read_text()
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (["--output", "notes/"], "--output notes/. one file. name it: note.txt"),
+        (["--output", "note.doc"], "--output note.doc ends in .doc"),
+        (["--output", "talk.wav", "--format", "text"], "--output would overwrite the input"),
+        (["--format", "srt"], "--format srt without --output"),
+        (["--output", "note.txt", "--format", "srtt"], "unknown --format 'srtt'"),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_before_anybody_speaks(
+    model: FakeModel, talk: Path, monkeypatch: pytest.MonkeyPatch, said: list[str], says: str
+) -> None:
+    monkeypatch.chdir(talk.parent)
+    done = CliRunner().invoke(app, ["listen", talk.name, *said])
+    assert done.exit_code == 2, done.output
+    assert says in done.stderr
+    assert [path.name for path in talk.parent.iterdir()] == [talk.name]
 
 
 def test_hotwords_are_lists_and_files(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,6 +221,38 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
                 asked()
     finally:
         grammar.load.cache_clear()
+
+
+READS = """
+import kaldifst
+from asr_serve.text.written.grammar import load, rewrites
+
+read, paths = kaldifst.TextNormalizer, []
+
+
+def noted(path):
+    paths.append(path)
+    return read(path)
+
+
+kaldifst.TextNormalizer = noted
+load()
+assert kaldifst.TextNormalizer is noted
+assert [each.text for each in rewrites("twenty five", "en")] == ["25"]
+assert paths == [], paths
+from wetext import normalize  # nobody here asks for that; who does gets it, and the graph is read once
+
+assert {normalize("25", lang="en", operator="tn") for _ in range(2)} == {"twenty five"}
+assert {path.rpartition("fsts")[2][1:] for path in paths} == {"en/tn/tagger.fst", "en/tn/verbalizer.fst"}
+assert len(paths) == 2, paths
+"""
+
+
+def test_no_graph_is_read_that_nobody_asks_for() -> None:
+    """Each keeps every thread waiting while it is read."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", READS], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @settings(deadline=None)

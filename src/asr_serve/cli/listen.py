@@ -33,6 +33,7 @@ from asr_serve.units import RATE_HZ, ms_to_samples
 if TYPE_CHECKING:
     from asr_serve.cli.listening.hearers import Audio, Here, There
     from asr_serve.cli.listening.inputs import Ears
+    from asr_serve.cli.listening.keeping import Kept
     from asr_serve.streaming.results import StreamResult
 
 DEFAULT_CHUNK_MS = 720
@@ -111,6 +112,26 @@ def listen(
     real_time: Annotated[
         bool, typer.Option("--real-time", "--realtime", help="Hear a file as slowly as it was spoken.")
     ] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="At the end all of it goes there too, as `transcribe` writes it.",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar="FORMAT",
+            help="Of that file: text, json, srt and so on. Default: told by its suffix.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="A JSON object a line, for each chunk, instead of text.")
     ] = False,
@@ -132,6 +153,9 @@ def listen(
                A segment has `words`, `speaker` and `spoken` where they were
                asked for; the last line tells in `speakers` who said each
                segment, as all of it shows
+    --speakers a line tells who is known by then to say it; at the end it is
+               told which were somebody else's. In the file of --output they
+               are right
     --server   a connection that is lost is found again, and nothing of
                the audio or the text with it
 
@@ -151,6 +175,7 @@ def listen(
       asr-serve listen --mic -m armspeech-hy --set engine.beam=8
       asr-serve listen talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
       asr-serve listen meeting.wav --speakers --itn
+      asr-serve listen --mic --speakers -o meeting.vtt
       asr-serve listen meeting.wav --num-speakers 3 --json | tail -1 | jq .speakers
       asr-serve listen meeting.wav --words --json | jq -c '.segments[].words'
     """
@@ -165,6 +190,8 @@ def listen(
     options |= {"hotwords": shared.hotwords(hotwords) or None}
     options |= {"words": words or None, "speakers": speakers or None, "itn": itn or None}
     options |= {"num_speakers": num_speakers, "min_speakers": min_speakers, "max_speakers": max_speakers}
+    kept = kept_in(output, form, path)
+    options |= {} if kept is None else kept.wants
     options = {name: value for name, value in options.items() if value is not None}
     loading = {"device": device, "dtype": dtype, "weights": weights}
     heard = here_or_there(server, api_key, model, chunk_ms, options, more, **loading)
@@ -173,6 +200,7 @@ def listen(
     if screen is None and sys.stderr.isatty() and spoken and not quiet:
         screen = sys.stderr.buffer
     meter = Meter()
+    last: StreamResult | None = None
     with heard:
         if ears is not None and not quiet:
             say(f"listening{f' to {ears.name}' if ears.name else ''}; ctrl-C ends")
@@ -181,6 +209,8 @@ def listen(
         shown = Lines(sys.stdout.buffer) if as_json else Captions(sys.stdout.buffer, screen, level)
 
         def show(result: StreamResult) -> None:
+            nonlocal last
+            last = result
             shown.show(result)
             meter.update(ms_to_samples(result.audio_duration_ms), None)
 
@@ -196,13 +226,15 @@ def listen(
         meter.start()
         with contextlib.closing(shown):
             heard.listen(audio, rate, show, notice)
+    if kept is not None and last is not None:
+        kept.write(last, heard.language, heard.model)
     if ears is not None and (lost := ears.lost()):
         say(f"warning: {lost}")
     if not quiet:
         if shown.corrected:
             said = "line was somebody else's" if len(shown.corrected) == 1 else "lines were somebody else's"
             say("\n".join([f"{len(shown.corrected)} {said}, as all that was said shows:", *shown.corrected]))
-        say(meter.describe_done())
+        say(f"{meter.describe_done()}{f' -> {output}' if output else ''}")
     return INTERRUPTED if ears is not None and ears.interrupted else 0
 
 
@@ -216,6 +248,17 @@ def one_of(source: str | None, file: str | None, *, mic: bool) -> str | None:
             "see: asr-serve listen --help",
         )
     return None if mic else source or file
+
+
+def kept_in(output: str | None, form: str | None, path: str | None) -> Kept | None:
+    """The file that all of it goes into. Raises OptionError."""
+    if output is None:
+        if form is not None:
+            raise OptionError(f"--format {form} without --output", "it is that file's", "add --output FILE")
+        return None
+    from asr_serve.cli.listening.keeping import Kept
+
+    return Kept(output, form, path)
 
 
 def expect_sense(path: str | None, rate_hz: int | None, chosen_input: str | None, *, real_time: bool) -> None:

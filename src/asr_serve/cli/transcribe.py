@@ -207,7 +207,7 @@ def transcribe(
     from asr_serve.text.formats.rendering import WANT_SPEAKERS, WANT_WORDS
     from asr_serve.vad.schedule import SilenceSchedule
 
-    form = choose_format(form, output)
+    form = outputs.choose_format(form, output)
     if "-" in paths and sys.stdin is not None and sys.stdin.isatty():
         raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "name a file instead")
     if max_duration_s is not None and not max_duration_s > 0:
@@ -268,29 +268,6 @@ def transcribe(
     for key, error in outcome.failed:
         say(f"failed: {key}: {error}")
     return FAILED if outcome.failed else 0
-
-
-def choose_format(form: str | None, output: str | None) -> str:
-    """--format, or what the suffix of --output says, or text where that is a folder, or none. Raises OptionError
-    with the nearest name."""
-    from asr_serve.cli.results.outputs import is_folder
-    from asr_serve.text.formats.rendering import FORMATS, SUFFIXES
-    from asr_serve.values import nearest, unknown
-
-    if form is not None and form not in FORMATS:
-        raise unknown("--format", form, list(FORMATS))
-    if form is not None or output is None or is_folder(output):
-        return form or "text"
-    told = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
-    suffix = Path(output).suffix
-    if suffix.lower() not in told:
-        endings = list(dict.fromkeys(SUFFIXES.values()))
-        raise OptionError(
-            f"--output {output} ends in {suffix}, which says no format",
-            f"a folder, or a file that ends in {', '.join(endings)}",
-            nearest(suffix, endings) or "add --format to have it under this name",
-        )
-    return told[suffix.lower()]
 
 
 def choose_long_form(chosen: str) -> LongForm:

@@ -34,12 +34,13 @@ class Here:
 
     def __init__(self, model: str, options: Mapping[str, Any], **loading: Any) -> None:
         """`options`: Model.stream's. Raises OptionError, before anything is loaded."""
-        StreamOptions.of(dict(options))
-        self._model, self._options, self._loading = model, options, loading
+        self._asked = StreamOptions.of(dict(options))
+        self.model, self._options, self._loading = model, options, loading
+        self.language = ""
         self._held = ExitStack()
 
     def __enter__(self) -> Self:
-        loaded = asr_serve.load(self._model, turn_model="none", **self._loading)
+        loaded = asr_serve.load(self.model, turn_model="none", **self._loading)
         self._loaded = self._held.enter_context(loaded)
         return self
 
@@ -51,6 +52,7 @@ class Here:
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
         rate = {} if isinstance(audio, str) else {"rate_hz": rate_hz}
         with self._loaded.stream(audio, **self._options, **rate) as stream:
+            self.language = self._loaded.card.language(self._asked.listen.language)
             for result in stream:
                 show(result)
 
@@ -62,6 +64,7 @@ class There:
         """Raises OptionError for an address that is none."""
         address(server, {})
         self._server, self._key, self._query = server, api_key, query
+        self.model = self.language = ""
 
     def __enter__(self) -> Self:
         return self
@@ -74,6 +77,7 @@ class There:
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
         """Sends from this thread; `show` and `notice` are called by another."""
         stream = Stream(self._server, api_key=self._key, encoding="s16le", rate=rate_hz, **self._query)
+        self.model, self.language = stream.session.model, stream.session.language
 
         def read() -> Error | None:
             """The last complaint, if there was one."""

@@ -19,8 +19,9 @@ from asr_serve.audio.manifest import Item
 from asr_serve.cli.results.names import UNFIT, plan, source_name, spare_inputs
 from asr_serve.errors import OptionError
 from asr_serve.text.formats import plain
-from asr_serve.text.formats.rendering import SUFFIXES, render
+from asr_serve.text.formats.rendering import FORMATS, SUFFIXES, render
 from asr_serve.types import Segment, Transcript
+from asr_serve.values import nearest, unknown
 
 OWNERS = ".asr-serve.jsonl"
 """In an output folder: which source each file was made from, so that `--resume` cannot confuse two."""
@@ -206,6 +207,25 @@ def choose(
     paths = {item.key: target for item in items}
     spare_inputs(paths.values(), items, lists)
     return Files(form, paths, resume=resume)
+
+
+def choose_format(form: str | None, output: str | None) -> str:
+    """--format, or what the suffix of --output says, or text where that is a folder, or none. Raises OptionError
+    with the nearest name."""
+    if form is not None and form not in FORMATS:
+        raise unknown("--format", form, list(FORMATS))
+    if form is not None or output is None or is_folder(output):
+        return form or "text"
+    told = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
+    suffix = Path(output).suffix
+    if suffix.lower() not in told:
+        endings = list(dict.fromkeys(SUFFIXES.values()))
+        raise OptionError(
+            f"--output {output} ends in {suffix}, which says no format",
+            f"a folder, or a file that ends in {', '.join(endings)}",
+            nearest(suffix, endings) or "add --format to have it under this name",
+        )
+    return told[suffix.lower()]
 
 
 def is_folder(output: str) -> bool:

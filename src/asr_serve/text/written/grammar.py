@@ -1,5 +1,5 @@
 """Said to written, as grammars of transducers propose it. The only file that loads wetext, and that when it is
-first needed: its graphs take half a second and 50 MB.
+first needed; of its graphs those of a language when that is first written.
 
 Source  WeTextProcessing's grammars, by its runtime wetext
 """
@@ -7,7 +7,9 @@ Source  WeTextProcessing's grammars, by its runtime wetext
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
@@ -61,10 +63,40 @@ def expect_installed() -> None:
 def load() -> tuple[Any, type[Exception]]:
     """Raises UnsupportedOption where the package is missing."""
     try:
-        from wetext import normalize_with_mapping
+        with _graphs_later():
+            from wetext import normalize_with_mapping
     except ImportError:
         raise _missing() from None
     return normalize_with_mapping, RuntimeError
+
+
+class _Later:
+    """A graph of kaldifst's that is read when a text is first put through it."""
+
+    def __init__(self, read: Callable[[str], Callable[[str], str]], path: str) -> None:
+        self._read, self._path = read, path
+
+    def __call__(self, text: str) -> str:
+        return self._graph(text)
+
+    @cached_property
+    def _graph(self) -> Callable[[str], str]:
+        return self._read(self._path)
+
+
+@contextmanager
+def _graphs_later() -> Iterator[None]:
+    """While wetext is imported: it reads every graph that it has, those that read numbers aloud too, which nobody
+    here asks for. That is half a second and 40 MB, and up to 0.2 s of it the interpreter's lock is held over one
+    graph: so long no thread of a server gets on."""
+    import kaldifst
+
+    read = kaldifst.TextNormalizer
+    kaldifst.TextNormalizer = partial(_Later, read)
+    try:
+        yield
+    finally:
+        kaldifst.TextNormalizer = read
 
 
 def _missing() -> UnsupportedOption:

@@ -221,6 +221,39 @@ describe("with a server", { skip, timeout: 240_000 }, () => {
     await assert.rejects(stream({ turnThreshold: 0.5 }).open(), { code: "unsupported_option" });
   });
 
+  test("whoever says how many speak wants to know who", async () => {
+    const made = stream({ numSpeakers: 1 });
+    await made.open();
+    for (const frame of frames) made.send(frame);
+    const { segments } = await made.end();
+    assert.ok(segments.length > 0);
+    assert.deepEqual([...new Set(segments.map(({ speaker }) => speaker))], ["SPEAKER_00"]);
+    await assert.rejects(stream({ numSpeakers: 0 }).open(), { code: "option_error", message: /num_speakers/ });
+    const crossed = { minSpeakers: 3, maxSpeakers: 2 };
+    await assert.rejects(stream(crossed).open(), { code: "option_error", message: /min_speakers.*max_speakers/ });
+  });
+
+  test("a list too long for an address is the first message, of a new session alone", async () => {
+    const hotwords = Array.from({ length: 400 }, (_, n) => `Babbage ${"ABCDEFGHIJ"[n % 10]}${n}:1.5`).join(",");
+    const addresses: URL[] = [];
+    const Noted = class extends WebSocket {
+      constructor(address: string) {
+        super(address);
+        addresses.push(new URL(address));
+      }
+    };
+    const options = { hotwords, partialMs: 500, WebSocket: Noted };
+    const undisturbed = await run(() => {}, options);
+    const found = await run((n) => void (n === 60 && network.cut()), options);
+    assert.ok(found.states.includes("reconnecting"));
+    assert.deepEqual([found.segments, found.turns], [undisturbed.segments, undisturbed.turns]);
+    const begun = addresses.filter((each) => !each.searchParams.has("session"));
+    assert.deepEqual(begun.map((each) => each.search), Array(2).fill("?partial_ms=500&start=true"));
+    assert.ok(addresses.every((each) => each.searchParams.has("session") !== each.searchParams.has("start")));
+    const wrong = stream({ hotwords: `${hotwords},Ada:99`, WebSocket: Noted });
+    await assert.rejects(wrong.open(), { code: "option_error", message: /Ada:99/ });
+  });
+
   test("one connection at a time: the older one is told, and does not fight", async () => {
     const made = stream();
     const session = await made.open();

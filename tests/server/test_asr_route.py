@@ -51,7 +51,8 @@ def test_what_is_switched_off_is_accepted(server, beckett, no):
     ("fields", "code"),
     [
         ({"timestamp": "character"}, "option_error"),
-        ({"num_speakers": "2"}, "option_error"),
+        ({"num_speakers": "two"}, "option_error"),
+        ({"num_speakers": "0"}, "option_error"),
         ({"hotwords": "x" * 201}, "option_error"),
         ({"language": "中文"}, "option_error"),
         ({"spk": "perhaps"}, "option_error"),
@@ -62,6 +63,11 @@ def test_what_is_not_honoured_is_refused_by_name(server, beckett, fields, code):
     found = post(server, beckett.read_bytes(), **fields)
     error = found.json()["error"]
     assert (found.status_code, error["code"], error["param"]) == (400, code, next(iter(fields)))
+
+
+def test_how_many_speak_asks_who_speaks(server, beckett):
+    (segment,) = post(server, beckett.read_bytes(), num_speakers="1").json()["segments"]
+    assert (segment["text"], segment["speaker"]) == (BECKETT, "SPK0")
 
 
 def test_a_file_is_needed(server):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,18 @@ from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.attention import SearchOptions
 from asr_serve.decoding.bias import HotWord, packed
+from asr_serve.engine.client import Ticket
+from asr_serve.engine.session import Utterance
 from asr_serve.engine.utterances.ends.aligning import Ended
+from asr_serve.engine.utterances.ends.settling import LOOK_TOKENS
 from asr_serve.engine.utterances.hot.again import Feed, SaidAgain
 from asr_serve.engine.utterances.hot.listed import Listed
 from asr_serve.engine.utterances.hot.proposing import MOST_POSSIBLE, OF_A_PLACE, THE_SAME, Heard, Places
 from asr_serve.engine.utterances.hot.second_look import SecondLook, same_stem, worth
 from asr_serve.engine.utterances.pages import PagePool
+from asr_serve.engine.utterances.rows import Row
+from asr_serve.engine.utterances.runner import DecodeRunner
+from asr_serve.errors import Cancelled, StepFailed
 from asr_serve.library import Model
 from asr_serve.models import weights
 from asr_serve.models.card import card
@@ -146,6 +153,123 @@ def test_words_that_were_heard_as_others_are_left(model: Model, packaged_speech:
         [f"{word}:3" for word in ("Quilter", "bifurcation", "Rodin")],
     ):
         assert model.transcribe(clip, hotwords=words)[0].text == plain
+
+
+# --- in turns -------------------------------------------------------------------------------------------
+
+
+def asked_together(model: Model, packaged_speech: Path, count: int) -> list[Ticket]:
+    """Answers that end in the same step, each of about half as many tokens as are looked at in a turn."""
+    pcm = read_audio(packaged_speech / "two_cities.wav")[: 12 * 16_000]
+    options = SearchOptions(bias=packed([HotWord(each) for each in WORDS]))
+    return [model._client.submit(pcm, options, "bulk", wait=True) for _ in range(count)]
+
+
+def test_looks_are_spread_over_turns(model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch):
+    """Eight that end at once let one that goes on have its steps between their looks."""
+    (alone,) = (ticket.future.result(60).tokens for ticket in asked_together(model, packaged_speech, 1))
+    looked, step = SecondLook.looked, DecodeRunner.step
+    steps, looks = [0], list[tuple[int, int]]()
+
+    def counted(self: DecodeRunner) -> list[Row]:
+        steps[0] += 1
+        return step(self)
+
+    def spied(self: SecondLook, ended: Sequence[Ended]) -> list[Ended]:
+        assert len(ended) == 1 or sum(len(each.answer.tokens) for each in ended) <= LOOK_TOKENS
+        assert not {each.row for each in ended} & {*self._runner.rows}, "their seats are others'"
+        looks.append((steps[0], len(self._runner.rows)) if ended else (-1, 0))
+        return looked(self, ended)
+
+    monkeypatch.setattr(DecodeRunner, "step", counted)
+    monkeypatch.setattr(SecondLook, "looked", spied)
+    longer = read_audio(packaged_speech / "two_cities.wav")[: 28 * 16_000]
+    goes_on = model._client.submit(longer, None, "bulk", wait=True)
+    together = asked_together(model, packaged_speech, 8)
+    assert [ticket.future.result(60).tokens for ticket in together] == [alone] * 8
+    goes_on.future.result(60)
+    beside = [at for at, rows in looks if rows]
+    assert len(beside) >= 4
+    assert len({*beside}) == len(beside), "two looks without a step between them"
+
+
+def test_who_leaves_before_its_look_gives_its_pages_back(
+    model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looked = SecondLook.looked
+    tickets, left = list[Ticket](), list[int]()
+
+    def leaves(self: SecondLook, ended: Sequence[Ended]) -> list[Ended]:
+        resting = {row.request_id for row in self._runner.resting} - {each.row.request_id for each in ended}
+        for ticket in tickets:
+            if resting and not left and ticket.id == max(resting):
+                left.append(ticket.id)
+                model._client.cancel(ticket)
+        return looked(self, ended)
+
+    monkeypatch.setattr(SecondLook, "looked", leaves)
+    tickets += asked_together(model, packaged_speech, 6)
+    wait([ticket.future for ticket in tickets], 60)
+    for ticket in tickets:
+        if ticket.id not in left:
+            assert ticket.future.result(60).tokens
+    assert len(left) == 1
+    with pytest.raises(Cancelled):
+        next(ticket for ticket in tickets if ticket.id == left[0]).future.result(60)
+    assert model._client.link.describe()["pages_used"] == 0
+
+
+def test_a_look_that_fails_fails_its_own_only(
+    model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looked = SecondLook.looked
+    failed = list[int]()
+
+    def fails(self: SecondLook, ended: Sequence[Ended]) -> list[Ended]:
+        if ended and not failed:
+            failed.extend(each.row.request_id for each in ended)
+            raise RuntimeError("on purpose")
+        return looked(self, ended)
+
+    monkeypatch.setattr(SecondLook, "looked", fails)
+    tickets = asked_together(model, packaged_speech, 4)
+    wait([ticket.future for ticket in tickets], 60)
+    for ticket in tickets:
+        if ticket.id in failed:
+            with pytest.raises(StepFailed, match="on purpose"):
+                ticket.future.result(60)
+        else:
+            assert ticket.future.result(60).tokens
+    assert failed
+    assert model._client.link.describe()["pages_used"] == 0
+
+
+def test_who_waits_on_line_is_looked_at_before_files(
+    model: Model, packaged_speech: Path, monkeypatch: pytest.MonkeyPatch
+):
+    looked = SecondLook.looked
+    order, first = list[int](), list[int]()
+
+    def urgent(self: Utterance) -> bool:
+        return self.id == first[0] + 5
+
+    def spied(self: SecondLook, ended: Sequence[Ended]) -> list[Ended]:
+        order.extend(each.row.request_id for each in ended)
+        return looked(self, ended)
+
+    (before,) = asked_together(model, packaged_speech, 1)
+    before.future.result(60)
+    first.append(before.id + 1)
+    monkeypatch.setattr(Utterance, "urgent", property(urgent))
+    monkeypatch.setattr(SecondLook, "looked", spied)
+    tickets = asked_together(model, packaged_speech, 6)
+    for ticket in tickets:
+        ticket.future.result(60)
+    ids = [ticket.id for ticket in tickets]
+    last = ids.pop()
+    assert sorted(order[-6:]) == [*ids, last]
+    assert order[-6:].index(last) < 3, "a turn is the oldest's, the next one its own"
+    assert [each for each in order[-6:] if each != last] == ids
 
 
 # --- what words are worth -------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ def test_whoever_leaves_while_a_list_is_read_holds_nothing(model: Model, package
         (["x"] * (MOST_WORDS + 1), f"up to {MOST_WORDS}"),
         (["Ada", ""], "a word with a letter"),
         (["x" * 201], "up to 200"),
+        (["x" * 200] * 1_311, "hotwords of 262200 characters together. up to 262144"),
         (["Ada:99"], "0.1 to 10"),
         (["Ada", "東京"], "hotword '東京' has the letter '東'. moonshine-tiny-en writes Latin letters"),
         (["Москва"], "hotword 'Москва' has the letter 'М'"),

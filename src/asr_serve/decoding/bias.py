@@ -22,6 +22,9 @@ T = TypeVar("T")
 MOST_WORDS = 10_000
 MOST_CHARACTERS = 200
 """Of a word."""
+MOST_IN_ALL = 1 << 18
+"""Characters of a list's words: three times what ten thousand English words have. As a graph of single letters
+so many take an eighth of a gigabyte."""
 WEIGHTS = (0.1, 10.0)
 PARAM = "hotwords"
 BETWEEN, BEFORE_WEIGHT = "\n", "\t"

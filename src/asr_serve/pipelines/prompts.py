@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asr_serve.decoding.bias import MOST_WORDS, hot_word, packed
+from asr_serve.decoding.bias import MOST_IN_ALL, MOST_WORDS, hot_word, packed
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.models.card import Card
@@ -52,6 +52,9 @@ def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[
         return ""
     words = [hot_word(word) for word in hotwords]
     texts = [word.text for word in words]
+    if (characters := sum(map(len, texts))) > MOST_IN_ALL:
+        came = f"hotwords of {characters} characters together"
+        raise OptionError(came, f"up to {MOST_IN_ALL}", "name those that matter most", param="hotwords")
     expect_written(client.card, texts)
     expect_spelt(client.card, tokenizer, texts)
     return packed(words)

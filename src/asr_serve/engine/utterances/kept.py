@@ -77,7 +77,7 @@ class Kept:
         if (found := self.tree.match(root)) is not None:
             self._came_again.put(root, True, ASKED_ENTRY)
             return Held(found.audio, found.frames)
-        if (row := next((row for row in self._runner.rows if row.root == root), None)) is None:
+        if (row := next((row for row in self._runner.held if row.root == root), None)) is None:
             return None
         self._runner.pages.share(row.audio)
         return Held([*row.audio], row.frames)

@@ -27,7 +27,6 @@ from asr_serve.native import PAGE
 if TYPE_CHECKING:
     from asr_serve.engine.utterances.kept import Kept
 
-
 VERIFY_ROWS = 256
 """Positions of drafts in one pass: enough to fill its products, few enough for the logits to stay in cache."""
 
@@ -39,6 +38,8 @@ class DecodeRunner:
         self.model, self.device, self.max_rows = model, device, max_rows
         self.seats = Seats(model, device, max_rows, kv_bytes, longest_frames)
         self.rows, self.pages, self.pool = self.seats.rows, self.seats.pages, self.seats.pool
+        self.resting: list[Row] = []
+        """Of those that have ended: without a seat, with all of their pages."""
         self.starts = Starts(model, device)
         self.positions_fed = self.positions_verified = self.positions_held = 0
         """In passes ahead of the rows: all of them; those of drafts, and of these what held."""
@@ -76,8 +77,12 @@ class DecodeRunner:
         return self.seats.free
 
     @property
+    def held(self) -> list[Row]:
+        return [*self.rows, *self.resting]
+
+    @property
     def requests(self) -> int:
-        return len({row.request_id for row in self.rows})
+        return len({row.request_id for row in self.held})
 
     # --- joining and leaving ----------------------------------------------------------------------------
 
@@ -135,9 +140,17 @@ class DecodeRunner:
             spread[:, 1:] = cross[:, layer]
             self.device.kernels.append(self.pool, layer, spread, tables, positions)
 
+    def rest(self, row: Row) -> None:
+        """It has ended, and somebody else may have its seat."""
+        self.seats.rise(row)
+        self.resting.append(row)
+
     def leave(self, row: Row) -> None:
         """Its pages are free at once; those of beams, when the last one leaves."""
-        self.seats.rise(row)
+        if row in self.resting:
+            self.resting.remove(row)
+        else:
+            self.seats.rise(row)
         if row.beams is None:
             self.pages.give(row.pages)
             return

@@ -131,20 +131,38 @@ class Seats:
 
     def ahead(self, rows: Sequence[Row], feeds: Sequence[Sequence[int]], firsts: Sequence[int]) -> Positions:
         """As many positions of each row as it is fed tokens; `firsts`: how many it has with the first of them."""
-        counts = torch.tensor([len(feed) for feed in feeds])
         index = torch.tensor([self.rows.index(row) for row in rows])
+        seated = self.own_tables[index], self.audio_tables[index], self.audio_lengths[index]
+        return self._ahead(feeds, firsts, *seated)
+
+    def behind(self, rows: Sequence[Row], feeds: Sequence[Sequence[int]], firsts: Sequence[int]) -> Positions:
+        """The same of rows that may have risen."""
+        own = _tables([row.table for row in rows], self.own_tables.shape[1])
+        audio = _tables([row.audio for row in rows], self.audio_tables.shape[1])
+        return self._ahead(feeds, firsts, own, audio, torch.tensor([row.frames for row in rows]))
+
+    def _ahead(
+        self,
+        feeds: Sequence[Sequence[int]],
+        firsts: Sequence[int],
+        own: Tensor,
+        audio: Tensor,
+        audio_lengths: Tensor,
+    ) -> Positions:
+        """Tables and lengths: of each row."""
+        counts = torch.tensor([len(feed) for feed in feeds])
         total = int(counts.sum())
         padding = self.device.rows(total) - total
-        spread = F.pad(index.repeat_interleave(counts), (0, padding))
+        spread = F.pad(torch.arange(len(feeds)).repeat_interleave(counts), (0, padding))
         spans = [torch.arange(first, first + len(feed)) for first, feed in zip(firsts, feeds, strict=True)]
-        own, audio = self.own_tables[spread], self.audio_tables[spread]
+        own, audio = own[spread], audio[spread]
         own[total:] = audio[total:] = 0
         return Positions(
             F.pad(torch.tensor([token for feed in feeds for token in feed]), (0, padding)),
             own,
             F.pad(torch.cat(spans), (0, padding), value=1),
             audio,
-            self.audio_lengths[spread],
+            audio_lengths[spread],
         )
 
     def wanted(self, fed: Sequence[int], asked: Sequence[Sequence[int]]) -> Tensor | None:
@@ -155,3 +173,10 @@ class Seats:
         starts = accumulate(fed, initial=0)
         found = [start + each for start, positions in zip(starts, asked, strict=False) for each in positions]
         return F.pad(torch.tensor(found), (0, self.device.rows(len(found)) - len(found)))
+
+
+def _tables(pages: Sequence[Sequence[int]], width: int) -> Tensor:
+    found = torch.zeros(len(pages), width, dtype=torch.int32)
+    for row, each in enumerate(pages):
+        found[row, : len(each)] = torch.tensor(each, dtype=torch.int32)
+    return found

@@ -100,7 +100,7 @@ class Utterances:
 
     @property
     def due_s(self) -> float | None:
-        decoding = self._decoded_s + PACE_S if self.decode_runner.rows else None
+        decoding = self._decoded_s + PACE_S if self.decode_runner.held else None
         return min((due for due in (decoding, self.sharing.due_s) if due is not None), default=None)
 
     @property
@@ -112,7 +112,7 @@ class Utterances:
         if self._look_through(runner.pages.pages + self.sharing.things):
             runner.pages.check()
             self.sharing.look_through()
-        if not runner.rows:
+        if not runner.held:
             assert runner.pages.used == self.pages_lent, "no row decodes, yet pages are held"
         self.encoders.check()
         self.sharing.check(idle=not self.utterances)
@@ -132,7 +132,7 @@ class Utterances:
         pages = self.decode_runner.pages
         return {
             "waiting": len(self.planner) + self.sharing.waiting + self.spelling.waiting,
-            "decoding": len(self.decode_runner.rows),
+            "decoding": len(self.decode_runner.held),
             "pages": pages.pages,
             "pages_used": pages.used,
             "kept_bytes": self.sharing.kept.nbytes if self.sharing.kept else 0,
@@ -176,7 +176,8 @@ class Utterances:
         encoded = self._send()
         if self.encoders.beside(self._speaking()):
             started = self._start_encoding()
-            return (not self._paced() and self._decode()) or started or encoded
+            decoded = not self._paced() and self._decode()
+            return self.settling.look() or decoded or started or encoded
         heard = False
         for _ in range(BULK_ENCODES if self.encoders.here else 0):
             if not self._encode(self._plan()):
@@ -188,11 +189,12 @@ class Utterances:
                 break
         decoded = self._decode()
         for _ in range(LIVE_STEPS - 1):
-            if not any(self.utterances[row.request_id].priority == "live" for row in self.decode_runner.rows):
+            live = any(self.utterances[row.request_id].priority == "live" for row in self.decode_runner.rows)
+            if self.settling.waiting or not live:
                 break
             self.keeper.drain()
             self._decode()
-        return decoded or encoded or heard
+        return self.settling.look() or decoded or encoded or heard
 
     def _speaking(self) -> bool:
         """Whether anybody on line said something of late: who is silent costs files nothing, and callers whose
@@ -212,7 +214,7 @@ class Utterances:
         runner, beside = self.decode_runner, self.encoders
         free_rows = runner.free_rows - beside.rows
         kept = (0, 0)
-        busy = runner.rows or beside.under_way
+        busy = runner.held or beside.under_way
         if self._speaking() and busy:  # an engine that does nothing gives a file whatever it needs
             kept = runner.max_rows // LIVE_RESERVE, runner.pages.pages // LIVE_RESERVE
         return self.planner.plan(free_rows, runner.pages.free - beside.pages, kept=kept, frames=frames)
@@ -361,7 +363,7 @@ class Utterances:
         """Those that are still here."""
         ids = [i for i in ids if i in self.utterances]
         wanted = set(ids)
-        for row in [row for row in self.decode_runner.rows if row.request_id in wanted]:
+        for row in [row for row in self.decode_runner.held if row.request_id in wanted]:
             self.decode_runner.leave(row)
         for request_id in ids:
             self.planner.remove(request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from asr_serve.engine.utterances.ends.aligning import Aligner, Ended
@@ -21,6 +22,10 @@ Try = Callable[[str, str, list[int]], "Attempt"]
 """A step, what it does, and the requests that it may fail."""
 
 
+LOOK_TOKENS = 64
+"""Tokens of answers that are looked at twice in a turn, or one answer of more: nobody else waits long for that."""
+
+
 class Settling:
     """Belongs to the loop's thread."""
 
@@ -29,18 +34,47 @@ class Settling:
     ) -> None:
         self._runner, self._requests, self._sharing, self._attempt = runner, requests, sharing, attempt
         self._second_look, self._aligner = second_look, Aligner(runner)
+        self._later: list[Ended] = []
+        """Those that wait for a second look."""
+        self._oldest_first = True
 
     def settle(self, rows: Sequence[Row]) -> None:
-        requests = self._requests
+        """Who has hot words waits for `look`."""
         ended = [
-            Ended(row, answer, requests.open[row.request_id].samples)
+            Ended(row, answer, self._requests.open[row.request_id].samples)
             for row in rows
             if (answer := self._answer(row)) is not None
         ]
-        listed = [each.row.request_id for each in ended if each.row.hotwords is not None]
-        with self._attempt("decode", "looking twice", listed):
-            ended = self._second_look.looked(ended)
-        ended = [each for each in ended if each.row.request_id in requests.open]
+        asks = self._second_look.asks
+        self._tell([each for each in ended if not asks(each)])
+        later = [each for each in ended if asks(each)]
+        for each in later:
+            self._runner.rest(each.row)
+        self._later += later
+
+    def look(self) -> bool:
+        """A second look at some of those that wait for one. False: nobody did."""
+        open_ = self._requests.open
+        waiting = [each for each in self._later if each.row.request_id in open_]
+        self._oldest_first = not self._oldest_first
+        if not self._oldest_first:  # callers', but they do not keep a file from ever having its turn
+            waiting.sort(key=lambda each: not open_[each.row.request_id].urgent)
+        sizes = accumulate(len(each.answer.tokens) for each in waiting)
+        count = max(1, sum(size <= LOOK_TOKENS for size in sizes))
+        batch, self._later = waiting[:count], waiting[count:]
+        looked: list[Ended] = []
+        with self._attempt("decode", "looking twice", [each.row.request_id for each in batch]):
+            looked = self._second_look.looked(batch)
+        self._tell(looked)
+        return bool(batch)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anybody waits for a second look."""
+        return bool(self._later)
+
+    def _tell(self, ended: Sequence[Ended]) -> None:
+        requests = self._requests
         timed = [each.row.request_id for each in ended if each.row.hypothesis.options.words]
         with self._attempt("decode", "aligning", timed):
             ended = self._aligner.timed(ended)

@@ -97,7 +97,7 @@ class SaidAgain:
         return found
 
     def _at(self, batch: Sequence[Feed]) -> Positions:
-        return self._runner.seats.ahead(
+        return self._runner.seats.behind(
             [feed.each.row for feed in batch],
             [feed.tokens for feed in batch],
             [feed.position + 1 for feed in batch],

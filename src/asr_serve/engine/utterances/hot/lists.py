@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 Made = TypeVar("Made")
 KEPT = 16
 MOST_CHARACTERS = 1 << 20
-"""Of all lists that are kept: ten thousand words have some hundred thousand, and take 25 MB. As a graph of single
-letters so many take half a gigabyte."""
+"""Of all lists that are kept, of which each has up to a quarter of it: ten thousand words have some hundred
+thousand, and take 25 MB. As graphs of single letters so many take half a gigabyte."""
 SHORT_CHARACTERS = 4_096
 """A list of up to so many is made in some hundredths of a second, on a thread that long ones do not keep busy."""
 

@@ -91,7 +91,7 @@ class SecondLook:
     def looked(self, ended: Sequence[Ended]) -> list[Ended]:
         """The same, with the hot words that the model finds about as likely."""
         told = list(ended)
-        asked = [i for i, each in enumerate(ended) if self._asks(each)]
+        asked = [i for i, each in enumerate(ended) if self.asks(each)]
         if not asked:
             return told
         for each in (ended[i] for i in asked):
@@ -111,7 +111,7 @@ class SecondLook:
             told[i] = self._said(ended[i], found)
         return told
 
-    def _asks(self, each: Ended) -> bool:
+    def asks(self, each: Ended) -> bool:
         """It has hot words, and this is what its pages hold."""
         hypothesis, tokens = each.row.hypothesis, each.answer.tokens
         return isinstance(hypothesis.hotwords, Listed) and bool(tokens) and tokens == tuple(hypothesis.tokens)

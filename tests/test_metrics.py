@@ -114,7 +114,7 @@ def test_values_arrive(text: bytes) -> None:
 def test_steps_need_no_look_up_and_start_at_zero() -> None:
     """A series that begins with its first event hides that event from `rate`."""
     metrics = EngineMetrics("m")
-    stages = ("vad", "chunk", "encode", "verify", "decode", "speak", "turn", "speakers")
+    stages = ("vad", "chunk", "encode", "verify", "decode", "hotwords", "speak", "turn", "speakers")
     for stage in stages:
         metrics.step[stage].observe(0.5)
     found = families(metrics.text())

@@ -21,7 +21,7 @@ from prometheus_client import (
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Of what `exposition` returns."""
 
-STAGES = ("vad", "chunk", "encode", "verify", "decode", "speak", "turn", "speakers")
+STAGES = ("vad", "chunk", "encode", "verify", "decode", "hotwords", "speak", "turn", "speakers")
 PRIORITIES = ("live", "interactive", "bulk")
 STATES = ("waiting", "decoding", "speaking")
 MIGRATIONS = (("session", "state"), ("stream", "state"), ("stream", "replay"))

@@ -145,6 +145,14 @@ def test_the_language_of_live_segments_and_how_probable_it_is(multilingual, beck
     assert chosen.languages == [("en", 0.0)] * len(chosen.segments) != []
 
 
+def test_the_language_of_a_stream(multilingual, beckett):
+    *_, last = multilingual.stream([beckett[: 5 * RATE_HZ]])
+    assert last.language == last["language"] == "en"
+    assert 0.5 < last.language_prob <= 1
+    *_, told = multilingual.stream([beckett[: 5 * RATE_HZ]], language="en")
+    assert (told.language, told.language_prob) == ("en", 0.0)
+
+
 def test_speech_is_written_in_a_language_it_is_not_in(multilingual, beckett, cities):
     """Words that are improbable are better than none, where the model hears that somebody speaks."""
     for pcm in (beckett, cities[: 10 * RATE_HZ]):

@@ -183,6 +183,18 @@ def test_answers_hold_all_that_is_locked():
     }
 
 
+def test_a_language_that_was_heard_is_told_with_its_probability():
+    said = Sentences()
+    said.lock(HELLO, "zh", 0.98765)
+    said.lock(WORLD, "en", 0.0)
+    zh, en = json.loads(said.answer(""))["sentences"]
+    assert (zh["language"], zh["language_probability"]) == ("zh", 0.9877)
+    assert set(en) == {"text", "start", "end"}
+    whole = json.loads(said.final(16_000, "zh", 0.5))
+    assert (whole["language"], whole["language_probability"], whole["duration_ms"]) == ("zh", 0.5, 1_000)
+    assert set(json.loads(said.final(16_000, "en"))) == {"sentences", "is_final", "duration_ms"}
+
+
 def test_answers_may_hold_only_what_is_new():
     said = Sentences(only_new=True)
     said.lock(HELLO)

@@ -20,7 +20,7 @@ class Stats:
         self.found_before = {"answer": 0, "audio": 0, "none": 0}
         self.positions_reused = self.evictions = 0
         self.spoken_s = 0.0
-        stages = ("vad", "chunk", "encode", "verify", "decode", "speak", "turn", "speakers")
+        stages = ("vad", "chunk", "encode", "verify", "decode", "hotwords", "speak", "turn", "speakers")
         self.spent_s = dict.fromkeys(stages, 0.0)
 
     def step(self, stage: str, seconds: float, rows: int, fill: float) -> None:

@@ -23,6 +23,8 @@ FLAGS = ("spk", "words", "itn")
 """What may be wanted beside the text: who speaks, words with their times, numbers as one writes them. Ours, as
 commands (`SPK:true`) and in the query."""
 COMMANDS = ("START", "STOP", "LANGUAGE:", "HOTWORDS:", *(f"{flag.upper()}:" for flag in FLAGS))
+PLACES = 4
+"""Of a probability."""
 LONGEST_CHARACTERS = 1 << 20
 """Of a text frame: ten thousand long hotwords."""
 
@@ -172,16 +174,22 @@ class Sentence(msgspec.Struct, frozen=True, omit_defaults=True):
     spk: int | str | None = None
     """Who speaks, by number from 0."""
     words: list[TimedWord] | None = None
+    language: str | None = None
+    language_probability: float | None = None
+    """0 to 1. Both where nobody said it and the audio was asked."""
 
     @classmethod
-    def of(cls, segment: Segment, *, words: bool = False) -> Sentence:
-        """`words`: whether they are to be told."""
+    def of(
+        cls, segment: Segment, *, words: bool = False, language: str = "", probability: float = 0.0
+    ) -> Sentence:
+        """`words`: whether they are to be told. `language` that was heard; of `probability` 0: nobody asked."""
         start, end = units.samples_to_ms(segment.start_samples), units.samples_to_ms(segment.end_samples)
         told = [
             TimedWord(word.text, units.samples_to_ms(word.start_samples), units.samples_to_ms(word.end_samples))
             for word in segment.words
         ]
-        return cls(segment.text, start, end, _spk(segment.speaker), told if words else None)
+        heard = (language, round(probability, PLACES)) if probability else (None, None)
+        return cls(segment.text, start, end, _spk(segment.speaker), told if words else None, *heard)
 
 
 def _spk(speaker: str) -> int | str | None:
@@ -200,8 +208,9 @@ class Sentences:
         self._spoken: list[Sentence] = []
         """With `spk`, all of them."""
 
-    def lock(self, segment: Segment) -> None:
-        sentence = Sentence.of(segment, words=self._words)
+    def lock(self, segment: Segment, language: str = "", probability: float = 0.0) -> None:
+        """See Sentence.of."""
+        sentence = Sentence.of(segment, words=self._words, language=language, probability=probability)
         self._add(sentence)
         if self._spk:
             self._spoken.append(sentence)
@@ -222,10 +231,12 @@ class Sentences:
         began = f',"partial_start_ms":{units.samples_to_ms(start_samples)}' if partial else ""
         return f'{{"sentences":[{self._take()}],"partial":{_json(partial)}{began},"is_final":false}}'
 
-    def final(self, duration_samples: int | None = None) -> str:
-        """After STOP; with the audio's length, as `/ws` tells it."""
-        length = "" if duration_samples is None else f',"duration_ms":{units.samples_to_ms(duration_samples)}'
-        return f'{{"sentences":[{self._take()}],"is_final":true{length}}}'
+    def final(self, duration_samples: int | None = None, language: str = "", probability: float = 0.0) -> str:
+        """After STOP; with the audio's length, as `/ws` tells it, and what language all of it was heard in."""
+        told = "" if duration_samples is None else f',"duration_ms":{units.samples_to_ms(duration_samples)}'
+        if probability:
+            told += f',"language":{_json(language)},"language_probability":{round(probability, PLACES)}'
+        return f'{{"sentences":[{self._take()}],"is_final":true{told}}}'
 
     def _take(self) -> str:
         taken = self._locked

@@ -116,7 +116,8 @@ class Offline:
             sentences.lock(event.segment)
             if event.phases is not None:
                 self._visit.trace.engine_phases(event.phases)
-        return sentences.final((await self._job.transcript).duration_samples)
+        whole = await self._job.transcript
+        return sentences.final(whole.duration_samples, whole.language, whole.language_prob)
 
     async def close(self) -> None:
         if self._job is not None:

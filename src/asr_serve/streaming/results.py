@@ -71,6 +71,10 @@ class StreamResult(msgspec.Struct, frozen=True):
     """The last result: no more audio will come, and all of the text is fixed."""
     segments: tuple[Segment, ...]
     """Those that are closed; `text` begins with theirs."""
+    language: str = ""
+    """That the last of them was heard in, as a code; empty before one is, and where the model knows only one."""
+    language_prob: float = 0.0
+    """How probable that is, 0 to 1; 0 where nobody asked the audio."""
 
     @property
     def unfixed_text(self) -> str:
@@ -105,6 +109,7 @@ class Run:
         self._closed = self._looked_again = self._finishing = self._finished = False
         self._segments: tuple[Segment, ...] = ()
         self._locked = self._fixed = ""
+        self._heard_in = "", 0.0
         self._partial = Partial(0, 0)
         self._samples = 0
         self._listening = Listening(client, tokenizer, options.listen, self._woken, self._clock)
@@ -160,6 +165,7 @@ class Run:
         match event:
             case SegmentDone(segment):
                 self._segments += (segment,)
+                self._heard_in = event.language, event.language_prob
                 self._locked = _joined(self._locked, segment.text)
             case Partial():
                 self._partial = event
@@ -180,7 +186,7 @@ class Run:
                 end = text.rfind(" ", 0, max(0, end + 1))
             self._fixed = max(self._fixed, text[: max(0, end)], key=len)
         duration_ms = units.samples_to_ms(self._samples)
-        return StreamResult(text, self._fixed, duration_ms, is_final, self._segments)
+        return StreamResult(text, self._fixed, duration_ms, is_final, self._segments, *self._heard_in)
 
 
 def said_by(segment: Segment, speaker: str) -> Segment:

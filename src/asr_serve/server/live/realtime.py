@@ -56,7 +56,7 @@ class Realtime:
         for event in events:
             match event:
                 case SegmentDone(segment):
-                    self._sentences.lock(segment)
+                    self._sentences.lock(segment, event.language, event.language_prob)
                     news = True
                     if self._partial is not None and self._partial.start_samples < segment.end_samples:
                         self._partial = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -62,11 +63,15 @@ class Settling:
         sizes = accumulate(len(each.answer.tokens) for each in waiting)
         count = max(1, sum(size <= LOOK_TOKENS for size in sizes))
         batch, self._later = waiting[:count], waiting[count:]
-        looked: list[Ended] = []
-        with self._attempt("decode", "looking twice", [each.row.request_id for each in batch]):
+        if not batch:
+            return False
+        started, looked = time.perf_counter(), list[Ended]()
+        with self._attempt("hotwords", "looking twice", [each.row.request_id for each in batch]):
             looked = self._second_look.looked(batch)
+        fill = min(1.0, sum(len(each.answer.tokens) for each in batch) / LOOK_TOKENS)
+        self._requests.stats.step("hotwords", time.perf_counter() - started, len(batch), fill)
         self._tell(looked)
-        return bool(batch)
+        return True
 
     @property
     def waiting(self) -> bool:

@@ -9,7 +9,6 @@ percent. Nested rows (attention holds softmax, a step holds its products) are ma
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -63,10 +62,7 @@ def main() -> None:
         "dtype": facts["dtype"],
         "rows": rows,
     }
-    text = json.dumps(found, indent=1)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    machine.tell(args.json, found)
 
 
 def watch(model: Any) -> dict[str, list[float]]:

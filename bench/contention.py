@@ -8,7 +8,6 @@ Decision 0009 stands on it. DIR as for offline.py. Every engine is a process of 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -73,9 +72,7 @@ def main() -> None:
             print(row, file=sys.stderr, flush=True)
             rows.append(row)
     result = {"bench": "contention", "machine": machine.describe(machine.cores()), "rows": rows}
-    print(json.dumps(result, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    machine.tell(args.json, result)
 
 
 if __name__ == "__main__":

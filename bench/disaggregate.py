@@ -13,7 +13,6 @@ told.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import socket
@@ -266,9 +265,7 @@ def main() -> None:
         "rule": rule(rows),
         "missing": missing,
     }
-    print(json.dumps(result, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    machine.tell(args.json, result)
 
 
 if __name__ == "__main__":

@@ -315,11 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
         core.set_threads(args.threads)
         found["products"] = products(args.rounds or 5)
-    text = json.dumps(found, indent=1) + "\n"
-    if args.json:
-        args.json.write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
+    machine.tell(args.json, found)
     return 0
 
 

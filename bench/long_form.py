@@ -250,10 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seed": args.seed,
         "rows": rows,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n")
+    machine.tell(args.json, result)
 
 
 if __name__ == "__main__":

@@ -101,4 +101,14 @@ def write(path: Path | None, report: Any) -> None:
     """What a bench found, as JSON; None: nowhere."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        path.write_text(_text(report) + "\n", encoding="utf-8")
+
+
+def tell(path: Path | None, report: Any) -> None:
+    """The same, and printed."""
+    write(path, report)
+    print(_text(report))
+
+
+def _text(report: Any) -> str:
+    return json.dumps(report, indent=1, ensure_ascii=False)

@@ -9,7 +9,6 @@ row. Exit code 1 when words were written.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -272,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sounds", type=Path, help="a folder of recordings without speech")
     parser.add_argument("--no-vad", action="store_true", help="files are heard whole: the model alone is to tell")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where to write it; default: stdout")
+    parser.add_argument("--json", type=Path, help="where to write it, too")
     arguments = parser.parse_args(argv)
     report: dict[str, object] = {
         "bench": "no_speech",
@@ -284,11 +283,7 @@ def main(argv: list[str] | None = None) -> int:
         found.append(row)
         print(f"{row['name']}, {row['way']}: {row['words']} words {row['text']!r}", file=sys.stderr, flush=True)
     report["rows"] = found
-    text = json.dumps(report, indent=1)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
-    else:
-        print(text)
+    machine.tell(arguments.json, report)
     return int(any(row["words"] for row in found))
 
 

@@ -325,15 +325,10 @@ def main() -> None:
     add("--margin", type=float, default=0.1, help="for --data: the limit that is checked (0.1)")
     add("--clips", type=int, metavar="N", help="only N clips of each folder, spread evenly")
     add("--threads", type=int, default=1)
-    add("--json", type=Path, metavar="FILE", help="where the result goes; without it, it is printed")
+    add("--json", type=Path, metavar="FILE", help="where the result goes, which is printed too")
     args = parser.parse_args()
     args.variant = args.variant or [DEFAULT]
-    made = json.dumps(run(args), indent=1, ensure_ascii=False) + "\n"
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(made, encoding="utf-8")
-    else:
-        print(made, end="")
+    machine.tell(args.json, run(args))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -224,13 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="folder with transcripts.tsv")
     parser.add_argument("--threads", type=int, default=machine.cores())
-    parser.add_argument("--json", type=Path, help="write here; default: print")
+    parser.add_argument("--json", type=Path, help="write here, too")
     args = parser.parse_args()
-    made = json.dumps(run(args.data, args.threads), indent=1, ensure_ascii=False)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(made + "\n", encoding="utf-8")
-    print(made, file=sys.stdout)
+    machine.tell(args.json, run(args.data, args.threads))
 
 
 if __name__ == "__main__":

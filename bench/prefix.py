@@ -318,8 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = list(rows(args, speech, Path(folder)))
     report = {"bench": "prefix", "machine": described, "rows": found}
-    machine.write(args.json, report)
-    print(json.dumps(report, indent=1))
+    machine.tell(args.json, report)
     return 0
 
 

@@ -56,10 +56,7 @@ def main() -> None:
     report: dict[str, Any] = {"bench": "rich", "machine": machine.describe(machine.cores())}
     with tempfile.TemporaryDirectory() as folder:
         report["parts"] = {part: run(part, args, Path(folder) / f"{part}.json") for part in parts}
-    out = json.dumps(report, indent=1)
-    if args.json:
-        args.json.write_text(f"{out}\n")
-    print(out)
+    machine.tell(args.json, report)
     sys.exit(any("failed" in part for part in report["parts"].values()))
 
 

@@ -135,8 +135,7 @@ def main() -> None:
     clips = load(asked.data, asked.clips)
     rows = [row for name in asked.models.split(",") for row in measure(name, clips, asked)]
     report = {"bench": "rich_hotwords", "machine": machine.describe(asked.threads), "rows": rows}
-    machine.write(asked.json, report)
-    print(json.dumps(report, indent=1))
+    machine.tell(asked.json, report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ and, beside it, with the grammar alone: wetext, given the same text in lower cas
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -69,10 +68,7 @@ def main() -> None:
         for found, (said, wanted) in zip(made, own, strict=True):
             if args.wrong and found != wanted:
                 print(f"{chosen}: {said} -> {found}, not {wanted}", file=sys.stderr)
-    out = json.dumps({"bench": "rich_itn", "machine": machine.describe(machine.cores()), "rows": rows}, indent=1)
-    if args.json:
-        args.json.write_text(f"{out}\n")
-    print(out)
+    machine.tell(args.json, {"bench": "rich_itn", "machine": machine.describe(machine.cores()), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ The last of a recording is ended by its end, not by a pause, and is left out.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -167,8 +166,7 @@ def main() -> None:
             report["rows"].append(level(url, recordings, callers, args.rounds))
             print(report["rows"][-1], file=sys.stderr, flush=True)
     report["load_1m_after"] = round(os.getloadavg()[0], 2)
-    machine.write(args.json, report)
-    print(json.dumps(report, indent=1))
+    machine.tell(args.json, report)
 
 
 if __name__ == "__main__":

@@ -332,10 +332,9 @@ def main() -> None:
                 print(kind, found[kind], flush=True)
         else:
             found |= evaluate(model, asked.data, parts)
-    if asked.json:
-        if asked.json.exists():  # of other parts, or of these before
-            found = json.loads(asked.json.read_text(encoding="utf-8")) | found
-        asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if asked.json and asked.json.exists():  # of other parts, or of these before
+        found = json.loads(asked.json.read_text(encoding="utf-8")) | found
+    machine.write(asked.json, found)
 
 
 def evaluate(model: Model, data: Path, parts: Sequence[str]) -> Row:

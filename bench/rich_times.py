@@ -185,10 +185,7 @@ def main() -> None:
             for made in rows(model, args.data, args.clips):
                 found.append(made)
                 print(made, file=sys.stderr, flush=True)
-    out = json.dumps({"bench": "rich_times", "machine": machine.describe(args.threads), "rows": found}, indent=1)
-    if args.json:
-        args.json.write_text(f"{out}\n")
-    print(out)
+    machine.tell(args.json, {"bench": "rich_times", "machine": machine.describe(args.threads), "rows": found})
 
 
 if __name__ == "__main__":

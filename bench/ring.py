@@ -9,7 +9,6 @@ says how to read the result.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import socket
@@ -287,10 +286,7 @@ def main() -> int:
         rows = [{"name": "asr-serve", "skipped": "the native ring is not built"}]
     facts = machine.describe(threads=2)
     rows += measure(names, args.seconds, args.messages, args.repeats)
-    result = json.dumps({"bench": "ring", "machine": facts, "rows": rows}, indent=1)
-    print(result)
-    if args.json:
-        args.json.write_text(result + "\n")
+    machine.tell(args.json, {"bench": "ring", "machine": facts, "rows": rows})
     return int(any("failed" in each for each in rows if str(each["name"]).startswith("asr-serve")))
 
 

@@ -11,7 +11,6 @@ ROUNDS times; the median counts. `graphs off` runs every decoding step operation
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -199,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "quantize": args.quantize,
         "rows": rows,
     }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    machine.write(args.json, result)
     return 0
 
 

@@ -325,10 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(one(name, heard, args, Path(folder)))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     found = {"bench": "soak", "machine": machine.describe(args.threads), "rows": rows}
-    text = json.dumps(found, indent=1)
-    if args.json:
-        args.json.write_text(text + "\n")
-    print(text)
+    machine.tell(args.json, found)
     return int(any("failed" in row for row in rows))
 
 

@@ -208,10 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     rows.append({**row, "fio_iodepth": depth})
                     print(json.dumps(rows[-1]), file=sys.stderr)
             (Path(folder) / "fio").unlink()
-    result = json.dumps({"bench": "swap", "machine": facts, "rows": rows}, indent=1)
-    print(result)
-    if args.json:
-        args.json.write_text(result + "\n")
+    machine.tell(args.json, {"bench": "swap", "machine": facts, "rows": rows})
     return int(any("failed" in row for row in rows))
 
 

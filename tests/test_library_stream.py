@@ -170,6 +170,8 @@ def test_a_result_reads_like_funasrs(told: list[StreamResult]) -> None:
         "audio_duration_ms": 9_360,
         "is_final": False,
         "segments": (),
+        "language": "",
+        "language_prob": 0.0,
     }
     with pytest.raises(KeyError, match="partial"):
         result["partial"]

@@ -18,6 +18,8 @@ with safe_open(FIXTURE, "pt") as file:
     CASES = {name: Options(**asked) for name, asked in json.loads(file.metadata()["cases"]).items()}
     REFERENCE: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 PCM = REFERENCE["pcm"].float()[None] / 32_768
+NEAR = {"atol": 3e-4, "rtol": 1e-5}
+"""Of logarithms: where a loud constant is kept, what float32's FFT leaves of it depends on the CPU."""
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def noise(rng: np.random.Generator) -> Tensor:
 def test_equals_kaldi(name: str) -> None:
     ours = Fbank(CASES[name])(PCM)
     assert ours.shape == (1, *REFERENCE[name].shape)
-    torch.testing.assert_close(ours[0], REFERENCE[name], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(ours[0], REFERENCE[name], **NEAR)
 
 
 @pytest.mark.cuda
@@ -38,7 +40,7 @@ def test_equals_kaldi(name: str) -> None:
 def test_equals_kaldi_on_cuda(name: str) -> None:
     device = torch.device("cuda")
     ours = Fbank(CASES[name], device)(PCM.to(device))
-    torch.testing.assert_close(ours[0].cpu(), REFERENCE[name], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(ours[0].cpu(), REFERENCE[name], **NEAR)
 
 
 @pytest.mark.parametrize("name", ["wenet", "energy", "short windows", "hamming, band"])

@@ -23,7 +23,8 @@ from asr_serve.models.whisper_window import AFTER_POSITIONS, END_POSITIONS, SILE
 from asr_serve.native import PAGE
 
 FIXTURE = Path(__file__).parent / "fixtures" / "whisper.safetensors"
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
+"""To other software, on any CPU: matrix products of AVX-512, AMX and NEON add up in other orders."""
 SAME = 2e-5
 """Between two ways to the same number: products of other shapes add up in another order."""
 AFTER, END = 20, 8

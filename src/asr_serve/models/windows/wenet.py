@@ -73,8 +73,8 @@ class Stem:
         bands = mels
         for i, (kernel, stride) in enumerate(self.strided):
             weight, bias = (take.vector(f"encoder.embed.conv.{2 * i}.{name}") for name in ("weight", "bias"))
-            self.convs.append((weight.contiguous(memory_format=torch.channels_last), bias, stride))
             bands = (bands - kernel) // stride + 1
+            self.convs.append((weight.contiguous(memory_format=torch.channels_last), bias, stride, bands))
         name = "encoder.embed.out.0" if subsampling == 4 else "encoder.embed.linear"
         weight, bias = take.get(f"{name}.weight"), take.get(f"{name}.bias")
         # The convolutions write channels side by side, WeNet's product reads bands side by side.
@@ -96,8 +96,9 @@ class Stem:
     def __call__(self, features: Tensor) -> Tensor:
         """(n, features, mels) -> (n, frames, width)."""
         x = ((features - self.mean) * self.istd).to(self.dtype)[:, None]
-        for weight, bias, stride in self.convs:
-            x = F.conv2d(x, weight, bias, stride=stride).relu_()
+        for weight, bias, stride, bands in self.convs:
+            # oneDNN's bf16 by AMX (torch 2.13) writes garbage where strided convolutions make one band: two, then.
+            x = F.conv2d(F.pad(x, (0, stride)) if bands == 1 else x, weight, bias, stride)[..., :bands].relu_()
         return self.out(x.permute(0, 2, 3, 1).flatten(2))
 
 

@@ -38,10 +38,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Voices, list[int]]]
     voices.end(EngineClosed("the test is over"))
 
 
-def ask(voices: Voices, windows: int, budget: int = BUDGET_SAMPLES) -> list[Future[LocalVoices]]:
+def ask(
+    voices: Voices, windows: int, budget: int = BUDGET_SAMPLES, live: bool = False
+) -> list[Future[LocalVoices]]:
     answers = [Future[LocalVoices]() for _ in range(windows)]
     for answer in answers:
-        voices.ask(Question(WINDOW, budget, answer))
+        voices.ask(Question(WINDOW, budget, live, answer))
     return answers
 
 
@@ -53,6 +55,23 @@ def test_while_somebody_is_on_line_steps_are_short(steps):
     assert taken == [LIVE_WINDOWS] * (2 * WINDOWS // LIVE_WINDOWS)
     assert LIVE_WINDOWS == 1
     assert all(answer.done() for answer in answers)
+
+
+@pytest.mark.parametrize("on_line", [True, False])
+def test_who_is_on_line_is_heard_before_all_recordings(steps, on_line):
+    voices, _ = steps
+    recordings = ask(voices, WINDOWS)
+    (mine,) = ask(voices, 1, live=True)
+    assert voices.step(live=on_line, idle=False)
+    assert mine.done()
+    assert not any(answer.done() for answer in recordings)
+
+
+def test_who_is_on_line_waits_for_no_company(steps):
+    voices, taken = steps
+    ask(voices, 1, live=True)
+    assert voices.step(live=False, idle=False)
+    assert taken == [1]
 
 
 def test_beside_other_work_windows_go_together(steps):

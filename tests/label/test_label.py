@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Generator, Iterable
@@ -17,7 +18,7 @@ from asr_serve.cli import app
 from asr_serve.cli.label import whole
 from asr_serve.errors import CorruptAudio, OptionError, WrongModel
 from asr_serve.label.agreement import distance, error_rate, plain
-from asr_serve.label.labelling import expect, label, limit_ms
+from asr_serve.label.labelling import expect, label, limit_ms, writable
 from asr_serve.label.record import Record, Row, alone
 from asr_serve.models.card import every_card
 from asr_serve.pipelines.options import TranscribeOptions
@@ -106,6 +107,14 @@ def test_segments_are_kept_by_their_own_rate(tmp_path: Path) -> None:
     assert summary.hours_under["0.25"] == pytest.approx(3 / 3_600, abs=1e-6)
     # What only the second model heard has no label at any threshold.
     assert summary.hours_under["1.00"] == pytest.approx(4 / 3_600, abs=1e-6)
+
+
+def test_a_name_that_no_manifest_can_hold_fails_by_itself() -> None:
+    odd = Item("odd", os.fsdecode(b"calls/caf\xe9.wav"))
+    good, (failure,) = writable([*items("a"), odd, *items("b")])
+    assert good == items("a", "b")
+    assert failure.key == "odd"
+    assert "not UTF-8" in str(failure.error)
 
 
 def test_a_file_is_kept_by_all_of_its_characters(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import asr_serve
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
+from asr_serve.engine.client import LIVE_VOICES, MAX_VOICES
 from asr_serve.errors import AtCapacity, AudioTooLong, StepFailed, WeightsMissing
 from asr_serve.library import Model
 from asr_serve.models import weights
@@ -19,6 +21,7 @@ from asr_serve.models.segmentation import pyannote
 from asr_serve.models.speaker import eres2net
 from asr_serve.pipelines.live.caller import Finished, ListenOptions, SegmentDone, Speakers
 from asr_serve.pipelines.live.listen import Listening
+from asr_serve.speaker.following import Following
 
 RATE_HZ = 16_000
 WAIT_S = 120.0
@@ -139,6 +142,50 @@ def test_too_much_at_once_is_refused_and_too_many_wait(model, talk, monkeypatch)
     monkeypatch.setattr(model._client._voices, "_most", 0)
     with pytest.raises(AtCapacity):
         model._client.voices(talk[:RATE_HZ])
+
+
+def test_recordings_never_take_the_room_of_who_is_on_line(model, talk, monkeypatch):
+    ask = partial(model._client.voices, talk[:RATE_HZ])
+    ask().result(WAIT_S)
+    hearing = model._client.link.loop.voices._hearing
+    hear, goes = hearing.hear, threading.Event()
+
+    def held(asked):
+        assert goes.wait(WAIT_S)
+        return hear(asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hearing, "hear", held)
+        answers = [ask() for _ in range(MAX_VOICES - LIVE_VOICES)]
+        with pytest.raises(AtCapacity):
+            ask()
+        answers += [ask(live=True) for _ in range(LIVE_VOICES)]
+        with pytest.raises(AtCapacity):
+            ask(live=True)
+        goes.set()
+        for answer in answers:
+            answer.result(WAIT_S)
+
+
+def test_all_that_was_said_is_clustered_on_a_thread_of_its_own(model, talk, monkeypatch):
+    """For hours of talk that takes seconds, in which one thread hears other callers."""
+    settle, threads = Following.settle, []
+
+    def watched(self, how_many):
+        threads.append(threading.current_thread())
+        return settle(self, how_many)
+
+    monkeypatch.setattr(Following, "settle", watched)
+    told = listened(model, talk[: 6 * RATE_HZ], speakers=True)
+    assert isinstance(told[-2], Speakers)
+    assert threads
+    assert threading.current_thread() not in threads
+
+
+def test_a_live_caller_is_told_before_they_speak_that_nobody_can_hear_speakers(model, monkeypatch):
+    monkeypatch.setattr(model._client.link, "speakers", False)
+    with pytest.raises(WeightsMissing, match="who speaks"):
+        Listening(model._client, model._tokenizer, ListenOptions(speakers=True), lambda: None)
 
 
 def test_a_step_that_fails_fails_its_own_windows_only(model, talk, monkeypatch):

@@ -102,6 +102,14 @@ def test_live_names_stay_and_are_settled_at_the_end():
     assert set(settled.voices) == {"SPEAKER_00", "SPEAKER_01", "SPEAKER_02"}
 
 
+def test_whose_first_sound_was_too_short_to_know_is_known_by_what_follows():
+    following = Following()
+    (sound,) = following.hear([window([("ann", 0.2, 0.4)], 0, 16_000)])
+    (spoken,) = following.hear([window([("ann", 2, 6)], 2, 64_000)])
+    (again,) = following.hear([window([("bob", 8, 12)], 8, 64_000)])
+    assert (sound.speaker, spoken.speaker, again.speaker) == ("SPEAKER_00", "SPEAKER_00", "SPEAKER_01")
+
+
 def test_what_is_settled_keeps_the_names_that_were_told():
     """The first voice is misheard as another's: then the rest of what was told keeps its names."""
     following = Following()

@@ -75,7 +75,7 @@ def label(
     """
     from asr_serve.audio import manifest
     from asr_serve.cli.progress import Bar, Meter
-    from asr_serve.label.labelling import expect, limit_ms
+    from asr_serve.label.labelling import expect, limit_ms, writable
     from asr_serve.label.labelling import label as run
     from asr_serve.label.record import Record, alone
 
@@ -84,13 +84,12 @@ def label(
     if "-" in paths:
         raise OptionError("`-`, which is standard input", "two models hear it, so it must be a file", "name one")
     engine = shared.engine(more, quantize)
-    items = list(whole(manifest.expand(paths)))
-    if not items:
+    items, failures = writable(whole(manifest.expand(paths)))
+    if not (items or failures):
         raise OptionError(f"{', '.join(paths)} lists no audio", "at least one recording")
     with alone(out):
         record = Record(out, {"models": names, "per": per, "language": asked(language), "quantize": quantize})
         left = [item for item in items if not record.heard(str(item.source))]
-        failures = []
         if left:
             meter = Meter()
             with Bar(meter, shown=not quiet) as bar, ExitStack() as held:
@@ -106,10 +105,11 @@ def label(
                 longest = limit_ms(each.card for each in loaded)
                 options = TranscribeOptions(language=language, max_segment_ms=longest)
                 meter.start()
-                failures = run(loaded, names, left, options, record, cast("Unit", per), bar.update)
+                failed = run(loaded, names, left, options, record, cast("Unit", per), bar.update)
                 speed = meter.describe_done()
             if not quiet:
-                say(f"{len(left) - len(failures)} done, {len(items) - len(left)} already there; {speed}")
+                say(f"{len(left) - len(failed)} done, {len(items) - len(left)} already there; {speed}")
+            failures += failed
         summary = record.finish(threshold, len(failures))
     print(as_line(summary, out))
     for failure in failures:

@@ -32,15 +32,17 @@ class Ticket(NamedTuple):
 class Questions:
     """What is asked beside the requests: so much of a kind may wait."""
 
-    def __init__(self, room: threading.Condition, most: int, what: str, retry_ms: int) -> None:
-        """`room`: where whoever waits for it is told that there is some. `what` waits, as an error says it."""
-        self._room, self._most, self._what, self._retry_ms = room, most, what, retry_ms
+    def __init__(self, room: threading.Condition, most: int, what: str, retry_ms: int, kept: int = 0) -> None:
+        """`room`: where whoever waits for it is told that there is some. `what` waits, as an error says it.
+        `kept`: so many of them can be live callers' only."""
+        self._room, self._most, self._what, self._retry_ms, self._kept = room, most, what, retry_ms, kept
         self.waiting = 0
 
     def ask(
         self,
         send: Callable[[Future[Any]], None],
         *,
+        live: bool = False,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
         closed: Callable[[], bool] = lambda: False,
@@ -48,11 +50,12 @@ class Questions:
         """Its answer, which cannot be cancelled: what is counted is what waits. `send` gives it to the engine.
         Full: raises AtCapacity; or waits when `wait`, until it is `closed` or `check` raises."""
         with self._room:
-            while wait and not closed() and self.waiting >= self._most:
+            most = self._most - (0 if live else self._kept)
+            while wait and not closed() and self.waiting >= most:
                 check()  # here, where no nudge can come between it and the wait
                 self._room.wait()
-            if self.waiting >= self._most:
-                raise AtCapacity(f"{self.waiting} {self._what} wait", f"up to {self._most}", self._retry_ms)
+            if self.waiting >= most:
+                raise AtCapacity(f"{self.waiting} {self._what} wait", f"up to {most}", self._retry_ms)
             self.waiting += 1
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()

@@ -36,8 +36,9 @@ MAX_TURNS = 24
 """Questions to a turn model that may wait: one core answers as many in a second, and later than that nobody wants
 to know."""
 TURN_RETRY_MS = 500
-MAX_VOICES = 32
-"""Windows that may wait to be heard for speakers: a second or two of work, 20 MB."""
+MAX_VOICES, LIVE_VOICES = 48, 16
+"""Windows that may wait to be heard for speakers, a second or two of work, 30 MB; and how many of them can be live
+callers' only, so that recordings, which fill whatever there is, never keep them out."""
 VOICES_RETRY_MS = 1_000
 
 
@@ -66,7 +67,7 @@ class Link(Protocol):
     def put_piece(self, piece: Piece) -> None: ...
     def close_stream(self, stream: int) -> None: ...
     def turn(self, pcm: np.ndarray, answer: Future[float]) -> None: ...
-    def voices(self, pcm: np.ndarray, budget_samples: int, answer: Future[LocalVoices]) -> None: ...
+    def voices(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalVoices]) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
@@ -86,7 +87,8 @@ class EngineClient:
         self._ids = itertools.count()
         self._room = threading.Condition()
         self._turns = Questions(self._room, MAX_TURNS, "questions to the turn model", TURN_RETRY_MS)
-        self._voices = Questions(self._room, MAX_VOICES, "windows to be heard for speakers", VOICES_RETRY_MS)
+        what = "windows to be heard for speakers"
+        self._voices = Questions(self._room, MAX_VOICES, what, VOICES_RETRY_MS, LIVE_VOICES)
         self._requests = self._samples = self._sessions = self._live = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
@@ -293,11 +295,13 @@ class EngineClient:
         pcm: np.ndarray,
         *,
         budget_samples: int = BUDGET_SAMPLES,
+        live: bool = False,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Future[LocalVoices]:
         """Who of a few speaks when, and what each sounds like. `pcm` (samples,) float32, 16 kHz, up to 10 s. Of
         that `budget_samples` are listened to for what they sound like, all together; 0: who speaks when is enough.
+        `live`: before all that is not.
 
         Full: raises AtCapacity, or waits for room when `wait`, as in `submit`. The future cannot be cancelled. It
         may raise WeightsMissing and WeightsCorrupt, for the models are loaded when they are first asked;
@@ -313,7 +317,8 @@ class EngineClient:
                 "cut it into windows",
             )
         return self._voices.ask(
-            lambda answer: self.link.voices(pcm, budget_samples, answer),
+            lambda answer: self.link.voices(pcm, budget_samples, live, answer),
+            live=live,
             wait=wait,
             check=check,
             closed=lambda: self._closed,

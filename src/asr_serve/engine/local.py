@@ -104,8 +104,8 @@ class LocalLink:
             self._expect_open()
         self._turns.ask(pcm, answer)
 
-    def voices(self, pcm: np.ndarray, budget_samples: int, answer: Future[LocalVoices]) -> None:
-        self.call(lambda loop: loop.voices.ask(Question(pcm, budget_samples, answer)))
+    def voices(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalVoices]) -> None:
+        self.call(lambda loop: loop.voices.ask(Question(pcm, budget_samples, live, answer)))
 
     def describe(self) -> dict[str, Any]:
         return self.loop.describe()

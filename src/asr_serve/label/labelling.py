@@ -56,6 +56,20 @@ def expect(names: Sequence[str], threshold: float, unit: str) -> None:
         raise unknown("--per", unit, get_args(Unit))
 
 
+def writable(items: Iterable[Item]) -> tuple[list[Item], list[Failure]]:
+    """Those whose paths a manifest can hold, which is UTF-8, as not every file's name is; and the others."""
+    good, failures = list[Item](), list[Failure]()
+    for item in items:
+        try:
+            str(item.source).encode()
+        except UnicodeEncodeError:
+            error = OptionError("a name that is not UTF-8", "a path that a manifest can hold", "rename the file")
+            failures.append(Failure(item.key, error))
+        else:
+            good.append(item)
+    return good, failures
+
+
 def limit_ms(cards: Iterable[Card | VoiceCard]) -> int:
     """The longest segment that all models hear. Raises WrongModel for one that speaks."""
     limits = []

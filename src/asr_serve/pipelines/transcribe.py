@@ -219,8 +219,8 @@ class _File:
         self.diarizing = (
             Diarizing(call.client, options, call.known, call.wake, check) if options.speakers else None
         )
-        self.later: list[tuple[Segment, Phases | None]] = []
-        """Told when it is known who said them."""
+        self.later: list[tuple[Segment, Phases | None, str]] = []
+        """With their languages; told when it is known who said them."""
         self.waiting: deque[tuple[Span, Ticket]] = deque()
         self.heard: deque[Heard] = deque()
         try:
@@ -306,7 +306,7 @@ class _File:
                 if heard.language_prob:
                     self.sure.setdefault(heard.language, []).append((heard.language_prob, samples))
                 if self.diarizing is not None:
-                    self.later.append((segment, heard.phases))
+                    self.later.append((segment, heard.phases, heard.language))
                 else:
                     yield self._told(segment, heard.phases, heard.language)
             yield self._progress(heard.end_samples, unopened)
@@ -316,9 +316,9 @@ class _File:
         if self.diarizing is not None and self.error is None:
             turns = self.diarizing.turns()
             who = Turns(turns)
-            for segment, phases in self.later:
+            for segment, phases, language in self.later:
                 for part in self.diarizing.told(segment, who):
-                    yield self._told(part, phases, self._language)
+                    yield self._told(part, phases, language)
         self._release()
         self.over = True
         yield self._progress(self.way.read_samples, unopened)

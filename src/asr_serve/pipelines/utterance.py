@@ -12,7 +12,7 @@ import numpy as np
 from asr_serve import units
 from asr_serve.decoding.attention import Recognition, SearchOptions, Task
 from asr_serve.engine.client import EngineClient
-from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.errors import OptionError, UnsupportedOption, WeightsMissing
 from asr_serve.models.card import Card
 from asr_serve.text.languages import asked, named
 from asr_serve.text.words import words
@@ -173,6 +173,15 @@ def expect_times(client: EngineClient) -> None:
             f"{client.card.name} does not say when something was said; every Whisper does",
             "leave it out, or say parallel: segments that voice activity cuts",
             param="long_form",
+        )
+
+
+def expect_speakers(client: EngineClient) -> None:
+    """Raises WeightsMissing where the engine could not hear who speaks."""
+    if not client.hears_speakers:
+        raise WeightsMissing(
+            "the models that hear who speaks are not on this machine",
+            todo="`asr-serve models list` says how to get pyannote-segmentation and eres2net; then load it again",
         )
 
 

@@ -22,7 +22,7 @@ from asr_serve.metrics import LiveMeter, ServerMetrics
 from asr_serve.pipelines.live.caller import ListenOptions
 from asr_serve.pipelines.options import NUMBERS, TranscribeOptions
 from asr_serve.pipelines.prompts import hotword_bias
-from asr_serve.pipelines.utterance import Finishing, language
+from asr_serve.pipelines.utterance import Finishing, expect_speakers, language
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.funasr_live import FLAGS, Sentences, Wants
 from asr_serve.server.bodies.spool import Spool, SpoolReader
@@ -147,6 +147,8 @@ class Microphone:
         engine = self._engine()
         hotword_bias(engine.client, engine.tokenizer, wants.hotwords)
         Finishing(language(engine.client, wants.language or None), itn=wants.itn)
+        if wants.spk:
+            expect_speakers(engine.client)
 
     def begin(self, wants: Wants, outbox: Outbox) -> Hearing:
         return self._begin(self._engine(), wants, outbox)

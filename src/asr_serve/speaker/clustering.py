@@ -40,8 +40,9 @@ def cluster(
     if not count:
         return labels
     sums = voices * weights[:, None]
+    units = _units(sums)
     apart = apart.copy()
-    closeness = _cosines(sums, sums)
+    closeness = np.asarray(units @ units.T, np.float32)
     closeness[apart] = -np.inf
     np.fill_diagonal(closeness, -np.inf)
     best = closeness.argmax(1)
@@ -55,11 +56,12 @@ def cluster(
             break
         labels[labels == labels[other]] = labels[one]
         sums[one] += sums[other]
+        units[one] = _units(sums[one])
         apart[one] |= apart[other]
         apart[:, one] = apart[one]
         closeness[other] = closeness[:, other] = -np.inf
         value[other], alive[other] = -np.inf, False
-        fresh = _cosines(sums[one : one + 1], sums)[0]
+        fresh = np.asarray(units @ units[one], np.float32)
         fresh[apart[one] | ~alive] = -np.inf
         fresh[one] = -np.inf
         closeness[one] = closeness[:, one] = fresh
@@ -83,8 +85,5 @@ def cluster(
     return np.asarray(order[numbers])
 
 
-def _cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    def unit(x: np.ndarray) -> np.ndarray:
-        return np.asarray(x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12))
-
-    return np.asarray(unit(left) @ unit(right).T, np.float32)
+def _units(x: np.ndarray) -> np.ndarray:
+    return np.asarray(x / np.maximum(np.linalg.norm(x, axis=-1, keepdims=True), 1e-12))

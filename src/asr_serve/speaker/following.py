@@ -104,9 +104,13 @@ class Following:
             if who in found:
                 continue
             free = [place for place in range(len(self._people)) if place not in taken]
-            if free and centre(members[who]) is None:  # a sound: whoever has spoken last
+            voice = centre(members[who])
+            if free and voice is None:  # a sound: whoever has spoken last
                 last = next((t.speaker for t in reversed(self._told)), self._people[free[0]].name)
                 be(who, next((place for place in free if self._people[place].name == last), free[0]))
+            elif len(self._people) == 1 and free and self._people[0].direction is None:  # whose first was a sound
+                be(who, 0)
+                self._learn(self._people[0], members[who])
             else:
                 be(who, len(self._people))
                 self._people.append(Person(f"SPEAKER_{found[who]:02d}"))

@@ -135,9 +135,9 @@ def _cluster(voices: Sequence[Voice], how_many: HowMany, first: int = 0) -> None
         for part in parts:
             labels[part] = made + _labels([[voices[int(each)]] for each in part], ANY)
             made = int(labels[part].max()) + 1
-    groups = [
-        [each for each, label in zip(voices, labels, strict=True) if label == n] for n in range(labels.max() + 1)
-    ]
+    groups: list[list[Voice]] = [[] for _ in range(labels.max() + 1)]
+    for each, label in zip(voices, labels, strict=True):
+        groups[label].append(each)
     found = _labels(groups, how_many)
     for each, label in zip(voices, labels, strict=True):
         each.group = first + int(found[label])
@@ -145,8 +145,14 @@ def _cluster(voices: Sequence[Voice], how_many: HowMany, first: int = 0) -> None
 
 def _labels(groups: Sequence[Sequence[Voice]], how_many: HowMany) -> np.ndarray:
     """The cluster of each group of voices."""
-    where = [{each.window for each in members} for members in groups]
-    apart = np.array([[one is not other and not one.isdisjoint(other) for other in where] for one in where])
+    where: dict[int, list[int]] = {}
+    for number, members in enumerate(groups):
+        for window in {each.window for each in members}:
+            where.setdefault(window, []).append(number)
+    apart = np.zeros((len(groups), len(groups)), bool)
+    for here in where.values():
+        apart[np.ix_(here, here)] = True
+    np.fill_diagonal(apart, False)
     weights = np.array([sum(max(each.clean_samples, 1) for each in members) for members in groups], np.float64)
     directions = np.stack([found for members in groups if (found := centre(members)) is not None])
     return cluster(directions, weights, apart, alike([each for members in groups for each in members]), how_many)

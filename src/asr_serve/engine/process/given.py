@@ -98,9 +98,9 @@ class Given:
         number = self.questions.ask(answer)
         self.send(wire.AskTurn(number, len(pcm)), pcm, number)
 
-    def ask_voices(self, pcm: np.ndarray, budget_samples: int, answer: Future[LocalVoices]) -> None:
+    def ask_voices(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalVoices]) -> None:
         number = self.questions.ask(answer)
-        self.send(wire.AskVoices(number, len(pcm), budget_samples), pcm, number)
+        self.send(wire.AskVoices(number, len(pcm), budget_samples, live), pcm, number)
 
     def ask(self, answer: Future[wire.Report]) -> None:
         self.send(wire.Ask(self.questions.ask(answer)))

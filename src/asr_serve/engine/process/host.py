@@ -189,8 +189,8 @@ class Host:
                     self._turns.ask(pcm, answer)
                 else:  # the engine before this one had it
                     answer.set_exception(ModelNotLoaded("this engine has no turn model"))
-            case wire.AskVoices(number=number, length=length, budget_samples=budget):
-                question = Question(self._ring.take(number, length), budget, Future[LocalVoices]())
+            case wire.AskVoices(number=number, length=length, budget_samples=budget, live=live):
+                question = Question(self._ring.take(number, length), budget, live, Future[LocalVoices]())
                 question.answer.add_done_callback(partial(self._voices, number))
                 put(lambda loop: loop.voices.ask(question))
             case wire.Ask(number=number):

@@ -146,11 +146,11 @@ class RemoteLink:
         if not up:
             answer.set_exception(unanswered("is being started again"))
 
-    def voices(self, pcm: np.ndarray, budget_samples: int, answer: Future[LocalVoices]) -> None:
+    def voices(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalVoices]) -> None:
         with self._lock:
             self._processes.expect_open()
             if up := self._current.up:
-                self._current.ask_voices(pcm, budget_samples, answer)
+                self._current.ask_voices(pcm, budget_samples, live, answer)
         if not up:
             answer.set_exception(unanswered("is being started again"))
 

@@ -134,6 +134,7 @@ class AskVoices(msgspec.Struct, frozen=True, tag=True):
     number: int
     length: int
     budget_samples: int
+    live: bool
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

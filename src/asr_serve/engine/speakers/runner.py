@@ -1,7 +1,7 @@
 """Windows that wait to be heard for speakers: a few in a step of the loop, on its thread.
 
 Not beside it: the same cores would have to be shared with recognition. While somebody is on line a step is one
-window, for they wait behind it; otherwise windows wait for as many as go together.
+window, for they wait behind it; otherwise windows wait for as many as go together. Who is on line comes first.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ WAIT_S = 0.5
 class Question(NamedTuple):
     pcm: np.ndarray
     budget_samples: int
+    live: bool
+    """Of somebody who is on line."""
     answer: Future[LocalVoices]
     """Nobody cancels it."""
     due_s: float = 0.0
@@ -44,22 +46,24 @@ class Voices:
     def __init__(self, device: Device, stats: Stats) -> None:
         self._device, self._stats = device, stats
         self._waiting: deque[Question] = deque()
+        self._live: deque[Question] = deque()
         self._hearing: Hearing | None = None
         """Loaded when it is first wanted."""
 
     def ask(self, question: Question) -> None:
-        self._waiting.append(question._replace(due_s=time.monotonic() + WAIT_S))
+        (self._live if question.live else self._waiting).append(question._replace(due_s=time.monotonic() + WAIT_S))
 
     def step(self, *, live: bool, idle: bool) -> bool:
         """Hear some; False when none are heard. `live`: somebody is on line. `idle`: there is nothing else to do;
         if there is, windows wait for as many as go together, for they come one by one as files are read."""
         batch: list[Question] = []
-        waits = not (live or idle or len(self._waiting) >= WINDOWS)
-        if waits and (not self._waiting or time.monotonic() < self._waiting[0].due_s):
+        queue = self._live or self._waiting
+        waits = not (live or idle or self._live or len(queue) >= WINDOWS)
+        if waits and (not queue or time.monotonic() < queue[0].due_s):
             return False
         most, budget = LIVE_WINDOWS if live else WINDOWS, STEP_BUDGET_SAMPLES
-        while self._waiting and len(batch) < most and (not batch or self._waiting[0].budget_samples <= budget):
-            batch.append(self._waiting.popleft())
+        while queue and len(batch) < most and (not batch or queue[0].budget_samples <= budget):
+            batch.append(queue.popleft())
             budget -= batch[-1].budget_samples
         if not batch:
             return False
@@ -85,7 +89,8 @@ class Voices:
         return True
 
     def end(self, error: AsrServeError) -> None:
-        while self._waiting:
-            self._waiting.popleft().answer.set_exception(error)
+        for queue in (self._live, self._waiting):
+            while queue:
+                queue.popleft().answer.set_exception(error)
         if self._hearing is not None:
             self._hearing.close()

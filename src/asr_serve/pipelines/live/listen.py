@@ -42,7 +42,7 @@ from asr_serve.pipelines.live.turns import Turns
 from asr_serve.pipelines.live.writing import Writing
 from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
 from asr_serve.pipelines.quiet import Quiet
-from asr_serve.pipelines.utterance import language
+from asr_serve.pipelines.utterance import expect_speakers, language
 from asr_serve.speaker.clustering import HowMany
 from asr_serve.text.tokens import Tokenizer
 from asr_serve.types import Segment, Span
@@ -67,11 +67,13 @@ class Listening:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: what partials are spaced by. Raises OptionError, AtCapacity (no session is free, or those on
-        line wait long already), EngineClosed."""
+        """`clock`: what partials are spaced by. Raises OptionError, WeightsMissing, AtCapacity (no session is
+        free, or those on line wait long already), EngineClosed."""
         self.language = language(client, options.language)
         self._writing = Writing(self.language, wake) if options.itn else None
         how_many = HowMany.of(options.num_speakers, options.min_speakers, options.max_speakers)
+        if options.speakers:
+            expect_speakers(client)
         self._naming = Naming(client, options.words, how_many, wake) if options.speakers else None
         words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
@@ -188,8 +190,9 @@ class Listening:
         self._over = True
         for each in self._segments:
             self._words.drop(each)
-        if self._writing is not None:
-            self._writing.close()
+        for stage in (self._naming, self._writing):
+            if stage is not None:
+                stage.close()
         self._session.close()
 
     # --- voice activity --------------------------------------------------------------------------------

@@ -1,14 +1,16 @@
 """Who says each segment of a live caller: it is heard once more for its speakers before it is told.
 
 What is told keeps its order: behind a segment that is being heard everything waits, some tens of milliseconds.
-Where the engine has no time for it, or has died over it, a segment is told as the last speaker's.
+Where the engine has no time for it, or has died over it, a segment is told as the last speaker's. At the end all
+that was heard is clustered once more, in a thread: for hours of talk that takes seconds.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -55,6 +57,7 @@ class Naming:
         """Segments that are heard and not held yet, by identity."""
         self._told: list[Span] = []
         self._last = ""
+        self._settling: Future[Speakers] | None = None
 
     @property
     def busy(self) -> bool:
@@ -68,7 +71,8 @@ class Naming:
             part = np.ascontiguousarray(pcm[start : start + WINDOW_SAMPLES])
             listened = number % CLOSE.every == 0 or start == starts[-1]
             try:
-                answer = self._client.voices(part, budget_samples=CLOSE.budget_samples if listened else 0)
+                budget = CLOSE.budget_samples if listened else 0
+                answer = self._client.voices(part, budget_samples=budget, live=True)
             except AtCapacity:
                 break
             answer.add_done_callback(lambda _: self._wake())
@@ -83,14 +87,25 @@ class Naming:
         """What can be told by now. Raises WeightsMissing, WeightsCorrupt, EngineClosed."""
         events: list[Event] = []
         while self._held and all(each.answer.done() for each in self._held[0].asked):
-            held = self._held.popleft()
+            held = self._held[0]
+            if isinstance(held.event, Finished):
+                if self._settling is None:  # all that was said is told: nobody else touches what it reads
+                    self._settling = _threads().submit(self._settled)
+                    self._settling.add_done_callback(lambda _: self._wake())
+                if not self._settling.done():
+                    break
+                events.append(self._settling.result())
+            self._held.popleft()
             if isinstance(held.event, SegmentDone):
                 events += self._named(held.event, held)
-            elif isinstance(held.event, Finished):
-                events += [self._settled(), held.event]
             else:
                 events.append(held.event)
         return events
+
+    def close(self) -> None:
+        """At any time: nobody wants to be told."""
+        if self._settling is not None:
+            self._settling.cancel()
 
     def _named(self, done: SegmentDone, held: Held) -> list[Event]:
         windows = []
@@ -118,3 +133,9 @@ class Naming:
             last = turns.speaker(span.start_samples, span.end_samples) or last
             found.append(last)
         return Speakers(tuple(found))
+
+
+@lru_cache(1)
+def _threads() -> ThreadPoolExecutor:
+    """For all callers: who has spoken for an hour does not hold up who has spoken for a minute."""
+    return ThreadPoolExecutor(2, "asr-serve speakers")

@@ -165,6 +165,17 @@ def test_an_unknown_model(server):
     assert ask(server, model="fastpich-en").status_code == 404
 
 
+@pytest.mark.parametrize("letter", ["語", "\U00020000"], ids=["3 bytes", "4 bytes"])
+def test_long_file_names_are_taken_or_refused_with_the_reason(server, letter):
+    """80 letters of CJK are up to 320 bytes, and a disk takes 255."""
+    answer = ask(server, (f"{letter * 80}.wav",))
+    if letter == "語":
+        assert answer.status_code == 202
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "malformed_request")
+        assert "file name" in answer.json()["error"]["message"]
+
+
 def test_recordings_there_must_be(server):
     answer = server.http.post(
         "/v1/voices", data={"name": "ada", "consent": EXAMPLE}, files=[("other", ("a.wav", b"x"))], headers=ADMIN

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import errno
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +40,8 @@ from asr_serve.voices.store import Store
 
 MOST_FILES = 400
 MOST_BODY_BYTES = 1 << 20
+NAME_BYTES = 200
+"""Of a file name that every disk takes, with the number in front that it gets here."""
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": still learning\n\n"
 REPEAT_S = 0.5
@@ -99,7 +103,8 @@ def routes(desk: Desk) -> APIRouter:
             form = Files(
                 request.headers.get("content-type", ""), folder.path, voices.FILES, MOST_FILES, desk.uploads
             )
-            await received(_body(request.receive), form, desk.uploads)
+            with _long_names_refused():
+                await received(_body(request.receive), form, desk.uploads)
             asked = voices.read(form.fields, len(form.names), by)
             order = await asyncio.to_thread(_order, desk, asked, form)
             job = desk.clonings.put(order, folder.path, len(form.names), folder.remove)
@@ -172,6 +177,22 @@ def routes(desk: Desk) -> APIRouter:
         return Response(data, media_type="application/zip", headers=headers)
 
     return router
+
+
+@contextlib.contextmanager
+def _long_names_refused() -> Iterator[None]:
+    """Turn the disk's refusal of a recording's file name into MalformedRequest. A disk counts bytes, and a letter
+    of a name has up to four."""
+    try:
+        yield
+    except OSError as failure:
+        if failure.errno != errno.ENAMETOOLONG:
+            raise
+        raise MalformedRequest(
+            "the file name of a recording is too long for the server's disk",
+            f"names of up to {NAME_BYTES} bytes in UTF-8",
+            "send the recording under a shorter name",
+        ) from failure
 
 
 def _order(desk: Desk, asked: voices.Asked, form: Files) -> Order:

@@ -29,6 +29,7 @@ AsrServeError
 │   │   ├── OutOfTurn         good in itself, and not at this point
 │   │   └── RequestTimeout    it stopped coming
 │   │       └── IdleTimeout   nothing came for too long
+│   ├── UnsupportedProtocol   one that is known, and not served here
 │   ├── InvalidKey            no key, or a wrong one
 │   ├── NotAllowed            the key is good, and may not do this
 │   ├── NoSuchRoute           nothing answers at that path, or not to that method
@@ -202,6 +203,10 @@ class MalformedRequest(RequestError):
 
 class UnknownCommand(MalformedRequest):
     """A text that is no command."""
+
+
+class UnsupportedProtocol(RequestError):
+    """A protocol that is known, and not served here: nothing more of it can be answered."""
 
 
 class OutOfTurn(MalformedRequest):

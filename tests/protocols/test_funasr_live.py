@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from asr_serve.errors import OptionError, UnknownCommand
+from asr_serve.errors import OptionError, UnknownCommand, UnsupportedProtocol
 from asr_serve.pipelines.live.caller import ListenOptions
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols import funasr_live
@@ -52,6 +52,25 @@ def test_commands(text, found):
 @pytest.mark.parametrize("text", ["", "start", "STAR", "START:", "STOP:now", "LANGUAGE", '{"type":"START"}', "\0"])
 def test_what_is_no_command_is_told_which_there_are(text):
     with pytest.raises(UnknownCommand, match="START, STOP, LANGUAGE:, HOTWORDS:"):
+        command(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"mode":"2pass","chunk_size":[5,10,5],"wav_name":"x","is_speaking":true}',
+        ' {"mode": "offline", "wav_name": "x", "is_speaking": true}',
+        '{"is_speaking": false}',
+    ],
+)
+def test_the_two_pass_protocol_is_refused_by_name(text):
+    with pytest.raises(UnsupportedProtocol, match=r"2-pass .* not served here.* START"):
+        command(text)
+
+
+@pytest.mark.parametrize("text", ['{"mode"', "[1]", '{"a":' * 100_000])
+def test_json_of_no_protocol_is_no_command(text):
+    with pytest.raises(UnknownCommand):
         command(text)
 
 
@@ -158,24 +177,24 @@ def test_at_the_end_speakers_may_turn_out_to_be_others(only_new):
     first = json.loads(said.answer(""))["sentences"]
     assert [each.get("spk") for each in first] == [None, 0, 1]
     said.know(["SPEAKER_00", "SPEAKER_00", "agent"])
-    assert [each["spk"] for each in json.loads(said.final())["sentences"]] == [0, 0, "agent"]
+    assert [each["spk"] for each in json.loads(said.final(0))["sentences"]] == [0, 0, "agent"]
 
 
 def test_answers_hold_all_that_is_locked():
     said = Sentences()
-    assert json.loads(said.answer("")) == {"sentences": [], "partial": "", "is_final": False}
+    assert json.loads(said.answer("")) == {"sentences": [], "partial": "", "is_final": False, "duration_ms": 0}
     said.lock(HELLO)
     hello = {"text": "你好", "start": 300, "end": 1_200}
-    assert json.loads(said.answer("世界", 20_000)) == {
+    assert json.loads(said.answer("世界", 20_000, 32_000)) == {
         "sentences": [hello],
         "partial": "世界",
         "partial_start_ms": 1_250,
         "is_final": False,
+        "duration_ms": 2_000,
     }
     said.lock(WORLD)
     world = {"text": 'the "world"', "start": 1_250, "end": 2_501}
-    assert json.loads(said.answer("")) == {"sentences": [hello, world], "partial": "", "is_final": False}
-    assert json.loads(said.final()) == {"sentences": [hello, world], "is_final": True}
+    assert json.loads(said.answer(""))["sentences"] == [hello, world]
     assert json.loads(said.final(82_720)) == {
         "sentences": [hello, world],
         "is_final": True,
@@ -201,4 +220,4 @@ def test_answers_may_hold_only_what_is_new():
     assert [s["text"] for s in json.loads(said.answer(""))["sentences"]] == ["你好"]
     assert json.loads(said.answer("x"))["sentences"] == []
     said.lock(WORLD)
-    assert [s["text"] for s in json.loads(said.final())["sentences"]] == ['the "world"']
+    assert [s["text"] for s in json.loads(said.final(0))["sentences"]] == ['the "world"']

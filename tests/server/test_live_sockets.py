@@ -118,8 +118,9 @@ def test_realtime_words_come_while_they_are_spoken(server, beckett_pcm):
         *later, final, stopped = caller.until_stopped()
         answers += later
     assert stopped == STOPPED
-    assert set(final) == {"sentences", "is_final"}
+    assert set(final) == {"sentences", "is_final", "duration_ms"}
     assert final["is_final"] is True
+    assert final["duration_ms"] == len(beckett_pcm) * 1_000 // RATE_BYTES
     assert texts(final) == [BECKETT]
     [sentence] = final["sentences"]
     assert set(sentence) == {"text", "start", "end"}
@@ -127,8 +128,9 @@ def test_realtime_words_come_while_they_are_spoken(server, beckett_pcm):
     assert 0 <= sentence["start"] < 500 < 8_000 < sentence["end"] <= 10_000
     assert len(answers) >= 3
     for answer in answers:
-        assert set(answer) - {"partial_start_ms"} == {"sentences", "partial", "is_final"}
+        assert set(answer) - {"partial_start_ms"} == {"sentences", "partial", "is_final", "duration_ms"}
         assert answer["is_final"] is False
+        assert 0 < answer["duration_ms"] <= final["duration_ms"]
     partials = [answer["partial"] for answer in answers if answer["partial"]]
     assert partials[0].startswith("Ever")
     assert len(partials[0]) < len(partials[-1])
@@ -209,10 +211,18 @@ def test_a_start_behind_a_stop_waits_for_the_text(server, beckett_pcm):
         said = caller.until_stopped()
         assert texts(said[-2]) == [BECKETT]
         assert caller.hear() == STARTED
-        assert caller.until_stopped()[-2] == {"sentences": [], "is_final": True}
+        assert caller.until_stopped()[-2] == {"sentences": [], "is_final": True, "duration_ms": 0}
 
 
 # --- commands in any order, and what is no command -----------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/ws"])
+def test_two_pass_clients_are_told_at_once_and_closed(server, path):
+    with calling(server, path) as caller:
+        caller.send('{"mode":"2pass","chunk_size":[5,10,5],"wav_name":"x","is_speaking":true}')
+        caller.send(bytes(PACKET_BYTES))
+        assert refusal(caller) == ("unsupported_protocol", 1_008)
 
 
 @pytest.mark.parametrize("path", ["/", "/ws"])

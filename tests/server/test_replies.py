@@ -43,6 +43,7 @@ STATUS: dict[type[AsrServeError], int] = {
     errors.IdleTimeout: 408,
     errors.UnknownCommand: 400,
     errors.OutOfTurn: 400,
+    errors.UnsupportedProtocol: 400,
     errors.InvalidKey: 401,
     errors.NotAllowed: 403,
     errors.NoSuchRoute: 404,

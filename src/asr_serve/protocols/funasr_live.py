@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from asr_serve import units
-from asr_serve.errors import OptionError, UnknownCommand
+from asr_serve.errors import OptionError, UnknownCommand, UnsupportedProtocol
 from asr_serve.pipelines.options import MOST_SPEAKERS, NUMBERS, expect_not_off, expect_numbers
 from asr_serve.protocols.fields import FALSE, TRUE, Fields, shown, words
 from asr_serve.protocols.speakers import number
@@ -23,6 +23,8 @@ FLAGS = ("spk", "words", "itn")
 """What may be wanted beside the text: who speaks, words with their times, numbers as one writes them. Ours, as
 commands (`SPK:true`) and in the query."""
 COMMANDS = ("START", "STOP", "LANGUAGE:", "HOTWORDS:", *(f"{flag.upper()}:" for flag in FLAGS))
+TWO_PASS_KEYS = frozenset({"mode", "is_speaking"})
+"""Either is in every message of the 2-pass protocol, which is refused by name."""
 PLACES = 4
 """Of a probability."""
 LONGEST_CHARACTERS = 1 << 20
@@ -96,7 +98,7 @@ class Wants(msgspec.Struct, frozen=True):
 
 
 def command(text: str) -> Command:
-    """Read a text frame. Raises UnknownCommand.
+    """Read a text frame. Raises UnknownCommand, and UnsupportedProtocol where no other frame will be one either.
 
     >>> command("START"), command("LANGUAGE:English"), command("HOTWORDS:Ada, Babbage,")
     (Start(), Language(name='English', code='en'), Hotwords(words=('Ada', 'Babbage')))
@@ -106,6 +108,12 @@ def command(text: str) -> Command:
             f"a text of {len(text)} characters came",
             f"commands are up to {LONGEST_CHARACTERS} characters long",
             "send audio in binary frames",
+        )
+    if _is_two_pass(text):
+        raise UnsupportedProtocol(
+            "the text is FunASR's older 2-pass protocol, whose first message is JSON with a `mode`",
+            "it is not served here; `/` tells text while somebody speaks, `/ws` after STOP",
+            "send START, samples and STOP, as FunASR's client_python.py does; or use /v1/stream",
         )
     name, colon, value = text.strip().partition(":")
     match name + colon:
@@ -124,6 +132,18 @@ def command(text: str) -> Command:
         f"commands: {', '.join(COMMANDS)}",
         nearest((name + colon).upper(), COMMANDS),
     )
+
+
+def _is_two_pass(text: str) -> bool:
+    """Whether it opens a session of FunASR's 2-pass protocol: `{"mode": "2pass", "chunk_size": [5, 10, 5], ...}`;
+    the modes are 2pass, online and offline. Its closing message, `{"is_speaking": false}`, belongs to it too."""
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        sent = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return isinstance(sent, dict) and not TWO_PASS_KEYS.isdisjoint(sent)
 
 
 def _flag(name: str, value: str) -> bool:
@@ -226,14 +246,16 @@ class Sentences:
         one = _json(sentence)
         self._locked = f"{self._locked},{one}" if self._locked else one
 
-    def answer(self, partial: str, start_samples: int = 0) -> str:
-        """While somebody speaks. `start_samples`: where the partial begins, which FunASR's own clients show."""
+    def answer(self, partial: str, start_samples: int = 0, duration_samples: int = 0) -> str:
+        """While somebody speaks. `start_samples`: where the partial begins, which FunASR's own clients show.
+        `duration_samples`: the length of the audio that has come since START."""
         began = f',"partial_start_ms":{units.samples_to_ms(start_samples)}' if partial else ""
-        return f'{{"sentences":[{self._take()}],"partial":{_json(partial)}{began},"is_final":false}}'
+        told = f'{began},"is_final":false,{_duration(duration_samples)}'
+        return f'{{"sentences":[{self._take()}],"partial":{_json(partial)}{told}}}'
 
-    def final(self, duration_samples: int | None = None, language: str = "", probability: float = 0.0) -> str:
-        """After STOP; with the audio's length, as `/ws` tells it, and what language all of it was heard in."""
-        told = "" if duration_samples is None else f',"duration_ms":{units.samples_to_ms(duration_samples)}'
+    def final(self, duration_samples: int, language: str = "", probability: float = 0.0) -> str:
+        """After STOP: with the audio's length, and, on `/ws`, what language all of it was heard in."""
+        told = f",{_duration(duration_samples)}"
         if probability:
             told += f',"language":{_json(language)},"language_probability":{round(probability, PLACES)}'
         return f'{{"sentences":[{self._take()}],"is_final":true{told}}}'
@@ -243,6 +265,10 @@ class Sentences:
         if self._only_new:
             self._locked = ""
         return taken
+
+
+def _duration(samples: int) -> str:
+    return f'"duration_ms":{units.samples_to_ms(samples)}'
 
 
 def _json(what: object) -> str:

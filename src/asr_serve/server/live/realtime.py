@@ -49,7 +49,7 @@ class Realtime:
 
     async def run(self) -> str:
         await self._caller.run()
-        return self._sentences.final()
+        return self._sentences.final(self.received_samples)
 
     def _hear(self, events: list[Event]) -> None:
         news = False
@@ -71,5 +71,5 @@ class Realtime:
     def _answer(self) -> str:
         partial = self._partial
         if partial is None:
-            return self._sentences.answer("")
-        return self._sentences.answer(partial.text, partial.start_samples)
+            return self._sentences.answer("", duration_samples=self.received_samples)
+        return self._sentences.answer(partial.text, partial.start_samples, self.received_samples)

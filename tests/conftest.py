@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from children import restore_sigint
 
 from asr_serve.config import limit_spinning
 from asr_serve.engine import work
 
+restore_sigint()  # before any test starts a process
 limit_spinning()  # before any test loads torch: the servers some of them start want the same cores
 work.EACH_TIME = work.MOST_AT_ONCE = 1 << 30  # an engine that does nothing looks through all that it holds
 

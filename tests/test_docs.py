@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from children import MODULE_LIMIT_S, Child
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "asr_serve"
@@ -112,7 +113,7 @@ def address(packaged_speech: Path) -> Iterator[str]:
     command += ["--set", "engine.prefix_bytes=0"]  # an example is the first time that anybody asks
     command += ["--alias", "whisper-1=moonshine-tiny-en", "--set", "engine_threads=1", "--set", "log_level=error"]
     command += ["--voice", "hibari"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stderr=subprocess.PIPE, text=True, limit_s=MODULE_LIMIT_S) as process:
         assert process.stderr
         said = ""
         while not (ready := re.search(r" on (http://\S+) \(ready", said)):
@@ -121,7 +122,7 @@ def address(packaged_speech: Path) -> Iterator[str]:
             said += line
         yield ready[1]
         process.terminate()
-        process.communicate()
+        process.communicate(timeout=60)
 
 
 @pytest.fixture

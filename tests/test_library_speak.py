@@ -191,7 +191,7 @@ def test_close_ends_whoever_reads(model: Model) -> None:
     next(pieces)
     thread = threading.Thread(target=speech.close)
     thread.start()
-    thread.join()
+    thread.join(WAIT_S)
     with pytest.raises(Cancelled):
         list(pieces)
     with model.speak(TEXT) as other:

@@ -231,7 +231,7 @@ def test_an_upload_under_way_is_not_copied_when_it_must_be_seeked_in(m4a, copies
     assert not reader.seekable()
     sender = arriving(m4a, reader)
     np.testing.assert_array_equal(read_audio(reader), want)
-    sender.join()
+    sender.join(60)
     assert not copies
     np.testing.assert_array_equal(read_audio(Pipe(m4a)), want)
     assert len(copies) == 1, "what will never seek is copied"
@@ -244,7 +244,7 @@ def test_an_upload_is_read_from_where_it_stands(m4a, copies):
     assert reader.read(9) == b"a preface"
     sender = arriving(m4a, reader)
     np.testing.assert_array_equal(read_audio(reader), read_audio(m4a))
-    sender.join()
+    sender.join(60)
     assert not copies
 
 
@@ -254,11 +254,11 @@ def test_waiting_for_the_end_keeps_the_byte_limit(m4a, copies):
         with pytest.raises(errors.AudioTooLarge):
             read_audio(source, limits=AudioLimits(max_bytes=len(m4a) - 1))
         if sender:
-            sender.join()
+            sender.join(60)
     reader = Upload(Spool(len(m4a)))
     sender = arriving(m4a, reader)
     assert len(read_audio(reader, limits=AudioLimits(max_bytes=len(m4a))))
-    sender.join()
+    sender.join(60)
 
 
 def test_an_upload_that_breaks_off_before_its_index_says_why(m4a):
@@ -266,7 +266,7 @@ def test_an_upload_that_breaks_off_before_its_index_says_why(m4a):
     sender = arriving(m4a[:100_000], reader, breaks=True)
     with pytest.raises(errors.SourceNotFound, match="the upload broke off"):
         read_audio(reader)
-    sender.join()
+    sender.join(60)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.95])

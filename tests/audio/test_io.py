@@ -202,7 +202,7 @@ def test_a_named_pipe_is_a_path(tmp_path):
     writer = threading.Thread(target=fifo.write_bytes, args=(wav(2.0),))
     writer.start()
     assert len(read_audio(fifo)) == 32_000
-    writer.join()
+    writer.join(60)
 
 
 def test_sound_is_taken_out_of_a_film(tmp_path):
@@ -750,6 +750,6 @@ def test_two_threads_decode_two_files(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     for index, want in enumerate(alone):
         np.testing.assert_array_equal(together[index], want)

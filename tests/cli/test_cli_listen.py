@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import Child
 from typer.testing import CliRunner, Result
 
 import asr_serve
@@ -41,7 +42,7 @@ def start(*arguments: str | Path, **streams: Any) -> subprocess.Popen[bytes]:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ASR_SERVE_THREADS": "1"}
     command = [sys.executable, "-c", RUN, "listen", "--dtype", "fp32", *map(str, arguments)]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    return subprocess.Popen(command, env=environ, **streams)
+    return Child(command, env=environ, **streams)
 
 
 def listen(*arguments: str | Path, heard: bytes | None = None) -> subprocess.CompletedProcess[bytes]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import Child
 from typer.testing import CliRunner, Result
 
 from asr_serve.audio import read_audio
@@ -59,7 +60,7 @@ def invoke(*arguments: str | Path, sent: str | bytes = "") -> Result:
 def start(*arguments: str | Path, **environ: str) -> subprocess.Popen[bytes]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     settings = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ASR_SERVE_THREADS": "1"} | environ
-    return subprocess.Popen([sys.executable, "-c", RUN, "speak", *map(str, arguments)], env=settings, **pipes)
+    return Child([sys.executable, "-c", RUN, "speak", *map(str, arguments)], env=settings, **pipes)
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -351,7 +352,7 @@ class Asked:
 
     def close(self) -> None:
         self.server.shutdown()
-        self._thread.join()
+        self._thread.join(WAIT_S)
         self.server.server_close()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import Child
 from fake_model import FakeModel, load
 from typer.testing import CliRunner, Result
 
@@ -55,7 +56,7 @@ def invoke(*arguments: str | Path, stdin: bytes | None = None) -> Result:
 def process(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     script = str(Path(__file__).with_name("fake_model.py"))
-    return subprocess.Popen([sys.executable, script, *arguments], env=environ, **options)
+    return Child([sys.executable, script, *arguments], env=environ, **options)
 
 
 # --- results on stdout ------------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ def test_ctrl_c_keeps_finished_results_and_says_130(folder: Path) -> None:
             if line.startswith(b"one.wav -> "):
                 break
         running.send_signal(signal.SIGINT)
-        stdout, stderr = running.communicate()
+        stdout, stderr = running.communicate(timeout=60)
     assert running.returncode == INTERRUPTED
     assert stderr == b"interrupted\n"
     assert stdout == b""

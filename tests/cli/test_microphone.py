@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from children import Child
 
 from asr_serve.audio import read_audio
 from asr_serve.cli.exits import FAILED, USAGE
@@ -71,7 +72,7 @@ class Card:
     def close(self) -> None:
         self._over.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(WAIT_S)
         os.close(self._ours)
 
 
@@ -87,9 +88,7 @@ def start(config: Path, *arguments: str, **environ: str) -> subprocess.Popen[byt
         dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path), "ALSA_CONFIG_PATH": str(config)} | environ
     )
     command = [sys.executable, "-c", RUN, "listen", "--mic", *arguments]
-    return subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    return Child(command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +157,7 @@ def test_audio_that_nobody_takes_is_counted(card: Card, speech: bytes) -> None:
     """Half a second fits; the reader sleeps until more was lost."""
     environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(sys.path), "ALSA_CONFIG_PATH": str(card.config)}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HEARD, "0.5"], env=environ, text=True, **pipes) as process:  # type: ignore[call-overload]
+    with Child([sys.executable, "-c", HEARD, "0.5"], env=environ, text=True, **pipes) as process:  # type: ignore[call-overload]
         card.hear(speech)
         _, err = process.communicate(timeout=WAIT_S)
     came_bytes, lost_samples, told, said = err.split(maxsplit=3)

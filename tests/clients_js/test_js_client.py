@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from children import MODULE_LIMIT_S, Child
 
 from asr_serve.text import words as wording
 from asr_serve.text.formats import plain, subtitles
@@ -96,7 +97,7 @@ def serve(*settings: str) -> list[str]:
 def server(*settings: str) -> Iterator[str]:
     """Its address."""
     command = [*serve(*settings), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stderr=subprocess.PIPE, text=True, limit_s=MODULE_LIMIT_S) as process:
         try:
             assert process.stderr
             said = ""
@@ -107,7 +108,7 @@ def server(*settings: str) -> Iterator[str]:
             yield ready[1]
         finally:
             process.terminate()
-            process.communicate()
+            process.communicate(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from children import MODULE_LIMIT_S, Child
 from websockets.sync.client import connect
 
 playwright = pytest.importorskip(
@@ -57,10 +57,11 @@ class Served:
             voice,
         ]
         with log.open("w") as out:
-            self.process = subprocess.Popen(
+            self.process = Child(
                 [*command, *flags],
                 stdout=out,
                 stderr=out,
+                limit_s=MODULE_LIMIT_S,
                 env={name: value for name, value in os.environ.items() if not name.startswith("ASR_SERVE_P")},
             )
         end_s = time.monotonic() + WAIT_S
@@ -223,7 +224,7 @@ def told_by_stream(url: str, recording: Path) -> str:
             assert event["type"] != "error", event
             if event["type"] == "segment":
                 said.append(event["text"])
-        sender.join()
+        sender.join(WAIT_S)
     return " ".join(said)
 
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+from children import Child
 from tiny_moonshine import WAIT_S, clip, outcome, save
 
 from asr_serve.config import EngineConfig
@@ -413,11 +414,11 @@ assert "torch" not in sys.modules, "the server must not load torch"
 print(client.link._current.process.pid, flush=True)
 time.sleep(600)
 """
-    server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    server = Child([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     engine = psutil.Process(int(server.stdout.readline()))
     server.kill()
-    server.wait()
+    server.wait(WAIT_S)
     server.stdout.close()
     engine.wait(WAIT_S)
 

@@ -387,7 +387,9 @@ def test_requests_under_way_are_finished_by_the_old_one(begin, still, monkeypatc
     os.kill(old, signal.SIGCONT)
     assert renewing.result().repeated == 0
     for ticket, pcm in zip([*tickets, new], CLIPS, strict=False):
-        assert ticket.future.result(WAIT_S).tokens == still("whole").submit(pcm, GREEDY).future.result().tokens
+        assert (
+            ticket.future.result(WAIT_S).tokens == still("whole").submit(pcm, GREEDY).future.result(WAIT_S).tokens
+        )
     expect_empty(client)
 
 
@@ -411,7 +413,10 @@ def test_what_takes_too_long_is_begun_again_by_the_new_one(begin, still, kind, m
     assert not psutil.pid_exists(old)
     assert found.repeated == 1
     assert found.replayed == (0 if kind == "whole" else 2)
-    assert tickets[0].future.result(WAIT_S).tokens == still(kind).submit(CLIPS[0], GREEDY).future.result().tokens
+    assert (
+        tickets[0].future.result(WAIT_S).tokens
+        == still(kind).submit(CLIPS[0], GREEDY).future.result(WAIT_S).tokens
+    )
     for caller in callers:
         caller.finish()
         caller.expect(still, kind)
@@ -581,7 +586,10 @@ def test_the_old_one_dies_before_all_have_left_it(begin, still, kind, monkeypatc
     found = renewing.result()
     assert found.repeated == 1 + (kind == "whole") * sum(caller.over for caller in callers)
     assert found.replayed == (0 if kind == "whole" else 4)
-    assert tickets[0].future.result(WAIT_S).tokens == still(kind).submit(CLIPS[3], GREEDY).future.result().tokens
+    assert (
+        tickets[0].future.result(WAIT_S).tokens
+        == still(kind).submit(CLIPS[3], GREEDY).future.result(WAIT_S).tokens
+    )
     for caller in callers:
         caller.finish()
         caller.expect(still, kind)

@@ -368,7 +368,7 @@ def test_whatever_dies_when_every_request_finishes(two, decoder, expected, seed)
             assert answers(client, CLIPS) == expected
     finally:
         over.set()
-        harming.join()
+        harming.join(WAIT_S)
 
 
 # --- who does not fit -------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def test_converting_twice_at_once_gives_one_whole_checkpoint(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert len(found) == 4
     assert set(found) == {weights.cached(packaged[0])}
     assert sorted((cache / "made-up").iterdir()) == [found[0]], "no half-built folder stays"

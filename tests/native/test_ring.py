@@ -174,7 +174,7 @@ def test_a_producer_and_a_consumer_of_either_kind_on_two_threads(producer: str, 
         assert (*slot[:2], bytes(slot[2])) == (n, 2 * n, bytes([n % 251]) * (n % 65))
         if side.release():
             bells["producer"].release()
-    thread.join()
+    thread.join(60)
     assert side.depth == 0
 
 

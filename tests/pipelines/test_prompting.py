@@ -171,7 +171,7 @@ def test_the_library_asks_the_engine_for_these_tokens(model: Model, beckett: np.
     given = tuple(tokenizer.encode(" EVER TRIED. EVER FAILED."))
     pcm = in_context(beckett[segment.start_samples : segment.end_samples])
     search = SearchOptions(language="en", prompt=given, timestamps=True)
-    answer = client.submit(pcm, search, "bulk", wait=True).future.result()
+    answer = client.submit(pcm, search, "bulk", wait=True).future.result(60)
     assert client.card.times is not None
     words = [at for at, token in enumerate(answer.tokens) if token < client.card.times.words_below]
     assert tuple(answer.tokens[at] for at in words) == segment.tokens

@@ -95,7 +95,7 @@ def test_text_comes_while_the_rest_is_still_to_come(pipe, model, speech):
     done = threading.Thread(target=lambda: (pipe.write(data[len(data) * 3 // 4 :]), pipe.close()))
     done.start()
     transcript = next(event for event in events if isinstance(event, FileDone)).transcript
-    done.join()
+    done.join(WAIT_S)
     [whole] = model.transcribe(data)
     assert transcript.text == whole.text
     spans = [(s.start_samples, s.end_samples, s.text) for s in transcript.segments]

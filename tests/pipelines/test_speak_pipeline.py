@@ -447,7 +447,7 @@ def test_close_from_another_thread_and_twice(voice: Voice) -> None:
     driver.until(lambda: bool(driver.pieces))
     thread = threading.Thread(target=driver.speaking.close)
     thread.start()
-    thread.join()
+    thread.join(WAIT_S)
     driver.speaking.close()
     with pytest.raises(Cancelled):
         driver.speaking.take()

@@ -106,15 +106,15 @@ def expect_drafts_change_nothing(model: Model, pcm: np.ndarray, options: SearchO
     """The whole clip, after any draft: what its beginning was heard as, itself, and what is wrong early or late;
     all in one batch, and by itself."""
     client, pcm = model._client, in_context(pcm)
-    plainly = client.submit(pcm, options).future.result()
+    plainly = client.submit(pcm, options).future.result(60)
     assert len(plainly.tokens) > 10
-    earlier = client.submit(pcm[: len(pcm) // 2], options).future.result()
+    earlier = client.submit(pcm[: len(pcm) // 2], options).future.result(60)
     own, chance = plainly.tokens, random.Random(7)
     wrong_early, wrong_late = (chance.randrange(1_000), *own[1:]), (*own[:-2], chance.randrange(1_000), *own[-1:])
     drafts = [earlier.tokens, own, wrong_early, wrong_late, own + own, own[:3] + own[5:], own[2:]]
     tickets = [client.submit(pcm, options, "live", draft=Draft(tokens)) for tokens in drafts]
-    answers = [ticket.future.result() for ticket in tickets]
-    answers.append(client.submit(pcm, options, "live", draft=Draft(drafts[0])).future.result())
+    answers = [ticket.future.result(60) for ticket in tickets]
+    answers.append(client.submit(pcm, options, "live", draft=Draft(drafts[0])).future.result(60))
     for answer, tokens in zip(answers, [*drafts, drafts[0]], strict=True):
         assert (answer.tokens, answer.finish) == (plainly.tokens, plainly.finish), tokens
         assert answer.language == plainly.language

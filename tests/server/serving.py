@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from children import Child
 
 WAIT_S = 120.0
 """Longer than anything here takes; only a hang reaches it."""
@@ -34,7 +35,7 @@ class Serving:
             "--set=turn_model=none",
         ]
         with log.open("w") as out:
-            self.process = subprocess.Popen([*command, *settings], stderr=out, stdout=out, env=environ)
+            self.process = Child([*command, *settings], stderr=out, stdout=out, env=environ)
 
     def said(self, pattern: str) -> re.Match[str]:
         """Wait until its log has that."""

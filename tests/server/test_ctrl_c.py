@@ -7,7 +7,6 @@ import pty
 import re
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
+from children import Child
 from raw_http import Raw, file_head
 
 WAIT_S = 60.0
@@ -35,9 +35,7 @@ class Terminal:
         self._screen, theirs = pty.openpty()
         command = [sys.executable, "-c", SERVE, "serve", "--port", str(self.port), "--voice", "none"]
         command += ["--set", "engine_threads=1"]
-        self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-        )
+        self.process = Child(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
         os.close(theirs)
         self.shown = ""
 
@@ -65,7 +63,7 @@ class Terminal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(WAIT_S)
         os.close(self._screen)
 
     def _read(self, wait_s: float = 1.0) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from children import Child
 from conftest import MODEL, Running
 
 CURL = shutil.which("curl")
@@ -90,7 +91,7 @@ def test_text_comes_while_curl_sends(server, wav, tmp_path):
     long.write_bytes(once + once[44:] * 2)  # a header that is too short is nothing to a stream
     command = ["curl", "-sSN", "--limit-rate", "2M", "-w", "%{stderr}%{json}"]
     command += ["-F", f"model={MODEL}", "-F", "stream=true", "-F", f"file=@{long}", server.url + ROUTE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    with Child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert running.stderr is not None
         assert b"best of times" in running.stdout.readline()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 import pytest
+from children import Child
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
@@ -46,7 +47,7 @@ def served() -> Iterator[Served]:
         "0",
     ]
     command += ["--realtime-port", "0", "--set", "engine_threads=1", "--set", f"engine.max_sessions={SESSIONS}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         said = ""
         while not (live := re.search(r"^  live +(ws://\S+)", said, re.MULTILINE)):
@@ -58,7 +59,7 @@ def served() -> Iterator[Served]:
         yield Served(process, f"ws://{main[1]}", live[1])
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        process.communicate(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import soxr
+from children import Child
 from openai_checked import checked
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -38,7 +39,7 @@ class Served(NamedTuple):
 def served() -> Iterator[Served]:
     command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", "0"]
     command += ["--voice", "none", "--set", "engine_threads=1", "--set", "engine.max_sessions=1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Child(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         said = ""
         while not (main := re.search(r" on http://(\S+) \(ready", said)):
@@ -50,7 +51,7 @@ def served() -> Iterator[Served]:
         yield Served(process, f"ws://{main[1]}/v1/realtime?intent=transcription")
         if process.poll() is None:
             process.kill()
-        reading.join()
+        reading.join(WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +146,7 @@ def test_an_engine_that_dies_again_and_again(served, pcm):
             told = until(line, "error")
         finally:
             over.set()
-            killing.join()
+            killing.join(WAIT_S)
         assert failed["item_id"] == item
         assert failed["error"]["type"] == told["error"]["type"] == "server_error"
         assert closed(line) in (1_011, 1_013)

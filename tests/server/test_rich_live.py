@@ -140,7 +140,7 @@ def test_our_python_client_knows_them(server: Running, endgame_pcm: bytes) -> No
             known.note(event)
             if isinstance(event, Speakers):
                 told.append(event)
-        speaking.join()
+        speaking.join(60)
     assert len(told) == 1
     assert {segment.speaker for segment in known.segments} == {"SPEAKER_00", "SPEAKER_01"}
     for segment in known.segments:

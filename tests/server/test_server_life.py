@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import wave
@@ -20,6 +19,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from children import Child
 from raw_http import Raw, field, file_head
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ class Served:
             self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
             self.port = probe.getsockname()[1]
         with log.open("w") as out:
-            self.process = subprocess.Popen(
+            self.process = Child(
                 [
                     sys.executable,
                     "-c",
@@ -100,7 +100,7 @@ def served(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     for server in started:
         if server.process.poll() is None:
             server.process.kill()
-            server.process.wait()
+            server.process.wait(WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from children import Child
 from stream_client import WebSocket, expect_sound, pcm_of, pour, segments
 from websockets.sync.client import connect
 
@@ -52,7 +53,7 @@ def started() -> Iterator[Callable[..., Served]]:
 
     def start(**settings: object) -> Served:
         flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-        process = subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True)
+        process = Child([*COMMAND, *flags], stderr=subprocess.PIPE, text=True)
         processes.append(process)
         assert process.stderr
         said = ""
@@ -66,7 +67,7 @@ def started() -> Iterator[Callable[..., Served]]:
     for process in processes:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        process.communicate(timeout=WAIT_S)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from children import Child
 from conftest import PAID, PAID_WRITTEN, WAIT_S, Running, eventually
 
 from asr_serve.audio import read_audio
@@ -205,7 +206,7 @@ def cutting(proxy: Proxy, chance: random.Random) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join()
+        thread.join(WAIT_S)
 
 
 def send_in_pieces(stream: Stream, audio: bytes, chance: random.Random) -> None:
@@ -397,7 +398,7 @@ def test_where_the_speaker_changes_several_segments_end_at_once() -> None:
 def start(*arguments: str | Path, **streams: Any) -> subprocess.Popen[bytes]:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
-    return subprocess.Popen([sys.executable, "-c", RUN, "listen", *map(str, arguments)], env=environ, **streams)
+    return Child([sys.executable, "-c", RUN, "listen", *map(str, arguments)], env=environ, **streams)
 
 
 def listen(*arguments: str | Path, heard: bytes | None = None) -> subprocess.CompletedProcess[bytes]:

@@ -16,6 +16,7 @@ import av
 import numpy as np
 import pytest
 import soxr
+from children import Child
 from conftest import WAIT_S, Running, eventually
 from stream_client import (
     TRANSPORTS,
@@ -153,7 +154,7 @@ def test_curl_sends_and_reads_at_once(server: Running, beckett_pcm, version: str
         pytest.skip("curl is not installed")
     command = ["curl", "-sN", "-T", "-", version, "-X", "POST", f"{server.url}/v1/stream"]
     said: list[Event] = []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as curl:
+    with Child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as curl:
         assert curl.stdin
         assert curl.stdout
 

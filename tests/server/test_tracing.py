@@ -205,7 +205,7 @@ def test_spans_reach_a_collector(suffix: str) -> None:
             request.answered("/asr", 200)
         tracer.close()
         server.shutdown()
-        thread.join()
+        thread.join(60)
     assert {path for path, _ in bodies} == {"/v1/traces"}
     sent = [ExportTraceServiceRequest.FromString(body) for _, body in bodies]
     names = [s.name for m in sent for r in m.resource_spans for scope in r.scope_spans for s in scope.spans]
@@ -225,4 +225,4 @@ def test_a_collector_that_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatc
     tracer.close()
     assert time.monotonic() - began < 60  # an exporter that is waited for tries again for longer
     for thread in set(threading.enumerate()) - before:
-        thread.join()  # it waits random times: `random` is not for others to use while hypothesis draws
+        thread.join(60)  # it waits random times: `random` is not for others to use while hypothesis draws

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 
 import pytest
+from children import Child
 from conftest import MODEL, eventually
 from prometheus_client import CollectorRegistry
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
@@ -240,7 +241,7 @@ def test_curl(server, cities, version):
     assert "".join(event["delta"] for event in events[:-1]) == events[-1]["text"] == text
 
     slow = ["--limit-rate", "200K", "-F", "stream=true", url]  # it is seen before it is through
-    leaving = subprocess.Popen([*command, *slow], stdout=subprocess.DEVNULL)
+    leaving = Child([*command, *slow], stdout=subprocess.DEVNULL)
     eventually(lambda: server.held()["inside"])
     leaving.kill()
     leaving.wait(60)

@@ -448,7 +448,7 @@ def test_threads_share_it():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert found == [alone] * 4
 
 

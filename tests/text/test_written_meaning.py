@@ -165,5 +165,5 @@ def test_threads_write_what_one_writes() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert made == [alone] * 4

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import tiny_fastpitch
+from children import Child
 from spoken_by_heart import TEXTS, spoken
 from typer.testing import CliRunner
 
@@ -156,7 +157,7 @@ def test_a_voice_of_the_models_own_is_not_replaced(order):
 
 def worker(order: Order, *, hang_up: bool) -> tuple[list[Said], int]:
     """The process that a server starts: all that it says."""
-    process = subprocess.Popen(
+    process = Child(
         [sys.executable, "-m", "asr_serve.train.cloning.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from children import Child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -429,7 +430,7 @@ def test_nothing_is_left_after_a_kill(road: str, name: str, tmp_path: Path) -> N
     with opened(tmp_path, BLOCK, road):
         pass
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen(
+    child = Child(
         [sys.executable, "-c", HELD, str(tmp_path), road, name],
         env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import children
 import numpy as np
 import pytest
 
@@ -314,7 +315,7 @@ def child(script: str, undo: contextlib.ExitStack, kind: str = "native") -> Chil
     }
     with theirs:
         process = undo.enter_context(
-            subprocess.Popen(
+            children.Child(
                 [sys.executable, "-c", CHILD + script, str(fd), str(theirs.fileno())],
                 pass_fds=(fd, theirs.fileno()),
                 stdin=subprocess.PIPE,
@@ -385,7 +386,7 @@ def test_a_writer_that_is_killed_in_the_middle_of_a_message(undo: contextlib.Exi
     while reader.depth < SLOTS:
         asleep.wait(0.001)
     other.kill()
-    other.process.wait()
+    other.process.wait(60)
     with pytest.raises(PeerGone, match=f"{4 * RING_SAMPLES} of 400000 bytes"):
         in_a_thread(reader.take, 1, 100_000)
 
@@ -406,7 +407,7 @@ def test_a_reader_that_is_killed_is_noticed_though_there_is_room(undo: contextli
     writer = PcmWriter(other.fd, other.bell)
     assert other.line() == "here"
     other.kill()
-    other.process.wait()
+    other.process.wait(60)
     with pytest.raises(PeerGone):
         writer.put(1, pcm_of(1))
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from children import Child
 from road_peer import bytes_of
 
 from asr_serve.errors import AsrServeError, Cancelled, OptionError, PeerGone, RoadFailed, RoadTimeout, Torn
@@ -50,7 +51,7 @@ class Peer:
         with there:
             command = [*before, sys.executable, str(Path(__file__).with_name("road_peer.py")), str(there.fileno())]
             env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-            self.process = subprocess.Popen(command, pass_fds=[there.fileno()], env=env)
+            self.process = Child(command, pass_fds=[there.fileno()], env=env)
         self._line = Connection(here.detach())
         assert self.heard() == "here"
 
@@ -77,7 +78,7 @@ class Peer:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.wait(60)
         self._line.close()
 
 
@@ -324,7 +325,7 @@ def test_the_receiver_is_killed_in_the_middle_of_a_put(kind: str, peer: Peer, un
     sender = attach(peer.ask("land", kind, 64 << 20), undo)
     spot, data = peer.ask("lend", 64 << 20), bytes_of(64 << 20, 1)
     sender.put(spot, data, TIMEOUT_S)
-    killer = subprocess.Popen(["sh", "-c", f"sleep 0.05; kill -KILL {peer.process.pid}"])
+    killer = Child(["sh", "-c", f"sleep 0.05; kill -KILL {peer.process.pid}"])
     with pytest.raises(PeerGone):
         put_until_it_fails(sender, spot, data)
     assert killer.wait(TIMEOUT_S) == 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from children import Child
 
 from asr_serve.errors import MissingOption, OptionError, UnknownVoice, WeightsCorrupt
 from asr_serve.voices.card import EXAMPLE, Consent, VoiceCard, consent, expect_name
@@ -242,12 +243,10 @@ print(got)
 def test_of_processes_that_want_one_name_one_gets_it(store):
     here = [str(Path(__file__).parent), *sys.path]
     several = [
-        subprocess.Popen(
-            [sys.executable, "-c", ONE_OF_MANY, str(store.folder), str(seed), *here], stdout=subprocess.PIPE
-        )
+        Child([sys.executable, "-c", ONE_OF_MANY, str(store.folder), str(seed), *here], stdout=subprocess.PIPE)
         for seed in range(3)
     ]
-    got = [int(each.communicate()[0]) for each in several]
+    got = [int(each.communicate(timeout=60)[0]) for each in several]
     assert sum(got) == 12
     assert store.names() == sorted(f"v{number}" for number in range(12))
     assert [sum(each.seed == seed for each in store.cards()) for seed in range(3)] == got

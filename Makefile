@@ -11,7 +11,7 @@ PEERS    ?= moonshine-voice,onnx,faster-whisper
 JSON     ?= bench/results/offline.json
 
 BIN      := $(VENV)/bin
-NATIVE   := src/asr_serve/native/CMakeLists.txt $(wildcard src/asr_serve/native/src/*)
+NATIVE   := src/asr_serve/kernels/CMakeLists.txt $(wildcard src/asr_serve/kernels/src/*)
 PINS     := pyproject.toml constraints.txt
 # pip reads the pins from these, for what it installs and for the environment it builds in.
 PIP      := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -20,12 +20,15 @@ PIP      := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt 
 COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 # A stamp of its own with and without a compiler: install one, and `make setup` builds the native modules.
 STAMP    := $(VENV)/.setup-$(if $(COMPILER),native,plain)
-STRESS   := src/asr_serve/native/src/ring_stress.cpp
+# Folders whose tests start no server and load no weights.
+FAST     := $(addprefix tests/, audio decoding deploy devices diarization engine/cache engine/seq2seq kernels protocols text) \
+              tests/test_architecture.py tests/test_config.py tests/test_metrics.py
+STRESS   := src/asr_serve/kernels/src/ring_stress.cpp
 
 .DEFAULT_GOAL := help
 # No two of these at once: they share .venv.
 .NOTPARALLEL:
-.PHONY: help setup bench-setup clients console serve test check bench docs clean
+.PHONY: help setup bench-setup clients console serve test test-fast test-slow test-all check bench docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -73,8 +76,20 @@ serve: setup  ## start the server on 127.0.0.1:8000; ARGS='--port 9000' for more
 	@echo "Starting. A clip to try it with:  $$($(BIN)/python examples/demo_clip.py)"
 	@exec $(BIN)/asr-serve serve $(ARGS)
 
-test: setup  ## run the tests; ARGS='-k name' for some
-	$(BIN)/python -m pytest $(ARGS)
+# A file's tests stay in one process: they share servers.
+PYTEST   := $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test: setup  ## every behaviour once, in two processes; ARGS='-k name' for some
+	$(PYTEST) -m 'not slow and not exhaustive' $(ARGS)
+
+test-fast: setup  ## what needs neither a server nor weights, after every edit
+	$(PYTEST) -m 'not slow and not exhaustive' $(FAST) $(ARGS)
+
+test-slow: setup  ## what `make test` leaves out and CI runs: the same behaviours longer, under load, over more cases
+	$(PYTEST) -m 'slow and not exhaustive' $(ARGS)
+
+test-all: setup  ## everything, every recording and every weights file too
+	$(PYTEST) $(ARGS)
 
 check: setup  ## ruff, ruff format, mypy, and the ring under ThreadSanitizer
 	$(BIN)/ruff check .

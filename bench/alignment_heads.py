@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.attention import Hypothesis, SearchOptions
 from asr_serve.decoding.dtw import LEAST, first_frames, smoothed
-from asr_serve.engine.parts import Checkpoint
-from asr_serve.engine.utterances.encode import EncodeRunner
-from asr_serve.engine.utterances.ends.aligning import Aligner, Ended
-from asr_serve.engine.utterances.runner import DecodeRunner
-from asr_serve.models.alignment.heads import Alignment
+from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.engine.builder import AsrCheckpoint
+from asr_serve.engine.seq2seq.decoder import DecodeRunner
+from asr_serve.engine.seq2seq.encoder import EncodeRunner
+from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner
+from asr_serve.models.alignment_heads import AlignmentHeads
 
 RATE_HZ = 16_000
 PAUSE_SAMPLES = 3_200
@@ -89,12 +89,12 @@ def references(table: Path) -> dict[str, list[tuple[str, float]]]:
 
 def look(name: str, words: dict[str, list[tuple[str, float]]]) -> tuple[Any, list[Looked]]:
     """With all heads of all layers, over what the model hears in each clip."""
-    checkpoint = Checkpoint.find(name, None)
+    checkpoint = AsrCheckpoint.find(name, None)
     parts = checkpoint.build("cpu", "auto")
     model = parts.model
-    model.alignment = Alignment({layer: tuple(range(model.heads)) for layer in range(model.layers)})
+    model.alignment = AlignmentHeads({layer: tuple(range(model.heads)) for layer in range(model.layers)})
     runner = DecodeRunner(model, parts.device, 8, 256 << 20, model.frames(28 * RATE_HZ))
-    encoder, aligner = EncodeRunner(model, parts.device), Aligner(runner)
+    encoder, aligner = EncodeRunner(model, parts.device), TokenAligner(runner)
     special = getattr(model, "special", None)
     options = SearchOptions(words=True, language="en" if special and special.multilingual else "")
     found = []
@@ -103,19 +103,19 @@ def look(name: str, words: dict[str, list[tuple[str, float]]]) -> tuple[Any, lis
         if len(pcm) > LONGEST_SAMPLES:
             continue
         pcm = np.pad(pcm, PAUSE_SAMPLES)
-        hypothesis = Hypothesis(options, model.eos, model.max_tokens - 8, parts.text)
-        row = runner.join(0, encoder.run([pcm])[0], hypothesis)
-        ended = runner.verify([row]) if row.due else []
+        hypothesis = Hypothesis(options, model.eos, model.max_tokens - 8, parts.decode_text)
+        row = runner.add_row(0, encoder.encode([pcm])[0], hypothesis)
+        ended = runner.prefill_and_verify([row]) if row.needs_prefill else []
         while not ended:
             ended = runner.step()
         assert row.finish is not None
-        answer = hypothesis.settle(row.finish)
+        answer = hypothesis.finalize(row.finish)
         if answer is not None and answer.tokens:
-            scores = aligner.looks([Ended(row, answer, len(pcm))])[0]
-            texts = [parts.text(list(answer.tokens[:end])) for end in range(len(answer.tokens) + 1)]
+            scores = aligner.attention_scores([FinishedRow(row, answer, len(pcm))])[0]
+            texts = [parts.decode_text(list(answer.tokens[:end])) for end in range(len(answer.tokens) + 1)]
             weights = smoothed(torch.softmax(scores, dim=2))
             found.append(Looked(weights, starts(texts, reference)))
-        runner.leave(row)
+        runner.remove_row(row)
     return model, found
 
 

@@ -80,12 +80,12 @@ def watch(model: Any) -> dict[str, list[float]]:
 
         return run
 
-    loop = model._client.link.loop
-    device, network, decode = model.device, loop.work.model, loop.work.decode_runner
+    loop = model._client.backend.loop
+    device, network, decode = model.device, loop.executor.model, loop.executor.decode_runner
     kernels = {n: timed(n, f) for n, f in vars(device.kernels).items() if callable(f)}
     device.kernels = network.kernels = SimpleNamespace(**kernels)
     device.attention = timed("attention", device.attention)
-    loop.work.encode_runner.run = timed("encode", loop.work.encode_runner.run)
+    loop.executor.encode_runner.encode = timed("encode", loop.executor.encode_runner.encode)
     decode.step = timed("step", decode.step)
     decode.join = timed("join", decode.join)
 

@@ -37,7 +37,7 @@ def fastconformer(right: int, head: str, size: str, device: Any) -> Any:
     sys.path.insert(0, str(HERE.parent / "tests" / "models"))
     from tiny_fastconformer import weights
 
-    from asr_serve.models.asr.fastconformer import Config, Model
+    from asr_serve.models.asr.nemo.fastconformer import Config, Model
 
     sizes: dict[str, dict[str, Any]] = {
         "large": {},
@@ -62,9 +62,9 @@ def fastconformer(right: int, head: str, size: str, device: Any) -> Any:
 
 def packaged(name: str, device: Any) -> Any:
     """Real weights, of the package that has them."""
-    from asr_serve.engine.parts import Checkpoint
+    from asr_serve.engine.builder import AsrCheckpoint
 
-    found = Checkpoint.find(name, None)
+    found = AsrCheckpoint.find(name, None)
     from safetensors.torch import load_file
 
     return found.kind.Model(found.config, load_file(found.folder / "model.safetensors"), device)
@@ -120,10 +120,10 @@ class Load:
 
 
 def build(model: Any, beam: int, chunk: int, sessions: int, rows: int, chunked: bool, graphs: bool) -> Any:
-    from asr_serve.engine.chunked.wrapper import ChunkedInferenceWrapper
-    from asr_serve.engine.parts import _search
+    from asr_serve.engine.builder import _search
+    from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 
-    return ChunkedInferenceWrapper(
+    return ChunkedModelRunner(
         model,
         _search(model, model.heads[0], beam, model.device),
         model.device,
@@ -160,7 +160,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     from asr_serve import devices
 
     for dtype in args.dtype:
-        device = devices.pick(args.device, dtype)
+        device = devices.make_device(args.device, dtype)
         for spec in args.models:
             model = load(spec, device)
             chunk = -(-args.chunk_ms * 16 // model.frame_samples)

@@ -107,12 +107,15 @@ def divided(name: str, clips: Sequence[Path], most: int) -> Speaker:
 
 def measured(args: argparse.Namespace, speakers: Sequence[Speaker]) -> Iterator[Row]:
     """A row for each, as soon as it is there."""
-    from asr_serve.evaluate.voice import Listener
+    from asr_serve_tools.evaluate.voice_quality import EvaluationRecognizer
 
     texts = speak.sentences(args.sentences)[: args.texts]
     heard = {each.name: (voices(each.learnt), voices(each.held_out)) for each in speakers}
     others = voices(spread(sorted((args.data / "librispeech-train-untranscribed").glob("*.flac")), OTHERS))
-    with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as temporary, Listener(args.recogniser) as ear:
+    with (
+        tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as temporary,
+        EvaluationRecognizer(args.recogniser) as ear,
+    ):
         folder = args.voices_dir or Path(temporary)
         for number, speaker in enumerate(speakers):
             say(f"clone  {speaker.name}: {len(speaker.learnt)} recordings, {len(speaker.held_out)} held out")
@@ -178,8 +181,8 @@ def cloned(args: argparse.Namespace, speaker: Speaker, folder: Path, name: str) 
 def read(args: argparse.Namespace, folder: Path, texts: Sequence[str], voice: str) -> list[np.ndarray]:
     """What the voice says, by the engine itself: (n,) float32 each, at 22.05 kHz."""
     import asr_serve
+    from asr_serve.audio.features.slaney_mel import RATE_HZ
     from asr_serve.config import EngineConfig
-    from asr_serve.features.slaney_mel import RATE_HZ
 
     config = EngineConfig(voices_dir=str(folder), codec=args.codec)
     with asr_serve.load("fastpitch-en", device="cpu", weights=args.weights, engine=config) as model:
@@ -188,19 +191,19 @@ def read(args: argparse.Namespace, folder: Path, texts: Sequence[str], voice: st
 
 
 def rate(ear: Any, texts: Sequence[str], said: Sequence[np.ndarray]) -> float:
-    from asr_serve.features.slaney_mel import RATE_HZ
+    from asr_serve.audio.features.slaney_mel import RATE_HZ
 
     return round(ear.errors(texts, said, RATE_HZ).percent, 2)
 
 
 def voices(clips: Sequence[Path]) -> np.ndarray:
     """(clips, 256), each of length 1."""
-    from asr_serve.audio.io import read_audio
-    from asr_serve.models.speaker import ge2e
+    from asr_serve.audio.reader import read_audio
+    from asr_serve.models.auxiliary import ge2e
 
     encoder = ge2e.load()
     return (
-        np.stack([encoder.embed(ge2e.prepared(read_audio(clip))) for clip in clips])
+        np.stack([encoder.embed(ge2e.normalize_clip(read_audio(clip))) for clip in clips])
         if clips
         else np.zeros((0, 256))
     )
@@ -208,13 +211,13 @@ def voices(clips: Sequence[Path]) -> np.ndarray:
 
 def voices_of(said: Sequence[np.ndarray]) -> np.ndarray:
     """The same of speech at 22.05 kHz."""
-    from asr_serve.audio.resample import resampled
-    from asr_serve.features.slaney_mel import RATE_HZ
-    from asr_serve.models.speaker import ge2e
+    from asr_serve.audio.features.slaney_mel import RATE_HZ
+    from asr_serve.audio.resample import resample_clip
+    from asr_serve.models.auxiliary import ge2e
     from asr_serve.units import RATE_HZ as HEARD_HZ
 
     encoder = ge2e.load()
-    return np.stack([encoder.embed(ge2e.prepared(resampled(pcm, RATE_HZ, HEARD_HZ))) for pcm in said])
+    return np.stack([encoder.embed(ge2e.normalize_clip(resample_clip(pcm, RATE_HZ, HEARD_HZ))) for pcm in said])
 
 
 def alike(

@@ -30,13 +30,13 @@ import machine
 import numpy as np
 
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import SearchOptions
+from asr_serve.decoding.seq2seq import SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process.child import RingSize
-from asr_serve.engine.process.link import RemoteLink, remote
-from asr_serve.engine.process.wire import EngineSpec
+from asr_serve.engine.process.client import ProcessBackend, process_backend
+from asr_serve.engine.process.messages import EngineSpec
+from asr_serve.engine.process.process import RingSize
 from asr_serve.errors import AsrServeError
-from asr_serve.transfer import roads
+from asr_serve.transfer import transports
 
 MODELS = ("whisper-tiny-en", "whisper-base")
 LOADS = (1, 4, 16)
@@ -62,7 +62,7 @@ class Arrangement(NamedTuple):
 
 
 def arrangements() -> list[Arrangement]:
-    ways = [road for road in ("shm", "tcp", "nixl") if road in roads.kinds()]
+    ways = [road for road in ("shm", "tcp", "nixl") if road in transports.available_transports()]
     return [Arrangement(None), *(Arrangement(road, apart) for road in ways for apart in (True, False))]
 
 
@@ -83,7 +83,7 @@ def engine(model: str, dtype: str, threads: int, cores: set[int], port: int, **s
         model=model, device="cpu", dtype=dtype, turn_model="none", threads=threads, listen=("127.0.0.1", port)
     )
     with on(cores):
-        return EngineClient(config, remote(spec, RingSize()))
+        return EngineClient(config, process_backend(spec, RingSize()))
 
 
 @contextmanager
@@ -124,9 +124,9 @@ def closing(client: EngineClient) -> Iterator[EngineClient]:
 
 
 def counted(client: EngineClient, metric: str, labels: str = "") -> float:
-    assert isinstance(client.link, RemoteLink)
+    assert isinstance(client.backend, ProcessBackend)
     time.sleep(0.6)  # its text is not made anew more often
-    report = client.link.report()
+    report = client.backend.report()
     text = report.metrics.decode() if report else ""
     return sum(float(value) for value in re.findall(rf"^{metric}{{.*{labels}.*}} (\S+)$", text, re.MULTILINE))
 

@@ -18,12 +18,12 @@ import machine
 import report
 from clips import Clip
 
-COMMAND = [sys.executable, "-c", "import sys; from asr_serve.cli import main; sys.exit(main())", "transcribe"]
+COMMAND = [sys.executable, "-c", "import sys; from asr_serve.api.cli import main; sys.exit(main())", "transcribe"]
 
 
 def memory(speech: Sequence[Clip], device: str, env: dict[str, str], hours: float = 3.0) -> dict[str, Any]:
     """`asr-serve transcribe` over one long file: peak memory of its processes, speed, and what it heard."""
-    from asr_serve.evaluate.wer import wer
+    from asr_serve_tools.evaluate.wer import wer
 
     with tempfile.TemporaryDirectory(prefix="asr-serve-bench-") as folder:
         path, heard = Path(folder, "long.flac"), Path(folder, "long.txt")

@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 import asr_serve
-from asr_serve import native
+from asr_serve import kernels
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import PackedLinear
-from asr_serve.devices.int8 import Int8Linear
-from asr_serve.engine.parts import Checkpoint
-from asr_serve.evaluate.wer import cer, wer
-from asr_serve.models.card import card
-from asr_serve.native import int8_twins
-from asr_serve.values import Quantize
+from asr_serve.devices.int8 import CpuInt8Linear
+from asr_serve.engine.builder import AsrCheckpoint
+from asr_serve.kernels import int8_reference
+from asr_serve.models.registry import asr_card
+from asr_serve.types import Quantize
+from asr_serve_tools.evaluate.wer import cer, wer
 
 SHAPES = (
     *((288, 864), (288, 288), (288, 2_304), (1_152, 288), (288, 32_768)),  # Moonshine tiny
@@ -72,9 +72,9 @@ def candidates(inputs: int, outputs: int, rows: int) -> dict[str, Call]:
     """Name -> one product of bf16 activations, all of one weight. Where a candidate takes integers, the
     rounding of the rows is not counted: in its favour."""
     weight, x = torch.randn(outputs, inputs), torch.randn(rows, inputs).bfloat16()
-    integers, scale = int8_twins.quantise(weight)
+    integers, scale = int8_reference.quantise(weight)
     plain, short = PackedLinear(weight.bfloat16(), None), scale.bfloat16()
-    ours = {bits: Int8Linear(weight, None, native.kernels(), bits) for bits in (16, 8)}
+    ours = {bits: CpuInt8Linear(weight, None, kernels.kernels(), bits) for bits in (16, 8)}
     found: dict[str, Call] = {
         "bf16": lambda: plain(x),
         "ours, 16-bit rows": lambda: ours[16](x),
@@ -153,7 +153,7 @@ def models(names: Sequence[str], modes: Sequence[str], args: argparse.Namespace)
             )
             for mode in modes
         }
-        chosen = card(name)
+        chosen = asr_card(name)
         for folder, has_text in [(each, True) for each in args.data] + [(each, False) for each in args.speech]:
             wanted = args.clips if has_text else args.speech_clips
             speech = clips.load(folder, wanted) if has_text else clips.without_text(folder, wanted)
@@ -246,7 +246,7 @@ def likeness(texts: dict[str, list[str]], mode: str) -> dict[str, float]:
 
 def weight_bytes(name: str, dtype: str, quantize: Quantize) -> int:
     """Of everything that a loaded model holds: products, vocabularies, and tensors that belong to neither."""
-    model = Checkpoint.find(name, None).build("cpu", dtype, quantize).model
+    model = AsrCheckpoint.find(name, None).build("cpu", dtype, quantize).model
     found = [each for each in parts_of(model) if not isinstance(each, Tensor)]
     own = {id(value) for each in found for value in vars(each).values() if isinstance(value, Tensor)}
     tensors = {
@@ -273,7 +273,7 @@ def parts_of(root: Any) -> list[Any]:
             left += each
         elif isinstance(each, dict):
             left += each.values()
-        elif type(each).__module__.startswith(("asr_serve.models", "asr_serve.features")) and hasattr(
+        elif type(each).__module__.startswith(("asr_serve.models", "asr_serve.audio.features")) and hasattr(
             each, "__dict__"
         ):
             left += vars(each).values()
@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--no-products", action="store_true", help="whole models only")
     add("--json", type=Path, metavar="FILE", help="where the result goes")
     args = parser.parse_args(argv)
-    core = native.core()
+    core = kernels.core()
     if core is None:
         parser.error("the native core is not built: there is nothing to measure")
     found: dict[str, Any] = {"machine": machine.describe(args.threads), "int8": core.int8_isa()}

@@ -45,7 +45,7 @@ class Sentence(NamedTuple):
 @cache
 def words(text: str) -> str:
     """For comparing: case, punctuation and spelling aside."""
-    from asr_serve.evaluate.wer import normalize
+    from asr_serve_tools.evaluate.wer import normalize
 
     return normalize(text)
 
@@ -78,10 +78,10 @@ def endpoint(start_ms: float, end_ms: float, constant_ms: int | None = None) -> 
     A pause begins with a window. Where that would not be so, the silence was shorter than the padding, and the
     span ends where the last window heard began.
     """
-    from asr_serve.vad.schedule import STREAMING
+    from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 
     def silence_ms(length_ms: float) -> int:
-        asked_ms = STREAMING.silence_ms(length_ms) if constant_ms is None else constant_ms
+        asked_ms = STREAMING_SCHEDULE.silence_ms(length_ms) if constant_ms is None else constant_ms
         return math.ceil(asked_ms / WINDOW_MS) * WINDOW_MS
 
     pause_ms = end_ms - PAD_MS

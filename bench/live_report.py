@@ -114,7 +114,7 @@ def error_of(heard: Heard) -> str | None:
 
 
 def error_rate(said: Sequence[str], heard: Sequence[str]) -> float:
-    from asr_serve.evaluate.wer import wer
+    from asr_serve_tools.evaluate.wer import wer
 
     return round(wer(said, heard).percent, 2)
 

@@ -23,7 +23,7 @@ def voices(clips: Sequence[Pcm], pause: int) -> list[list[float]]:
     """Silero's probability for every window of every clip and the pause after it."""
     import torch
 
-    from asr_serve.models.vad import silero
+    from asr_serve.models.auxiliary import silero
 
     counts = [live_speech.windows(len(clip) + pause) for clip in clips]
     sound = np.zeros((len(clips), (LEAD_WINDOWS + max(counts)) * WINDOW_SAMPLES), np.float32)

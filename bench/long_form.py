@@ -34,9 +34,9 @@ import peers
 from clips import RATE_HZ, Audio, Clip
 
 import asr_serve
+from asr_serve.api.library import Model
 from asr_serve.config import EngineConfig
-from asr_serve.evaluate.wer import normalize, wer
-from asr_serve.library import Model
+from asr_serve_tools.evaluate.wer import normalize, wer
 
 SEAM_WORDS = 3
 PAUSES_S = (0.0, 0.2, 0.5, 1.0, 2.0)

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from asr_serve import units
-from asr_serve.models.vad import silero
-from asr_serve.models.vad.silero import WINDOW_SAMPLES, Silero
+from asr_serve.models.auxiliary import silero
+from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES, Silero
 from asr_serve.types import SpeakerTurn
 
 RATE = units.RATE_HZ

@@ -20,7 +20,7 @@ from clips import decode
 from numpy.typing import NDArray
 
 import asr_serve
-from asr_serve.library import Model
+from asr_serve.api.library import Model
 
 Audio = NDArray[np.float32]
 RATE_HZ = 16_000

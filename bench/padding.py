@@ -28,12 +28,17 @@ import torch
 from clips import Audio
 from torch import Tensor
 
-from asr_serve.decoding.attention import Hypothesis, SearchOptions
-from asr_serve.engine.parts import Checkpoint
-from asr_serve.evaluate.wer import cer, normalize, wer
-from asr_serve.models.batch import Paged
-from asr_serve.models.whisper_window import AFTER_POSITIONS, END_POSITIONS, SILENCE_STRIDE, Window
-from asr_serve.native import PAGE
+from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.engine.builder import AsrCheckpoint
+from asr_serve.kernels import PAGE
+from asr_serve.models.asr.whisper.encoder_window import (
+    AFTER_POSITIONS,
+    END_POSITIONS,
+    SILENCE_STRIDE,
+    WhisperWindow,
+)
+from asr_serve.models.packing import PagedKeyValues
+from asr_serve_tools.evaluate.wer import cer, normalize, wer
 
 Table = dict[str, Any]
 
@@ -91,8 +96,8 @@ class Row:
         """Logits in float32 after each of them, all in one pass."""
         count = len(tokens)
         lengths = torch.arange(self.fed + 1, self.fed + count + 1)
-        own = Paged(self.pool, self.own.repeat(count, 1), lengths)
-        audio = Paged(self.pool, self.heard.repeat(count, 1), torch.full((count,), self.frames))
+        own = PagedKeyValues(self.pool, self.own.repeat(count, 1), lengths)
+        audio = PagedKeyValues(self.pool, self.heard.repeat(count, 1), torch.full((count,), self.frames))
         self.fed += count
         logits: Tensor = self.model.decode(torch.tensor(tokens), own, audio)[0].float()
         return logits
@@ -106,14 +111,14 @@ class Heard:
     """One model, one clip after another."""
 
     def __init__(self, name: str, dtype: str, threads: int) -> None:
-        found = Checkpoint.find(name, None)
-        self.card, self.text = found.card, found.tokenizer.text
+        found = AsrCheckpoint.find(name, None)
+        self.card, self.text = found.card, found.tokenizer.decode
         parts = found.build("cpu", dtype)
-        parts.device.share(threads)
+        parts.device.set_threads(threads)
         self.model, self.device = parts.model, parts.device
         self.positions = int(self.model.config.max_source_positions)
         most = -(-self.model.max_tokens // PAGE) + -(-self.positions // PAGE)
-        self.pool = self.device.memory(
+        self.pool = self.device.allocate(
             1 + most, self.model.layers, 2, self.model.heads, self.model.head_dim * PAGE
         )
 
@@ -121,7 +126,7 @@ class Heard:
     def answer(self, clip: Audio, variant: Variant, draft: Sequence[int] = ()) -> Answer:
         """`draft`: what it may say, looked at in one pass as far as it holds; the answer is the same without."""
         model = self.model
-        model.window = Window(self.positions, *variant)
+        model.window = WhisperWindow(self.positions, *variant)
         began = time.thread_time()
         hidden, packing = model.encode([torch.from_numpy(clip)])
         frames = packing.frames[0]
@@ -143,13 +148,13 @@ class Heard:
                 zip(best.values.tolist(), best.indices.tolist(), strict=True)
             ):
                 margin = min(margin, values[0] - values[1])
-                finish = hypothesis.add(token, values[0])
+                finish = hypothesis.append_token(token, values[0])
                 if finish or place == len(ahead) or token != ahead[place]:
                     step.back(len(ahead) - place)
                     break
             ahead = []
         least = math.exp(min(hypothesis.logprobs, default=0.0))
-        settled = hypothesis.settle(finish)
+        settled = hypothesis.finalize(finish)
         assert settled is not None
         return Answer(
             settled.tokens,

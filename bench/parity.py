@@ -24,11 +24,11 @@ from peers import OnnxLoop
 from torch import Tensor
 
 from asr_serve import devices
-from asr_serve.models import weights
-from asr_serve.models.batch import Paged
-from asr_serve.models.card import card, kinds
-from asr_serve.native import PAGE
-from asr_serve.text import tokens as detokenisers
+from asr_serve.kernels import PAGE
+from asr_serve.models.checkpoints import store
+from asr_serve.models.packing import PagedKeyValues
+from asr_serve.models.registry import asr_card, model_modules
+from asr_serve.text import tokenizers as detokenisers
 
 MODEL = "moonshine-tiny-en"
 BATCH = 10
@@ -51,7 +51,7 @@ class Ours:
     def load(cls, folder: Path, dtype: str, kind: str = "moonshine") -> Ours:
         from safetensors.torch import load_file
 
-        file, device = kinds()[kind], devices.pick("cpu", dtype)
+        file, device = model_modules()[kind], devices.make_device("cpu", dtype)
         config = file.Config.of(json.loads((folder / "config.json").read_text()))
         return cls(file.Model(config, load_file(folder / "model.safetensors"), device), device)
 
@@ -93,7 +93,7 @@ class Ours:
                 break
         return found
 
-    def _pages(self, frames: Sequence[Tensor], longest: int) -> tuple[Paged, Paged]:
+    def _pages(self, frames: Sequence[Tensor], longest: int) -> tuple[PagedKeyValues, PagedKeyValues]:
         net, rows = self.network, len(frames)
         wide, deep = -(-longest // PAGE), -(-max(map(len, frames)) // PAGE)
         shape = (1 + rows * (wide + deep), net.layers, 2, net.heads, net.head_dim * PAGE)
@@ -101,9 +101,11 @@ class Ours:
         pages = 1 + torch.arange(rows * (wide + deep), dtype=torch.int32).view(rows, wide + deep)
         own, audio = pages[:, :wide].contiguous(), pages[:, wide:].contiguous()
         for table, clip in zip(audio, frames, strict=True):
-            self.device.kernels.store(pool, net.cross(clip), table[: -(-len(clip) // PAGE)].contiguous())
+            self.device.kernels.store(
+                pool, net.cross_keys_values(clip), table[: -(-len(clip) // PAGE)].contiguous()
+            )
         lengths = torch.tensor([len(clip) for clip in frames])
-        return Paged(pool, own, torch.ones(rows, dtype=torch.int64)), Paged(pool, audio, lengths)
+        return PagedKeyValues(pool, own, torch.ones(rows, dtype=torch.int64)), PagedKeyValues(pool, audio, lengths)
 
 
 class Graphs(OnnxLoop):
@@ -186,12 +188,12 @@ class Measured:
 
 
 def run(data: Path, threads: int) -> dict[str, Any]:
-    from asr_serve.evaluate.wer import normalize, wer
+    from asr_serve_tools.evaluate.wer import normalize, wer
 
     torch.set_num_threads(threads)
     speech = clips.load(data)
-    folder = weights.resolve(card(MODEL))
-    text = detokenisers.load(folder).text
+    folder = store.resolve(asr_card(MODEL))
+    text = detokenisers.load_tokenizer(folder).decode
     measured = Measured([clip.audio for clip in speech], Graphs("cpu", threads))
     said, theirs = [clip.text for clip in speech], [text(picks) for picks in measured.picks]
     base = wer(said, theirs)

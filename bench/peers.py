@@ -62,7 +62,7 @@ class AsrServe(Peer):
         from asr_serve.config import EngineConfig
 
         # Without memory: a bench asks the same again and again, so that it is computed again and again.
-        config = EngineConfig.of({"prefix_bytes": 0, **(engine or {})})
+        config = EngineConfig.from_mapping({"prefix_bytes": 0, **(engine or {})})
         self.model = asr_serve.load(model, device=device, dtype=dtype, engine=config)
         self.facts = {
             "notes": "whole clips, vad=False, one transcribe() call"
@@ -207,10 +207,10 @@ class Transformers(Peer):
             WhisperForConditionalGeneration,
         )
 
-        from asr_serve.engine.parts import Checkpoint
+        from asr_serve.engine.builder import AsrCheckpoint
 
         torch.set_num_threads(threads)
-        found = Checkpoint.find("whisper-tiny-en", None)  # the same weights, in the form it reads
+        found = AsrCheckpoint.find("whisper-tiny-en", None)  # the same weights, in the form it reads
         special = found.config.special
         sizes = {name: getattr(found.config, name) for name in found.config.__struct_fields__}
         sizes.pop("silence_stride")
@@ -231,7 +231,7 @@ class Transformers(Peer):
         )
         self.dtype = getattr(torch, dtype)
         self.model = model.to(device, self.dtype).eval()
-        self.features, self.text = WhisperFeatureExtractor(), found.tokenizer.text
+        self.features, self.text = WhisperFeatureExtractor(), found.tokenizer.decode
         self.facts = {
             "device": device,
             "dtype": dtype,

@@ -71,8 +71,8 @@ def write(folder: Path, name: str, recording: clips.Audio) -> str:
 
 def repeat(args: argparse.Namespace, model: Any, recording: clips.Audio, folder: Path) -> Row:
     """Cold: of files that sound the same, each new. Warm: one of them again."""
-    from asr_serve.audio.io import read_audio
-    from asr_serve.engine.prefix.digest import of_audio
+    from asr_serve.audio.reader import read_audio
+    from asr_serve.engine.cache.digest import audio_digest
 
     files = [write(folder, f"{len(recording)}-{n}", again(recording, n)) for n in range(args.repeats)]
     model.transcribe(write(folder, f"{len(recording)}-warming", again(recording, 99)))  # shapes are compiled
@@ -87,7 +87,7 @@ def repeat(args: argparse.Namespace, model: Any, recording: clips.Audio, folder:
         warms.append(warm_s)
         texts.append((second.cached_s, {stage: round(after[stage] - before[stage], 4) for stage in STAGES}))
     decode_s, heard = timed(lambda: read_audio(files[0]))
-    digest_s, _ = timed(lambda: of_audio(heard))
+    digest_s, _ = timed(lambda: audio_digest(heard))
     warm_s = statistics.median(warms)
     return {
         "what": "repeat",
@@ -128,7 +128,7 @@ def options(args: argparse.Namespace, model: Any, recording: clips.Audio, other:
 
 def prompt(args: argparse.Namespace, model: Any, recording: clips.Audio) -> Row:
     """Requests to the engine: a prompt of 200 tokens, an answer of few."""
-    from asr_serve.decoding.attention import SearchOptions
+    from asr_serve.decoding.seq2seq import SearchOptions
 
     client = model._client
     said = tuple(np.random.default_rng(1).integers(300, 20_000, 200).tolist())
@@ -204,19 +204,19 @@ def broadcast(args: argparse.Namespace, models: dict[str, Any], recording: clips
 
 
 def listen(callers: int, model: Any, audio: clips.Audio, pace: float) -> list[str]:
-    from asr_serve.pipelines.live.caller import Finished, ListenOptions, SegmentDone
-    from asr_serve.pipelines.live.listen import Listening
+    from asr_serve.pipelines.live.events import ListenOptions, LiveSegmentDone, SessionFinished
+    from asr_serve.pipelines.live.listen import LiveSession
 
     said: list[list[str]] = [[] for _ in range(callers)]
     wake = threading.Event()
-    hearing = [Listening(model._client, model._tokenizer, ListenOptions(), wake.set) for _ in range(callers)]
+    hearing = [LiveSession(model._client, model._tokenizer, ListenOptions(), wake.set) for _ in range(callers)]
     step, at, over = int(PART_S * RATE_HZ), 0, [False] * callers
     due_s = time.monotonic()
     while not all(over):
         now_s = time.monotonic()
         if at < len(audio) and now_s >= due_s:
             for caller in hearing:
-                caller.put(audio[at : at + step])
+                caller.append_audio(audio[at : at + step])
             at, due_s = at + step, due_s + PART_S / pace
             if at >= len(audio):
                 for caller in hearing:
@@ -224,9 +224,9 @@ def listen(callers: int, model: Any, audio: clips.Audio, pace: float) -> list[st
         wake.clear()
         for index, caller in enumerate(hearing):
             for event in caller.advance():
-                if isinstance(event, SegmentDone):
+                if isinstance(event, LiveSegmentDone):
                     said[index].append(event.segment.text)
-                over[index] |= isinstance(event, Finished)
+                over[index] |= isinstance(event, SessionFinished)
         wake.wait(max(0.0, min(0.05, due_s - time.monotonic())))
     for caller in hearing:
         caller.close()

@@ -50,7 +50,7 @@ def blank(name: str) -> Row:
 
 
 def worst_rate(references: Sequence[str], rounds: Sequence[list[str]]) -> Row:
-    from asr_serve.evaluate.wer import cer, wer
+    from asr_serve_tools.evaluate.wer import cer, wer
 
     texts = max(rounds, key=lambda heard: wer(references, heard).percent)
     words = wer(references, texts)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import machine
 
-from asr_serve.text.written.grammar import load
-from asr_serve.text.written.written import written
+from asr_serve.text.normalization.inverse import inverse_normalize
+from asr_serve.text.normalization.wetext_grammar import load_wetext
 from asr_serve.types import Segment
 
 CASES = Path(__file__).parent / "itn_cases.tsv"
@@ -30,12 +30,12 @@ def cases() -> list[tuple[str, str, str]]:
 
 
 def ours(said: str, language: str) -> str:
-    return written(Segment(0, 16_000, said), language).text
+    return inverse_normalize(Segment(0, 16_000, said), language).text
 
 
 def alone(said: str, language: str) -> str:
     """By the grammar, as its users call it."""
-    normalise, _ = load()
+    normalise, _ = load_wetext()
     return str(normalise(bare(said), lang=language, operator="itn").output_text)
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--wrong", action="store_true", help="tell what is wrong")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    load()
+    load_wetext()
     rows = []
     for chosen in ("en", "zh", "ja"):
         own = [(said, wanted) for language, said, wanted in cases() if language == chosen]

@@ -29,7 +29,7 @@ import machine
 import meetings
 import numpy as np
 
-from asr_serve.client.stream import Stream
+from asr_serve.api.client.stream import StreamClient
 from asr_serve.protocols.stream_events import Segment
 from asr_serve.units import RATE_HZ
 
@@ -43,7 +43,7 @@ APART_S = 0.37
 """Between the beginnings of two callers: people do not pause at once."""
 PEOPLE = 24
 """Of whom two are drawn for each recording."""
-SERVE = "from asr_serve.cli import main; main()"
+SERVE = "from asr_serve.api.cli import main; main()"
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def call(url: str, pcm: np.ndarray, way: str, begins_s: float) -> Delays:
     sent_s: list[float] = []
     told: list[tuple[float, float]] = []
     query: dict[str, Any] = {"speakers": "true"} if way == "with" else {}
-    with Stream(url, encoding="s16le", rate=RATE_HZ, silence_schedule=SCHEDULE, **query) as stream:
+    with StreamClient(url, encoding="s16le", rate=RATE_HZ, silence_schedule=SCHEDULE, **query) as stream:
 
         def read() -> None:
             for event in stream:

@@ -33,11 +33,11 @@ import meetings
 import numpy as np
 
 import asr_serve
+from asr_serve.api.library import Model
 from asr_serve.config import EngineConfig
-from asr_serve.library import Model
-from asr_serve.models.vad import silero
-from asr_serve.speaker import stitching
-from asr_serve.speaker.listening import CLOSE_SAMPLES
+from asr_serve.diarization import diarize
+from asr_serve.diarization.windowing import CLOSE_SAMPLES
+from asr_serve.models.auxiliary import silero
 from asr_serve.types import SpeakerTurn, Transcript
 from asr_serve.units import RATE_HZ
 
@@ -172,10 +172,10 @@ def _segmentation(folder: Path) -> Path:
     """The graph, with what sherpa-onnx wants to be told of it."""
     import onnx
 
-    from asr_serve.models import weights
-    from asr_serve.models.segmentation import pyannote
+    from asr_serve.models.auxiliary import pyannote
+    from asr_serve.models.checkpoints import store
 
-    graph = onnx.load(str(weights.as_published(pyannote.CARDS[0]) / pyannote.GRAPH))
+    graph = onnx.load(str(store.verified_published_folder(pyannote.CARDS[0]) / pyannote.GRAPH))
     told = {
         "num_speakers": 3,
         "powerset_max_classes": 2,
@@ -192,7 +192,7 @@ def _exported(folder: Path) -> Path:
     import onnx
     import torch
 
-    from asr_serve.models.speaker import eres2net
+    from asr_serve.models.auxiliary import eres2net
 
     path = folder / "voices.onnx"
     torch.onnx.export(
@@ -219,10 +219,10 @@ def _exported(folder: Path) -> Path:
 
 
 def _voices() -> Path:
-    from asr_serve.models import weights
-    from asr_serve.models.speaker import eres2net
+    from asr_serve.models.auxiliary import eres2net
+    from asr_serve.models.checkpoints import store
 
-    return weights.as_published(eres2net.CARDS[0])
+    return store.verified_published_folder(eres2net.CARDS[0])
 
 
 def _with(graph: Any, told: dict[str, Any], path: Path, renamed: dict[str, str]) -> Path:
@@ -245,7 +245,7 @@ def _with(graph: Any, told: dict[str, Any], path: Path, renamed: dict[str, str])
 def resemblyzer() -> Hear:
     from spectralcluster import FallbackOptions, SpectralClusterer
 
-    from asr_serve.models.speaker import ge2e
+    from asr_serve.models.auxiliary import ge2e
 
     vad, encoder = silero.load(), ge2e.load()
     few = FallbackOptions(spectral_min_embeddings=5)  # of fewer it makes no graph, and clusters them one by one
@@ -348,7 +348,7 @@ def evaluate(model: Model, data: Path, parts: Sequence[str]) -> Row:
             systems |= {
                 "ours, its pauses": lambda: over_pauses(ours(model), SHERPA_PAUSE_S),
                 "sherpa-onnx": lambda: sherpa(Path(folder)),
-                "sherpa-onnx, our pauses": lambda: sherpa(Path(folder), stitching.PAUSE_SAMPLES / RATE_HZ),
+                "sherpa-onnx, our pauses": lambda: sherpa(Path(folder), diarize.PAUSE_SAMPLES / RATE_HZ),
                 "resemblyzer": resemblyzer,
             }
         needs = dict.fromkeys(("sherpa-onnx", "sherpa-onnx, our pauses"), "sherpa_onnx")

@@ -30,7 +30,7 @@ import machine
 import numpy as np
 
 import asr_serve
-from asr_serve.library import Model
+from asr_serve.api.library import Model
 from asr_serve.types import Word
 
 Row = dict[str, Any]

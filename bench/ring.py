@@ -27,7 +27,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from asr_serve import native
+from asr_serve import kernels
 from asr_serve.transfer import ring
 from asr_serve.transfer.ring import PcmReader, PcmWriter
 
@@ -74,7 +74,7 @@ class Ring:
         os.close(self._fd)
 
     def send(self, message: Array) -> None:
-        self._writer.put(0, message)
+        self._writer.write_message(0, message)
 
     def close(self) -> None:
         self._writer.close()
@@ -83,7 +83,7 @@ class Ring:
     def opened(there: socket.socket) -> Receive:
         _, fds, _, _ = socket.recv_fds(there, 1, 1)
         reader = PcmReader(fds[0], there)
-        return lambda count: reader.take(0, count, np.int64)
+        return lambda count: reader.read_message(0, count, np.int64)
 
 
 class ProcessQueue:
@@ -281,7 +281,7 @@ def main() -> int:
     if unknown := set(names) - set(ROADS):
         parser.error(f"unknown road {sorted(unknown)}: some of {', '.join(ROADS)}")
     rows = []
-    if "asr-serve" in names and native.ring().__name__.endswith("ring_twin"):
+    if "asr-serve" in names and kernels.ring().__name__.endswith("ring_twin"):
         names.remove("asr-serve")
         rows = [{"name": "asr-serve", "skipped": "the native ring is not built"}]
     facts = machine.describe(threads=2)

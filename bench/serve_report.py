@@ -140,7 +140,7 @@ def error_rate(references: Sequence[str], pairs: Sequence[tuple[int, str]]) -> f
 @cache
 def word_errors(reference: str, text: str) -> tuple[int, int]:
     """Errors, and words in the reference."""
-    from asr_serve.evaluate.wer import wer
+    from asr_serve_tools.evaluate.wer import wer
 
     rate = wer(["word", reference], ["word", text])  # a word of its own: wer wants one, references may be empty
     return rate.errors, rate.reference - 1

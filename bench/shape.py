@@ -25,13 +25,13 @@ from torch.nn import functional as F
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import SearchOptions
+from asr_serve.decoding.seq2seq import SearchOptions
 from asr_serve.devices.cuda import CudaDevice
+from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.local import local
-from asr_serve.engine.parts import Parts
-from asr_serve.models.asr import whisper
-from asr_serve.models.vad import silero
+from asr_serve.engine.thread_backend import thread_backend
+from asr_serve.models.asr.whisper import whisper
+from asr_serve.models.auxiliary import silero
 
 ROUNDS = 3
 PAGE_POSITIONS = 16
@@ -118,10 +118,10 @@ def start(shape: Shape, args: argparse.Namespace, requests: int) -> EngineClient
     config = config_of(shape)
     card = msgspec.structs.replace(whisper.CARDS[0], name="random", tokens_per_s=args.tokens_per_s)
 
-    def build() -> Parts:
-        device = devices.pick(args.device, args.dtype, args.quantize)
+    def build() -> EngineComponents:
+        device = devices.make_device(args.device, args.dtype, args.quantize)
         model = whisper.Model(config, weights(config, str(device.torch_device)), device)
-        return Parts(model, silero.load(), device, lambda tokens: " ".join(map(str, tokens)))
+        return EngineComponents(model, silero.load(), device, lambda tokens: " ".join(map(str, tokens)))
 
     positions = config.max_source_positions + config.max_target_positions
     pages = requests * -(-positions // PAGE_POSITIONS) + 1
@@ -130,7 +130,7 @@ def start(shape: Shape, args: argparse.Namespace, requests: int) -> EngineClient
     engine = EngineConfig(
         max_decode_rows=requests, kv_bytes=max(64 << 20, pages * bytes_each), prefix_bytes=0, max_sessions=1
     )
-    return EngineClient(engine, local(card, build))
+    return EngineClient(engine, thread_backend(card, build))
 
 
 def point(shape: Shape, args: argparse.Namespace, requests: int, graphs: bool) -> dict[str, Any]:
@@ -179,9 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = []
     for kind in args.graphs.split(","):
-        recorded = CudaDevice.step
+        recorded = CudaDevice.capture
         if kind == "off":
-            CudaDevice.step = lambda self, function: function
+            CudaDevice.capture = lambda self, function: function
         try:
             for requests in map(int, args.requests.split(",")):
                 rows.append(point(SHAPES[args.shape], args, requests, kind == "on"))
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 speed = f"{row['x_real_time']:>8} x real time  {row['tokens_per_s']:>8} tokens/s"
                 print(f"{args.shape}  {requests:>4} at once  graphs {kind:<3}  {speed}", flush=True)
         finally:
-            CudaDevice.step = recorded
+            CudaDevice.capture = recorded
     result = {
         "bench": "shape",
         "machine": machine.describe(torch.get_num_threads()),

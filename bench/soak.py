@@ -37,7 +37,7 @@ from serve_peers import HOST, Setting, asr_serve
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from asr_serve.evaluate.wer import wer
+from asr_serve_tools.evaluate.wer import wer
 
 PACKET_MS = 100
 SETTLE_S = 20.0

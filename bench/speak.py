@@ -243,7 +243,7 @@ def work(script: str, job: Found, run: Run, python: Path = Path(sys.executable))
 
 def sentences(path: Path | None) -> list[str]:
     """Those of a text that no voice of ours was trained on; without one, what voice agents say."""
-    from asr_serve.train.voice import sentences as read
+    from asr_serve_tools.train.voice import sentences as read
 
     if path is not None:
         found = [sentence for sentence in read.sentences([path]) if read.held_out(sentence)]
@@ -251,14 +251,14 @@ def sentences(path: Path | None) -> list[str]:
             raise SystemExit(f"{path}: no sentence that is held out of training; give a longer text")
         return found[:SENTENCES]
     chance = random.Random(SEED)
-    return list(dict.fromkeys(read.said(chance) for _ in range(3 * SENTENCES)))[:SENTENCES]
+    return list(dict.fromkeys(read.random_template_sentence(chance) for _ in range(3 * SENTENCES)))[:SENTENCES]
 
 
 def kokoro_folder() -> str:
-    from asr_serve.models import weights
-    from asr_serve.models.card import voice_card
+    from asr_serve.models.checkpoints import store
+    from asr_serve.models.registry import tts_card
 
-    found = weights.locate(voice_card("kokoro"))
+    found = store.locate(tts_card("kokoro"))
     if found is None:
         raise Absent("its weights are missing: asr-serve models fetch kokoro")
     return str(found)

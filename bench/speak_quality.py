@@ -18,22 +18,22 @@ import speak_codecs
 import torch
 from matplotlib.figure import Figure
 
-from asr_serve.audio.resample import resampled
+from asr_serve.audio.features.slaney_mel import RATE_HZ, SlaneyMel
+from asr_serve.audio.resample import resample_clip
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import CpuDevice
-from asr_serve.engine import parts
-from asr_serve.engine.speaking.chunks import ChunkRunner, risen
-from asr_serve.engine.speaking.voices import Voices
+from asr_serve.engine import builder
+from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner, fade_in
+from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
 from asr_serve.errors import WeightsMissing
-from asr_serve.evaluate import voice as measures
-from asr_serve.evaluate.wer import normalize, wer
-from asr_serve.features.slaney_mel import RATE_HZ, SlaneyMel
-from asr_serve.models import weights
-from asr_serve.models.card import VoiceCard, kinds, voice_card
-from asr_serve.models.speaking import Whole
-from asr_serve.pipelines.speaking.fronts import front_of
-from asr_serve.text.spoken.passages import Pause
+from asr_serve.models.checkpoints import store
+from asr_serve.models.interfaces import WholeSentenceTtsModel
+from asr_serve.models.registry import TtsCard, model_modules, tts_card
+from asr_serve.pipelines.tts.frontend import frontend_for
+from asr_serve.text.g2p.passages import Pause
 from asr_serve.types import Sentence
+from asr_serve_tools.evaluate import voice_quality as measures
+from asr_serve_tools.evaluate.wer import normalize, wer
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -54,28 +54,28 @@ class Ours:
 
     def __init__(self, name: str, codec: str | None, device: str) -> None:
         config = EngineConfig(codec=codec)
-        checkpoint = parts.find(name, None, config)
+        checkpoint = builder.find_checkpoint(name, None, config)
         built = checkpoint.build(device, "auto")
-        self.card: VoiceCard = parts.as_built(checkpoint.card, built.model)  # type: ignore[assignment]
+        self.card: TtsCard = builder.card_of_loaded(checkpoint.card, built.model)  # type: ignore[assignment]
         self._model, self._codec = built.model, built.codec
-        voices = Voices(self._model, self.card, Path("."))
-        self._runner = ChunkRunner(self._model, self._codec, voices, built.device, rows=1, step_rows=1)
+        voices = CustomVoiceLoader(self._model, self.card, Path("."))
+        self._runner = ChunkedTtsRunner(self._model, self._codec, voices, built.device, rows=1, step_rows=1)
 
     @torch.inference_mode()
     def read(self, sentence: Sentence) -> Reading:
-        self._runner.expect(sentence)
-        (row,) = self._runner.begin([sentence])
+        self._runner.validate(sentence)
+        (row,) = self._runner.start_sequences([sentence])
         pieces = []
         try:
-            while not pieces or not pieces[-1].over:
+            while not pieces or not pieces[-1].finished:
                 pieces += self._runner.step([row])
         finally:
-            self._runner.leave(row)
+            self._runner.free_sequence(row)
         places = np.cumsum([0, *(len(piece.pcm) for piece in pieces)])[:-1]
         (encoded,) = self._model.encode([sentence])
-        whole = self._codec.whole(self._model.whole(encoded))[0, encoded.lead * self._codec.hop :]
+        whole = self._codec.whole(self._model.whole(encoded))[0, encoded.lead * self._codec.hop_samples :]
         pcm = np.concatenate([piece.pcm for piece in pieces])
-        return Reading(pcm, risen(whole.float().cpu().numpy()), places.tolist())
+        return Reading(pcm, fade_in(whole.float().cpu().numpy()), places.tolist())
 
 
 class Teacher:
@@ -83,21 +83,23 @@ class Teacher:
 
     def __init__(self, name: str) -> None:
         """Raises WeightsMissing."""
-        self._card = voice_card("hibari" if name == "heart" else "kokoro")
-        folder = weights.as_published(self._card)
-        self._model: Whole = kinds("tts")[self._card.kind].load(folder, self._card, CpuDevice())
+        self._card = tts_card("hibari" if name == "heart" else "kokoro")
+        folder = store.verified_published_folder(self._card)
+        self._model: WholeSentenceTtsModel = model_modules("tts")[self._card.kind].load(
+            folder, self._card, CpuDevice()
+        )
         self._voice = next(each for each in self._card.voices if each.rpartition("_")[2] == name)
         self.rate_hz = self._model.rate_hz
 
     def read(self, sentence: Sentence) -> np.ndarray:
-        return self._model.say(msgspec.structs.replace(sentence, voice=self._voice)).pcm
+        return self._model.synthesize(msgspec.structs.replace(sentence, voice=self._voice)).pcm
 
 
 def measure(args: argparse.Namespace, texts: Sequence[str], say: Say) -> dict[str, list[Row]]:
     """{"voices": a row for each that is asked for, `skipped` where its teacher is not on this machine; "codecs": a
     row for each, and one for speech that went through none}."""
     ours, rows = Ours(args.voice_model, args.codec, "cpu"), []
-    with measures.Listener(args.recogniser) as listener:
+    with measures.EvaluationRecognizer(args.recogniser) as listener:
         for name in args.teachers:
             try:
                 teacher = Teacher(name)
@@ -118,7 +120,7 @@ def one(
     name: str,
     ours: Ours,
     teacher: Teacher,
-    listener: measures.Listener,
+    listener: measures.EvaluationRecognizer,
     texts: Sequence[str],
     picture: Path | None,
 ) -> Row:
@@ -127,26 +129,35 @@ def one(
     likeness, joins = [], []
     for text in texts:
         readings, other = [], []
-        for passage in front_of(ours.card, name).passages(text):
+        for passage in frontend_for(ours.card, name).passages(text):
             if isinstance(passage, Pause):
                 readings.append(np.zeros(passage.ms * ours.card.rate_hz // 1_000, np.float32))
                 other.append(np.zeros(passage.ms * teacher.rate_hz // 1_000, np.float32))
                 continue
-            sentence = Sentence(passage.stretches, name)
+            sentence = Sentence(passage.phoneme_spans, name)
             reading = ours.read(sentence)
-            joins.append(measures.joins(reading.pcm, reading.whole, reading.places, ours.card.rate_hz))
+            joins.append(measures.join_quality(reading.pcm, reading.whole, reading.places, ours.card.rate_hz))
             readings.append(reading.pcm)
             other.append(teacher.read(sentence))
         said.append(np.concatenate(readings))
         theirs.append(np.concatenate(other))
-        pair = (resampled(said[-1], ours.card.rate_hz, RATE_HZ), resampled(theirs[-1], teacher.rate_hz, RATE_HZ))
-        likeness.append(measures.likeness(*pair))
+        pair = (
+            resample_clip(said[-1], ours.card.rate_hz, RATE_HZ),
+            resample_clip(theirs[-1], teacher.rate_hz, RATE_HZ),
+        )
+        likeness.append(measures.voice_distance(*pair))
         if picture is not None and min(map(len, pair)) > DRAWN_S * RATE_HZ:
             draw(picture, text, *pair)
             picture = None
-    heard, heard_theirs = listener.hear(said, ours.card.rate_hz), listener.hear(theirs, teacher.rate_hz)
+    heard, heard_theirs = (
+        listener.transcribe(said, ours.card.rate_hz),
+        listener.transcribe(theirs, teacher.rate_hz),
+    )
     errors, errors_theirs = wer(texts, heard), wer(texts, heard_theirs)
-    found = {key: rounded(value) for key, value in msgspec.structs.asdict(measures.mean(likeness)).items()}
+    found = {
+        key: rounded(value)
+        for key, value in msgspec.structs.asdict(measures.mean_voice_distance(likeness)).items()
+    }
     return {
         "voice": name,
         "sentences": len(texts),
@@ -173,7 +184,7 @@ def first_words_wrong(texts: Sequence[str], heard: Sequence[str]) -> int:
 
 def alike(ours: Sequence[np.ndarray], rate_hz: int, theirs: Sequence[np.ndarray], their_hz: int) -> Row:
     """Whether the speaker is the same: ours beside other sentences of the teacher's, and those beside the rest."""
-    same = [resampled(clip, their_hz, rate_hz) for clip in theirs]
+    same = [resample_clip(clip, their_hz, rate_hz) for clip in theirs]
     try:
         found = measures.similarity(ours[::2], same[1::2], rate_hz)
         ceiling = measures.similarity(same[::2], same[1::2], rate_hz)
@@ -188,7 +199,7 @@ def rounded(value: float, digits: int = 3) -> float | None:
 
 def draw(path: Path, text: str, ours: np.ndarray, teacher: np.ndarray) -> None:
     """Both spectrograms, with what is heard as F0."""
-    from asr_serve.train.cloning.pitch import track
+    from asr_serve.cloning.pitch_tracking import track_pitch
 
     mpl.use("agg")
     figure = Figure(figsize=(11, 5.2), layout="constrained", dpi=140)
@@ -201,7 +212,7 @@ def draw(path: Path, text: str, ours: np.ndarray, teacher: np.ndarray) -> None:
         axes.imshow(
             bands, origin="lower", aspect="auto", extent=(0, length_s, 0, len(bands)), cmap="magma", vmin=-9
         )
-        heights = track(pcm)
+        heights = track_pitch(pcm)
         times_s = (np.arange(len(heights)) + 0.5) * length_s / len(heights)
         pitch = axes.twinx()
         pitch.plot(times_s, np.where(heights > 0, heights, np.nan), color="#7fe0ff", linewidth=1.2)

@@ -28,8 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 
-from asr_serve.config import DiskRoad
-from asr_serve.engine.tiers import Tiers
+from asr_serve.config import DiskBackendName
+from asr_serve.engine.cache import TieredStore
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.transfer.checksum import checksum
 from asr_serve.transfer.disk import open_disk
@@ -73,10 +73,10 @@ def best_depth(folder: str, size: int) -> int:
 class Swap:
     """One road to the disk, with a blob of one size."""
 
-    def __init__(self, road: DiskRoad, sealed: bool, folder: str, size: int) -> None:
+    def __init__(self, road: DiskBackendName, sealed: bool, folder: str, size: int) -> None:
         room = size + 2 * FILLER_BYTES
         key = os.urandom(32) if sealed else None
-        self._tiers = Tiers(size + FILLER_BYTES, lambda: open_disk(folder, room, road), key=key)
+        self._tiers = TieredStore(size + FILLER_BYTES, lambda: open_disk(folder, room, road), key=key)
         part = np.random.default_rng(0).bytes(min(size, PART_BYTES))
         self._parts = [part] * (size // len(part))
         self._sum = checksum(part)
@@ -129,7 +129,9 @@ class Swap:
         self._tiers.close()
 
 
-def measure(road: DiskRoad, sealed: bool, size_name: str, folder: str, repeats: int, depth: int) -> dict[str, Any]:
+def measure(
+    road: DiskBackendName, sealed: bool, size_name: str, folder: str, repeats: int, depth: int
+) -> dict[str, Any]:
     size = SIZES[size_name]
     row: dict[str, Any] = {"name": "asr-serve", "road": road, "check": "aes-256-gcm" if sealed else "xxh3-64"}
     row |= {"blob": size_name, "bytes": size}
@@ -168,10 +170,10 @@ def measure(road: DiskRoad, sealed: bool, size_name: str, folder: str, repeats: 
     return {**row, "load_1m": loads}
 
 
-def roads(folder: str) -> list[DiskRoad]:
+def roads(folder: str) -> list[DiskBackendName]:
     """Those that are here."""
-    here: list[DiskRoad] = []
-    for road in get_args(DiskRoad):
+    here: list[DiskBackendName] = []
+    for road in get_args(DiskBackendName):
         if road == "auto":
             continue
         try:

@@ -3,12 +3,12 @@
 import sys
 
 import asr_serve
-from asr_serve.audio.manifest import expand
-from asr_serve.pipelines.transcribe import FileDone, FileFailed, SegmentDone
+from asr_serve.audio.input_manifest import expand_inputs
+from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed, SegmentDone
 
 with asr_serve.load() as model:
     # Files, folders, globs and lists; any number of them: few are read at once, and never a whole one.
-    for event in model.events(expand(sys.argv[1:])):
+    for event in model.events(expand_inputs(sys.argv[1:])):
         match event:
             case SegmentDone(key=key, segment=segment):
                 print(f"{key} {segment.start_s:8.2f} {segment.end_s:8.2f}  {segment.text}")

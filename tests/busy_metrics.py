@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asr_serve.errors import AtCapacity
-from asr_serve.metrics import EngineMetrics, ServerMetrics, exposition
+from asr_serve.metrics import EngineMetrics, ServerMetrics, render_exposition
 
 MODELS = ("moonshine-tiny-en", "moonshine-base-en")
 ROUTE = "/v1/audio/transcriptions"
@@ -67,7 +67,7 @@ def busy_server() -> ServerMetrics:
     metrics.live_open.labels("/").inc()
     metrics.live_ended.labels("/", "done").inc()
     metrics.live_waiting.set(3)
-    live = metrics.live("/")
+    live = metrics.live_route("/")
     live.audio.inc(9.5)
     live.interval.observe(0.5)
     live.final.observe(0.9)
@@ -85,4 +85,4 @@ def busy_server() -> ServerMetrics:
 
 
 def busy_exposition() -> bytes:
-    return exposition(busy_server(), [busy_engine(model).text() for model in MODELS])
+    return render_exposition(busy_server(), [busy_engine(model).render() for model in MODELS])

@@ -14,9 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import asr_serve
-from asr_serve.config import OTHER_VARIABLES, PREFIX, EngineConfig, ServeConfig
+from asr_serve.config import NON_SETTING_VARIABLES, PREFIX, EngineConfig, ServeConfig
+from asr_serve.config_sources import (
+    SettingValue,
+    all_settings,
+    build_config,
+    collect_values,
+    config_to_toml,
+    load_serve_config,
+    toml_value,
+)
 from asr_serve.errors import OptionError
-from asr_serve.settings import Given, as_toml, build, gather, known, serve_config, toml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -26,8 +34,8 @@ MARKED = re.compile(r"(?<=<!-- settings -->\n).*?(?=<!-- /settings -->)", re.DOT
 def table() -> str:
     """Every setting as the page shows it."""
     rows = ["| setting | default | takes | |", "|---|---|---|---|"]
-    for setting in known().values():
-        default = "" if setting.default is None else f"`{toml(setting.default)}`"
+    for setting in all_settings().values():
+        default = "" if setting.default is None else f"`{toml_value(setting.default)}`"
         rows.append(f"| `{setting.name}` | {default} | {setting.allowed} | {setting.help} |")
     return "\n".join(rows) + "\n"
 
@@ -41,7 +49,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_without_anything_the_defaults_hold() -> None:
-    assert serve_config(None, {}) == ServeConfig()
+    assert load_serve_config(None, {}) == ServeConfig()
     assert ServeConfig().model == asr_serve.DEFAULT_MODEL
 
 
@@ -58,7 +66,7 @@ def test_a_later_source_replaces_an_earlier_one(file: Path) -> None:
         "ASR_SERVE_ALIASES": "x=env",
         "ASR_SERVE_ENGINE__MAX_REQUESTS": "2",
     }
-    made = serve_config(None, environ, {"host": "h.flag", "engine.encode_frames": "3"})
+    made = load_serve_config(None, environ, {"host": "h.flag", "engine.encode_frames": "3"})
     assert (made.host, made.port, made.log_level) == ("h.flag", 2, "debug")
     assert (made.more_models, made.aliases) == (("c",), {"x": "env"})
     assert made.engine == EngineConfig(max_requests=2, vad_windows=100, encode_frames=3)
@@ -66,7 +74,7 @@ def test_a_later_source_replaces_an_earlier_one(file: Path) -> None:
 
 def test_a_named_file_comes_before_the_one_in_the_environment(file: Path) -> None:
     file.write_text("port = 5")
-    assert serve_config(str(file), {"ASR_SERVE_CONFIG": "no-such-file.toml"}).port == 5
+    assert load_serve_config(str(file), {"ASR_SERVE_CONFIG": "no-such-file.toml"}).port == 5
 
 
 @pytest.mark.parametrize(
@@ -93,8 +101,8 @@ def test_a_named_file_comes_before_the_one_in_the_environment(file: Path) -> Non
 def test_text_becomes_a_value(name: str, text: str, value: object) -> None:
     more = {"ASR_SERVE_MAX_MODELS": "9"}
     for made in (
-        serve_config(None, more, {name: text}),
-        serve_config(None, more | {known()[name].variable: text}),
+        load_serve_config(None, more, {name: text}),
+        load_serve_config(None, more | {all_settings()[name].variable: text}),
     ):
         assert getattr(made, name) == value
         assert type(getattr(made, name)) is type(value)
@@ -111,8 +119,8 @@ def test_variables_that_are_no_settings_pass() -> None:
         "ASR_SERVE_METRICS_PORT": "tcp://10.0.0.2:9090",
         "ASR_SERVE_METRICS_SERVICE_HOST": "10.0.0.2",
     }
-    ours = {f"ASR_SERVE_{name}": "x" for name in OTHER_VARIABLES if name != "CONFIG"}
-    assert serve_config(None, kubernetes | ours | {"PATH": "/bin", "ASR": "x"}) == ServeConfig()
+    ours = {f"ASR_SERVE_{name}": "x" for name in NON_SETTING_VARIABLES if name != "CONFIG"}
+    assert load_serve_config(None, kubernetes | ours | {"PATH": "/bin", "ASR": "x"}) == ServeConfig()
 
 
 def test_every_variable_that_the_project_reads_is_known() -> None:
@@ -120,9 +128,9 @@ def test_every_variable_that_the_project_reads_is_known() -> None:
     read = re.compile(r"""(?:environ(?:\.get)?[\[(]|getenv\(|setenv\()\s*["']ASR_SERVE_(\w+)["']""")
     paths = [path for folder in ("src", "tests", "bench", "examples") for path in (ROOT / folder).rglob("*.py")]
     named = {name for path in paths for name in read.findall(path.read_text())}
-    settings = {setting.variable.removeprefix(PREFIX) for setting in known().values()}
+    settings = {setting.variable.removeprefix(PREFIX) for setting in all_settings().values()}
     assert {"CACHE", "NATIVE", "THREADS"} <= named
-    assert named <= settings | set(OTHER_VARIABLES)
+    assert named <= settings | set(NON_SETTING_VARIABLES)
 
 
 # --- what fails -------------------------------------------------------------------------------------------
@@ -183,16 +191,16 @@ def test_every_variable_that_the_project_reads_is_known() -> None:
 def test_a_wrong_file_says_what_where_and_what_is_allowed(file: Path, text: str, said: list[str]) -> None:
     file.write_text(text)
     with pytest.raises(OptionError) as error:
-        serve_config(str(file), {})
+        load_serve_config(str(file), {})
     assert [part for part in said if part not in str(error.value)] == [], str(error.value)
 
 
 def test_files_that_cannot_be_read(file: Path) -> None:
     with pytest.raises(OptionError, match=r"asr-serve\.toml: No such file"):
-        serve_config(str(file), {})
+        load_serve_config(str(file), {})
     file.write_bytes(b'host = "\xff"')
     with pytest.raises(OptionError, match=r"asr-serve\.toml: .*utf-8"):
-        serve_config(str(file), {})
+        load_serve_config(str(file), {})
 
 
 @pytest.mark.parametrize(
@@ -213,15 +221,15 @@ def test_files_that_cannot_be_read(file: Path) -> None:
 )
 def test_a_wrong_environment(environ: Mapping[str, str], said: list[str]) -> None:
     with pytest.raises(OptionError) as error:
-        serve_config(None, environ)
+        load_serve_config(None, environ)
     assert [part for part in said if part not in str(error.value)] == [], str(error.value)
 
 
 def test_the_error_names_the_source_that_won(file: Path) -> None:
     file.write_text("port = -1")
-    assert serve_config(str(file), {"ASR_SERVE_PORT": "1"}).port == 1
+    assert load_serve_config(str(file), {"ASR_SERVE_PORT": "1"}).port == 1
     with pytest.raises(OptionError, match=r"port=-2 \(flag\)"):
-        serve_config(str(file), {"ASR_SERVE_PORT": "1"}, {"port": -2})
+        load_serve_config(str(file), {"ASR_SERVE_PORT": "1"}, {"port": -2})
 
 
 @pytest.mark.parametrize(
@@ -241,7 +249,7 @@ def test_an_object_made_by_hand_meets_the_same_rules(wrong: dict[str, Any], para
 
 def test_a_disk_and_all_that_belongs_to_it() -> None:
     whole = {"disk_bytes": 1, "disk_path": "/tmp", "disk_key_file": "k", "disk_road": "threads"}
-    made = serve_config(None, {}, {f"engine.{name}": value for name, value in whole.items()}).engine
+    made = load_serve_config(None, {}, {f"engine.{name}": value for name, value in whole.items()}).engine
     assert {name: getattr(made, name) for name in whole} == whole
     assert EngineConfig(host_bytes=1 << 20, disk_bytes=1, role="decode").disk_bytes == 1
     assert EngineConfig(host_bytes=0, role="encode").host_bytes == 0
@@ -257,9 +265,9 @@ def test_fields_settle_to_their_types() -> None:
 
 
 def test_engine_settings_from_a_mapping() -> None:
-    assert EngineConfig.of({"max_requests": 3}) == EngineConfig(max_requests=3)
+    assert EngineConfig.from_mapping({"max_requests": 3}) == EngineConfig(max_requests=3)
     with pytest.raises(OptionError, match="did you mean 'max_requests'"):
-        EngineConfig.of({"max_request": 3})
+        EngineConfig.from_mapping({"max_request": 3})
     sent = msgspec.msgpack.encode(EngineConfig(kv_bytes=1 << 20))
     assert msgspec.msgpack.decode(sent, type=EngineConfig) == EngineConfig(kv_bytes=1 << 20)
 
@@ -280,7 +288,7 @@ def test_keys_come_from_every_source_and_from_files(tmp_path: Path) -> None:
     keys = tmp_path / "keys.txt"
     keys.write_text("# clients\nsecret-1\n\n  secret-2  # anna\nsecret#3\nsecret-0\n")
     environ = {"ASR_SERVE_API_KEYS": "secret-0, secret-9", "ASR_SERVE_ADMIN_KEYS_FILE": str(keys)}
-    made = serve_config(None, environ, {"api_keys_file": str(keys)})
+    made = load_serve_config(None, environ, {"api_keys_file": str(keys)})
     assert made.api_keys == ("secret-0", "secret-9", "secret-1", "secret-2", "secret#3")
     assert made.admin_keys == ("secret-1", "secret-2", "secret#3", "secret-0")
 
@@ -288,9 +296,11 @@ def test_keys_come_from_every_source_and_from_files(tmp_path: Path) -> None:
 def test_keys_are_never_shown(tmp_path: Path) -> None:
     file = tmp_path / "keys.txt"
     file.write_text("secret-1\n")
-    given = gather(None, {"ASR_SERVE_API_KEYS": "secret-2,secret-3"}, {"api_keys_file": Given(str(file), "flag")})
-    made = build(given)
-    page = as_toml(made, given)
+    given = collect_values(
+        None, {"ASR_SERVE_API_KEYS": "secret-2,secret-3"}, {"api_keys_file": SettingValue(str(file), "flag")}
+    )
+    made = build_config(given)
+    page = config_to_toml(made, given)
     assert '# api_keys = "***"  # 3 in all: env ASR_SERVE_API_KEYS, api_keys_file\n' in page
     assert "secret" not in page + repr(made) + str(made) + f"{made}"
     assert "<3 keys>" in repr(made)
@@ -307,7 +317,7 @@ def test_keys_are_never_shown(tmp_path: Path) -> None:
 )
 def test_not_even_wrong_ones(flags: dict[str, object], said: str) -> None:
     with pytest.raises(OptionError) as error:
-        serve_config(None, {}, flags)
+        load_serve_config(None, {}, flags)
     assert said in str(error.value)
     assert "secret" not in str(error.value)
 
@@ -315,7 +325,7 @@ def test_not_even_wrong_ones(flags: dict[str, object], said: str) -> None:
 @pytest.mark.parametrize("text", ["", " , "])
 def test_an_empty_key_does_not_open_the_server(text: str) -> None:
     with pytest.raises(OptionError, match=r"api_keys is empty \(env ASR_SERVE_API_KEYS\)"):
-        serve_config(None, {"ASR_SERVE_API_KEYS": text})
+        load_serve_config(None, {"ASR_SERVE_API_KEYS": text})
 
 
 @pytest.mark.parametrize(
@@ -335,7 +345,7 @@ def test_wrong_key_files(tmp_path: Path, content: bytes | None, said: str) -> No
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(OptionError) as error:
-        serve_config(None, {"ASR_SERVE_ADMIN_KEYS_FILE": str(file)})
+        load_serve_config(None, {"ASR_SERVE_ADMIN_KEYS_FILE": str(file)})
     assert said in str(error.value)
     assert "(env ASR_SERVE_ADMIN_KEYS_FILE)" in str(error.value)
     assert "secret" not in str(error.value)
@@ -368,36 +378,38 @@ CHOICES = {
 @given(st.fixed_dictionaries({"max_models": st.integers(3, 10**30)}, optional=CHOICES))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_printed_makes_the_same_server(file: Path, values: dict[str, Any]) -> None:
-    given = {name: Given(value, "flag --set") for name, value in values.items()}
-    made = build(given)
-    page = as_toml(made, given)
+    given = {name: SettingValue(value, "flag --set") for name, value in values.items()}
+    made = build_config(given)
+    page = config_to_toml(made, given)
     file.write_text(page, "utf-8", newline="")
-    assert serve_config(str(file), {}) == made
+    assert load_serve_config(str(file), {}) == made
     assert page.count("# flag --set\n") == len(values)
 
 
 def test_printed_values_say_where_they_come_from(file: Path) -> None:
     file.write_text('\nlog_level = "debug"\n')
-    given = gather(str(file), {"ASR_SERVE_ENGINE__MAX_REQUESTS": "7"}, {"port": Given("9", "flag --port")})
-    lines = as_toml(build(given), given).splitlines()
+    given = collect_values(
+        str(file), {"ASR_SERVE_ENGINE__MAX_REQUESTS": "7"}, {"port": SettingValue("9", "flag --port")}
+    )
+    lines = config_to_toml(build_config(given), given).splitlines()
     assert "port = 9  # flag --port" in lines
     assert f'log_level = "debug"  # file {file}:2' in lines
     assert "max_requests = 7  # env ASR_SERVE_ENGINE__MAX_REQUESTS" in lines
     assert 'host = "127.0.0.1"  # default' in lines
     assert "# weights is not set  # default" in lines
     assert lines.index("[engine]") < lines.index("max_requests = 7  # env ASR_SERVE_ENGINE__MAX_REQUESTS")
-    assert f"# {known()['port'].help}" in lines
+    assert f"# {all_settings()['port'].help}" in lines
 
 
 def test_a_source_with_a_strange_name_stays_in_its_comment(tmp_path: Path) -> None:
     strange = tmp_path / "a\nport = 1.toml"
     strange.write_text("docs = false")
-    given = gather(str(strange), {}, {})
-    assert tomllib.loads(as_toml(build(given), given))["port"] == 8_000
+    given = collect_values(str(strange), {}, {})
+    assert tomllib.loads(config_to_toml(build_config(given), given))["port"] == 8_000
 
 
 def test_every_setting_is_explained_and_can_be_unset() -> None:
-    for name, setting in known().items():
+    for name, setting in all_settings().items():
         assert setting.help.endswith("."), name
         assert setting.allowed
         # TOML cannot say none, so what is not printed has to be none by default.
@@ -411,7 +423,7 @@ def test_the_page_shows_every_setting() -> None:
 
 
 def test_the_example_is_a_valid_file() -> None:
-    made = serve_config(str(ROOT / "examples" / "asr-serve.toml"), {})
+    made = load_serve_config(str(ROOT / "examples" / "asr-serve.toml"), {})
     assert made.aliases == {"whisper-1": "moonshine-tiny-en"}
     commented = (ROOT / "examples" / "asr-serve.toml").read_text().replace("# api_keys_file", "api_keys_file")
     assert "api_keys_file" in tomllib.loads(commented)

@@ -73,7 +73,7 @@ def test_files_named_in_the_text_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_exist(page: Path) -> None:
-    app = importlib.import_module("asr_serve.cli").app
+    app = importlib.import_module("asr_serve.api.cli").app
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for block in blocks(page, "sh"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -109,7 +109,7 @@ def beside_audio(packaged_speech: Path, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def address(packaged_speech: Path) -> Iterator[str]:
     """Of a server."""
-    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", "0"]
+    command = [sys.executable, "-c", "from asr_serve.api.cli import main; main()", "serve", "--port", "0"]
     command += ["--set", "engine.prefix_bytes=0"]  # an example is the first time that anybody asks
     command += ["--alias", "whisper-1=moonshine-tiny-en", "--set", "engine_threads=1", "--set", "log_level=error"]
     command += ["--voice", "hibari"]
@@ -148,6 +148,7 @@ def test_python_in_the_pages_runs(
     assert "best of times" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=name_of)
 def test_examples_run(
     path: Path,
@@ -176,6 +177,7 @@ def with_curl() -> list[object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("curl"), reason="there is no curl")
 @pytest.mark.parametrize(("command", "shown"), with_curl())
 def test_curl_in_the_pages_runs(

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asr_serve import errors
 from asr_serve.config import EngineConfig, ServeConfig
-from asr_serve.metrics import CONTENT_TYPE, EngineMetrics, ServerMetrics, exposition
+from asr_serve.metrics import CONTENT_TYPE, EngineMetrics, ServerMetrics, render_exposition
 from asr_serve.server.layers.replies import code_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
@@ -93,11 +93,11 @@ def test_a_linter_agrees(text: bytes) -> None:
 
 
 def test_each_engine_speaks_for_its_model(text: bytes) -> None:
-    engine = families(busy_engine("m").text())
+    engine = families(busy_engine("m").render())
     for name, family in families(text).items():
         if name in engine:
             assert {sample.labels["model"] for sample in family.samples} == set(MODELS)
-    assert not set(engine) & set(families(exposition(busy_server(), [])))
+    assert not set(engine) & set(families(render_exposition(busy_server(), [])))
 
 
 def test_values_arrive(text: bytes) -> None:
@@ -117,7 +117,7 @@ def test_steps_need_no_look_up_and_start_at_zero() -> None:
     stages = ("vad", "chunk", "encode", "verify", "decode", "hotwords", "speak", "turn", "speakers")
     for stage in stages:
         metrics.step[stage].observe(0.5)
-    found = families(metrics.text())
+    found = families(metrics.render())
     assert {sample.value for sample in found["asr_serve_failed_steps_total"].samples} == {0}
     sums = {s.labels["stage"]: s.value for s in found["asr_serve_step_seconds"].samples if s.name.endswith("_sum")}
     assert sums == dict.fromkeys(stages, 0.5)
@@ -129,7 +129,7 @@ def test_steps_need_no_look_up_and_start_at_zero() -> None:
 def test_odd_labels_survive(name: str) -> None:
     server = ServerMetrics("1")
     server.requests.labels(name, "POST", "200").inc()
-    found = families(exposition(server, [EngineMetrics(name).text(), EngineMetrics("b").text()]))
+    found = families(render_exposition(server, [EngineMetrics(name).render(), EngineMetrics("b").render()]))
     assert [s.labels["route"] for s in found["asr_serve_requests_total"].samples] == [name]
     assert {s.labels["model"] for s in found["asr_serve_pages"].samples} == {name, "b"}
 

@@ -14,8 +14,8 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from asr_serve.api.library import Model
     from asr_serve.config import EngineConfig
-    from asr_serve.library import Model
 
 __all__ = ["DEFAULT_MODEL", "__version__", "load"]
 __version__ = "0.1.0"
@@ -41,9 +41,9 @@ def load(
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.
     """
-    from asr_serve.config import limit_spinning
+    from asr_serve.config import limit_openmp_spinning
 
-    limit_spinning()
-    from asr_serve.library import Model  # torch is loaded here, not by `import asr_serve`
+    limit_openmp_spinning()
+    from asr_serve.api.library import Model  # torch is loaded here, not by `import asr_serve`
 
     return Model.load(model, device=device, dtype=dtype, weights=weights, turn_model=turn_model, engine=engine)

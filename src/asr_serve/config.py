@@ -11,36 +11,36 @@ import msgspec
 from msgspec import Meta
 
 from asr_serve.errors import OptionError
-from asr_serve.types import Priority
-from asr_serve.values import (
+from asr_serve.types import (
     SECRETS,
-    Carried,
-    Count,
-    DiskRoad,
+    ApiKey,
+    DiskBackendName,
+    Fraction,
+    HandoverPayload,
     Host,
-    Key,
     Name,
+    NonEmptyText,
     Origin,
     Peer,
     PeerKey,
-    PeerRoad,
+    PeerTransportName,
     Port,
-    Positive,
+    PositiveFloat,
+    PositiveInt,
+    Priority,
     Quantize,
     Role,
-    Share,
-    Text,
     Url,
     Window,
-    loopback,
-    settle,
-    unknown,
+    coerce_fields,
+    is_loopback,
+    unknown_name_error,
 )
 
 PREFIX = "ASR_SERVE_"
-LEAST_HOST_BYTES = 1 << 20
+MIN_HOST_BYTES = 1 << 20
 """Of memory, above a file: what goes there or comes back is checked in it, so much at a time (engine/tiers)."""
-OTHER_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "DATA", "MOONSHINE_BASE")
+NON_SETTING_VARIABLES = ("CACHE", "CONFIG", "NATIVE", "THREADS", "API_KEY", "DATA", "MOONSHINE_BASE")
 """Variables with the prefix that are no setting of the server. The last two are for tests."""
 
 
@@ -50,20 +50,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Raises OptionError for a value of the wrong type or out of range.
     """
 
-    max_decode_rows: Count = 64
+    max_decode_rows: PositiveInt = 64
     """Sequences that share one decoding step; of a streaming model, sessions that share a step; of a voice model,
     sentences."""
-    encode_frames: Count | None = None
+    encode_frames: PositiveInt | None = None
     """Encoder frames in one encode batch, padding included. It bounds how long a live step can be held up.
     None: as many as the device needs to be busy."""
-    encode_padding: Share = 0.15
+    encode_padding: Fraction = 0.15
     """Largest share of an encode batch that may be padding."""
-    kv_bytes: Count = 512 << 20
+    kv_bytes: PositiveInt = 512 << 20
     """Memory for the decoder's keys and values, self- and cross-attention together; of a streaming model, for what
     it remembers of its sessions, which bounds how many it hears at once."""
     use_chunked_inference: bool = False
     """Whether a streaming model takes a chunk of many sessions in one step, or one session after another."""
-    chunk_frames: Count | None = None
+    chunk_frames: PositiveInt | None = None
     """Encoder frames of a streaming model's step. None: as its card says."""
     lookahead_frames: Annotated[int, Meta(ge=0)] | None = None
     """Encoder frames that a streaming model hears ahead, of those it was trained for: fewer answer sooner, more
@@ -85,7 +85,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory for what was heard before: an eighth for answers, an eighth for voice activity, and the rest for keys
     and values, in pages of `kv_bytes` that nobody else wants. Audio that somebody sent before is answered sooner,
     and so others can tell that it was. 0: nothing is kept, and nothing is shared."""
-    sleep_after_s: Positive = 10.0
+    sleep_after_s: PositiveFloat = 10.0
     """A caller's stream to which nothing came for so long gives up its place and sleeps until something does;
     where others wait for a place, after a second."""
     host_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
@@ -93,51 +93,51 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disk_bytes: Annotated[int, Meta(ge=0)] = 0
     """Of a file, for what does not fit there any more; it wants 1 MiB of `host_bytes`, through which all goes. 0:
     there is no file."""
-    disk_path: Text | None = None
+    disk_path: NonEmptyText | None = None
     """Folder of that file, on a disk of this machine. None: the system's folder for temporary files."""
-    disk_road: DiskRoad = "auto"
+    disk_road: DiskBackendName = "auto"
     """How the file is read and written: uring, past the page cache by io_uring; threads, the same by a few
     threads; nixl, NIXL's POSIX back end; gds, its GPUDirect Storage; or auto, io_uring
     where there is any: as fast as threads within a tenth, by less of a core."""
-    disk_key_file: Text | None = None
+    disk_key_file: NonEmptyText | None = None
     """File with 32 bytes in hexadecimal: what lies in the file is encrypted with them. None: it is not."""
     role: Role = "both"
     """What the engine does: both; encode, for other engines that ask for it; or decode, what peers encode."""
     peers: tuple[Peer, ...] = ()
     """Engines whose role is to encode, which this one asks to."""
-    peer_road: PeerRoad = "auto"
+    peer_road: PeerTransportName = "auto"
     """How what they encode comes back: shm, memory shared on one machine; nixl; tcp; or auto, the first of these
     that both have."""
-    peer_carries: Carried = "auto"
+    peer_carries: HandoverPayload = "auto"
     """What comes back: cross, keys and values as the decoder reads them; hidden, the encoder's frames, which are
     smaller and from which this engine makes them; or auto: hidden over a network, cross within a machine."""
-    peer_timeout_s: Positive = 30.0
+    peer_timeout_s: PositiveFloat = 30.0
     """A peer that has not answered by then is taken for dead, and what it had is encoded elsewhere; so is one that
     leaves a single clip unanswered for four times as long, whatever else it answers."""
-    max_requests: Count = 2_048
+    max_requests: PositiveInt = 2_048
     """Requests that may be in the engine, waiting or running; one more is refused with AtCapacity."""
-    max_audio_s: Positive = 7_200.0
+    max_audio_s: PositiveFloat = 7_200.0
     """Seconds of audio that may be in the engine, over all requests."""
-    max_speaking_rows: Count = 64
+    max_speaking_rows: PositiveInt = 64
     """Sentences that a voice model may be saying at once, fewer where `kv_bytes` are not enough for what it
     remembers of them; others wait."""
     codec: Name | None = None
     """What makes sound of a voice model's frames: a name, or a checkpoint's folder. None: as its card says."""
-    voices_dir: Text | None = None
+    voices_dir: NonEmptyText | None = None
     """Folder of cloned voices. None: asr-serve/voices where programs keep a user's data (XDG_DATA_HOME)."""
-    vad_step_windows: Count = 8_192
+    vad_step_windows: PositiveInt = 8_192
     """Windows of 32 ms in one voice-activity step, over all callers, padding included."""
     vad_windows: Annotated[int, Meta(ge=64)] = 1_024
     """Windows one caller may hand in at once; 64 are two seconds."""
-    max_sessions: Count = 1_024
+    max_sessions: PositiveInt = 1_024
     """Callers with voice-activity state."""
-    live_share: Share = 0.9
+    live_share: Fraction = 0.9
     """Share of the machine that live callers get while other work waits too."""
-    interactive_share: Share = 0.8
+    interactive_share: Fraction = 0.8
     """Share of the rest that interactive work gets while bulk work waits too."""
 
     def __post_init__(self) -> None:
-        settle(self)
+        coerce_fields(self)
         for name, without in (("disk_path", None), ("disk_road", "auto"), ("disk_key_file", None)):
             if not self.disk_bytes and getattr(self, name) != without:
                 raise OptionError(
@@ -153,10 +153,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "set it where the role is to decode",
                 param="disk_bytes",
             )
-        if self.disk_bytes and self.host_bytes < LEAST_HOST_BYTES:
+        if self.disk_bytes and self.host_bytes < MIN_HOST_BYTES:
             raise OptionError(
                 f"disk_bytes={self.disk_bytes} with host_bytes={self.host_bytes}",
-                f"host_bytes={LEAST_HOST_BYTES} or more: what goes into the file goes through memory",
+                f"host_bytes={MIN_HOST_BYTES} or more: what goes into the file goes through memory",
                 "set host_bytes, or disk_bytes to 0",
                 param="disk_bytes",
             )
@@ -172,11 +172,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         }
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> EngineConfig:
+    def from_mapping(cls, settings: Mapping[str, Any]) -> EngineConfig:
         """From a mapping; an unknown key fails and names the nearest known one."""
         for key in settings:
             if key not in cls.__struct_fields__:
-                raise unknown("engine setting", key, cls.__struct_fields__)
+                raise unknown_name_error("engine setting", key, cls.__struct_fields__)
         return cls(**settings)
 
 
@@ -192,9 +192,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Port to listen on; 0 takes any free one."""
     realtime_port: Port | None = None
     """Second port, for FunASR's realtime clients: theirs is 10095. None: they use `port`."""
-    tls_cert: Text | None = None
+    tls_cert: NonEmptyText | None = None
     """File with the certificate, and those it hangs on, in PEM: all ports then speak TLS. None: none does."""
-    tls_key: Text | None = None
+    tls_key: NonEmptyText | None = None
     """File with the certificate's key, in PEM, without a password."""
     model: Name = "moonshine-tiny-en"
     """Model that answers when a request names none; loaded at start."""
@@ -207,51 +207,51 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     auto: fastpitch-en, or hibari, whichever is on this machine, if any; none: nothing speaks."""
     voice_aliases: dict[Name, Name] = {}
     """Names that clients may send for a voice, like coral = bella. OpenAI's are known already."""
-    max_models: Count = 2
+    max_models: PositiveInt = 2
     """Models that may be loaded at once, `voice` not counted."""
     device: Name = "auto"
     """Device to compute on: auto, cpu, cuda or cuda:N."""
     dtype: Name = "auto"
     """Numbers to compute in: auto, fp32 or bf16."""
-    weights: Text | None = None
+    weights: NonEmptyText | None = None
     """Checkpoint folder for `model`, instead of its own weights."""
     turn_model: Name = "auto"
     """Model that tells whether a live caller has finished: smart-turn; none; or auto, whichever is on this
     machine, if any."""
 
-    api_keys: tuple[Key, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
     """Keys that a request must bring one of. Without any, nobody is asked for one."""
-    admin_keys: tuple[Key, ...] = ()
+    admin_keys: tuple[ApiKey, ...] = ()
     """Keys that may load, renew and unload models. Without any, nobody may."""
-    api_keys_file: Text | None = None
+    api_keys_file: NonEmptyText | None = None
     """File with more api_keys, one a line; # starts a comment."""
-    admin_keys_file: Text | None = None
+    admin_keys_file: NonEmptyText | None = None
     """File with more admin_keys, one a line; # starts a comment."""
-    requests_per_minute_per_key: Count | None = None
+    requests_per_minute_per_key: PositiveInt | None = None
     """Requests a minute that one key may make; one more is told when to try again."""
-    concurrent_per_key: Count | None = None
+    concurrent_per_key: PositiveInt | None = None
     """Requests and live sessions that one key may have at once."""
 
-    max_body_bytes: Count = 1 << 30
+    max_body_bytes: PositiveInt = 1 << 30
     """Largest request body."""
-    max_duration_s: Positive = 4 * 3_600.0
+    max_duration_s: PositiveFloat = 4 * 3_600.0
     """Longest audio in one request, in seconds."""
     max_beam: Annotated[int, Meta(ge=1, le=64)] = 8
     """Most hypotheses that a request may have followed at once; each takes a row of the decoder."""
-    max_characters: Count = 50_000
+    max_characters: PositiveInt = 50_000
     """Longest text that is spoken in one request, in characters: about an hour. OpenAI's is 4096."""
-    max_concurrent: Count = 256
+    max_concurrent: PositiveInt = 256
     """Requests in work at once, of all callers; one more is told when to try again."""
     upload_idle_s: Annotated[float, Meta(gt=0, le=86_400)] = 30.0
     """Seconds that an upload may stand still before it is given up."""
     upload_min_bytes_per_s: Annotated[int, Meta(ge=0)] = 500
     """Mean rate below which an upload is given up, after its first `upload_idle_s`; 0 allows any."""
-    max_live_sessions: Count = 1_024
+    max_live_sessions: PositiveInt = 1_024
     """Live sessions at once, of all callers, those that wait for their connection included; one more is told when
     to try again."""
     max_frame_bytes: Annotated[int, Meta(ge=1_024, le=16 << 20)] = 16 << 20
     """Largest frame of audio that a WebSocket may bring."""
-    max_session_s: Positive = 6 * 3_600.0
+    max_session_s: PositiveFloat = 6 * 3_600.0
     """Longest live session, in seconds of audio and of time."""
     session_idle_s: Annotated[float, Meta(gt=0, le=86_400)] = 120.0
     """Seconds that a WebSocket may bring nothing before its text is finished and it is closed."""
@@ -289,15 +289,15 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     peer_keys: tuple[PeerKey, ...] = ()
     """Keys of which an engine that asks another to encode must know one; it proves that with its own first.
     Without any, whoever reaches the port may ask."""
-    peer_keys_file: Text | None = None
+    peer_keys_file: NonEmptyText | None = None
     """File with more peer_keys, one a line; # starts a comment."""
-    engine_threads: Count | None = None
+    engine_threads: PositiveInt | None = None
     """Threads the engine computes on. None: ASR_SERVE_THREADS, else every core this process may use."""
     engine: EngineConfig = EngineConfig()
     """How much the engine takes on at once."""
 
     def __post_init__(self) -> None:
-        settle(self)
+        coerce_fields(self)
         if self.ring_slots & (self.ring_slots - 1):
             raise OptionError(f"ring_slots={self.ring_slots}", "a power of two", param="ring_slots")
         for name, needed in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
@@ -328,7 +328,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        return loopback(self.host)
+        return is_loopback(self.host)
 
 
 def environment() -> dict[str, str]:
@@ -341,19 +341,19 @@ def client_key() -> str | None:
     return os.environ.get("ASR_SERVE_API_KEY") or None
 
 
-SPINS = {"GOMP_SPINCOUNT": "3000"}
+OPENMP_SPIN_VARIABLES = {"GOMP_SPINCOUNT": "3000"}
 """How long OpenMP's threads spin before they sleep: some 30 us, decision 0009. By default it is milliseconds, and
 two programs that spin for the same cores get a twentieth of the work done."""
 
 
-def limit_spinning() -> None:
+def limit_openmp_spinning() -> None:
     """Before torch is loaded, which brings OpenMP along. What the user has set stays."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        for name, value in SPINS.items():
+        for name, value in OPENMP_SPIN_VARIABLES.items():
             os.environ.setdefault(name, value)
 
 
-def spare_infiniband() -> None:
+def disable_ucx_infiniband() -> None:
     """Before NIXL loads UCX: on a machine without InfiniBand, UCX leaves out its modules for it, which crash the
     process as it ends where the system has libibverbs of its own (nixl 1.5.1). What the user has set stays."""
     if not any(Path("/sys/class/infiniband").glob("*")):
@@ -362,7 +362,7 @@ def spare_infiniband() -> None:
 
 def engine_environment(threads: int | None) -> dict[str, str]:
     """What an engine process is started with: ours, and its own number of threads."""
-    limit_spinning()
+    limit_openmp_spinning()
     own = {} if threads is None else {"ASR_SERVE_THREADS": str(threads)}
     return {**os.environ, **own}
 
@@ -383,12 +383,12 @@ def voices_dir(chosen: str | None) -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "asr-serve" / "voices"
 
 
-def native_wanted() -> bool:
+def native_kernels_enabled() -> bool:
     """False when ASR_SERVE_NATIVE=0 asks for the Python twins."""
     return os.environ.get("ASR_SERVE_NATIVE", "1") != "0"
 
 
-def threads_wanted() -> int | None:
+def thread_limit() -> int | None:
     """ASR_SERVE_THREADS, or None to use every core this process may run on."""
     text = os.environ.get("ASR_SERVE_THREADS")
     if not text:

@@ -32,17 +32,17 @@ PEER_STATES = ("connecting", "ready", "refused")
 PEER_FAILURES = ("unreachable", "refused", "gone", "timeout", "torn", "malformed")
 PEER_PHASES = ("waiting", "encoding", "road", "whole")
 
-STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
+STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+WAIT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
 """Finest between 100 ms and 1 s, where a listener begins to notice."""
-SOUND_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1, 2.5, 5, 10)
+FIRST_SOUND_BUCKETS_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1, 2.5, 5, 10)
 """Finest up to 250 ms, in which somebody who is spoken to expects an answer to begin."""
-REQUEST_S = (*WAIT_S, 120, 300, 900, 3_600)
+REQUEST_BUCKETS_S = (*WAIT_BUCKETS_S, 120, 300, 900, 3_600)
 """Recordings of hours pass through the same routes."""
-FACTOR = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 3, 10)
+REAL_TIME_FACTOR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 3, 10)
 """Above 1 the answer took longer than the audio lasts."""
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024)
-SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+BATCH_ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024)
+BATCH_FILL_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
 class EngineMetrics:
@@ -59,15 +59,18 @@ class EngineMetrics:
             "asr_serve_queue_seconds",
             "Time from admission of an utterance to the start of its encoding.",
             ("model", "priority"),
-            buckets=WAIT_S,
+            buckets=WAIT_BUCKETS_S,
         )
         self.queue = {priority: queue.labels(model, priority) for priority in PRIORITIES}
         step = histogram(
-            "asr_serve_step_seconds", "Time of one step of a stage.", ("model", "stage"), buckets=STEP_S
+            "asr_serve_step_seconds", "Time of one step of a stage.", ("model", "stage"), buckets=STEP_BUCKETS_S
         )
         self.step = {stage: step.labels(model, stage) for stage in STAGES}
         rows = histogram(
-            "asr_serve_batch_rows", "Callers or utterances in one step.", ("model", "stage"), buckets=ROWS
+            "asr_serve_batch_rows",
+            "Callers or utterances in one step.",
+            ("model", "stage"),
+            buckets=BATCH_ROWS_BUCKETS,
         )
         self.batch_rows = {stage: rows.labels(model, stage) for stage in STAGES}
         fill = histogram(
@@ -75,7 +78,7 @@ class EngineMetrics:
             "Share of a step in use: windows of those computed (vad), frames of those planned for (encode), "
             "positions of those in one pass (verify), rows of those there are (decode, chunk, speak); 1 for turn.",
             ("model", "stage"),
-            buckets=SHARE,
+            buckets=BATCH_FILL_BUCKETS,
         )
         self.batch_fill = {stage: fill.labels(model, stage) for stage in STAGES}
         failed = counter("asr_serve_failed_steps_total", "Steps that raised an error.", ("model", "stage"))
@@ -98,7 +101,7 @@ class EngineMetrics:
             "asr_serve_first_sound_seconds",
             "Time from admission of a sentence to its first sound; the count is of sentences.",
             ("model",),
-            buckets=SOUND_S,
+            buckets=FIRST_SOUND_BUCKETS_S,
         ).labels(model)
         self.spoken_seconds = counter("asr_serve_spoken_seconds_total", "Speech made.", ("model",)).labels(model)
         self.tokens = counter("asr_serve_tokens_total", "Tokens decoded.", ("model",)).labels(model)
@@ -149,7 +152,7 @@ class EngineMetrics:
             "Time of an utterance at a peer, by phase: it waits there, its batch is encoded, what came of it is "
             "on the road; and the whole of it, as this engine sees it.",
             ("model", "phase"),
-            buckets=WAIT_S,
+            buckets=WAIT_BUCKETS_S,
         )
         self.peer_seconds = {phase: phases.labels(model, phase) for phase in PEER_PHASES}
 
@@ -172,7 +175,7 @@ class EngineMetrics:
             "asr_serve_tier_seconds",
             "Time in which the disk read or wrote an entry, those of its batch included.",
             ("model", "work"),
-            buckets=STEP_S,
+            buckets=STEP_BUCKETS_S,
         )
         self.tier_seconds = {work: spent.labels(model, work) for work in ("read", "write")}
 
@@ -187,7 +190,7 @@ class EngineMetrics:
             "Time from the first audio for a stream that slept until it had a slot and what it knew; the count is "
             "of streams that woke.",
             ("model",),
-            buckets=(*STEP_S, 10),
+            buckets=(*STEP_BUCKETS_S, 10),
         ).labels(model)
         self.recomputed = counter(
             "asr_serve_recomputed_streams_total",
@@ -195,12 +198,12 @@ class EngineMetrics:
             ("model",),
         ).labels(model)
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         """As Prometheus text, for `exposition` in the server."""
         return generate_latest(self.registry)
 
 
-class LiveMeter(NamedTuple):
+class LiveRouteMetrics(NamedTuple):
     """What one route's live sessions count, its labels resolved."""
 
     audio: Counter
@@ -229,19 +232,19 @@ class ServerMetrics:
             "asr_serve_request_seconds",
             "Time from the head of a request to the last byte of its answer.",
             ("route",),
-            buckets=REQUEST_S,
+            buckets=REQUEST_BUCKETS_S,
         )
         self.first_text_seconds = histogram(
             "asr_serve_first_text_seconds",
             "Time from the head of a request to the first text of its answer.",
             ("route",),
-            buckets=REQUEST_S,
+            buckets=REQUEST_BUCKETS_S,
         )
         self.real_time_factor = histogram(
             "asr_serve_real_time_factor",
             "Seconds spent on a request per second of its audio.",
             ("route",),
-            buckets=FACTOR,
+            buckets=REAL_TIME_FACTOR_BUCKETS,
         )
         self.rejections = counter(
             "asr_serve_rejections_total", "Requests refused or given up, by the code of the error.", ("reason",)
@@ -275,13 +278,13 @@ class ServerMetrics:
             "asr_serve_live_partial_interval_seconds",
             "Time between two partials of one sentence.",
             ("route",),
-            buckets=WAIT_S,
+            buckets=WAIT_BUCKETS_S,
         )
         self.live_final = histogram(
             "asr_serve_live_final_seconds",
             "Time from the arrival of the audio that decided a sentence's end to its locked text.",
             ("route",),
-            buckets=WAIT_S,
+            buckets=WAIT_BUCKETS_S,
         )
         self.live_turnaround = gauge(
             "asr_serve_live_turnaround_seconds",
@@ -314,16 +317,16 @@ class ServerMetrics:
         )
         gauge("asr_serve_build_info", "Always 1; the label says which build.", ("version",)).labels(version).set(1)
 
-    def live(self, route: str) -> LiveMeter:
+    def live_route(self, route: str) -> LiveRouteMetrics:
         self.live_ended.labels(route, "done")  # from the start, so that `rate` sees the first
-        return LiveMeter(
+        return LiveRouteMetrics(
             self.live_audio_seconds.labels(route),
             self.live_partial_interval.labels(route),
             self.live_final.labels(route),
             self.live_dropped.labels(route),
         )
 
-    def forget(self, model: str) -> None:
+    def remove_model(self, model: str) -> None:
         """Of a model that is not loaded any more."""
         for metric in (
             self.engine_up,
@@ -339,7 +342,7 @@ class ServerMetrics:
             self.migrations.remove(model, what, how)
 
 
-def exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:
+def render_exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:
     """The server's metrics and those of its engines (`EngineMetrics.text`) as one Prometheus text: each
     family once, with the samples of all engines together."""
     families: dict[str, list[str]] = {}

@@ -269,6 +269,7 @@ def test_an_upload_that_breaks_off_before_its_index_says_why(m4a):
     sender.join(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.95])
 @pytest.mark.parametrize(
     ("codec", "kind"),

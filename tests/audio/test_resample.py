@@ -30,7 +30,7 @@ RATES_HZ = (
 
 def resample(samples: np.ndarray, rate_hz: int, cuts: list[int] | None = None) -> np.ndarray:
     resampler = Resampler(rate_hz)
-    out = [resampler.put(piece) for piece in np.split(samples, sorted(cuts or []))]
+    out = [resampler.resample(piece) for piece in np.split(samples, sorted(cuts or []))]
     return np.concatenate([*out, resampler.finish()])
 
 
@@ -48,10 +48,12 @@ def test_any_chunking_gives_the_samples_of_one_piece(data, rate_hz, samples, see
 @given(st.integers(MIN_RATE_HZ, MAX_RATE_HZ), st.integers(0, 3_000), st.integers(0, 3_000))
 def test_the_length_is_exact_at_every_rate(rate_hz, first, second):
     resampler = Resampler(rate_hz)
-    given_early = len(resampler.put(np.ones(first, np.float32))) + len(resampler.put(np.ones(second, np.float32)))
+    given_early = len(resampler.resample(np.ones(first, np.float32))) + len(
+        resampler.resample(np.ones(second, np.float32))
+    )
     assert given_early <= (first + second) * 16_000 // rate_hz
     assert given_early + len(resampler.finish()) == resampled_samples(first + second, rate_hz)
-    assert resampler.given_samples == resampled_samples(first + second, rate_hz)
+    assert resampler.output_samples == resampled_samples(first + second, rate_hz)
 
 
 @pytest.mark.parametrize("rate_hz", RATES_HZ)
@@ -67,9 +69,9 @@ def test_an_impulse_stays_where_it_was(rate_hz):
 def test_nothing_drifts_over_half_an_hour(rate_hz):
     resampler = Resampler(rate_hz)
     second = np.zeros(rate_hz, np.float32)
-    before = sum(len(resampler.put(second)) for _ in range(1_799))
+    before = sum(len(resampler.resample(second)) for _ in range(1_799))
     second[rate_hz // 2] = 1.0
-    tail = np.concatenate([resampler.put(second), resampler.finish()])
+    tail = np.concatenate([resampler.resample(second), resampler.finish()])
     assert before + len(tail) == 1_800 * 16_000
     assert abs(before + int(tail.argmax()) - (1_799 * 16_000 + 8_000)) <= 1
 
@@ -92,7 +94,7 @@ def test_the_last_sample_is_sound_not_padding():
 def test_16_khz_passes_through_without_a_copy():
     chunk = np.ones(100, np.float32)
     resampler = Resampler(16_000)
-    assert resampler.put(chunk) is chunk
+    assert resampler.resample(chunk) is chunk
     assert len(resampler.finish()) == 0
 
 

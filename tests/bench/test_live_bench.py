@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asr_serve.vad import STREAMING, EndpointConfig, Endpointer
+from asr_serve.audio.endpointing import EndpointConfig, Endpointer
+from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 ROW_KEYS = {"system", "callers", "first_word_p50_ms", "first_word_p95_ms", "final_p50_ms", "final_p95_ms"}
@@ -101,10 +102,14 @@ def test_a_packet_held_up_counts_from_when_it_was_due(bench: SimpleNamespace) ->
 @pytest.mark.parametrize("speech_ms", [320, 4_480, 5_120, 9_600, 10_240, 14_720, 20_000, 31_008, 44_800, 46_016])
 def test_the_end_of_a_sentence_is_where_the_engine_decides_it(bench: SimpleNamespace, speech_ms: int) -> None:
     """The arithmetic against the endpointer itself: the same pause, the same deciding window."""
-    endpointer = Endpointer(EndpointConfig(schedule=STREAMING))
+    endpointer = Endpointer(EndpointConfig(schedule=STREAMING_SCHEDULE))
     lead, spoken = 40, speech_ms // 32
     windows = [0.0] * lead + [0.9] * spoken + [0.0] * 80
-    closed = ((span, place) for place, loud in enumerate(windows) for span in endpointer.push(np.array([loud])))
+    closed = (
+        (span, place)
+        for place, loud in enumerate(windows)
+        for span in endpointer.append_probabilities(np.array([loud]))
+    )
     span, window = next(closed)
     found = bench.live_calls.endpoint(span.start_samples / 16, span.end_samples / 16)
     assert found == ((lead + spoken) * 32, (window + 1) * 32)
@@ -300,6 +305,7 @@ def test_bad_live_options(bench: SimpleNamespace, line: str) -> None:
         bench.live.parse(["--data", "x", *line.split()])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_short_run_of_the_whole(bench: SimpleNamespace, speech_data: Path, tmp_path: Path) -> None:
     data, found_at = speech_data / "librispeech-test-other", tmp_path / "out" / "live.json"

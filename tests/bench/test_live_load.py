@@ -105,6 +105,7 @@ async def test_callers_speak_in_real_time(bench: SimpleNamespace, tmp_path: Path
     assert -0.1 < found["others_cpu"] < os.cpu_count()
 
 
+@pytest.mark.slow
 async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) -> None:
     async def refuse(line: Any) -> None:
         await line.recv()
@@ -131,6 +132,7 @@ async def test_what_ends_a_call_is_told(bench: SimpleNamespace, tmp_path: Path) 
     assert nobody["callers"][0]["error"].startswith("no connection")
 
 
+@pytest.mark.slow
 async def test_a_server_that_does_not_read_is_felt(bench: SimpleNamespace, tmp_path: Path) -> None:
     """As soon as what the system keeps for it is full, packets are late, and go on being due."""
 
@@ -199,6 +201,7 @@ def test_a_peer_that_is_not_installed_says_so(bench: SimpleNamespace, tmp_path: 
     assert "not installed" in bench.live_peers.run({**job(bench, tmp_path, "", 0.1), "peer": "vosk"})["skipped"]
 
 
+@pytest.mark.slow
 def test_moonshines_own_streams(bench: SimpleNamespace, packaged_speech: Path, tmp_path: Path) -> None:
     sound = bench.clips.decode(packaged_speech / "beckett.wav")[: 4 * S]
     work = job(bench, tmp_path, "", 4.0, callers=1)

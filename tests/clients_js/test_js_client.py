@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from children import MODULE_LIMIT_S, Child
 
-from asr_serve.text import words as wording
-from asr_serve.text.formats import plain, subtitles
+from asr_serve.text import word_timing as wording
+from asr_serve.text.formats import subtitles, text_and_json
 from asr_serve.types import Segment, Transcript, Word
 
 PACKAGE = Path(__file__).resolve().parents[2] / "clients" / "js"
@@ -87,7 +87,7 @@ def built() -> None:
 
 
 def serve(*settings: str) -> list[str]:
-    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--voice", "none"]
+    command = [sys.executable, "-c", "from asr_serve.api.cli import main; main()", "serve", "--voice", "none"]
     for setting in ("engine_threads=1", "log_level=error", *settings):
         command += ["--set", setting]
     return command
@@ -130,6 +130,7 @@ def test_of_the_package(path: Path, environment: dict[str, str]) -> None:
     assert done.returncode == 0, done.stdout[-8_000:] + done.stderr[-2_000:]
 
 
+@pytest.mark.slow
 def test_exports_are_those_of_the_server(built: None) -> None:
     roll = random.Random(5)
     transcripts = [made(roll, segments) for segments in (0, 1, 2, 5, 9) for _ in range(12)]
@@ -153,11 +154,11 @@ def test_exports_are_those_of_the_server(built: None) -> None:
     answer = run("node", "--input-type=module", "--eval", EXPORT, input=json.dumps(sent))
     assert answer.returncode == 0, answer.stderr
     for each, (txt, srt, vtt, karaoke, as_json) in zip(transcripts, json.loads(answer.stdout), strict=True):
-        assert txt == plain.text(each)
+        assert txt == text_and_json.text(each)
         assert srt == subtitles.srt(each)
         assert vtt == subtitles.vtt(each)
         assert karaoke == subtitles.karaoke(each)
-        ours = json.loads(plain.json(each))
+        ours = json.loads(text_and_json.json(each))
         del ours["key"]  # the name of a file, which a stream has not
         assert json.loads(as_json) == ours
 
@@ -170,7 +171,7 @@ def as_sent(word: Word) -> dict[str, Any]:
 
 def timed(roll: random.Random, text: str, start: int, end: int) -> tuple[Word, ...]:
     """Words of a text, with pauses between them."""
-    parts = [text[first:behind] for first, behind in wording.split(text)]
+    parts = [text[first:behind] for first, behind in wording.split_words(text)]
     edges = sorted(roll.randrange(start, end + 1) for _ in range(2 * len(parts)))
     speakers = [roll.choice(["", "", "SPEAKER_01", ODD]) for _ in parts]
     said = zip(parts, edges[::2], edges[1::2], speakers, strict=True)

@@ -47,7 +47,7 @@ class Served:
         command = [
             sys.executable,
             "-c",
-            "from asr_serve.cli import main; main()",
+            "from asr_serve.api.cli import main; main()",
             "serve",
             "--port",
             str(self.port),

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from console_page import ROOT, Served, Visitor, browsers, words
 
-from asr_serve.models import weights
-from asr_serve.models.card import card
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import asr_card
 
 CONSOLE = ROOT / "console"
 AXE = CONSOLE / "node_modules" / "axe-core" / "axe.min.js"
@@ -508,7 +508,7 @@ def test_axe_finds_nothing_serious(visit, endgame, scheme, device):
 
 @pytest.mark.slow
 def test_the_language_that_is_heard(browser, packaged_speech, tmp_path):
-    if weights.locate(card("whisper-base")) is None:
+    if store.locate(asr_card("whisper-base")) is None:
         pytest.skip("no weights of whisper-base: asr-serve models fetch whisper-base")
     server = Served(tmp_path / "log", "--model", "whisper-base")
     me = Visitor(browser)

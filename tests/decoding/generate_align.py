@@ -32,11 +32,11 @@ def hear() -> None:
     from tiny_streaming import device
 
     from asr_serve.audio import read_audio
-    from asr_serve.engine.parts import Checkpoint
+    from asr_serve.engine.builder import AsrCheckpoint
 
     folder = Path(str(importlib.resources.files("moonshine_voice"))) / "assets"
     pcm = read_audio(folder / "two_cities.wav")[: SECONDS * 16_000]
-    found = Checkpoint.find(MODEL, None)
+    found = AsrCheckpoint.find(MODEL, None)
     model = found.kind.Model(found.config, load_file(found.folder / "model.safetensors"), device(torch.float32))
     with torch.inference_mode():
         logprobs = model.ctc(model.masked(torch.from_numpy(pcm)))[0].half().numpy()

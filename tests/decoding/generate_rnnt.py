@@ -64,7 +64,7 @@ def said(model: TinyTransducer, encoded: torch.Tensor) -> list[list[list[int]]]:
     asked = {
         "decoder_model": decoder,
         "joint_model": joint,
-        "blank_index": model.blank,
+        "blank_index": model.blank_id,
         "max_symbols_per_step": MAX_SYMBOLS,
         "use_cuda_graph_decoder": False,
     }
@@ -87,7 +87,7 @@ def main() -> None:
     for kind, made in MODELS.items():
         model = TinyTransducer.random(**made, **SIZES)
         with torch.no_grad():
-            model.parts["embedding"].weight[model.blank] = 0.0
+            model.parts["embedding"].weight[model.blank_id] = 0.0
         tensors |= {f"{kind}.{name}": each.contiguous() for name, each in model.parts.state_dict().items()}
         about[kind] = {"durations": model.durations, "said": said(model, encoded)}
     FIXTURE.parent.mkdir(exist_ok=True)

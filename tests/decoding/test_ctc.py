@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from asr_serve import native
+from asr_serve import kernels
 from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
 from asr_serve.errors import OptionError
-from asr_serve.models.streaming import FOREVER, Chunk
-from asr_serve.native import search_twin
-from asr_serve.types import Found, Guess, Token
+from asr_serve.kernels import ctc_search_reference
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk
+from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 FIXTURE = Path(__file__).parent / "fixtures" / "ctc.safetensors"
 EVERYTHING: dict[str, Any] = {"tokens": 1_000, "min_logprob": -math.inf, "max_gap": math.inf, "nodes": 60_000}
@@ -31,9 +31,9 @@ class Said:
     """Of a streaming model what a CTC search needs: its hidden frames are the posteriors themselves."""
 
     def __init__(self, vocab: int, blank: int = 0) -> None:
-        self.vocab, self.blank = vocab, blank
+        self.vocab_size, self.blank_id = vocab, blank
 
-    def ctc(self, hidden: Tensor) -> Tensor:
+    def ctc_logprobs(self, hidden: Tensor) -> Tensor:
         return hidden
 
 
@@ -42,8 +42,8 @@ def search_of(kind: str, vocab: int, blank: int = 0, **options: Any) -> CtcGreed
         return CtcGreedy(Said(vocab, blank))
     search = CtcPrefixBeam(Said(vocab, blank), **options)
     if kind == "twin":
-        search._native = search_twin
-    elif search._native is search_twin:
+        search._native = ctc_search_reference
+    elif search._native is ctc_search_reference:
         pytest.skip("the native search is not built or not wanted: pip install -e . builds it")
     return search
 
@@ -56,33 +56,35 @@ def kind(request: pytest.FixtureRequest) -> str:
 def state_of(search: CtcGreedy | CtcPrefixBeam, sessions: int, poison: float = 77) -> dict[str, Tensor]:
     return {
         name: torch.full(
-            (sessions + 1, *spec.shape), poison if spec.fresh is None else spec.fresh, dtype=spec.dtype
+            (sessions + 1, *spec.shape),
+            poison if spec.initial_value is None else spec.initial_value,
+            dtype=spec.dtype,
         )
-        for name, spec in search.state().items()
+        for name, spec in search.state_specs().items()
     }
 
 
 def renew(search: CtcGreedy | CtcPrefixBeam, state: dict[str, Tensor], row: int) -> None:
-    for name, spec in search.state().items():
-        if spec.fresh is not None:
-            state[name][row] = spec.fresh
+    for name, spec in search.state_specs().items():
+        if spec.initial_value is not None:
+            state[name][row] = spec.initial_value
 
 
-def chunk_of(rows: list[int], seen: list[int], frames: list[int]) -> Chunk:
+def chunk_of(rows: list[int], seen: list[int], frames: list[int]) -> StreamingChunk:
     numbers = (torch.tensor(x, dtype=torch.int64) for x in (rows, seen, frames))
-    return Chunk(torch.zeros(len(rows), 0), *numbers, torch.full((len(rows),), FOREVER))
+    return StreamingChunk(torch.zeros(len(rows), 0), *numbers, torch.full((len(rows),), UNBOUNDED_SAMPLES))
 
 
 def hear(
     search: CtcGreedy | CtcPrefixBeam, logprobs: Tensor, widths: list[int] | None = None
-) -> tuple[list[Token], list[Token], list[Guess]]:
+) -> tuple[list[SearchToken], list[SearchToken], list[NBestHypothesis]]:
     """One session on its own: what was fixed, the last tail, and the n-best list."""
-    state, fixed, at, found = state_of(search, 1), [], 0, Found([], [])
+    state, fixed, at, found = state_of(search, 1), [], 0, SearchResult([], [])
     for width in widths or [len(logprobs)]:
         [found] = search.step(logprobs[None, at : at + width], chunk_of([0], [at], [width]), state)
-        fixed += found.fixed
+        fixed += found.fixed_tokens
         at += width
-    return fixed, found.tail, search.finish(0, state)
+    return fixed, found.tail_tokens, search.finish(0, state)
 
 
 def posteriors(seed: int, *shape: int, sharp: float = 2.0) -> Tensor:
@@ -90,7 +92,7 @@ def posteriors(seed: int, *shape: int, sharp: float = 2.0) -> Tensor:
     return (made * sharp).log_softmax(-1)
 
 
-def ids(tokens: list[Token]) -> list[int]:
+def ids(tokens: list[SearchToken]) -> list[int]:
     return [token.id for token in tokens]
 
 
@@ -108,7 +110,7 @@ def test_greedy_is_the_best_path(seed: int, blank: int) -> None:
     fixed, tail, best = hear(search_of("greedy", 5, blank), logprobs)
     symbols = logprobs.argmax(-1).tolist()
     new = [f for f, s in enumerate(symbols) if s != blank and (f == 0 or symbols[f - 1] != s)]
-    assert fixed == [Token(symbols[f], f, float(logprobs[f, symbols[f]])) for f in new]
+    assert fixed == [SearchToken(symbols[f], f, float(logprobs[f, symbols[f]])) for f in new]
     assert tail == []
     assert [guess.tokens for guess in best] == [[]]
     assert best[0].logprob == pytest.approx(float(logprobs.max(-1).values.double().sum()), abs=1e-9)
@@ -229,7 +231,7 @@ def test_joins_leaves_neighbours_and_chunks_change_nothing(which: str, data: st.
     slots = 3
     state, free = state_of(search, slots), list(range(slots))
     waiting, online, at = list(range(len(audio))), {}, [0] * len(audio)
-    fixed: list[list[Token]] = [[] for _ in audio]
+    fixed: list[list[SearchToken]] = [[] for _ in audio]
     while waiting or online:
         while waiting and free and not (online and data.draw(st.booleans())):
             online[waiting.pop()] = row = free.pop()
@@ -246,10 +248,10 @@ def test_joins_leaves_neighbours_and_chunks_change_nothing(which: str, data: st.
         found = search.step(hidden, chunk_of(rows, seen, counts + [0] * fillers), state)
         assert len(found) == len(rows)
         for s, count, came in zip(moving, counts, found, strict=False):
-            fixed[s] += came.fixed
+            fixed[s] += came.fixed_tokens
             at[s] += count
             if at[s] == lengths[s]:
-                assert (fixed[s], came.tail, search.finish(online[s], state)) == alone[s]
+                assert (fixed[s], came.tail_tokens, search.finish(online[s], state)) == alone[s]
                 free.append(online.pop(s))
 
 
@@ -268,7 +270,7 @@ def test_a_saved_row_goes_on_bit_for_bit(which: str) -> None:
         for row, state in ((0, first), (2, second))
     ]
     assert rest[0] == rest[1]
-    assert rest[0][0].fixed
+    assert rest[0][0].fixed_tokens
     assert search.finish(0, first) == search.finish(2, second)
     assert all(first[name][0].numpy().tobytes() == second[name][2].numpy().tobytes() for name in first)
 
@@ -312,7 +314,7 @@ def test_what_all_entries_say_is_fixed_and_leaves_the_state(kind: str) -> None:
     state, fixed = state_of(search, 1), []
     for at in range(0, 200, 4):
         [found] = search.step(heard[None, at : at + 4].log(), chunk_of([0], [at], [4]), state)
-        fixed += found.fixed
+        fixed += found.fixed_tokens
         assert state["ctc_counts"][0, 1] <= 12
     assert len(fixed) >= 6
     assert [token.frame for token in fixed] == [20 * i for i in range(len(fixed))]
@@ -330,7 +332,7 @@ def test_when_the_tree_outgrows_its_room_the_best_entry_wins(kind: str, nodes: i
     state, fixed, tail = state_of(search, 1), [], []
     for at in range(80):
         [found] = search.step(heard[None, at : at + 1].log(), chunk_of([0], [at], [1]), state)
-        fixed, tail = fixed + found.fixed, found.tail
+        fixed, tail = fixed + found.fixed_tokens, found.tail_tokens
         assert len(tail) <= int(state["ctc_counts"][0, 1]) <= nodes
         guesses = search.finish(0, state)
         assert guesses[0].tokens == tail
@@ -362,8 +364,8 @@ def test_a_frame_in_which_nothing_can_be_said_says_nothing(kind: str) -> None:
 @pytest.mark.parametrize("which", KINDS)
 def test_a_session_without_a_frame_said_nothing(which: str) -> None:
     search = search_of(which, 5)
-    assert search.finish(0, state_of(search, 1)) == [Guess([], 0.0)]
-    assert hear(search, torch.zeros(0, 5)) == ([], [], [Guess([], 0.0)])
+    assert search.finish(0, state_of(search, 1)) == [NBestHypothesis([], 0.0)]
+    assert hear(search, torch.zeros(0, 5)) == ([], [], [NBestHypothesis([], 0.0)])
 
 
 def test_pruned_tokens_open_nothing_and_what_is_there_goes_on_exactly(kind: str) -> None:
@@ -397,4 +399,4 @@ def test_posteriors_that_would_have_to_be_copied_are_refused(kind: str) -> None:
 
 
 def test_the_native_search_is_used_where_it_was_built() -> None:
-    assert CtcPrefixBeam(Said(5))._native is native.search()
+    assert CtcPrefixBeam(Said(5))._native is kernels.search()

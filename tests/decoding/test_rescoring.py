@@ -6,25 +6,31 @@ import pytest
 import torch
 
 from asr_serve.decoding import rescoring
-from asr_serve.decoding.rescoring import Rescored
-from asr_serve.models.streaming import FOREVER, Chunk, Found, Guess, Token
+from asr_serve.decoding.rescoring import RescoringSearch
+from asr_serve.models.interfaces import (
+    UNBOUNDED_SAMPLES,
+    NBestHypothesis,
+    SearchResult,
+    SearchToken,
+    StreamingChunk,
+)
 
 
-def token(id: int) -> Token:
-    return Token(id, 0, -0.1)
+def token(id: int) -> SearchToken:
+    return SearchToken(id, 0, -0.1)
 
 
 class TwoGuesses:
     """Fixes one token a step; at the end it likes 1 more than 2."""
 
-    def state(self):
+    def state_specs(self):
         return {}
 
     def step(self, hidden, chunk, state):
-        return [Found([token(int(row))], []) for row in chunk.rows]
+        return [SearchResult([token(int(row))], []) for row in chunk.rows]
 
     def finish(self, row, state):
-        return [Guess([token(1)], -1.0), Guess([token(2)], -2.0)]
+        return [NBestHypothesis([token(1)], -1.0), NBestHypothesis([token(2)], -2.0)]
 
 
 class Decoder:
@@ -40,14 +46,14 @@ class Decoder:
         return [-5.0, -1.0]
 
 
-def chunk(rows: list[int], seen: list[int], frames: list[int]) -> Chunk:
+def chunk(rows: list[int], seen: list[int], frames: list[int]) -> StreamingChunk:
     given = [torch.tensor(each) for each in (rows, seen, frames)]
-    return Chunk(torch.zeros(len(rows), 1), *given, torch.full((len(rows),), FOREVER))
+    return StreamingChunk(torch.zeros(len(rows), 1), *given, torch.full((len(rows),), UNBOUNDED_SAMPLES))
 
 
 def test_the_second_decoder_decides_and_hears_all_of_its_own_session():
     decoder = Decoder()
-    search = Rescored(TwoGuesses(), decoder)
+    search = RescoringSearch(TwoGuesses(), decoder)
     lent = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     search.step(lent, chunk([5, 6], [0, 0], [2, 1]), {})
     lent.fill_(7.0)
@@ -62,7 +68,7 @@ def test_the_second_decoder_decides_and_hears_all_of_its_own_session():
 def test_the_search_weighs_as_the_model_says():
     decoder = Decoder()
     decoder.ctc_weight = 100.0
-    search = Rescored(TwoGuesses(), decoder)
+    search = RescoringSearch(TwoGuesses(), decoder)
     search.step(torch.zeros(1, 1, 1), chunk([0], [0], [1]), {})
     assert search.finish(0, {})[0].tokens[0].id == 1
 
@@ -70,7 +76,7 @@ def test_the_search_weighs_as_the_model_says():
 @pytest.mark.parametrize("frames", [0, 3])
 def test_a_row_that_is_used_again_remembers_nothing(frames):
     decoder = Decoder()
-    search = Rescored(TwoGuesses(), decoder)
+    search = RescoringSearch(TwoGuesses(), decoder)
     search.step(torch.ones(1, 4, 1), chunk([0], [0], [4]), {})  # its session leaves without an end
     search.step(torch.zeros(1, 3, 1), chunk([0], [0], [frames]), {})
     search.finish(0, {})
@@ -80,7 +86,7 @@ def test_a_row_that_is_used_again_remembers_nothing(frames):
 def test_of_a_very_long_session_nothing_is_kept(monkeypatch):
     monkeypatch.setattr(rescoring, "MOST_FRAMES", 5)
     decoder = Decoder()
-    search = Rescored(TwoGuesses(), decoder)
+    search = RescoringSearch(TwoGuesses(), decoder)
     for seen in (0, 4, 8):
         search.step(torch.zeros(1, 4, 1), chunk([0], [seen], [4]), {})
     assert [guess.tokens[0].id for guess in search.finish(0, {})] == [1, 2]

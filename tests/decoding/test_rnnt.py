@@ -15,33 +15,35 @@ from tiny_transducer import TinyTransducer, noise, run
 
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.errors import OptionError
-from asr_serve.models.streaming import Chunk, Guess, Token
+from asr_serve.models.interfaces import NBestHypothesis, SearchToken, StreamingChunk
 
 FIXTURE = Path(__file__).parent / "fixtures" / "rnnt.safetensors"
 KINDS = [(), (0, 1, 2, 3, 4), (1, 2), (0, 1), (2, 8)]
 
 
 @torch.inference_mode()
-def frame_by_frame(model: TinyTransducer, hidden: torch.Tensor, max_symbols: int) -> tuple[list[Token], float]:
+def frame_by_frame(
+    model: TinyTransducer, hidden: torch.Tensor, max_symbols: int
+) -> tuple[list[SearchToken], float]:
     """The definition: one session, one frame, one token at a time; and the log-probability of the path."""
-    memory = {name: torch.zeros(1, *spec.shape) for name, spec in model.predictor_state().items()}
-    predicted, memory = model.predict(torch.tensor([model.blank]), memory)
-    projected = model.project(hidden[None])[0]
+    memory = {name: torch.zeros(1, *spec.shape) for name, spec in model.predictor_state_specs().items()}
+    predicted, memory = model.predict(torch.tensor([model.blank_id]), memory)
+    projected = model.project_encoder(hidden[None])[0]
     said, score, frame, symbols = [], 0.0, 0, 0
     while frame < len(hidden):
         logits = model.joint(projected[frame : frame + 1], predicted)[0]
-        tokens = logits[: model.vocab].log_softmax(-1)
+        tokens = logits[: model.vocab_size].log_softmax(-1)
         token = int(tokens.argmax())
         score += float(tokens[token])
-        lasts = 0 if token != model.blank else 1
+        lasts = 0 if token != model.blank_id else 1
         if model.durations:
-            durations = logits[model.vocab :].log_softmax(-1)
+            durations = logits[model.vocab_size :].log_softmax(-1)
             lasts = model.durations[int(durations.argmax())]
             score += float(durations.max())
-        if token == model.blank:
+        if token == model.blank_id:
             lasts = max(lasts, 1)
         else:
-            said.append(Token(token, frame, float(tokens[token])))
+            said.append(SearchToken(token, frame, float(tokens[token])))
             predicted, memory = model.predict(torch.tensor([token]), memory)
             symbols += 1
             if symbols == max_symbols:
@@ -51,11 +53,12 @@ def frame_by_frame(model: TinyTransducer, hidden: torch.Tensor, max_symbols: int
     return said, score
 
 
-def same(found: list[Token], expected: list[Token]) -> None:
+def same(found: list[SearchToken], expected: list[SearchToken]) -> None:
     assert [each[:2] for each in found] == [each[:2] for each in expected]
     assert [each.logprob for each in found] == pytest.approx([each.logprob for each in expected], abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durations", KINDS, ids=str)
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
@@ -120,7 +123,7 @@ def test_silence_says_nothing_and_blanks_of_no_duration_come_to_an_end():
 
 def test_state_is_small_and_says_what_a_new_session_needs():
     search = TransducerGreedy(TinyTransducer.random(1, layers=2))
-    specs = search.state()
+    specs = search.state_specs()
     assert {name: spec.shape for name, spec in specs.items()} == {
         "begun": (),
         "h": (2, 8),
@@ -129,7 +132,7 @@ def test_state_is_small_and_says_what_a_new_session_needs():
         "score": (),
         "skip": (),
     }
-    assert [name for name, spec in specs.items() if spec.fresh is not None] == ["begun"]
+    assert [name for name, spec in specs.items() if spec.initial_value is not None] == ["begun"]
 
 
 def test_the_predictor_runs_once_for_each_token_of_the_session_that_has_most():
@@ -137,18 +140,18 @@ def test_the_predictor_runs_once_for_each_token_of_the_session_that_has_most():
     search = TransducerGreedy(model)
     sessions = noise(4, [40] * 5)
     model.calls = dict.fromkeys(model.calls, 0)
-    state = {name: torch.zeros(6, *spec.shape, dtype=spec.dtype) for name, spec in search.state().items()}
+    state = {name: torch.zeros(6, *spec.shape, dtype=spec.dtype) for name, spec in search.state_specs().items()}
     rows = torch.arange(5)
-    chunk = Chunk(torch.zeros(5, 0), rows, torch.zeros_like(rows), torch.full_like(rows, 40), rows)
+    chunk = StreamingChunk(torch.zeros(5, 0), rows, torch.zeros_like(rows), torch.full_like(rows, 40), rows)
     found = search.step(torch.stack(sessions), chunk, state)
     assert model.calls["project"] == 1
-    assert model.calls["predict"] == max(len(each.fixed) for each in found) > 0
+    assert model.calls["predict"] == max(len(each.fixed_tokens) for each in found) > 0
 
 
 def test_a_session_that_heard_nothing_ends_with_nothing():
     search = TransducerGreedy(TinyTransducer.random(1))
-    state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state().items()}
-    assert search.finish(0, state) == [Guess([], 0.0)]
+    state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state_specs().items()}
+    assert search.finish(0, state) == [NBestHypothesis([], 0.0)]
 
 
 @pytest.mark.parametrize("max_symbols", [0, -1])

@@ -15,7 +15,7 @@ from tiny_transducer import Heard, TinyTransducer, noise, run
 from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.errors import OptionError
-from asr_serve.models.streaming import Guess, Token
+from asr_serve.models.interfaces import NBestHypothesis, SearchToken
 
 KINDS = [(), (0, 1, 2, 3, 4), (1, 2), (0, 3)]
 Said = tuple[int, ...]
@@ -28,24 +28,26 @@ def total(*logprobs: float) -> float:
 @torch.inference_mode()
 def all_alignments(model: TinyTransducer, hidden: torch.Tensor, max_symbols: int) -> dict[Said, float]:
     """The definition: the log-probability of everything that can be said, one path after another."""
-    projected = model.project(hidden[None])[0]
+    projected = model.project_encoder(hidden[None])[0]
 
     @cache
     def after(said: Said):
-        memory = {name: torch.zeros(1, *spec.shape) for name, spec in model.predictor_state().items()}
+        memory = {name: torch.zeros(1, *spec.shape) for name, spec in model.predictor_state_specs().items()}
         memory = after(said[:-1])[1] if said else memory
-        return model.predict(torch.tensor([said[-1] if said else model.blank]), memory)
+        return model.predict(torch.tensor([said[-1] if said else model.blank_id]), memory)
 
     @cache
     def ways(frame: int, said: Said) -> list[tuple[int, int, float]]:
         """Token or blank, frames that it lasts, log-probability of both."""
         logits = model.joint(projected[frame : frame + 1], after(said)[0])[0].double()
-        tokens, lasts = logits[: model.vocab].log_softmax(0), logits[model.vocab :].log_softmax(0)
+        tokens, lasts = logits[: model.vocab_size].log_softmax(0), logits[model.vocab_size :].log_softmax(0)
         if not model.durations:
-            return [(token, int(token == model.blank), float(tokens[token])) for token in range(model.vocab)]
+            return [
+                (token, int(token == model.blank_id), float(tokens[token])) for token in range(model.vocab_size)
+            ]
         return [
             (token, duration, float(tokens[token] + lasts[index]))
-            for token in range(model.vocab)
+            for token in range(model.vocab_size)
             for index, duration in enumerate(model.durations)
         ]
 
@@ -56,25 +58,25 @@ def all_alignments(model: TinyTransducer, hidden: torch.Tensor, max_symbols: int
             paths.setdefault(said, []).append(logprob)
             return
         for token, lasts, gain in ways(frame, said):
-            if token == model.blank or symbols + 1 == max_symbols:
+            if token == model.blank_id or symbols + 1 == max_symbols:
                 lasts = max(lasts, 1)
-            longer = said if token == model.blank else (*said, token)
+            longer = said if token == model.blank_id else (*said, token)
             walk(frame + lasts, 0 if lasts else symbols + 1, longer, logprob + gain)
 
     walk(0, 0, (), 0.0)
     return {said: total(*logprobs) for said, logprobs in paths.items()}
 
 
-def ids(tokens: list[Token]) -> Said:
+def ids(tokens: list[SearchToken]) -> Said:
     return tuple(token.id for token in tokens)
 
 
-def said(heard: Heard) -> list[Guess]:
+def said(heard: Heard) -> list[NBestHypothesis]:
     """The n-best list with all tokens of the session."""
-    return [Guess(heard.fixed + guess.tokens, guess.logprob) for guess in heard.guesses]
+    return [NBestHypothesis(heard.fixed + guess.tokens, guess.logprob) for guess in heard.guesses]
 
 
-def same(found: list[Guess], expected: list[Guess]) -> None:
+def same(found: list[NBestHypothesis], expected: list[NBestHypothesis]) -> None:
     where = [[[token[:2] for token in guess.tokens] for guess in each] for each in (found, expected)]
     assert where[0] == where[1]
     numbers = [
@@ -141,6 +143,7 @@ def test_a_beam_of_one_is_greedy(durations, seed, lengths, chunks, max_symbols, 
         assert all(partial.unfixed == 0 for partial in one.partials), "one entry agrees with itself"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durations", KINDS, ids=str)
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
@@ -232,7 +235,7 @@ def test_silence_says_nothing_and_a_model_that_never_stops_says_max_symbols_at_e
 
 
 def test_state_is_bounded_and_says_what_a_new_session_needs():
-    specs = TransducerBeam(TinyTransducer.random(1, layers=2), 3, tail=16).state()
+    specs = TransducerBeam(TinyTransducer.random(1, layers=2), 3, tail=16).state_specs()
     assert {name: spec.shape for name, spec in specs.items()} == {
         "begun": (),
         "h": (3, 2, 8),
@@ -246,13 +249,13 @@ def test_state_is_bounded_and_says_what_a_new_session_needs():
         "frame": (3, 16),
         "logprob": (3, 16),
     }
-    assert [name for name, spec in specs.items() if spec.fresh is not None] == ["begun"]
+    assert [name for name, spec in specs.items() if spec.initial_value is not None] == ["begun"]
 
 
 def test_a_session_that_heard_nothing_ends_with_nothing():
     search = TransducerBeam(TinyTransducer.random(1))
-    state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state().items()}
-    assert search.finish(0, state) == [Guess([], 0.0)]
+    state = {name: torch.zeros(2, *spec.shape, dtype=spec.dtype) for name, spec in search.state_specs().items()}
+    assert search.finish(0, state) == [NBestHypothesis([], 0.0)]
 
 
 @pytest.mark.parametrize(

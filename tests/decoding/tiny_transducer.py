@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from asr_serve.models.streaming import FOREVER, Chunk, Guess, Search, StateSpec, Token
+from asr_serve.models.interfaces import (
+    UNBOUNDED_SAMPLES,
+    NBestHypothesis,
+    SearchToken,
+    StateSpec,
+    StreamingChunk,
+    StreamingSearch,
+)
 
 
 class TinyTransducer:
@@ -28,8 +35,8 @@ class TinyTransducer:
         durations: tuple[int, ...] = (),
         blank: int | None = None,
     ) -> None:
-        self.vocab, self.width, self.durations = vocab, width, durations
-        self.blank = vocab - 1 if blank is None else blank
+        self.vocab_size, self.width, self.durations = vocab, width, durations
+        self.blank_id = vocab - 1 if blank is None else blank
         self.parts = nn.ModuleDict(
             {
                 "embedding": nn.Embedding(vocab, hidden),
@@ -55,8 +62,8 @@ class TinyTransducer:
             made.parts["encoded"].weight[0] *= 2
             made.parts["predicted"].weight[0] *= 3
             made.parts["out"].weight[:, 0] = 0.0
-            made.parts["out"].weight[made.blank, 0] = 3 * sharp
-            made.parts["out"].bias[made.blank] -= eager
+            made.parts["out"].weight[made.blank_id, 0] = 3 * sharp
+            made.parts["out"].bias[made.blank_id] -= eager
         return made
 
     def load(self, tensors: Mapping[str, Tensor]) -> TinyTransducer:
@@ -67,7 +74,7 @@ class TinyTransducer:
         self.parts.to(device)
         return self
 
-    def predictor_state(self) -> dict[str, StateSpec]:
+    def predictor_state_specs(self) -> dict[str, StateSpec]:
         return {"h": StateSpec(self.memory), "c": StateSpec(self.memory)}
 
     def predict(self, tokens: Tensor, memory: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -76,7 +83,7 @@ class TinyTransducer:
         heard, (h, c) = self.parts["lstm"](self.parts["embedding"](tokens)[:, None], before)
         return self.parts["predicted"](heard[:, 0]), {"h": h.transpose(0, 1), "c": c.transpose(0, 1)}
 
-    def project(self, hidden: Tensor) -> Tensor:
+    def project_encoder(self, hidden: Tensor) -> Tensor:
         self.calls["project"] += 1
         return self.parts["encoded"](hidden)
 
@@ -96,7 +103,7 @@ class Partial(NamedTuple):
 
     frames: int
     """So far."""
-    tokens: list[Token]
+    tokens: list[SearchToken]
     """All, so far."""
     unfixed: int
     """How many of them may change."""
@@ -106,12 +113,12 @@ class Partial(NamedTuple):
 class Heard:
     """What a search said of one session."""
 
-    fixed: list[Token] = field(default_factory=list)
+    fixed: list[SearchToken] = field(default_factory=list)
     partials: list[Partial] = field(default_factory=list)
-    guesses: list[Guess] = field(default_factory=list)
+    guesses: list[NBestHypothesis] = field(default_factory=list)
 
     @property
-    def best(self) -> list[Token]:
+    def best(self) -> list[SearchToken]:
         return self.fixed + self.guesses[0].tokens
 
 
@@ -122,7 +129,7 @@ def poison(state: Mapping[str, Tensor], row: int) -> None:
 
 
 def run(
-    search: Search,
+    search: StreamingSearch,
     sessions: Sequence[Tensor],
     *,
     slots: int | None = None,
@@ -139,7 +146,7 @@ def run(
     that do not run must stay as they are."""
     draw = random.Random(shuffle)
     slots = len(sessions) if slots is None else slots
-    specs = search.state()
+    specs = search.state_specs()
     state = {
         name: torch.zeros(slots + 1, *spec.shape, dtype=spec.dtype, device=device) for name, spec in specs.items()
     }
@@ -152,8 +159,8 @@ def run(
         while waiting and free and (not running or draw.random() < 0.7):
             row = running[waiting.pop(0)] = free.pop(draw.randrange(len(free)))
             for name, spec in specs.items():
-                if spec.fresh is not None:
-                    state[name][row] = spec.fresh
+                if spec.initial_value is not None:
+                    state[name][row] = spec.initial_value
         size = draw.choice(chunks)
         most = min(len(running), company or len(running))
         who = draw.sample(sorted(running), draw.randint(1, most))
@@ -164,12 +171,12 @@ def run(
             hidden[index, :count] = sessions[each][seen[each] : seen[each] + count]
         others = [row for row in range(slots) if row not in rows]
         before = {name: tensor[others].clone() for name, tensor in state.items()}
-        chunk = Chunk(
+        chunk = StreamingChunk(
             torch.zeros(len(rows), 0, device=device),
             torch.tensor(rows, device=device),
             torch.tensor([seen[each] for each in who] + [0] * fill, device=device),
             torch.tensor(frames + [0] * fill, device=device),
-            torch.full((len(rows),), FOREVER, device=device),
+            torch.full((len(rows),), UNBOUNDED_SAMPLES, device=device),
         )
         found = search.step(hidden.to(device), chunk, state)
         assert len(found) == len(rows)
@@ -177,8 +184,10 @@ def run(
             assert torch.equal(tensor[others].nan_to_num(), before[name].nan_to_num()), f"{name} of others moved"
         for each, count, new in zip(who, frames, found, strict=False):
             seen[each] += count
-            heard[each].fixed += new.fixed
-            heard[each].partials.append(Partial(seen[each], heard[each].fixed + new.tail, len(new.tail)))
+            heard[each].fixed += new.fixed_tokens
+            heard[each].partials.append(
+                Partial(seen[each], heard[each].fixed + new.tail_tokens, len(new.tail_tokens))
+            )
             if seen[each] == len(sessions[each]):
                 row = running.pop(each)
                 heard[each].guesses = search.finish(row, state)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from asr_serve import devices, native
+from asr_serve import devices
+from asr_serve import kernels as native
 from asr_serve.config import EngineConfig
 from asr_serve.devices.cpu import CpuDevice, PackedLinear, PlainLinear, bf16_supported
 from asr_serve.devices.cuda import CudaDevice
-from asr_serve.engine.stats import Stats
-from asr_serve.engine.turns.runner import TurnModel, TurnRunner
+from asr_serve.engine.stats import EngineStats
+from asr_serve.engine.turn_runner import LoadedTurnModel, TurnRunner
 from asr_serve.errors import OptionError
-from asr_serve.models.batch import pack
+from asr_serve.models.packing import pack_clips
 
 
 def plain_attention(qkv: torch.Tensor, offset: int, frames: int) -> torch.Tensor:
@@ -37,13 +38,13 @@ def plain_attention(qkv: torch.Tensor, offset: int, frames: int) -> torch.Tensor
 )
 def test_an_unknown_device_or_dtype_is_refused_by_name(arguments: tuple[str, str], says: str) -> None:
     with pytest.raises(OptionError, match=says):
-        devices.pick(*arguments)
+        devices.make_device(*arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_missing_gpu_is_an_error_never_a_silent_cpu() -> None:
     with pytest.raises(OptionError, match="no CUDA device"):
-        devices.pick("cuda")
+        devices.make_device("cuda")
 
 
 def test_auto_takes_bf16_only_where_the_cpu_multiplies_it() -> None:
@@ -60,9 +61,9 @@ def test_attention_of_packed_clips_is_each_clip_alone(
     if kernels == "native" and native.core() is None:
         pytest.skip("the native core is not built here")
     monkeypatch.setenv("ASR_SERVE_NATIVE", "1" if kernels == "native" else "0")
-    device = devices.pick("cpu", dtype)
+    device = devices.make_device("cpu", dtype)
     torch.manual_seed(0)
-    packing = pack([5, 70, 1, 33], 64)
+    packing = pack_clips([5, 70, 1, 33], 64)
     qkv = torch.randn(packing.total, 3, 4, 12).to(device.dtype)
     out = device.attention(qkv, packing)
     assert out.shape == (packing.total, 48)
@@ -94,9 +95,9 @@ def test_linear_is_act_of_product_plus_bias(kind: type, dtype: torch.dtype) -> N
 
 
 def test_a_step_is_filled_up_to_few_sizes() -> None:
-    device = devices.pick("cpu", "fp32")
-    sizes = {device.rows(live) for live in range(1, 65)}
-    assert all(device.rows(live) >= live for live in range(1, 65))
+    device = devices.make_device("cpu", "fp32")
+    sizes = {device.padded_rows(live) for live in range(1, 65)}
+    assert all(device.padded_rows(live) >= live for live in range(1, 65))
     assert len(sizes) <= 12
 
 
@@ -113,11 +114,11 @@ def test_a_turn_model_answers_on_one_thread(kind: type, monkeypatch: pytest.Monk
         return 0.5
 
     torch.set_num_threads(4)
-    turns = TurnRunner(TurnModel(None, SimpleNamespace(finished=finished)), device, Stats())  # type: ignore[arg-type]
+    turns = TurnRunner(LoadedTurnModel(None, SimpleNamespace(finished=finished)), device, EngineStats())  # type: ignore[arg-type]
     try:
         answers: list[Future[float]] = [Future() for _ in range(4)]
         for answer in answers:
-            turns.ask(np.zeros(1, np.float32), answer)
+            turns.submit(np.zeros(1, np.float32), answer)
         assert [answer.result(60) for answer in answers] == [0.5] * 4
         assert found == [1] * 4
         assert torch.get_num_threads() == 4, "it is the loop's"

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve import devices, native
+from asr_serve import devices
+from asr_serve import kernels as native
 from asr_serve.devices.cpu import CpuDevice, PlainVocabulary
 from asr_serve.devices.cuda import WidenedLinear, WidenedVocabulary
-from asr_serve.devices.int8 import Choice, Gate, Int8Linear, Int8Vocabulary, outlying
+from asr_serve.devices.int8 import ActivationBits, CpuInt8Linear, Int8Selector, Int8Vocabulary, outlying
 from asr_serve.errors import OptionError
-from asr_serve.models.asr import moonshine
+from asr_serve.models.asr.moonshine import moonshine
 
 MODES = ("int8", "dynamic")
 
@@ -39,16 +40,16 @@ def relative(came: Tensor, expected: Tensor) -> float:
 
 def test_an_unknown_way_is_refused_by_name() -> None:
     with pytest.raises(OptionError, match="none, int8, dynamic"):
-        devices.pick("cpu", "auto", "int4")
+        devices.make_device("cpu", "auto", "int4")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_linear_is_act_of_product_plus_bias(mode: str, dtype: str, kernels: str) -> None:
-    device = devices.pick("cpu", dtype, mode)
+    device = devices.make_device("cpu", dtype, mode)
     weight, bias, x, more = torch.randn(96, 64), torch.randn(96), torch.randn(2, 7, 64), torch.randn(2, 7, 96)
     linear = device.linear(weight, bias)
-    assert isinstance(linear, Int8Linear)
+    assert isinstance(linear, CpuInt8Linear)
     x, more = x.to(device.dtype), more.to(device.dtype)
     expected = F.linear(x.float(), weight, bias)
     most = 0.02 if mode == "int8" else 0.03
@@ -62,14 +63,14 @@ def test_linear_is_act_of_product_plus_bias(mode: str, dtype: str, kernels: str)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_linear_whose_dtype_a_model_names_keeps_it(mode: str) -> None:
     weight, x = torch.randn(32, 16), torch.randn(5, 16)
-    linear = devices.pick("cpu", "fp32", mode).linear(weight, dtype=torch.float32)
+    linear = devices.make_device("cpu", "fp32", mode).linear(weight, dtype=torch.float32)
     torch.testing.assert_close(linear(x), F.linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["none", *MODES])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_vocabulary_looks_up_and_multiplies(mode: str, dtype: str, kernels: str) -> None:
-    device = devices.pick("cpu", dtype, mode)
+    device = devices.make_device("cpu", dtype, mode)
     vectors, x, tokens = torch.randn(100, 48), torch.randn(3, 48), torch.tensor([99, 0, 17, 17])
     words = device.vocabulary(vectors)
     assert len(words) == 100
@@ -85,7 +86,7 @@ def test_a_vocabulary_looks_up_and_multiplies(mode: str, dtype: str, kernels: st
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_one_dimension_that_reaches_far_does_not_coarsen_the_others(mode: str, dtype: str, kernels: str) -> None:
-    device = devices.pick("cpu", dtype, mode)
+    device = devices.make_device("cpu", dtype, mode)
     vectors, x = torch.randn(100, 48), torch.randn(3, 48)
     far = vectors.clone()
     far[:, 7] = 60.0 + vectors[:, 7]
@@ -191,7 +192,7 @@ def test_a_model_of_8_bits_takes_55_percent_at_most(mode: str) -> None:
         pytest.skip("the native core is not built here")
     config = moonshine.Config()
     device = Recording(mode)
-    device.gate._choose = lambda *_: Choice(8, 2.0)  # type: ignore[method-assign]
+    device.gate._choose = lambda *_: ActivationBits(8, 2.0)  # type: ignore[method-assign]
     model = moonshine.Model(config, checkpoint(config), device)
     assert device.in_16_bits > 50e6
     assert device.held <= 0.55 * device.in_16_bits
@@ -206,7 +207,7 @@ def test_the_gate_takes_8_bits_only_where_they_are_faster(monkeypatch: pytest.Mo
     monkeypatch.setattr("asr_serve.devices.int8._timed", lambda call: times[call.args[-1]])
     for seconds, bits in ((2.0, 8), (1.1, 16), (0.5, 16)):
         times[16] = seconds
-        gate = Gate(native.kernels(), 1)
+        gate = Int8Selector(native.kernels(), 1)
         if not native.kernels().int8_dots():
             bits = 16
         assert gate.bits(64, 96) == bits
@@ -218,7 +219,7 @@ def test_the_gate_takes_8_bits_only_where_they_are_faster(monkeypatch: pytest.Mo
 
 def test_without_instructions_for_it_nothing_is_rounded_to_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_NATIVE", "0")
-    assert devices.pick("cpu", "fp32", "dynamic").gate.bits(64, 96) == 16  # type: ignore[attr-defined]
+    assert devices.make_device("cpu", "fp32", "dynamic").gate.bits(64, 96) == 16  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -242,11 +243,13 @@ def test_what_cuda_multiplies_with_on_the_cpu_s_tensors(dtype: torch.dtype) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_cuda_s_products_are_the_cpu_s() -> None:
     weight, x = torch.randn(96, 64), torch.randn(7, 64)
-    device = devices.pick("cuda", "fp32", "int8")
+    device = devices.make_device("cuda", "fp32", "int8")
     came = device.linear(weight)(x.cuda()).cpu()
-    torch.testing.assert_close(came, devices.pick("cpu", "fp32", "int8").linear(weight)(x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        came, devices.make_device("cpu", "fp32", "int8").linear(weight)(x), rtol=1e-3, atol=1e-3
+    )
     with pytest.raises(OptionError, match="none or int8"):
-        devices.pick("cuda", "fp32", "dynamic")
+        devices.make_device("cuda", "fp32", "dynamic")
 
 
 @pytest.mark.slow
@@ -257,7 +260,7 @@ def test_words_of_8_bits_are_those_of_16(packaged_speech: Path, speech_data: Pat
     """
     import asr_serve
     from asr_serve.config import EngineConfig
-    from asr_serve.evaluate.wer import normalize, wer
+    from asr_serve_tools.evaluate.wer import normalize, wer
 
     folder = speech_data / "librispeech-test-other"
     if not (folder / "transcripts.tsv").is_file():

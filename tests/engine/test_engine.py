@@ -22,9 +22,9 @@ from tiny_moonshine import (
     start,
 )
 
-from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.parts import Parts
 from asr_serve.errors import (
     AtCapacity,
     AudioTooLong,
@@ -34,7 +34,7 @@ from asr_serve.errors import (
     StepFailed,
     WeightsMissing,
 )
-from asr_serve.models.vad.silero import WINDOW_SAMPLES
+from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
 
 LENGTHS = [1_600, 16_000, 16_123, 40_000, 64_000, 64_000, 9_000, 128_000, 90_000, 3_000, 30_000, 55_555]
 CLIPS = [clip(seed, samples) for seed, samples in enumerate(LENGTHS)]
@@ -54,7 +54,7 @@ def begin() -> Iterator[Begin]:
     yield starting
     for client in started:
         client.close()
-        assert not client.link._thread.is_alive()
+        assert not client.backend._thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -95,16 +95,16 @@ def test_batched_is_the_same_as_alone(begin, alone, monkeypatch, native):
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_rows_join_and_leave_at_any_step(begin, alone, rows):
     client = begin(max_decode_rows=rows)
-    step = client.link.loop.work.decode_runner.step
+    step = client.backend.loop.executor.decode_runner.step
     seen: list[dict[int, int]] = []
 
     def watched():
         seen.append(
-            {row.request_id: len(row.hypothesis.tokens) for row in client.link.loop.work.decode_runner.rows}
+            {row.request_id: len(row.hypothesis.tokens) for row in client.backend.loop.executor.decode_runner.rows}
         )
         return step()
 
-    client.link.loop.work.decode_runner.step = watched
+    client.backend.loop.executor.decode_runner.step = watched
     chosen = random.Random(3)
     order = [chosen.randrange(len(CLIPS)) for _ in range(16)]
     tickets = [client.submit(CLIPS[i], ONCE, chosen.choice(["interactive", "bulk"])) for i in order]
@@ -118,11 +118,11 @@ def test_rows_join_and_leave_at_any_step(begin, alone, rows):
 
 def test_poison_in_free_pages_changes_nothing(begin, alone):
     client = begin()
-    runner = client.link.loop.work.decode_runner
-    step, join = runner.step, runner.join
+    runner = client.backend.loop.executor.decode_runner
+    step, join = runner.step, runner.add_row
 
     def poison() -> None:
-        runner.pool[runner.pages._free] = float("nan")
+        runner.kv_cache[runner.page_pool._free] = float("nan")
 
     def poisoned_step():
         poison()
@@ -132,12 +132,12 @@ def test_poison_in_free_pages_changes_nothing(begin, alone):
         poison()
         return join(*arguments)
 
-    runner.step, runner.join = poisoned_step, poisoned_join
+    runner.step, runner.add_row = poisoned_step, poisoned_join
     for _ in range(2):
         tickets = [client.submit(pcm, ONCE) for pcm in CLIPS[:8]]
         for ticket, expected in zip(tickets, alone[:8], strict=True):
             expect_same(ticket.future.result(WAIT_S), expected)
-    assert runner.pool.isnan().any()
+    assert runner.kv_cache.isnan().any()
 
 
 def test_few_pages_are_waited_for(begin, alone):
@@ -214,11 +214,11 @@ def failing_once(function, on_call: int = 1):
 
 def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
     client = begin()
-    runner = client.link.loop.work.encode_runner
+    runner = client.backend.loop.executor.encode_runner
     with held(client):
         near = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]  # of one length: one batch
         far = client.submit(CLIPS[0], ONCE)
-        runner.run = failing_once(runner.run)
+        runner.encode = failing_once(runner.encode)
     for ticket in near:
         with pytest.raises(StepFailed, match="encoding failed: RuntimeError: the device hiccuped") as failed:
             ticket.future.result(WAIT_S)
@@ -231,10 +231,10 @@ def test_a_failed_encode_fails_its_own_batch_only(begin, alone):
 @pytest.mark.parametrize("on_call", [1, 2])
 def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
     client = begin()
-    runner = client.link.loop.work.decode_runner
+    runner = client.backend.loop.executor.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5)]
-        runner.join = failing_once(runner.join, on_call)
+        runner.add_row = failing_once(runner.add_row, on_call)
     assert [outcome(ticket) for ticket in tickets] == [StepFailed, StepFailed]
     expect_same(client.submit(CLIPS[4], ONCE).future.result(WAIT_S), alone[4])
     expect_empty(client)
@@ -242,7 +242,7 @@ def test_a_failed_join_gives_back_what_the_batch_took(begin, alone, on_call):
 
 def test_a_failed_decode_step_fails_the_rows_in_it_only(begin, alone):
     client = begin(max_decode_rows=2)
-    runner = client.link.loop.work.decode_runner
+    runner = client.backend.loop.executor.decode_runner
     with held(client):
         tickets = [client.submit(CLIPS[i], ONCE) for i in (4, 5, 3)]
         runner.step = failing_once(runner.step, 3)
@@ -253,9 +253,9 @@ def test_a_failed_decode_step_fails_the_rows_in_it_only(begin, alone):
 
 
 def test_a_text_that_cannot_be_made_fails_its_own_row(begin, alone):
-    def broken() -> Parts:
+    def broken() -> EngineComponents:
         parts = build()
-        return parts._replace(text=lambda tokens: parts.text(tokens) if tokens != bad else 1 / 0)
+        return parts._replace(decode_text=lambda tokens: parts.decode_text(tokens) if tokens != bad else 1 / 0)
 
     bad = list(alone[4].tokens)
     client = begin(broken)
@@ -271,17 +271,17 @@ def test_a_loop_that_died_refuses_and_tells_why(begin):
     client = begin()
     with held(client):
         tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
-        session = client.session()
-        piece = session.put(np.zeros(512, np.float32))
-        client.link.loop._step = failing_once(client.link.loop._step)
+        session = client.open_vad_session()
+        piece = session.submit_windows(np.zeros(512, np.float32))
+        client.backend.loop._step = failing_once(client.backend.loop._step)
     for future in (*(t.future for t in tickets), piece):
         with pytest.raises(EngineClosed, match="the engine stopped: RuntimeError: the device hiccuped"):
             future.result(WAIT_S)
-    client.link._thread.join(WAIT_S)
+    client.backend._thread.join(WAIT_S)
     for call in (
         lambda: client.submit(CLIPS[0]),
-        client.session,
-        lambda: session.put(np.zeros(512, np.float32)),
+        client.open_vad_session,
+        lambda: session.submit_windows(np.zeros(512, np.float32)),
     ):
         with pytest.raises(EngineClosed):
             call()
@@ -292,7 +292,7 @@ def test_a_loop_that_died_refuses_and_tells_why(begin):
 
 
 def test_what_build_raises_comes_out_of_the_constructor():
-    def missing() -> Parts:
+    def missing() -> EngineComponents:
         raise WeightsMissing("no weights here")
 
     with pytest.raises(WeightsMissing, match="no weights here"):
@@ -385,7 +385,7 @@ def test_cancel_before_the_loop_has_seen_it(begin):
 
 def test_cancel_while_it_waits_for_a_row(begin, alone):
     client = begin(max_decode_rows=1)
-    runner = client.link.loop.work.decode_runner
+    runner = client.backend.loop.executor.decode_runner
     step, tickets = runner.step, []
 
     def cancelling():
@@ -405,14 +405,14 @@ def test_cancel_while_it_waits_for_a_row(begin, alone):
 @pytest.mark.parametrize("at_step", [1, 2, 5])
 def test_cancel_while_it_decodes_frees_its_pages_before_the_next_step(begin, alone, at_step):
     client = begin()
-    runner = client.link.loop.work.decode_runner
+    runner = client.backend.loop.executor.decode_runner
     step, used, steps = runner.step, [], 0
     chosen = [i for i, answer in enumerate(alone) if len(answer.tokens) > 8][:4]
 
     def cancelling():
         nonlocal steps
         steps += 1
-        used.append(runner.pages.used)
+        used.append(runner.page_pool.used_count)
         if steps == at_step:
             client.cancel(tickets[1])
         return step()
@@ -457,13 +457,13 @@ def test_close_rejects_what_is_left_and_wakes_who_waits(begin):
 
     with held(client):
         tickets = [client.submit(pcm, ONCE) for pcm in CLIPS]
-        session = client.session()
-        piece = session.put(np.zeros(1_024, np.float32))
+        session = client.open_vad_session()
+        piece = session.submit_windows(np.zeros(1_024, np.float32))
         waiter = threading.Thread(target=patient)
         waiter.start()
         closer = threading.Thread(target=client.close)
         closer.start()
-        while client.link.loop.inbox.qsize() < len(CLIPS) + 3:  # until `stop` is in
+        while client.backend.loop.inbox.qsize() < len(CLIPS) + 3:  # until `stop` is in
             threading.Event().wait(0.001)
     closer.join(WAIT_S)
     waiter.join(WAIT_S)
@@ -492,8 +492,8 @@ def test_close_may_be_called_from_an_answer(begin):
         first, second = client.submit(CLIPS[0], ONCE), client.submit(CLIPS[7], ONCE)
         first.future.add_done_callback(close)
     assert closed.wait(WAIT_S)
-    client.link._thread.join(WAIT_S)
-    assert not client.link._thread.is_alive()
+    client.backend._thread.join(WAIT_S)
+    assert not client.backend._thread.is_alive()
     assert outcome(second) is EngineClosed or isinstance(outcome(second), Recognition)
 
 
@@ -552,19 +552,20 @@ def pieces_of(pcm: np.ndarray, windows: list[int]) -> list[np.ndarray]:
     return np.split(pcm, np.cumsum(windows)[:-1] * WINDOW_SAMPLES)
 
 
+@pytest.mark.slow
 def test_pieces_of_a_session_come_in_order_whatever_others_do(begin):
     client = begin(vad_step_windows=40)
     sounds = [clip(50 + i, 60 * WINDOW_SAMPLES) for i in range(4)]
     whole = []
     for pcm in sounds:
-        session = client.session()
-        whole.append(session.put(pcm).result(WAIT_S))
+        session = client.open_vad_session()
+        whole.append(session.submit_windows(pcm).result(WAIT_S))
         session.close()
-    sessions = [client.session() for _ in sounds]
+    sessions = [client.open_vad_session() for _ in sounds]
     cuts = [[60], [1] * 60, [7, 13, 1, 39], [30, 30]]
     with held(client):
         futures = [
-            [session.put(piece) for piece in pieces_of(pcm, cut)]
+            [session.submit_windows(piece) for piece in pieces_of(pcm, cut)]
             for session, pcm, cut in zip(sessions, sounds, cuts, strict=True)
         ]
     for expected, parts in zip(whole, futures, strict=True):
@@ -577,20 +578,20 @@ def test_pieces_of_a_session_come_in_order_whatever_others_do(begin):
 @pytest.mark.parametrize("samples", [0, 1, 511, 513, 1_000, 65 * 512])
 def test_only_whole_windows_within_the_bound_are_taken(begin, samples):
     client = begin(vad_windows=64)
-    session = client.session()
+    session = client.open_vad_session()
     with pytest.raises(OptionError, match="multiple of 512, up to 32768"):
-        session.put(np.zeros(samples, np.float32))
-    assert len(session.put(np.zeros(64 * 512, np.float32)).result(WAIT_S)) == 64
+        session.submit_windows(np.zeros(samples, np.float32))
+    assert len(session.submit_windows(np.zeros(64 * 512, np.float32)).result(WAIT_S)) == 64
 
 
 def test_closing_a_session_with_work_in_flight(begin):
     client = begin()
-    other, session = client.session(), client.session()
+    other, session = client.open_vad_session(), client.open_vad_session()
     with held(client):
-        futures = [session.put(np.zeros(512, np.float32)) for _ in range(3)]
-        kept = other.put(np.zeros(512, np.float32))
+        futures = [session.submit_windows(np.zeros(512, np.float32)) for _ in range(3)]
+        kept = other.submit_windows(np.zeros(512, np.float32))
         session.close()
-        late = session.put(np.zeros(512, np.float32))
+        late = session.submit_windows(np.zeros(512, np.float32))
     for future in (*futures, late):
         with pytest.raises(Cancelled):
             future.result(WAIT_S)
@@ -602,23 +603,23 @@ def test_closing_a_session_with_work_in_flight(begin):
 
 def test_sessions_are_bounded_and_come_back_at_once(begin):
     client = begin(max_sessions=2)
-    sessions = [client.session(), client.session()]
+    sessions = [client.open_vad_session(), client.open_vad_session()]
     with pytest.raises(AtCapacity):
-        client.session()
+        client.open_vad_session()
     for _ in range(20):
         sessions.pop().close()
-        sessions.append(client.session())
+        sessions.append(client.open_vad_session())
     assert on_loop(client, lambda loop: loop.vad_runner.states.used) == 2
 
 
 def test_a_failed_voice_activity_step_fails_its_own_pieces(begin):
     client = begin()
-    session = client.session()
-    runner = client.link.loop.vad_runner
-    runner.run = failing_once(runner.run)
+    session = client.open_vad_session()
+    runner = client.backend.loop.vad_runner
+    runner.step = failing_once(runner.step)
     with pytest.raises(StepFailed, match="voice activity failed"):
-        session.put(np.zeros(512, np.float32)).result(WAIT_S)
-    assert len(session.put(np.zeros(512, np.float32)).result(WAIT_S)) == 1
+        session.submit_windows(np.zeros(512, np.float32)).result(WAIT_S)
+    assert len(session.submit_windows(np.zeros(512, np.float32)).result(WAIT_S)) == 1
 
 
 # --- from an event loop ---------------------------------------------------------------------------

@@ -18,14 +18,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_moonshine import CARD, WAIT_S, clip, expect_empty, held, on_loop, outcome, start, text
 
-from asr_serve.decoding.attention import Draft, Recognition, SearchOptions
-from asr_serve.engine import session as sessions
-from asr_serve.engine.cadence import ENOUGH, OVERLOADED_MS, Cadence
+from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.engine import request as sessions
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.utterances.planner import LIVE_RESERVE
+from asr_serve.engine.partial_rate import MIN_SAMPLES, OVERLOADED_MS, PartialRateController
+from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION
 from asr_serve.errors import AtCapacity, StepFailed
-from asr_serve.models.vad.silero import WINDOW_SAMPLES
-from asr_serve.pipelines.live.listen import Finished, Listening, ListenOptions, Partial, SegmentDone
+from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
+from asr_serve.pipelines.live.listen import (
+    ListenOptions,
+    LivePartial,
+    LiveSegmentDone,
+    LiveSession,
+    SessionFinished,
+)
 
 ONCE = SearchOptions(temperatures=(0.0,))
 HANG_S = 60.0
@@ -34,7 +40,7 @@ Said = list[tuple[int, int, str]]
 
 
 class Vocabulary:
-    text = staticmethod(text)
+    decode = staticmethod(text)
 
     def encode(self, text: str) -> list[int]:
         raise AssertionError("nobody asks for words here")
@@ -59,7 +65,7 @@ def begin() -> Iterator[Callable[..., EngineClient]]:
 def encoded(client: EngineClient) -> list[list[int]]:
     """The requests of each encode batch, from now on."""
     seen: list[list[int]] = []
-    client.link.loop.work.requests.on_start = lambda ids: seen.append(list(ids))
+    client.backend.loop.executor.requests.on_start = lambda ids: seen.append(list(ids))
     return seen
 
 
@@ -80,6 +86,7 @@ def test_a_live_caller_passes_those_who_wait(begin):
     assert order.index(near[0].id) < order.index(bulk[0].id)
 
 
+@pytest.mark.slow
 def test_bulk_gets_its_share_while_callers_never_stop(begin):
     """A caller's next request is there before the last is answered; a file is still heard."""
     client = begin(max_decode_rows=2)
@@ -90,7 +97,7 @@ def test_bulk_gets_its_share_while_callers_never_stop(begin):
             answered.append(1)
             client.submit(CLIPS[0], ONCE, "live").future.add_done_callback(next_one)
 
-    sessions = [client.session(live=True) for _ in range(3)]
+    sessions = [client.open_vad_session(live=True) for _ in range(3)]
     for _ in range(3):
         next_one()
     files = [client.submit(CLIPS[3], ONCE, "bulk") for _ in range(3)]
@@ -107,11 +114,11 @@ def test_bulk_gets_its_share_while_callers_never_stop(begin):
 
 def rows_of_files(client: EngineClient) -> list[int]:
     """How many rows files hold at each step, from now on."""
-    decoder, seen = client.link.loop.work.decode_runner, []
+    decoder, seen = client.backend.loop.executor.decode_runner, []
     step = decoder.step
 
     def watched():
-        utterances = client.link.loop.work.utterances
+        utterances = client.backend.loop.executor.open_requests
         seen.append(sum(utterances[row.request_id].priority != "live" for row in decoder.rows))
         return step()
 
@@ -121,14 +128,14 @@ def rows_of_files(client: EngineClient) -> list[int]:
 
 def test_rows_are_kept_for_callers_while_any_is_on_line(begin):
     client = begin(max_decode_rows=8)
-    caller = client.session(live=True)
+    caller = client.open_vad_session(live=True)
     with held(client):
         live = [client.submit(CLIPS[1], ONCE, "live")]
         files = [client.submit(CLIPS[1], ONCE, "bulk") for _ in range(20)]
         seen = rows_of_files(client)
     for ticket in (*live, *files):
         assert isinstance(outcome(ticket), Recognition)
-    reserve = 8 // LIVE_RESERVE
+    reserve = 8 // LIVE_RESERVE_FRACTION
     assert 0 < max(seen) <= 8, "an engine that does nothing else may be filled"
     caller.close()
     with held(client):
@@ -143,7 +150,7 @@ def test_rows_are_kept_for_callers_while_any_is_on_line(begin):
 def test_a_file_that_needs_every_page_is_heard_beside_an_idle_caller(begin):
     """What is kept for callers does not keep an idle engine from working."""
     client = begin(kv_bytes=1)
-    caller = client.session(live=True)
+    caller = client.open_vad_session(live=True)
     for priority in ("bulk", "interactive", "live"):
         assert isinstance(outcome(client.submit(CLIPS[3], ONCE, priority)), Recognition)
     caller.close()
@@ -164,20 +171,20 @@ def test_callers_find_room_in_a_full_engine(begin):
 
 def test_all_callers_windows_are_heard_in_one_step(begin):
     client = begin(max_sessions=24)
-    sessions = [client.session(live=True) for _ in range(24)]
+    sessions = [client.open_vad_session(live=True) for _ in range(24)]
     batches: list[int] = []
-    run = client.link.loop.vad_runner.run
+    run = client.backend.loop.vad_runner.step
 
     def watched(batch):
         batches.append(len(batch))
         return run(batch)
 
-    client.link.loop.vad_runner.run = watched
+    client.backend.loop.vad_runner.step = watched
     with held(client):
-        futures = [session.put(np.zeros(WINDOW_SAMPLES, np.float32)) for session in sessions]
+        futures = [session.submit_windows(np.zeros(WINDOW_SAMPLES, np.float32)) for session in sessions]
     assert [len(future.result(WAIT_S)) for future in futures] == [1] * 24
     assert batches == [24]
-    lone = sessions[0].put(np.zeros(WINDOW_SAMPLES, np.float32))
+    lone = sessions[0].submit_windows(np.zeros(WINDOW_SAMPLES, np.float32))
     assert len(lone.result(WAIT_S)) == 1, "few windows wait a moment, not for ever"
     for session in sessions:
         session.close()
@@ -186,14 +193,14 @@ def test_all_callers_windows_are_heard_in_one_step(begin):
 
 def test_windows_that_wait_for_others_go_with_their_session(begin):
     client = begin()
-    session, other = client.session(live=True), client.session(live=True)
-    session.put(np.zeros(WINDOW_SAMPLES, np.float32)).result(WAIT_S)
+    session, other = client.open_vad_session(live=True), client.open_vad_session(live=True)
+    session.submit_windows(np.zeros(WINDOW_SAMPLES, np.float32)).result(WAIT_S)
     with held(client):
-        session.put(np.zeros(WINDOW_SAMPLES, np.float32))
+        session.submit_windows(np.zeros(WINDOW_SAMPLES, np.float32))
         session.close()
-    assert len(other.put(np.zeros(WINDOW_SAMPLES, np.float32)).result(WAIT_S)) == 1
+    assert len(other.submit_windows(np.zeros(WINDOW_SAMPLES, np.float32)).result(WAIT_S)) == 1
     other.close()
-    assert on_loop(client, lambda loop: loop.listeners.windows) == 0
+    assert on_loop(client, lambda loop: loop.vad_scheduler.queued_windows) == 0
     expect_empty(client)
 
 
@@ -203,35 +210,35 @@ def test_windows_that_wait_for_others_go_with_their_session(begin):
 def test_only_callers_answers_count_and_overload_refuses_callers_only(begin):
     client = begin()
     outcome(client.submit(CLIPS[0], ONCE, "interactive"))
-    assert client.cadence.turnaround_ms == 0
+    assert client.partial_rate.turnaround_ms == 0
     outcome(client.submit(CLIPS[0], ONCE, "live"))
-    assert client.cadence.turnaround_ms > 0
+    assert client.partial_rate.turnaround_ms > 0
     with held(client):
         taken_back = client.submit(CLIPS[0], ONCE, "live")
         client.cancel(taken_back)
-    before = client.cadence.turnaround_ms
+    before = client.partial_rate.turnaround_ms
     outcome(taken_back)
-    assert client.cadence.turnaround_ms == before
-    for _ in range(ENOUGH):
-        client.cadence.answered(20 * OVERLOADED_MS, 1_000 * time.monotonic())
-    on_line = client.session(live=True)  # the only one: nobody waits
+    assert client.partial_rate.turnaround_ms == before
+    for _ in range(MIN_SAMPLES):
+        client.partial_rate.record_turnaround(20 * OVERLOADED_MS, 1_000 * time.monotonic())
+    on_line = client.open_vad_session(live=True)  # the only one: nobody waits
     with pytest.raises(AtCapacity, match=r"\d+ ms.*try again in \d+ ms") as refused:
-        client.session(live=True)
+        client.open_vad_session(live=True)
     assert refused.value.retry_after_ms > 0
     assert client.describe()["sessions"] == 1
-    client.session().close()  # a file's
+    client.open_vad_session().close()  # a file's
     on_line.close()
-    client.session(live=True).close()
+    client.open_vad_session(live=True).close()
     assert client.describe()["sessions"] == 0
 
 
 def test_what_was_promised_a_caller_who_was_refused_is_nothing(begin):
     client = begin(max_sessions=1)
-    first = client.session(live=True)
+    first = client.open_vad_session(live=True)
     with pytest.raises(AtCapacity):
-        Listening(client, VOCABULARY, ListenOptions(max_segment_ms=3_000), lambda: None)
+        LiveSession(client, VOCABULARY, ListenOptions(max_segment_ms=3_000), lambda: None)
     first.close()
-    Listening(client, VOCABULARY, ListenOptions(max_segment_ms=3_000), lambda: None).close()
+    LiveSession(client, VOCABULARY, ListenOptions(max_segment_ms=3_000), lambda: None).close()
     expect_empty(client)
 
 
@@ -253,15 +260,15 @@ def failing_once(function):
 def test_a_verification_that_fails_fails_its_drafts_only(begin):
     client = begin()
     plain = [client.submit(pcm, ONCE).future.result(WAIT_S) for pcm in CLIPS]
-    decoder = client.link.loop.work.decode_runner
+    decoder = client.backend.loop.executor.decode_runner
     with held(client):
-        drafted = [client.submit(CLIPS[1], ONCE, "live", draft=Draft(plain[1].tokens)) for _ in range(2)]
+        drafted = [client.submit(CLIPS[1], ONCE, "live", draft=DraftTokens(plain[1].tokens)) for _ in range(2)]
         near = [client.submit(CLIPS[1], ONCE, "live"), client.submit(CLIPS[3], ONCE)]
-        decoder.verify = failing_once(decoder.verify)
+        decoder.prefill_and_verify = failing_once(decoder.prefill_and_verify)
     assert [outcome(ticket) for ticket in drafted] == [StepFailed, StepFailed]
     assert outcome(near[0]).tokens == plain[1].tokens
     assert outcome(near[1]).tokens == plain[3].tokens
-    again = client.submit(CLIPS[1], ONCE, "live", draft=Draft(plain[1].tokens))
+    again = client.submit(CLIPS[1], ONCE, "live", draft=DraftTokens(plain[1].tokens))
     assert outcome(again).tokens == plain[1].tokens
     expect_empty(client)
 
@@ -277,9 +284,9 @@ def scripted() -> Iterator[EngineClient]:
         return [np.ascontiguousarray(pcm.reshape(-1, WINDOW_SAMPLES)[:, 0]) for _, pcm in batch]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions, "TICK_S", 0.0)
+        patch.setattr(sessions, "VAD_STEP_INTERVAL_S", 0.0)
         client = start(max_sessions=4)
-        client.link.loop.vad_runner.run = read
+        client.backend.loop.vad_runner.step = read
         yield client
     expect_empty(client)
     client.close()
@@ -310,9 +317,9 @@ def hear(
     in_step: bool,
 ) -> Said:
     """`in_step`: whatever the engine has to say to a packet is heard before the next one is put."""
-    client.cadence = Cadence()
+    client.partial_rate = PartialRateController()
     bell, said, locked, at, ended = threading.Event(), [], "", 0, False
-    listening = Listening(client, VOCABULARY, ListenOptions.of(options), bell.set, clock)
+    listening = LiveSession(client, VOCABULARY, ListenOptions.of(options), bell.set, clock)
     next_size = itertools.cycle(sizes).__next__
 
     def take() -> bool:
@@ -322,18 +329,18 @@ def hear(
         for event in listening.advance():
             assert not done
             match event:
-                case SegmentDone(segment=segment):
+                case LiveSegmentDone(segment=segment):
                     assert segment.text.startswith(locked), (locked, segment.text)
                     assert not said or said[-1][1] <= segment.start_samples
                     assert segment.start_samples < segment.end_samples <= listening.received_samples
                     said.append((segment.start_samples, segment.end_samples, segment.text))
                     locked = ""
-                case Partial():
-                    assert event.fixed.startswith(locked), (locked, event.fixed)
+                case LivePartial():
+                    assert event.locked_text.startswith(locked), (locked, event.locked_text)
                     assert not said or event.start_samples >= said[-1][1]
                     assert event.start_samples <= event.heard_samples <= listening.received_samples
-                    locked = event.fixed
-                case Finished():
+                    locked = event.locked_text
+                case SessionFinished():
                     done = True
         return done
 
@@ -341,7 +348,7 @@ def hear(
         while True:
             if at < len(pcm) and not listening.full:
                 size = next_size()
-                listening.put(pcm[at : at + size])
+                listening.append_audio(pcm[at : at + size])
                 at += size
             elif at >= len(pcm) and not ended:
                 listening.finish()
@@ -407,14 +414,14 @@ def test_words_and_times_depend_on_the_audio_alone(scripted, case):
 @given(callers(), st.integers(0, 400))
 def test_closing_at_any_moment_gives_everything_back(scripted, case, after):
     pcm, options, sizes = case
-    scripted.cadence = Cadence()
+    scripted.partial_rate = PartialRateController()
     bell = threading.Event()
-    listening = Listening(scripted, VOCABULARY, ListenOptions.of(options), bell.set, hurried())
+    listening = LiveSession(scripted, VOCABULARY, ListenOptions.of(options), bell.set, hurried())
     at, next_size = 0, itertools.cycle(sizes).__next__
     for turn in range(after):
         if at < len(pcm):
             size = next_size()
-            listening.put(pcm[at : at + size])
+            listening.append_audio(pcm[at : at + size])
             at += size
         elif at < 1 << 40:
             listening.finish()

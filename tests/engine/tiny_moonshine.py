@@ -18,13 +18,13 @@ from torch import Tensor
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
+from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient, Ticket
-from asr_serve.engine.local import local
 from asr_serve.engine.loop import Loop
-from asr_serve.engine.parts import Parts
+from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.errors import AsrServeError
-from asr_serve.models.asr import moonshine
-from asr_serve.models.vad import silero
+from asr_serve.models.asr.moonshine import moonshine
+from asr_serve.models.auxiliary import silero
 
 WAIT_S = 60.0
 """Longer than anything here takes; only a hang reaches it."""
@@ -83,16 +83,16 @@ def text(tokens: list[int]) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
 
-def build() -> Parts:
-    device = devices.pick("cpu", "fp32")
+def build() -> EngineComponents:
+    device = devices.make_device("cpu", "fp32")
     config = moonshine.tiny()
-    return Parts(moonshine.Model(config, weights(config), device), silero.load(), device, text)
+    return EngineComponents(moonshine.Model(config, weights(config), device), silero.load(), device, text)
 
 
-def start(build: Callable[[], Parts] = build, **settings: Any) -> EngineClient:
+def start(build: Callable[[], EngineComponents] = build, **settings: Any) -> EngineClient:
     """Unless it is told to, it remembers nothing: what is asked is computed."""
     config = {"max_decode_rows": 8, "kv_bytes": 1 << 20, "max_sessions": 6, "prefix_bytes": 0, **settings}
-    return EngineClient(EngineConfig(**config), local(CARD, build))
+    return EngineClient(EngineConfig(**config), thread_backend(CARD, build))
 
 
 def clip(seed: int, samples: int) -> np.ndarray:
@@ -114,7 +114,7 @@ def on_loop(client: EngineClient, work: Callable[[Loop], Any]) -> Any:
         except BaseException as failure:
             done.set_exception(failure)
 
-    client.link.call(job)
+    client.backend.call(job)
     return done.result(WAIT_S)
 
 
@@ -127,7 +127,7 @@ def held(client: EngineClient) -> Iterator[None]:
         entered.set()
         assert leave.wait(WAIT_S)
 
-    client.link.call(job)
+    client.backend.call(job)
     assert entered.wait(WAIT_S)
     try:
         yield
@@ -148,9 +148,9 @@ def expect_empty(client: EngineClient) -> None:
 
     def look(loop: Loop) -> None:
         loop.check()
-        assert not loop.work.utterances
-        assert not loop.work.decode_runner.rows
-        assert len(loop.work.planner) == 0
+        assert not loop.executor.open_requests
+        assert not loop.executor.decode_runner.rows
+        assert len(loop.executor.scheduler) == 0
 
     on_loop(client, look)
     told = client.describe()

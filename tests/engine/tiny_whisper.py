@@ -14,12 +14,13 @@ from torch.nn import functional as F
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig
+from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.local import local
-from asr_serve.engine.parts import Parts
-from asr_serve.models.asr import moonshine, whisper
-from asr_serve.models.batch import Paged
-from asr_serve.models.vad import silero
+from asr_serve.engine.thread_backend import thread_backend
+from asr_serve.models.asr.moonshine import moonshine
+from asr_serve.models.asr.whisper import whisper
+from asr_serve.models.auxiliary import silero
+from asr_serve.models.packing import PagedKeyValues
 
 CONFIG = whisper.tiny()
 SPECIAL = CONFIG.special
@@ -82,14 +83,16 @@ def encode(text: str) -> list[int]:
     return [int(word[1:]) for word in words if word[0] == "w" and word[1:].isdigit()]
 
 
-def build() -> Parts:
-    device = devices.pick("cpu", "fp32")
-    return Parts(whisper.Model(CONFIG, weights(CONFIG), device), silero.load(), device, text, encode=encode)
+def build() -> EngineComponents:
+    device = devices.make_device("cpu", "fp32")
+    return EngineComponents(
+        whisper.Model(CONFIG, weights(CONFIG), device), silero.load(), device, text, encode_text=encode
+    )
 
 
 def start(**settings: Any) -> EngineClient:
     config = {"max_decode_rows": 12, "kv_bytes": 2 << 20, "max_sessions": 2, "prefix_bytes": 0, **settings}
-    return EngineClient(EngineConfig(**config), local(CARD, build))
+    return EngineClient(EngineConfig(**config), thread_backend(CARD, build))
 
 
 def limit(index: int) -> int:
@@ -105,9 +108,9 @@ class Decoder:
         self.model = made.model
         with torch.inference_mode():
             hidden, packing = self.model.encode([torch.from_numpy(pcm)])
-            cross = self.model.cross(hidden)[: packing.frames[0]]
+            cross = self.model.cross_keys_values(hidden)[: packing.frames[0]]
             shape = (PAGES, self.model.layers, 2, self.model.heads, self.model.head_dim * 16)
-            self.pool = made.device.memory(*shape).zero_()
+            self.pool = made.device.allocate(*shape).zero_()
             self.audio = torch.arange(1, 1 + -(-len(cross) // 16), dtype=torch.int32)[None]
             self.own = torch.arange(PAGES - CONFIG.max_target_positions // 16, PAGES, dtype=torch.int32)[None]
             assert int(self.audio.max()) < int(self.own.min())
@@ -118,8 +121,8 @@ class Decoder:
     def _logits(self, tokens: tuple[int, ...]) -> Tensor:
         """(vocabulary,) after `tokens`."""
         count = len(tokens)
-        own = Paged(self.pool, self.own.repeat(count, 1), torch.arange(1, count + 1))
-        audio = Paged(self.pool, self.audio.repeat(count, 1), torch.full((count,), self.frames))
+        own = PagedKeyValues(self.pool, self.own.repeat(count, 1), torch.arange(1, count + 1))
+        audio = PagedKeyValues(self.pool, self.audio.repeat(count, 1), torch.full((count,), self.frames))
         with torch.inference_mode():
             logits, *_ = self.model.decode(torch.tensor(tokens), own, audio)
         return logits[-1].clone()

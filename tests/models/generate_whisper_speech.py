@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from whisper.decoding import DecodingTask, GreedyDecoder
 
-from asr_serve.audio.io import read_audio
-from asr_serve.models import weights
-from asr_serve.models.card import card
+from asr_serve.audio.reader import read_audio
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import asr_card
 
 FIXTURE = Path(__file__).parent / "fixtures" / "whisper_speech.json"
 LONGEST_SAMPLES = 30 * 16_000
@@ -67,7 +67,7 @@ _THEIRS = (
 
 def reference(size: str) -> whisper.Whisper:
     """Theirs, with the weights of the package: every tensor of it, and no other."""
-    folder = weights.resolve(card(f"whisper-{size.replace('.', '-')}"))
+    folder = store.resolve(asr_card(f"whisper-{size.replace('.', '-')}"))
     settings = json.loads((folder / "config.json").read_text())
     dims = whisper.model.ModelDimensions(
         settings["num_mel_bins"],

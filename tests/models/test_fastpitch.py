@@ -15,27 +15,27 @@ from torch import Tensor
 
 from asr_serve import devices
 from asr_serve.errors import OptionError, UnknownVoice, WeightsCorrupt
-from asr_serve.models.acoustic.network import Sizes, places
 from asr_serve.models.tts.fastpitch import (
     AFTER,
     BEFORE,
     SAID_BEFORE,
     Config,
-    Encoded,
+    FastPitchSentence,
+    FeatureNorms,
     Model,
-    Speech,
     read_voice,
     whole_frames,
 )
-from asr_serve.types import Sentence, Stretch
+from asr_serve.models.tts.fastpitch_network import FastPitchSizes, places
+from asr_serve.types import PhonemeSpan, Sentence
 
-SIZES = Sizes(
+SIZES = FastPitchSizes(
     phonemes=30, speakers=2, width=32, heads=2, inner=48, encoder_layers=2, decoder_layers=3, chunk=8, past=2
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONFIG = Config(
     SIZES,
-    Speech((-5.0, 2.0), (0.0, 1.0), {"anna": (5.2, 0.2), "ben": (4.7, 0.15)}),
+    FeatureNorms((-5.0, 2.0), (0.0, 1.0), {"anna": (5.2, 0.2), "ben": (4.7, 0.15)}),
     1.0,
     ("anna", "ben"),
     {"_": 0, " ": 27, **{letter: at for at, letter in enumerate(LETTERS, 1)}},
@@ -57,28 +57,28 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
+    return Model("test", CONFIG, tensors(), devices.make_device("cpu", "fp32"))
 
 
 def sentence(length: int, voice: str = "anna", seed: int = 0, **manner: float) -> Sentence:
     letters = "".join(random.Random(seed + length).choice(LETTERS) for _ in range(length))
-    return Sentence((Stretch(letters, **manner),), voice)
+    return Sentence((PhonemeSpan(letters, **manner),), voice)
 
 
 def said(model: Model, sentences: list[Sentence], starts: list[int]) -> list[Tensor]:
     """Frames of each, chunk by chunk; the i-th begins at step starts[i], in rows of no order."""
     encoded = model.encode(sentences)
-    state = {name: torch.full((9, *spec.shape), 7.0) for name, spec in model.state().items()}
+    state = {name: torch.full((9, *spec.shape), 7.0) for name, spec in model.state_specs().items()}
     for tensor in state.values():  # as an engine clears a row before its tenant
         tensor[:8] = 0
     rows = random.Random(1).sample(range(8), len(sentences))
     made: list[list[Tensor]] = [[] for _ in sentences]
     for step in range(10_000):
-        live = [i for i, each in enumerate(encoded) if 0 <= (step - starts[i]) * model.chunk < each.frames]
+        live = [i for i, each in enumerate(encoded) if 0 <= (step - starts[i]) * model.chunk_frames < each.frames]
         if not live and step > max(starts):
             break
         if live:
-            seen = torch.tensor([(step - starts[i]) * model.chunk for i in live])
+            seen = torch.tensor([(step - starts[i]) * model.chunk_frames for i in live])
             out = model.step([encoded[i] for i in live], torch.tensor([rows[i] for i in live]), seen, state)
             for i, frames in zip(live, out, strict=True):
                 made[i].append(frames)
@@ -142,25 +142,31 @@ def test_speed_pitch_and_energy(model: Model) -> None:
 def test_the_pause_before_is_as_long_however_fast_the_speech(model: Model) -> None:
     """It is not heard, and what begins without it begins with the wrong sound."""
     plain, fast, slow = model.encode([sentence(40), sentence(40, speed=4.0), sentence(40, speed=0.25)])
-    assert plain.lead == fast.lead <= slow.lead <= BEFORE - SAID_BEFORE
+    assert plain.lead_frames == fast.lead_frames <= slow.lead_frames <= BEFORE - SAID_BEFORE
     assert fast.frames < 0.4 * plain.frames
 
 
 def test_stretches_have_manners_of_their_own(model: Model) -> None:
     letters = sentence(40).phonemes
-    parts = (Stretch(letters[:20]), Stretch(letters[20:], speed=4.0))
-    both, plain = model.encode([Sentence(parts, "anna"), Sentence((Stretch(letters),), "anna")])
-    assert both.ends[19] == plain.ends[19]
-    assert both.ends[-1] - both.ends[19] < 0.5 * (plain.ends[-1] - plain.ends[19])
+    parts = (PhonemeSpan(letters[:20]), PhonemeSpan(letters[20:], speed=4.0))
+    both, plain = model.encode([Sentence(parts, "anna"), Sentence((PhonemeSpan(letters),), "anna")])
+    assert both.phoneme_ends_samples[19] == plain.phoneme_ends_samples[19]
+    assert both.phoneme_ends_samples[-1] - both.phoneme_ends_samples[19] < 0.5 * (
+        plain.phoneme_ends_samples[-1] - plain.phoneme_ends_samples[19]
+    )
 
 
 def test_ends_are_of_the_phonemes_without_the_pauses(model: Model) -> None:
     encoded = model.encode([sentence(25)])[0]
-    assert len(encoded.ends) == 25
-    assert list(encoded.ends) == sorted(set(encoded.ends))
-    assert 0 <= encoded.lead <= BEFORE - SAID_BEFORE
-    assert encoded.ends[0] > SAID_BEFORE * model.hop  # the end of the pause, and the first phoneme
-    assert (encoded.frames - encoded.lead) * model.hop - encoded.ends[-1] <= AFTER * model.hop
+    assert len(encoded.phoneme_ends_samples) == 25
+    assert list(encoded.phoneme_ends_samples) == sorted(set(encoded.phoneme_ends_samples))
+    assert 0 <= encoded.lead_frames <= BEFORE - SAID_BEFORE
+    assert (
+        encoded.phoneme_ends_samples[0] > SAID_BEFORE * model.hop_samples
+    )  # the end of the pause, and the first phoneme
+    assert (encoded.frames - encoded.lead_frames) * model.hop_samples - encoded.phoneme_ends_samples[
+        -1
+    ] <= AFTER * model.hop_samples
 
 
 @given(st.lists(st.floats(0.01, 40.0), min_size=1, max_size=60))
@@ -198,9 +204,9 @@ def clone(folder: Path, name: str, seed: int, scale: float = 0.3, rank: int = 4,
 
 
 def test_clones_share_batches_with_other_voices(tmp_path: Path) -> None:
-    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
+    model = Model("test", CONFIG, tensors(), devices.make_device("cpu", "fp32"))
     for name, seed in (("clara", 1), ("dora", 2)):
-        model.voice(name, clone(tmp_path, name, seed))
+        model.register_voice(name, clone(tmp_path, name, seed))
     sentences = [sentence(30, voice) for voice in ("anna", "clara", "ben", "dora", "clara")]
     for frames, each in zip(said(model, sentences, [0, 0, 1, 2, 0]), sentences, strict=True):
         assert_equal(frames, whole(model, each))
@@ -210,11 +216,11 @@ def test_clones_share_batches_with_other_voices(tmp_path: Path) -> None:
 
 def test_clones_of_other_ranks_and_products_share_batches_too(tmp_path: Path) -> None:
     """Voices come from other machines, cloned with other settings: whoever speaks with one harms nobody."""
-    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
-    model.voice("clara", clone(tmp_path, "clara", 1))
-    model.voice("dora", clone(tmp_path, "dora", 2, rank=7))
-    model.voice("emil", clone(tmp_path, "emil", 3, products="decoder.0"))
-    model.voice("fred", clone(tmp_path, "fred", 4, products="none"))
+    model = Model("test", CONFIG, tensors(), devices.make_device("cpu", "fp32"))
+    model.register_voice("clara", clone(tmp_path, "clara", 1))
+    model.register_voice("dora", clone(tmp_path, "dora", 2, rank=7))
+    model.register_voice("emil", clone(tmp_path, "emil", 3, products="decoder.0"))
+    model.register_voice("fred", clone(tmp_path, "fred", 4, products="none"))
     sentences = [sentence(30, voice) for voice in ("anna", "emil", "clara", "dora", "fred", "emil")]
     for frames, each in zip(said(model, sentences, [0, 0, 1, 2, 0, 0]), sentences, strict=True):
         assert_equal(frames, whole(model, each))
@@ -223,18 +229,18 @@ def test_clones_of_other_ranks_and_products_share_batches_too(tmp_path: Path) ->
 def test_a_voice_of_other_weights_is_refused(tmp_path: Path) -> None:
     """With these it would be somebody else's, or noise."""
     found = load_file(clone(tmp_path, "clara", 1))
-    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"), fingerprint="a" * 64)
+    model = Model("test", CONFIG, tensors(), devices.make_device("cpu", "fp32"), fingerprint="a" * 64)
     for name, marks in (("own", {"fingerprint": "a" * 64}), ("unmarked", None)):
         save_file(found, tmp_path / name, marks)
-        model.voice(name, tmp_path / name)
+        model.register_voice(name, tmp_path / name)
     save_file(found, tmp_path / "other", {"fingerprint": "b" * 64})
     with pytest.raises(UnknownVoice, match=r"'other' was taught to other weights of test .*clone it again"):
-        model.voice("other", tmp_path / "other")
+        model.register_voice("other", tmp_path / "other")
     assert model.voices[-2:] == ("own", "unmarked")
     save_file(found, tmp_path / "own", {"fingerprint": "b" * 64})
     os.utime(tmp_path / "own", ns=(1, 1))
     with pytest.raises(UnknownVoice):
-        model.voice("own", tmp_path / "own")
+        model.register_voice("own", tmp_path / "own")
 
 
 def test_changes_are_products_added(tmp_path: Path) -> None:
@@ -246,11 +252,11 @@ def test_changes_are_products_added(tmp_path: Path) -> None:
     for name, (down, up) in voice.changes.items():
         weights[f"{name}.weight"] = weights[f"{name}.weight"] + (down @ up).T
     weights["speakers"][0], weights["speakers_decoder"][0] = voice.encoder, voice.decoder
-    norms = Speech((-5.0, 2.0), (0.0, 1.0), {"anna": voice.pitch})
+    norms = FeatureNorms((-5.0, 2.0), (0.0, 1.0), {"anna": voice.pitch})
     config = Config(SIZES, norms, 1.0, ("anna",), CONFIG.vocabulary)
-    merged = Model("merged", config, weights, devices.pick("cpu", "fp32"))
-    model = Model("test", CONFIG, tensors(), devices.pick("cpu", "fp32"))
-    model.voice("clara", path)
+    merged = Model("merged", config, weights, devices.make_device("cpu", "fp32"))
+    model = Model("test", CONFIG, tensors(), devices.make_device("cpu", "fp32"))
+    model.register_voice("clara", path)
     cloned, same = whole(model, sentence(30, "clara")), whole(merged, sentence(30, "anna"))
     assert cloned.shape == same.shape
     assert (cloned - same)[:, :80].abs().max() < 1e-3
@@ -283,24 +289,24 @@ def test_a_voice_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_said(model: Model) -> None:
     with pytest.raises(UnknownVoice, match="anne"):
-        model.expect(sentence(3, "anne"))
+        model.validate(sentence(3, "anne"))
     with pytest.raises(OptionError, match="U\\+00DF"):
-        model.expect(Sentence((Stretch("straße"),), "anna"))
+        model.validate(Sentence((PhonemeSpan("straße"),), "anna"))
 
 
 def test_checkpoints_that_do_not_fit() -> None:
     some = tensors()
     del some["out.bias"]
     with pytest.raises(WeightsCorrupt, match=r"out\.bias"):
-        Model("test", CONFIG, some, devices.pick("cpu", "fp32"))
+        Model("test", CONFIG, some, devices.make_device("cpu", "fp32"))
     some = tensors() | {"out.bias": torch.zeros(3)}
     with pytest.raises(WeightsCorrupt, match=r"config\.json makes it"):
-        Model("test", CONFIG, some, devices.pick("cpu", "fp32"))
+        Model("test", CONFIG, some, devices.make_device("cpu", "fp32"))
     with pytest.raises(WeightsCorrupt, match="norms"):
         Config.of({"width": 32})
 
 
 def test_encoded_is_what_the_engine_reads(model: Model) -> None:
     encoded = model.encode([sentence(10)])[0]
-    assert isinstance(encoded, Encoded)
-    assert encoded.x.shape == (-(-encoded.frames // model.chunk) * model.chunk, SIZES.width)
+    assert isinstance(encoded, FastPitchSentence)
+    assert encoded.x.shape == (-(-encoded.frames // model.chunk_frames) * model.chunk_frames, SIZES.width)

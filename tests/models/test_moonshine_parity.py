@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models import weights
-from asr_serve.models.asr import moonshine
-from asr_serve.models.card import card
+from asr_serve.models.asr.moonshine import moonshine
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import asr_card
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-TINY = card("moonshine-tiny-en")
+TINY = asr_card("moonshine-tiny-en")
 SECONDS = (0.4, 1.0, 2.37, 0.05)
 """Lengths in one batch; the last is shorter than the encoder's reach."""
 TOLERANCE = 1e-4
@@ -98,7 +98,7 @@ def pair(request: pytest.FixtureRequest, parity: ModuleType, tmp_path_factory: p
                 value.add_(0.2 * torch.randn_like(value))
     folder = tmp_path_factory.mktemp("checkpoint")
     theirs.save_pretrained(folder)
-    return Pair(folder, theirs, parity.Ours.load(weights.resolve(TINY, folder), "fp32"))
+    return Pair(folder, theirs, parity.Ours.load(store.resolve(TINY, folder), "fp32"))
 
 
 def test_config_reads_transformers_own(pair: Pair) -> None:
@@ -127,7 +127,7 @@ def test_config_refuses_what_we_do_not_compute(settings: dict[str, Any]) -> None
 def test_encoder_frames(pair: Pair) -> None:
     frames = pair.ours.frames(pair.clips)
     for clip, mine in zip(pair.clips, frames, strict=True):
-        assert len(mine) == pair.ours.network.frames(len(clip))
+        assert len(mine) == pair.ours.network.count_frames(len(clip))
         torch.testing.assert_close(mine, pair.their_frames(clip), atol=TOLERANCE, rtol=0)
 
 
@@ -228,11 +228,12 @@ def librispeech(parity: ModuleType, graphs: Any, speech_data: Path) -> Any:
     return parity.Measured([read(file) for file in files], graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("speech", ["packaged", "librispeech"])
 def test_the_vendors_graphs(parity: ModuleType, request: pytest.FixtureRequest, speech: str, dtype: str) -> None:
     measured = request.getfixturevalue(speech)
-    ours = parity.Ours.load(weights.resolve(TINY), dtype)
+    ours = parity.Ours.load(store.resolve(TINY), dtype)
     numbers, _ = measured.against(ours)
     assert numbers["tokens"] > 100
     assert numbers["cosine_mean"] >= 0.999

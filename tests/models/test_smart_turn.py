@@ -14,12 +14,12 @@ import onnxruntime
 import pytest
 
 from asr_serve import units
-from asr_serve.audio.io import read_audio
+from asr_serve.audio.reader import read_audio
 from asr_serve.errors import UnknownModel, WeightsCorrupt, WeightsMissing
-from asr_serve.models import weights
-from asr_serve.models.card import cards, kinds, turn_card, turn_cards
-from asr_serve.models.turn import smart_turn
-from asr_serve.models.turn.smart_turn import GRAPH, HEARD_SAMPLES, Model
+from asr_serve.models.auxiliary import smart_turn
+from asr_serve.models.auxiliary.smart_turn import GRAPH, HEARD_SAMPLES, Model
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import asr_cards, model_modules, turn_card, turn_cards
 
 CARD = turn_card("smart-turn")
 
@@ -35,7 +35,7 @@ def package() -> Path:
 
 @pytest.fixture(scope="module")
 def model(package: Path) -> Model:
-    return Model(weights.as_published(CARD))
+    return Model(store.verified_published_folder(CARD))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,7 @@ def until(pcm: np.ndarray, end_s: float) -> np.ndarray:
     return pcm[: units.s_to_samples(end_s)]
 
 
+@pytest.mark.slow
 def test_equals_the_package(model: Model, reference: Callable[[np.ndarray], float], speech: np.ndarray) -> None:
     ends_s = (0.3, 2.5, 4.7, 7.9, 8.0, 8.1, 12.9, 20.0, 24.2, 28.5, 36.6, 41.8)
     ours = [model.finished(until(speech, end_s)) for end_s in ends_s]
@@ -111,9 +112,9 @@ def test_whatever_is_heard_the_answer_is_a_probability(model: Model, pcm: np.nda
 
 
 def test_the_folder_is_the_list() -> None:
-    assert kinds("turn") == {"smart_turn": smart_turn}
+    assert model_modules("turn") == {"smart_turn": smart_turn}
     assert set(turn_cards()) == {"smart-turn"}
-    assert "smart-turn" not in cards()
+    assert "smart-turn" not in asr_cards()
     assert len(set(CARD.languages)) == 23
     with pytest.raises(UnknownModel, match=r"'smart-turm'.*auto, none, smart-turn"):
         turn_card("smart-turm")
@@ -121,16 +122,16 @@ def test_the_folder_is_the_list() -> None:
 
 def test_missing_weights_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
-    monkeypatch.setattr(weights, "package_folder", lambda _: None)
+    monkeypatch.setattr(store, "package_folder", lambda _: None)
     with pytest.raises(WeightsMissing, match=r"pip install --no-deps pipecat-ai==1\.14\.0") as missing:
-        weights.as_published(CARD)
+        store.verified_published_folder(CARD)
     assert "asr-serve models fetch smart-turn" in str(missing.value)
     assert f"put {GRAPH} of pipecat-ai/smart-turn-v3 into {tmp_path / 'smart-turn'}" in str(missing.value)
 
 
 def test_it_is_fetched_and_its_sums_are_the_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
-    monkeypatch.setattr(weights, "package_folder", lambda _: None)
+    monkeypatch.setattr(store, "package_folder", lambda _: None)
     sums = hashlib.sha256(b"a graph").hexdigest()
     card = msgspec.structs.replace(CARD, packaged=msgspec.structs.replace(CARD.packaged, sha256={GRAPH: sums}))
     there = b"another graph"
@@ -143,12 +144,12 @@ def test_it_is_fetched_and_its_sums_are_the_cards(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     with pytest.raises(WeightsCorrupt, match=f"not what was published: .* has sha256 .* expected {sums}"):
-        weights.fetch(card)
-    assert weights.locate(card) is None
+        store.fetch(card)
+    assert store.locate(card) is None
     assert list(tmp_path.iterdir()) == []
     there = b"a graph"
-    folder = weights.fetch(card)
-    assert folder == weights.locate(card) == weights.as_published(card)
+    folder = store.fetch(card)
+    assert folder == store.locate(card) == store.verified_published_folder(card)
     assert [path.name for path in folder.iterdir()] == [GRAPH]
 
 
@@ -159,9 +160,9 @@ def test_the_cache_comes_before_the_package_and_is_checked(
     folder = tmp_path / "smart-turn"
     folder.mkdir()
     (folder / GRAPH).write_bytes((package / "data" / GRAPH).read_bytes())
-    assert weights.as_published(CARD) == folder
+    assert store.verified_published_folder(CARD) == folder
     (folder / GRAPH).write_bytes(b"no graph")
     with pytest.raises(WeightsCorrupt, match="sha256"):
-        weights.as_published(CARD)
+        store.verified_published_folder(CARD)
     with pytest.raises(WeightsCorrupt, match="cannot be read as a graph"):
         Model(folder)

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from asr_serve.audio.resample import resampled
-from asr_serve.devices.base import Device
+from asr_serve.audio.features.slaney_mel import RATE_HZ
+from asr_serve.audio.resample import resample_clip
+from asr_serve.cloning.pitch_tracking import track_pitch
 from asr_serve.devices.cpu import CpuDevice
+from asr_serve.devices.interface import Device
 from asr_serve.errors import OptionError, UnknownVoice, WeightsCorrupt, WeightsMissing
-from asr_serve.features.slaney_mel import RATE_HZ
-from asr_serve.models import weights
-from asr_serve.models.card import voice_card
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import tts_card
 from asr_serve.models.tts import kokoro
-from asr_serve.models.whole.manner import QUIET
-from asr_serve.train.cloning.pitch import track
-from asr_serve.types import Sentence, Stretch
+from asr_serve.models.tts.prosody import QUIET
+from asr_serve.types import PhonemeSpan, Sentence
 
 FIXTURE = Path(__file__).parent / "fixtures" / "tts_peers.safetensors"
 PHONEMES, VOICE, SPEED = "həlˈO wˈɜɹld, ðɪs ɪz ɐ tˈɛst.", "bm_george", 1.25
@@ -28,7 +28,7 @@ PHONEMES, VOICE, SPEED = "həlˈO wˈɜɹld, ðɪs ɪz ɐ tˈɛst.", "bm_george"
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    found = weights.locate(voice_card("kokoro"))
+    found = store.locate(tts_card("kokoro"))
     if found is None:
         pytest.skip("Kokoro is not on this machine: asr-serve models fetch kokoro")
     return found
@@ -42,7 +42,7 @@ def device() -> Device:
 @pytest.fixture(scope="module")
 def model(folder: Path, device: Device) -> kokoro.Model:
     pytest.importorskip("onnxruntime")
-    return kokoro.load(folder, voice_card("kokoro"), device)
+    return kokoro.load(folder, tts_card("kokoro"), device)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def upstream() -> dict[str, np.ndarray]:
     return found
 
 
-def said(*stretches: Stretch, voice: str = VOICE) -> Sentence:
+def said(*stretches: PhonemeSpan, voice: str = VOICE) -> Sentence:
     return Sentence(stretches, voice)
 
 
@@ -64,14 +64,14 @@ def test_the_samples_are_the_graphs_own(
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(str(folder / kokoro.GRAPH), options, providers=["CPUExecutionProvider"])
     theirs = session.run(None, {name: upstream[f"kokoro.{name}"] for name in ("tokens", "style", "speed")})[0]
-    ours, units = model.units(said(Stretch(PHONEMES, speed=SPEED)))
+    ours, units = model.units(said(PhonemeSpan(PHONEMES, speed=SPEED)))
     assert len(ours) == kokoro.UNIT_SAMPLES * units.sum()
     np.testing.assert_array_equal(ours, theirs)
 
 
 def test_it_sounds_as_kokoro_onnx_does(model: kokoro.Model, upstream: dict[str, np.ndarray]) -> None:
     """Every 25 ms as loud as there; not every sample, for the graph rounds differently on another processor."""
-    ours, _ = model.units(said(Stretch(PHONEMES, speed=SPEED)))
+    ours, _ = model.units(said(PhonemeSpan(PHONEMES, speed=SPEED)))
     loudness = np.sqrt((ours.reshape(-1, kokoro.UNIT_SAMPLES) ** 2).mean(1))
     theirs = upstream["kokoro.loudness"]
     assert len(loudness) == len(theirs)
@@ -84,9 +84,9 @@ def test_the_alphabet_is_the_one_it_was_trained_with(upstream: dict[str, np.ndar
 
 
 def test_silence_around_is_cut_and_ends_fit(model: kokoro.Model) -> None:
-    sentence = said(Stretch(PHONEMES))
+    sentence = said(PhonemeSpan(PHONEMES))
     whole, _ = model.units(sentence)
-    pcm, ends = model.say(sentence)
+    pcm, ends = model.synthesize(sentence)
     assert len(ends) == len(PHONEMES)
     assert list(ends) == sorted(ends)
     assert ends[-1] == len(pcm) < len(whole)
@@ -95,18 +95,22 @@ def test_silence_around_is_cut_and_ends_fit(model: kokoro.Model) -> None:
 
 
 def test_cutting_a_sentence_into_stretches_changes_nothing(model: kokoro.Model) -> None:
-    one = model.say(said(Stretch(PHONEMES)))
-    two = model.say(said(Stretch(PHONEMES[:9]), Stretch(PHONEMES[9:])))
+    one = model.synthesize(said(PhonemeSpan(PHONEMES)))
+    two = model.synthesize(said(PhonemeSpan(PHONEMES[:9]), PhonemeSpan(PHONEMES[9:])))
     np.testing.assert_array_equal(one.pcm, two.pcm)
-    assert one.ends == two.ends
+    assert one.phoneme_ends_samples == two.phoneme_ends_samples
 
 
 def test_a_stretch_has_a_speed_of_its_own(model: kokoro.Model) -> None:
     def lengths(ends: Sequence[int]) -> tuple[int, int]:
         return ends[8], ends[-1] - ends[8]
 
-    plain = lengths(model.say(said(Stretch(PHONEMES))).ends)
-    changed = lengths(model.say(said(Stretch(PHONEMES[:9], speed=0.5), Stretch(PHONEMES[9:]))).ends)
+    plain = lengths(model.synthesize(said(PhonemeSpan(PHONEMES))).phoneme_ends_samples)
+    changed = lengths(
+        model.synthesize(
+            said(PhonemeSpan(PHONEMES[:9], speed=0.5), PhonemeSpan(PHONEMES[9:]))
+        ).phoneme_ends_samples
+    )
     assert changed[0] > 1.5 * plain[0]
     assert abs(changed[1] - plain[1]) < 0.1 * plain[1]
 
@@ -117,38 +121,42 @@ def test_pitch_is_in_semitones(model: kokoro.Model, semitones: float) -> None:
         np.median(heights[heights > 0])
         for pitch in (0.0, semitones)
         for heights in [
-            track(resampled(model.say(said(Stretch(PHONEMES, pitch=pitch))).pcm, model.rate_hz, RATE_HZ))
+            track_pitch(
+                resample_clip(
+                    model.synthesize(said(PhonemeSpan(PHONEMES, pitch=pitch))).pcm, model.rate_hz, RATE_HZ
+                )
+            )
         ]
     )
     assert 12 * np.log2(moved / plain) == pytest.approx(semitones, abs=1.0)
 
 
 def test_energy_is_in_decibels(model: kokoro.Model) -> None:
-    plain = model.units(said(Stretch(PHONEMES)))[0]
-    quiet = model.say(said(Stretch(PHONEMES, energy=-6.0))).pcm
+    plain = model.units(said(PhonemeSpan(PHONEMES)))[0]
+    quiet = model.synthesize(said(PhonemeSpan(PHONEMES, energy=-6.0))).pcm
     assert np.abs(quiet).max() == pytest.approx(np.abs(plain).max() * 10 ** (-6 / 20), rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("sentence", "error", "told"),
     [
-        (said(Stretch("a☃b")), OptionError, "U+2603"),
-        (said(Stretch("a"), voice="bm_georg"), UnknownVoice, "bm_george"),
+        (said(PhonemeSpan("a☃b")), OptionError, "U+2603"),
+        (said(PhonemeSpan("a"), voice="bm_georg"), UnknownVoice, "bm_george"),
     ],
 )
 def test_what_it_cannot_say(model: kokoro.Model, sentence: Sentence, error: type[Exception], told: str) -> None:
     with pytest.raises(error) as raised:
-        model.expect(sentence)
+        model.validate(sentence)
     assert told in str(raised.value)
 
 
 def test_every_voice_of_the_card_is_there(model: kokoro.Model) -> None:
-    for voice in voice_card("kokoro").voices:
-        model.expect(said(Stretch("a"), voice=voice))
+    for voice in tts_card("kokoro").voices:
+        model.validate(said(PhonemeSpan("a"), voice=voice))
 
 
 def test_folders_that_lack_something(tmp_path: Path, folder: Path, device: Device) -> None:
-    card = voice_card("kokoro")
+    card = tts_card("kokoro")
     with pytest.raises(WeightsMissing, match="no voices"):
         kokoro.load(tmp_path, card, device)
     voices = tmp_path / kokoro.VOICES
@@ -168,10 +176,10 @@ def test_an_archive_of_voices_will_do(tmp_path: Path, folder: Path, device: Devi
     with (tmp_path / "voices-v1.0.bin").open("wb") as file:
         np.savez(file, bm_george=style)
     (tmp_path / "kokoro-v1.0.int8.onnx").symlink_to(folder / kokoro.GRAPH)
-    model = kokoro.load(tmp_path, voice_card("kokoro"), device)
-    model.expect(said(Stretch("a")))
+    model = kokoro.load(tmp_path, tts_card("kokoro"), device)
+    model.validate(said(PhonemeSpan("a")))
     with pytest.raises(UnknownVoice):
-        model.expect(said(Stretch("a"), voice="af_heart"))
+        model.validate(said(PhonemeSpan("a"), voice="af_heart"))
 
 
 def test_another_graph_is_refused(tmp_path: Path, folder: Path, device: Device) -> None:
@@ -179,7 +187,7 @@ def test_another_graph_is_refused(tmp_path: Path, folder: Path, device: Device) 
     (tmp_path / kokoro.VOICES).symlink_to(folder / kokoro.VOICES)
     (tmp_path / "other.onnx").symlink_to(Path(hibari.__file__).parent / "assets" / "hibari.onnx")
     with pytest.raises(WeightsCorrupt, match="kokoro-onnx exported"):
-        kokoro.load(tmp_path, voice_card("kokoro"), device)
+        kokoro.load(tmp_path, tts_card("kokoro"), device)
 
 
 def test_without_an_index_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,20 +199,20 @@ def test_without_an_index_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_what_was_fetched_is_looked_through(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time it is used, against the sums that were written down then."""
-    card = voice_card("kokoro")
+    card = tts_card("kokoro")
     monkeypatch.setenv("ASR_SERVE_CACHE", str(tmp_path))
     with pytest.raises(WeightsMissing, match="asr-serve models fetch kokoro"):
-        weights.as_published(card)
+        store.verified_published_folder(card)
     held = tmp_path / card.name
-    for name in (kokoro.GRAPH, weights.SUMS, *(f"{kokoro.VOICES}/{voice}.bin" for voice in card.voices)):
+    for name in (kokoro.GRAPH, store.SUMS, *(f"{kokoro.VOICES}/{voice}.bin" for voice in card.voices)):
         (held / name).parent.mkdir(parents=True, exist_ok=True)
         (held / name).symlink_to(folder / name)
-    assert weights.as_published(card) == held
+    assert store.verified_published_folder(card) == held
     changed = held / kokoro.VOICES / "af_sky.bin"
     changed.unlink()
     changed.write_bytes(b"another")
     with pytest.raises(WeightsCorrupt, match="af_sky"):
-        weights.as_published(card)
+        store.verified_published_folder(card)
 
 
 def test_the_hub_where_there_are_no_packages(
@@ -214,7 +222,7 @@ def test_the_hub_where_there_are_no_packages(
     import huggingface_hub
 
     def download(repository: str, *, local_dir: Path, allow_patterns: list[str], **_: object) -> None:
-        assert repository == voice_card("kokoro").hub
+        assert repository == tts_card("kokoro").hub
         for pattern in allow_patterns:
             for path in folder.glob(pattern):
                 to = local_dir / path.relative_to(folder)
@@ -226,6 +234,6 @@ def test_the_hub_where_there_are_no_packages(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: None)
     told: list[str] = []
-    held = weights.fetch(voice_card("kokoro"), told.append)
-    assert held == weights.as_published(voice_card("kokoro")) == tmp_path / "kokoro"
+    held = store.fetch(tts_card("kokoro"), told.append)
+    assert held == store.verified_published_folder(tts_card("kokoro")) == tmp_path / "kokoro"
     assert any("pip did not bring" in line for line in told)

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from asr_serve.devices.cpu import CpuDevice
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.asr import u2pp
-from asr_serve.models.streaming import FOREVER, Chunk
-from asr_serve.models.windows import wenet
-from asr_serve.text import tokens
+from asr_serve.models.asr.wenet import u2pp, wenet
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, StreamingChunk
+from asr_serve.text import tokenizers
 
 FIXTURE = Path(__file__).parent / "fixtures" / "u2pp.safetensors"
 with safe_open(FIXTURE, "pt") as file:
@@ -81,27 +80,27 @@ class Sessions:
     def __init__(self, model: u2pp.Model, slots: int, longest: int) -> None:
         self.model, self.slots = model, slots
         self.state = {
-            name: torch.full((slots + 1, *spec.shape), math.nan if spec.fresh is None else spec.fresh).to(
-                spec.dtype
-            )
-            for name, spec in model.state(longest).items()
+            name: torch.full(
+                (slots + 1, *spec.shape), math.nan if spec.initial_value is None else spec.initial_value
+            ).to(spec.dtype)
+            for name, spec in model.state_specs(longest).items()
         }
 
     def step(self, frames: int, rows: list[Row], fill: int = 0) -> list[Tensor]:
         """A chunk of each; then as many rows as `fill` of nobody's."""
-        window = self.model.window(frames)
+        window = self.model.audio_window(frames)
         pcm = torch.zeros(len(rows) + fill, window.samples)
         counts = []
         for into, row in zip(pcm, rows, strict=False):
-            part = row.pcm[row.seen * self.model.frame_samples - window.before :][: window.samples]
+            part = row.pcm[row.seen * self.model.frame_samples - window.left_samples :][: window.samples]
             into[: len(part)] = part
-            counts.append(max(0, min(frames, self.model.frames(len(row.pcm)) - row.seen)))
-        chunk = Chunk(
+            counts.append(max(0, min(frames, self.model.count_frames(len(row.pcm)) - row.seen)))
+        chunk = StreamingChunk(
             pcm,
             torch.tensor([row.slot for row in rows] + [self.slots] * fill),
             torch.tensor([row.seen for row in rows] + [0] * fill),
             torch.tensor(counts + [0] * fill),
-            torch.tensor([len(row.pcm) for row in rows] + [FOREVER] * fill),
+            torch.tensor([len(row.pcm) for row in rows] + [UNBOUNDED_SAMPLES] * fill),
         )
         heard = self.model.step(chunk, self.state)
         return [one[:count] for one, count in zip(heard, counts, strict=False)]
@@ -110,7 +109,7 @@ class Sessions:
 def hear(model: u2pp.Model, pcm: Tensor, frames: int) -> Tensor:
     """One session alone, in chunks of so many frames."""
     sessions = Sessions(model, 1, frames)
-    total = model.frames(len(pcm))
+    total = model.count_frames(len(pcm))
     return torch.cat([sessions.step(frames, [Row(pcm, 0, seen)])[0] for seen in range(0, total, frames)])
 
 
@@ -118,19 +117,19 @@ def hear(model: u2pp.Model, pcm: Tensor, frames: int) -> Tensor:
 
 
 def test_a_whole_utterance_equals_wenet(name: str, model: u2pp.Model) -> None:
-    torch.testing.assert_close(model.masked(PCM), HELD[f"{name}/masked"], **CLOSE)
+    torch.testing.assert_close(model.encode_utterance(PCM), HELD[f"{name}/masked"], **CLOSE)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
 def test_every_step_equals_wenet(name: str, model: u2pp.Model, chunks: int) -> None:
     theirs = HELD[f"{name}/chunks"][0]
-    ours = hear(model, PCM, chunks * model.block)
+    ours = hear(model, PCM, chunks * model.frame_block)
     torch.testing.assert_close(ours, theirs, **CLOSE)
-    torch.testing.assert_close(ours, model.masked(PCM)[0], **SAME)
+    torch.testing.assert_close(ours, model.encode_utterance(PCM)[0], **SAME)
 
 
 def test_ctc_equals_wenet(name: str, model: u2pp.Model) -> None:
-    ours = model.ctc(model.masked(PCM))
+    ours = model.ctc_logprobs(model.encode_utterance(PCM))
     assert ours.dtype == torch.float32
     assert ours.is_contiguous()
     torch.testing.assert_close(ours, HELD[f"{name}/ctc"], **CLOSE)
@@ -146,7 +145,7 @@ def test_rescoring_equals_wenet(name: str, model: u2pp.Model) -> None:
 
 
 def test_a_guess_is_scored_alike_in_any_list(model: u2pp.Model) -> None:
-    hidden = model.masked(PCM)[0]
+    hidden = model.encode_utterance(PCM)[0]
     together = model.rescore(hidden, GUESSES)
     alone = [model.rescore(hidden, [guess])[0] for guess in GUESSES]
     assert together == pytest.approx(alone, abs=1e-4)
@@ -171,7 +170,7 @@ def test_one_decoder_is_enough(device: CpuDevice) -> None:
 
 
 def test_rows_stand_anywhere_and_end_anywhere(model: u2pp.Model) -> None:
-    chunk = 2 * model.block
+    chunk = 2 * model.frame_block
     lengths = [len(PCM), len(PCM) * 2 // 3, len(PCM) // 2 + 333, len(PCM) // 4]
     pcms = [PCM[len(PCM) - length :] * (1 - 0.2 * i) for i, length in enumerate(lengths)]
     wanted = [hear(model, pcm, chunk) for pcm in pcms]
@@ -183,9 +182,9 @@ def test_rows_stand_anywhere_and_end_anywhere(model: u2pp.Model) -> None:
     for turn in range(40):
         if begins[3] is None and seen[1] >= len(wanted[1]):
             begins[3] = turn
-            for spec, tensor in zip(model.state(chunk).values(), sessions.state.values(), strict=True):
-                if spec.fresh is not None:
-                    tensor[0] = spec.fresh
+            for spec, tensor in zip(model.state_specs(chunk).values(), sessions.state.values(), strict=True):
+                if spec.initial_value is not None:
+                    tensor[0] = spec.initial_value
         live = [i for i, at in enumerate(begins) if at is not None and at <= turn and seen[i] < len(wanted[i])]
         if not live:
             break
@@ -198,10 +197,10 @@ def test_rows_stand_anywhere_and_end_anywhere(model: u2pp.Model) -> None:
 
 
 def test_rows_that_are_not_in_a_step_keep_their_state(model: u2pp.Model) -> None:
-    sessions = Sessions(model, 2, model.block)
-    sessions.step(model.block, [Row(PCM, 0, 0), Row(PCM.flip(0), 1, 0)])
+    sessions = Sessions(model, 2, model.frame_block)
+    sessions.step(model.frame_block, [Row(PCM, 0, 0), Row(PCM.flip(0), 1, 0)])
     before = {name: tensor.clone() for name, tensor in sessions.state.items()}
-    sessions.step(model.block, [Row(PCM, 0, model.block)], fill=2)
+    sessions.step(model.frame_block, [Row(PCM, 0, model.frame_block)], fill=2)
     for key, tensor in sessions.state.items():
         torch.testing.assert_close(tensor[1], before[key][1], atol=0, rtol=0, equal_nan=True)
         assert not torch.equal(tensor[0].nan_to_num(), before[key][0].nan_to_num())
@@ -209,20 +208,20 @@ def test_rows_that_are_not_in_a_step_keep_their_state(model: u2pp.Model) -> None
 
 def test_the_reach_of_attention_is_bounded(model: u2pp.Model) -> None:
     """Past all that the layers reach back to, the beginning of a session changes nothing."""
-    reach = model.config.layers * (model.left + model.config.kernel - 1) + model.block
-    far = (-(-reach // model.block) + 1) * model.block
-    samples = (far + 2 * model.block) * model.frame_samples
+    reach = model.config.layers * (model.left + model.config.kernel - 1) + model.frame_block
+    far = (-(-reach // model.frame_block) + 1) * model.frame_block
+    samples = (far + 2 * model.frame_block) * model.frame_samples
     pcm = PCM.repeat(-(-samples // len(PCM)))[:samples]
     other = pcm.clone()
     other[: model.frame_samples] += 0.5
-    ours, theirs = (hear(model, each, model.block) for each in (pcm, other))
-    assert not torch.allclose(ours[: model.block], theirs[: model.block], atol=1e-3)
+    ours, theirs = (hear(model, each, model.frame_block) for each in (pcm, other))
+    assert not torch.allclose(ours[: model.frame_block], theirs[: model.frame_block], atol=1e-3)
     torch.testing.assert_close(ours[far:], theirs[far:], **SAME)
 
 
 def test_places_are_exact_however_long_a_session(name: str, model: u2pp.Model) -> None:
     """Days in: float32 could not tell one frame from the next."""
-    config, left, frames, seen = model.config, model.left, model.block, 40_000_003
+    config, left, frames, seen = model.config, model.left, model.frame_block, 40_000_003
     at = torch.arange(seen - left, seen + frames, dtype=torch.float64)[:, None]
     speeds = 10_000.0 ** (-torch.arange(0, config.width, 2, dtype=torch.float64) / config.width)
     waves = torch.stack([(at * speeds).sin(), (at * speeds).cos()], dim=-1).flatten(1)
@@ -242,7 +241,7 @@ def test_places_are_exact_however_long_a_session(name: str, model: u2pp.Model) -
 def test_bf16_is_near(name: str) -> None:
     model = build(name, CpuDevice(torch.bfloat16))
     wanted = HELD[f"{name}/masked"][0]
-    for ours in (hear(model, PCM, model.block), model.masked(PCM)[0]):
+    for ours in (hear(model, PCM, model.frame_block), model.encode_utterance(PCM)[0]):
         assert ours.dtype == torch.bfloat16
         assert (ours.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
     scores = torch.tensor(model.rescore(wanted.bfloat16(), GUESSES))
@@ -253,23 +252,23 @@ def test_bf16_is_near(name: str) -> None:
 
 
 def test_windows_hold_what_their_frames_need(model: u2pp.Model) -> None:
-    for frames in (model.block, 3 * model.block):
-        window = model.window(frames)
-        assert window.before == 0
-        assert model.frames(window.samples) == frames
-        assert model.frames(window.samples - 1) == frames - 1
+    for frames in (model.frame_block, 3 * model.frame_block):
+        window = model.audio_window(frames)
+        assert window.left_samples == 0
+        assert model.count_frames(window.samples) == frames
+        assert model.count_frames(window.samples - 1) == frames - 1
         assert window.samples > frames * model.frame_samples
 
 
 @pytest.mark.parametrize("samples", [0, 1, 399, 1_000, 2_500, 5_000])
 def test_short_utterances(model: u2pp.Model, samples: int) -> None:
-    assert model.masked(PCM[:samples]).shape == (1, model.frames(samples), model.config.width)
+    assert model.encode_utterance(PCM[:samples]).shape == (1, model.count_frames(samples), model.config.width)
 
 
 def test_a_row_without_frames_changes_nothing(model: u2pp.Model) -> None:
-    sessions = Sessions(model, 1, model.block)
+    sessions = Sessions(model, 1, model.frame_block)
     before = {name: tensor.clone() for name, tensor in sessions.state.items()}
-    assert len(sessions.step(model.block, [Row(PCM[:300], 0, 0)])[0]) == 0
+    assert len(sessions.step(model.frame_block, [Row(PCM[:300], 0, 0)])[0]) == 0
     for key, tensor in sessions.state.items():
         torch.testing.assert_close(tensor[0], before[key][0], atol=0, rtol=0, equal_nan=True)
 
@@ -325,14 +324,14 @@ def test_an_experiment_becomes_a_checkpoint(tmp_path: Path, name: str, device: C
     u2pp.convert(source, tmp_path)
     model = read(tmp_path, device)
     # Models that were trained for any chunk come with one of ours.
-    assert (model.block, model.left) == (16, 64)
+    assert (model.frame_block, model.left) == (16, 64)
     chosen = {key: CONFIGS[name][key] for key in ("chunk", "left_chunks")}
     model = u2pp.Model(
         msgspec.structs.replace(model.config, **chosen), load_file(tmp_path / "model.safetensors"), device
     )
     assert model.config == u2pp.Config.of(CONFIGS[name])
-    torch.testing.assert_close(model.masked(PCM), HELD[f"{name}/masked"], **CLOSE)
-    assert tokens.load(tmp_path).text([0, 2, 3, 0, 4, 1, 7, 22]) == "THES w7"
+    torch.testing.assert_close(model.encode_utterance(PCM), HELD[f"{name}/masked"], **CLOSE)
+    assert tokenizers.load_tokenizer(tmp_path).decode([0, 2, 3, 0, 4, 1, 7, 22]) == "THES w7"
 
 
 def test_an_archive_becomes_a_checkpoint(tmp_path: Path, device: CpuDevice) -> None:
@@ -342,7 +341,7 @@ def test_an_archive_becomes_a_checkpoint(tmp_path: Path, device: CpuDevice) -> N
         archive.add(experiment(tmp_path / "exp"), "../20210601_u2pp_conformer_exp")
     assert u2pp.is_package_folder(source)
     u2pp.convert(source, tmp_path)
-    assert read(tmp_path, device).frames(len(PCM)) == HELD["conv2d/masked"].shape[1]
+    assert read(tmp_path, device).count_frames(len(PCM)) == HELD["conv2d/masked"].shape[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "config.json", "exp", "hub", "model.safetensors", "pieces.json"
     ]  # fmt: skip

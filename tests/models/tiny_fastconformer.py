@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from asr_serve.models.asr.fastconformer import Config
+from asr_serve.models.asr.nemo.fastconformer import Config
 
 
 def weights(config: Config, seed: int = 5) -> dict[str, Tensor]:

@@ -8,12 +8,20 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from asr_serve.engine.cadence import Cadence
+from asr_serve.api.library import Model
 from asr_serve.engine.client import EngineClient
 from asr_serve.engine.loop import Loop
-from asr_serve.library import Model
-from asr_serve.pipelines.live.caller import Event, Finished, Flushed, ListenOptions, Partial, SegmentDone, Turn
-from asr_serve.pipelines.live.listen import Listening
+from asr_serve.engine.partial_rate import PartialRateController
+from asr_serve.pipelines.live.events import (
+    FlushDone,
+    ListenOptions,
+    LiveEvent,
+    LivePartial,
+    LiveSegmentDone,
+    SessionFinished,
+    TurnEvent,
+)
+from asr_serve.pipelines.live.listen import LiveSession
 from asr_serve.types import Segment
 
 RATE_HZ = 16_000
@@ -39,18 +47,18 @@ class Caller:
         self.bell = threading.Event()
         arguments = () if clock is None else (clock,)
         # On a busy machine one slow answer would have the next caller refused.
-        model._client.cadence = Cadence()
-        self.listening = Listening(
+        model._client.partial_rate = PartialRateController()
+        self.listening = LiveSession(
             model._client, model._tokenizer, ListenOptions.of(options), self.bell.set, *arguments
         )
         self.segments: list[Segment] = []
         self.languages: list[tuple[str, float]] = []
         """Of each, and how probable that is."""
-        self.partials: list[Partial] = []
-        self.turns: list[Turn] = []
-        self.flushed: list[Flushed] = []
-        self.asked: list[Flushed] = []
-        self.finished: Finished | None = None
+        self.partials: list[LivePartial] = []
+        self.turns: list[TurnEvent] = []
+        self.flushed: list[FlushDone] = []
+        self.asked: list[FlushDone] = []
+        self.finished: SessionFinished | None = None
         self.locked = ""
 
     def __enter__(self) -> Caller:
@@ -70,7 +78,7 @@ class Caller:
     def count(self, state: str) -> int:
         return sum(turn.state == state for turn in self.turns)
 
-    def advance(self) -> list[Event]:
+    def advance(self) -> list[LiveEvent]:
         self.bell.clear()
         events = self.listening.advance()
         for event in events:
@@ -87,15 +95,15 @@ class Caller:
         assert self.bell.wait(WAIT_S), "nobody wakes this caller any more"
         self.advance()
 
-    def put(self, pcm: np.ndarray) -> None:
+    def write(self, pcm: np.ndarray) -> None:
         while self.listening.full:
             self.answer()
-        self.listening.put(pcm)
+        self.listening.append_audio(pcm)
         self.advance()
 
     def flush(self, name: str) -> None:
         self.listening.flush(name)
-        self.asked.append(Flushed(name, self.listening.received_samples))
+        self.asked.append(FlushDone(name, self.listening.received_samples))
         self.advance()
 
     def finish(self) -> None:
@@ -106,7 +114,7 @@ class Caller:
         assert self.listening.advance() == []
         assert self.finished.duration_samples == self.listening.received_samples
 
-    def _take_turn(self, turn: Turn) -> None:
+    def _take_turn(self, turn: TurnEvent) -> None:
         before = next((t for t in reversed(self.turns) if t.state != "ended"), None)
         match turn.state:
             case "started":
@@ -128,11 +136,11 @@ class Caller:
                 assert not self.segments or self.segments[-1].end_samples <= turn.position_samples
         self.turns.append(turn)
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: LiveEvent) -> None:
         assert self.finished is None, "something follows the end"
         received = self.listening.received_samples
         match event:
-            case SegmentDone(segment=segment):
+            case LiveSegmentDone(segment=segment):
                 before = self.segments[-1].end_samples if self.segments else 0
                 assert before <= segment.start_samples < segment.end_samples <= received
                 assert segment.text == segment.text.strip() != ""
@@ -140,22 +148,22 @@ class Caller:
                 self.segments.append(segment)
                 self.languages.append((event.language, event.language_prob))
                 self.locked = ""
-            case Partial():
+            case LivePartial():
                 assert event.start_samples <= event.heard_samples
                 assert event.start_samples >= (self.segments[-1].end_samples if self.segments else 0)
-                assert event.fixed.startswith(self.locked), (self.locked, event.fixed)
-                assert event.fixed == event.fixed.strip()
-                assert event.start_samples <= event.fixed_samples or not event.fixed
-                assert event.fixed_samples <= received
-                self.locked = event.fixed
+                assert event.locked_text.startswith(self.locked), (self.locked, event.locked_text)
+                assert event.locked_text == event.locked_text.strip()
+                assert event.start_samples <= event.locked_samples or not event.locked_text
+                assert event.locked_samples <= received
+                self.locked = event.locked_text
                 self.partials.append(event)
-            case Turn():
+            case TurnEvent():
                 self._take_turn(event)
-            case Flushed():
+            case FlushDone():
                 self.flushed.append(event)
                 assert self.asked[: len(self.flushed)] == self.flushed
                 assert not self.locked, "flushed, and yet words of an open segment are locked"
-            case Finished():
+            case SessionFinished():
                 assert self.asked == self.flushed
                 assert len(self.turns) == sum(self.count(state) for state in TURN_STATES)
                 assert self.count("started") == self.count("stopped") == self.count("ended")
@@ -188,7 +196,7 @@ def hear(
     """Everything that is said, from `put` to the end. `in_step`: each packet is answered before the next."""
     with Caller(model, clock, **options) as caller:
         for packet in packets(pcm, sizes):
-            caller.put(packet)
+            caller.write(packet)
             if in_step:
                 caller.settle()
         caller.finish()
@@ -207,7 +215,7 @@ def on_loop(client: EngineClient, work: Callable[[Loop], object]) -> None:
             failed.append(failure)
         done.set()
 
-    client.link.call(job)
+    client.backend.call(job)
     assert done.wait(WAIT_S)
     if failed:
         raise failed[0]
@@ -218,7 +226,11 @@ def expect_empty(client: EngineClient) -> None:
 
     def look(loop: Loop) -> None:
         loop.check()
-        assert (len(loop.work.utterances), len(loop.work.planner), len(loop.listeners)) == (0, 0, 0)
+        assert (len(loop.executor.open_requests), len(loop.executor.scheduler), len(loop.vad_scheduler)) == (
+            0,
+            0,
+            0,
+        )
 
     on_loop(client, look)
     told = client.describe()

@@ -28,14 +28,14 @@ from listen_caller import (
 )
 
 import asr_serve
+from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, EngineClosed, OptionError, StepFailed
-from asr_serve.library import Model
-from asr_serve.pipelines.live import hypotheses, listen
-from asr_serve.pipelines.live.asking import Asking
-from asr_serve.pipelines.live.hypotheses import TRIES
-from asr_serve.pipelines.live.listen import Finished, Partial, SegmentDone
+from asr_serve.pipelines.live import listen, segment_hypotheses
+from asr_serve.pipelines.live.listen import LivePartial, LiveSegmentDone, SessionFinished
+from asr_serve.pipelines.live.repeated_recognizer import RepeatedRecognizer
+from asr_serve.pipelines.live.segment_hypotheses import MAX_TRIES
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +105,10 @@ def test_any_packets_any_pauses_any_partials(model, talk, said, sizes, clock, in
     elapsed = clock() if clock is hurried else clock
     caller = hear(model, talk, sizes, elapsed, in_step=in_step and sum(sizes) > 5_000)
     assert caller.said == said
-    assert caller.finished == Finished(len(talk))
+    assert caller.finished == SessionFinished(len(talk))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_segment_ms", [3_000, 6_000])
 @pytest.mark.parametrize("lock_ms", [400, 1_920])
 def test_what_is_torn_apart_is_the_same_too(model, talk, max_segment_ms, lock_ms):
@@ -123,6 +124,7 @@ def test_ten_thousand_tiny_packets(model, talk, said):
     assert caller.said == said
 
 
+@pytest.mark.slow
 def test_others_come_and_go(model, beckett, talk, said):
     """Callers who join, leave in the middle of a word, or only push, and files between them."""
     stop = threading.Event()
@@ -134,7 +136,7 @@ def test_others_come_and_go(model, beckett, talk, said):
             while not stop.is_set():
                 with Caller(model, hurried()) as caller:
                     for packet in packets(beckett[: 6 * RATE_HZ], [chance.choice([1_600, 16_000, 50_000])]):
-                        caller.put(packet)
+                        caller.write(packet)
                         if chance.random() < 0.1:
                             break
                     else:
@@ -157,25 +159,30 @@ def test_others_come_and_go(model, beckett, talk, said):
     assert not failed
 
 
+@pytest.mark.slow
 def test_what_was_locked_stays_and_comes_before_the_end(model, cities):
     """`Caller` checks each event; here is something for it to check."""
     caller = hear(model, cities[: 14 * RATE_HZ], [4_800], hurried(), in_step=True)
-    locked = [p for p in caller.partials if p.fixed]
+    locked = [p for p in caller.partials if p.locked_text]
     assert len(caller.partials) > 15
     assert len(locked) > 5
     assert all(
-        p.unfixed == "" or p.unfixed[0] == " " or p.fixed == "" or not p.unfixed[0].isalnum() for p in locked
+        p.tentative_text == ""
+        or p.tentative_text[0] == " "
+        or p.locked_text == ""
+        or not p.tentative_text[0].isalnum()
+        for p in locked
     )
     heard = [p.heard_samples for p in caller.partials if p.text]
     assert heard == sorted(heard)
-    longest = max(locked, key=lambda p: len(p.fixed))
-    assert plain(longest.fixed) == plain(caller.text)[: len(plain(longest.fixed))]
+    longest = max(locked, key=lambda p: len(p.locked_text))
+    assert plain(longest.locked_text) == plain(caller.text)[: len(plain(longest.locked_text))]
 
 
 def test_the_first_words_come_while_they_are_spoken(model, cities):
     with Caller(model, hurried()) as caller:
         for packet in packets(cities[: 4 * RATE_HZ], [1_600]):
-            caller.put(packet)
+            caller.write(packet)
             caller.settle()
             if caller.partials:
                 break
@@ -188,6 +195,7 @@ def test_the_first_words_come_while_they_are_spoken(model, cities):
 # --- as a file would be ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["beckett.wav", "two_cities.wav", "endgame_nagg_nell.wav"])
 def test_live_says_what_a_file_says(model, packaged_speech, name):
     """But for the few words that the model hears otherwise when a segment ends elsewhere."""
@@ -198,6 +206,7 @@ def test_live_says_what_a_file_says(model, packaged_speech, name):
     assert lone <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("max_segment_ms", "most"), [(12_000, 4), (6_000, 7)])
 def test_speech_torn_apart_loses_and_doubles_nothing(model, cities, max_segment_ms, most):
     offline = plain(model.transcribe(cities)[0].text)
@@ -216,18 +225,19 @@ def test_speech_torn_apart_loses_and_doubles_nothing(model, cities, max_segment_
 def test_too_short_to_say_anything(model, samples):
     caller = hear(model, silence(1)[:samples])
     assert (caller.segments, caller.partials) == ([], [])
-    assert caller.finished == Finished(samples)
+    assert caller.finished == SessionFinished(samples)
 
 
 def test_empty_packets_are_nothing(model, beckett):
     with Caller(model) as caller:
         for packet in packets(beckett, [16_000]):
-            caller.put(packet)
-            caller.put(packet[:0])
+            caller.write(packet)
+            caller.write(packet[:0])
         caller.finish()
     assert caller.said == hear(model, beckett).said
 
 
+@pytest.mark.slow
 def test_an_anchor_may_be_due_in_a_last_window_that_is_not_whole(model, cities):
     for windows in range(86, 96):  # one of them: anchors are less than ten windows apart
         caller = hear(model, cities[: windows * 512 + 100], lock_ms=200, clock=still)
@@ -241,13 +251,14 @@ def test_a_word_that_is_cut_off_by_the_end_is_heard(model, beckett):
     assert plain(caller.text)[:2] == ["ever", "tried"]
 
 
+@pytest.mark.slow
 def test_silence_says_nothing_and_is_let_go(model):
     with Caller(model) as caller:
         for packet in packets(silence(120), [RATE_HZ]):
-            caller.put(packet)
+            caller.write(packet)
             caller.settle()
             assert caller.listening.open_samples < RATE_HZ
-            assert sum(map(len, caller.listening._kept.chunks)) <= 3 * RATE_HZ
+            assert sum(map(len, caller.listening._audio.chunks)) <= 3 * RATE_HZ
         caller.finish()
     assert (caller.segments, caller.partials) == ([], [])
 
@@ -261,15 +272,15 @@ def test_the_first_word_after_a_long_silence_is_whole(model, beckett):
 
 def test_what_opened_on_noise_and_came_to_nothing_is_taken_back(model, beckett, monkeypatch):
     """A partial that no segment follows ends with an empty one."""
-    monkeypatch.setattr(hypotheses, "segment", lambda *closed: None)
+    monkeypatch.setattr(segment_hypotheses, "build_segment", lambda *closed: None)
     with Caller(model, hurried()) as caller:
-        caller.put(beckett[: int(1.1 * RATE_HZ)])
+        caller.write(beckett[: int(1.1 * RATE_HZ)])
         caller.settle()
-        caller.put(silence(3))
+        caller.write(silence(3))
         caller.settle()
         assert len(caller.partials) > 1
         assert caller.partials[0].text
-        assert (caller.partials[-1].fixed, caller.partials[-1].unfixed) == ("", "")
+        assert (caller.partials[-1].locked_text, caller.partials[-1].tentative_text) == ("", "")
         caller.finish()
     assert caller.segments == []
 
@@ -304,7 +315,7 @@ def test_leaving_at_any_moment_frees_everything(model, talk, seed):
         caller = Caller(model, hurried())
         stop = chance.randrange(1, len(talk))
         for packet in packets(talk[:stop], [chance.choice([1_600, 8_000, 1 << 30])]):
-            caller.put(packet)
+            caller.write(packet)
         if chance.random() < 0.3:
             caller.listening.finish()
             caller.advance()
@@ -317,7 +328,7 @@ def test_leaving_at_any_moment_frees_everything(model, talk, seed):
 def test_abrupt_leaving_of_many_at_once(model, beckett):
     callers = [Caller(model, hurried()) for _ in range(40)]
     for caller in callers:
-        caller.put(beckett[: 2 * RATE_HZ])
+        caller.write(beckett[: 2 * RATE_HZ])
     for caller in callers:
         caller.listening.close()
     expect_empty(model._client)
@@ -338,12 +349,12 @@ def test_sessions_are_bounded(beckett):
 def test_an_engine_that_closes_says_so(beckett):
     with asr_serve.load("moonshine-tiny-en", dtype="fp32", engine=EngineConfig(prefix_bytes=0)) as short:
         caller = Caller(short)
-        caller.put(beckett[: 2 * RATE_HZ])
+        caller.write(beckett[: 2 * RATE_HZ])
         short._client.close()
 
         def go_on() -> None:
             while True:
-                caller.put(beckett[:1_600])
+                caller.write(beckett[:1_600])
                 caller.answer()
 
         with pytest.raises(EngineClosed):
@@ -363,7 +374,7 @@ def test_twenty_minutes_at_once_are_taken_as_they_are_heard(model, beckett):
     tracemalloc.start()
     try:
         with Caller(model) as caller:
-            caller.put(long)
+            caller.write(long)
             assert caller.listening.full
             caller.finish()
         _, once_bytes = tracemalloc.get_traced_memory()
@@ -371,7 +382,7 @@ def test_twenty_minutes_at_once_are_taken_as_they_are_heard(model, beckett):
         most = 0
         with Caller(model) as packeted:
             for packet in packets(long[:packet_samples], [RATE_HZ]):
-                packeted.put(packet)
+                packeted.write(packet)
                 most = max(most, packeted.listening.open_samples)
             packeted.finish()
         _, packets_bytes = tracemalloc.get_traced_memory()
@@ -379,21 +390,22 @@ def test_twenty_minutes_at_once_are_taken_as_they_are_heard(model, beckett):
         tracemalloc.stop()
     assert len(caller.segments) >= 20
     assert once_bytes < 32 << 20
-    assert listen.MOST_AHEAD_SAMPLES - 2 * RATE_HZ < most <= listen.MOST_AHEAD_SAMPLES + RATE_HZ
+    assert listen.MAX_OPEN_SAMPLES - 2 * RATE_HZ < most <= listen.MAX_OPEN_SAMPLES + RATE_HZ
     assert packets_bytes < 32 << 20
     assert packeted.said == [s for s in caller.said if s[1] <= packet_samples]
 
 
+@pytest.mark.slow
 def test_who_pushes_a_recording_does_not_go_before_those_who_speak(model, cities):
     seen: list[str] = []
-    submit = model._client.link.submit
+    submit = model._client.backend.submit
 
     def watched(utterance):
         seen.append(utterance.priority)
         submit(utterance)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model._client.link, "submit", watched)
+        patch.setattr(model._client.backend, "submit", watched)
         hear(model, cities[: 20 * RATE_HZ], clock=still)
         assert set(seen) == {"interactive"}
         seen.clear()
@@ -408,15 +420,15 @@ class Failing:
     """The encoder fails for requests of one kind, so many times."""
 
     def __init__(self, caller: Caller, kind: str, times: int) -> None:
-        self.words = caller.listening._words
-        assert isinstance(self.words, Asking)
+        self.words = caller.listening._recognizer
+        assert isinstance(self.words, RepeatedRecognizer)
         self.client = self.words._client
         self.caller, self.kind, self.left, self.failed = caller, kind, times, 0
         self.ours: dict[int, str] = {}
 
     def __enter__(self) -> Failing:
-        loop = self.client.link.loop
-        self.run = loop.work.encode_runner.run
+        loop = self.client.backend.loop
+        self.encode = loop.executor.encode_runner.encode
         submit = self.words._submit
 
         def watched(each, kind, span, tries=1, urgent=False):
@@ -425,7 +437,7 @@ class Failing:
             self.ours[ticket.id] = kind
 
         def run(batch, whole=()):
-            for number, utterance in list(loop.work.utterances.items()):
+            for number, utterance in list(loop.executor.open_requests.items()):
                 if any(pcm is utterance.pcm for pcm in batch) and self.left:
                     # the caller's thread may not have written it down yet
                     while number not in self.ours:
@@ -434,25 +446,26 @@ class Failing:
                         self.left -= 1
                         self.failed += 1
                         raise RuntimeError("the device hiccuped")
-            return self.run(batch, whole)
+            return self.encode(batch, whole)
 
         self.words._submit = watched
-        loop.work.encode_runner.run = run
+        loop.executor.encode_runner.encode = run
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.client.link.loop.work.encode_runner.run = self.run
+        self.client.backend.loop.executor.encode_runner.encode = self.encode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["partial", "anchor", "early", "final"])
-@pytest.mark.parametrize("times", [1, TRIES - 1])
+@pytest.mark.parametrize("times", [1, MAX_TRIES - 1])
 def test_a_step_that_fails_costs_no_word(model, beckett, kind, times):
     pcm = np.concatenate([beckett[: 3 * RATE_HZ], silence(2.5), beckett[3 * RATE_HZ : 6 * RATE_HZ]])
     expected = hear(model, pcm).said
     clock = still if kind == "final" else hurried()  # while nobody waits for partials, no final is early
     with Caller(model, clock) as caller, Failing(caller, kind, times) as failing:
         for packet in packets(pcm, [1 << 30 if kind == "final" else 4_800]):
-            caller.put(packet)
+            caller.write(packet)
             caller.settle()
         caller.finish()
     assert caller.said == expected
@@ -462,37 +475,37 @@ def test_a_step_that_fails_costs_no_word(model, beckett, kind, times):
 @pytest.mark.parametrize("kind", ["anchor", "final"])
 def test_what_is_owed_and_fails_again_and_again_is_told(model, beckett, kind):
     with Caller(model, still) as caller, Failing(caller, kind, 1_000) as failing:
-        caller.listening.put(beckett[: 5 * RATE_HZ])
+        caller.listening.append_audio(beckett[: 5 * RATE_HZ])
         with pytest.raises(StepFailed, match="encoding failed"):
             caller.finish()
-    assert failing.failed >= TRIES
+    assert failing.failed >= MAX_TRIES
 
 
 def test_a_voice_activity_step_that_fails_loses_no_words(model, beckett):
     """The caller's state has not moved: the same windows can be heard again."""
     expected = hear(model, beckett).said
-    loop = model._client.link.loop
-    run, failures = loop.vad_runner.run, iter([True])
+    loop = model._client.backend.loop
+    run, failures = loop.vad_runner.step, iter([True])
 
     def failing(batch):
         if next(failures, False):
             raise RuntimeError("the device hiccuped")
         return run(batch)
 
-    loop.vad_runner.run = failing
+    loop.vad_runner.step = failing
     try:
         assert hear(model, beckett, [8_000], in_step=True).said == expected
     finally:
-        loop.vad_runner.run = run
+        loop.vad_runner.step = run
 
 
 def test_events_are_what_they_say(model, beckett):
     with Caller(model) as caller:
-        caller.put(beckett)
+        caller.write(beckett)
         caller.finish()
-    assert isinstance(caller.finished, Finished)
+    assert isinstance(caller.finished, SessionFinished)
     for segment in caller.segments:
-        assert SegmentDone(segment, 0).segment.tokens
+        assert LiveSegmentDone(segment, 0).segment.tokens
         assert len(segment.logprobs) == len(segment.tokens)
-    assert Partial(0, 512, "It was", " the").text == "It was the"
+    assert LivePartial(0, 512, "It was", " the").text == "It was the"
     on_loop(model._client, lambda loop: loop.check())

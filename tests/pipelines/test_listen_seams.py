@@ -16,9 +16,9 @@ import pytest
 from listen_caller import RATE_HZ, expect_empty, hear, plain
 
 import asr_serve
+from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.library import Model
 
 PAUSES_S = (0.0, 0.1, 0.3, 1.0, 3.0)
 JOINED = 3

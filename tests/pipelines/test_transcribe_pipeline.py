@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 import asr_serve
+from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
-from asr_serve.audio.io import AudioLimits
-from asr_serve.audio.manifest import Item
+from asr_serve.audio.input_manifest import InputItem
+from asr_serve.audio.reader import AudioLimits
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AsrServeError, AudioTooLong, EmptyAudio, NotAudio, OptionError, SourceNotFound
-from asr_serve.library import Model
-from asr_serve.pipelines import cutting, transcribe
-from asr_serve.pipelines.live.caller import ListenOptions
+from asr_serve.pipelines.live.events import ListenOptions
+from asr_serve.pipelines.offline import parallel, transcribe
+from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed, Progress, SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.pipelines.transcribe import FileDone, FileFailed, Progress, SegmentDone
 from asr_serve.types import Transcript
 
 RATE_HZ = 16_000
@@ -53,11 +53,17 @@ def expect_empty(model: Model) -> None:
     found: list[object] = []
 
     def look(loop) -> None:
-        found.append((len(loop.work.utterances), loop.work.decode_runner.pages.used, len(loop.listeners)))
+        found.append(
+            (
+                len(loop.executor.open_requests),
+                loop.executor.decode_runner.page_pool.used_count,
+                len(loop.vad_scheduler),
+            )
+        )
         loop.check()
         looked.set()
 
-    model._client.link.call(look)
+    model._client.backend.call(look)
     assert looked.wait(WAIT_S)
     assert found == [(0, 0, 0)], "requests, pages or voice-activity sessions are still held"
     assert model._client._sessions == 0
@@ -88,8 +94,8 @@ def said(transcript: Transcript) -> list[tuple[int, int, str]]:
     return [(s.start_samples, s.end_samples, s.text) for s in transcript.segments]
 
 
-def items(*sources: object) -> list[Item]:
-    return [Item(f"item-{i}", source) for i, source in enumerate(sources)]
+def items(*sources: object) -> list[InputItem]:
+    return [InputItem(f"item-{i}", source) for i, source in enumerate(sources)]
 
 
 def silence(seconds: float) -> np.ndarray:
@@ -108,6 +114,7 @@ def test_it_hears_what_is_said(whole, speech):
     assert whole.text == " ".join(s.text for s in whole.segments)
 
 
+@pytest.mark.slow
 def test_path_bytes_array_and_stream_are_one(model, whole, cities, speech):
     data = cities.read_bytes()
     sources = [
@@ -127,6 +134,7 @@ def test_path_bytes_array_and_stream_are_one(model, whole, cities, speech):
         assert said(came) == said(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "as_", [list, tuple, iter, lambda x: (s for s in x), lambda x: map(Path, x), dict.fromkeys]
 )
@@ -151,6 +159,7 @@ def test_the_same_twice(model, whole, cities):
 # --- many inputs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_order_is_kept_whatever_the_lengths(model, speech, whole):
     lengths = [len(speech), 3 * RATE_HZ, 14 * RATE_HZ, 1, 7 * RATE_HZ, 400, 12 * RATE_HZ]
     sources = [speech[:n] for n in lengths]
@@ -207,11 +216,11 @@ def test_unopened_files_are_not_looked_at_far_ahead(model, speech, monkeypatch):
     monkeypatch.setattr(transcribe, "MAX_OPEN_FILES", 3)
     taken = 0
 
-    def endless() -> Iterator[Item]:
+    def endless() -> Iterator[InputItem]:
         nonlocal taken
         while True:
             taken += 1
-            yield Item(f"{taken}", speech[: 3 * RATE_HZ])
+            yield InputItem(f"{taken}", speech[: 3 * RATE_HZ])
 
     done = 0
     with closing(model.events(endless())) as told:
@@ -262,8 +271,8 @@ def test_a_limit_fails_the_file_that_passes_it(model, speech):
 
 
 def test_what_the_items_raise_comes_out(model, speech):
-    def broken() -> Iterator[Item]:
-        yield Item("good", speech)
+    def broken() -> Iterator[InputItem]:
+        yield InputItem("good", speech)
         raise OptionError("line 2 is no line")
 
     with pytest.raises(OptionError, match="line 2"):
@@ -388,6 +397,7 @@ async def test_async_raises_what_sync_raises(model):
         await model.atranscribe("/nowhere/at/all.wav", langauge="en")
 
 
+@pytest.mark.slow
 async def test_cancelling_the_task_cancels_the_work(model, speech):
     begun, short = threading.Event(), speech[: 6 * RATE_HZ]
 
@@ -446,7 +456,7 @@ def test_audio_is_let_go_as_it_is_heard(model, speech, tmp_path):
 def test_a_recording_that_ends_where_a_piece_does_keeps_its_last_words(
     model: Model, packaged_speech: Path
 ) -> None:
-    piece = cutting.PIECE_WINDOWS * 512
+    piece = parallel.VAD_BATCH_WINDOWS * 512
     sound = read_audio(packaged_speech / "two_cities.wav")[:piece]
     whole = model.transcribe(sound)[0]
     ended = whole.segments[-1].end_samples
@@ -457,7 +467,7 @@ def test_a_recording_that_ends_where_a_piece_does_keeps_its_last_words(
 def test_a_closed_stream_fails_alone(model: Model, packaged_speech: Path) -> None:
     closed = (packaged_speech / "beckett.wav").open("rb")
     closed.close()
-    items = [Item("closed", closed), Item("good", packaged_speech / "beckett.wav")]
+    items = [InputItem("closed", closed), InputItem("good", packaged_speech / "beckett.wav")]
     events = list(model.events(items))
     failed = [e for e in events if isinstance(e, FileFailed)]
     done = [e for e in events if isinstance(e, FileDone)]

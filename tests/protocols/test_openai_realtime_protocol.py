@@ -19,7 +19,14 @@ from asr_serve.errors import (
     UnknownOption,
     UnsupportedOption,
 )
-from asr_serve.pipelines.live.caller import Event, Finished, Flushed, Partial, SegmentDone, Turn
+from asr_serve.pipelines.live.events import (
+    FlushDone,
+    LiveEvent,
+    LivePartial,
+    LiveSegmentDone,
+    SessionFinished,
+    TurnEvent,
+)
 from asr_serve.protocols.openai import Problem
 from asr_serve.protocols.openai_realtime import (
     Append,
@@ -265,21 +272,21 @@ class Heard:
         return [event["transcript"] for event in self.completed.values()]
 
 
-def segment(start: int, end: int, text: str) -> SegmentDone:
-    return SegmentDone(Segment(start, end, text), end)
+def segment(start: int, end: int, text: str) -> LiveSegmentDone:
+    return LiveSegmentDone(Segment(start, end, text), end)
 
 
 def test_a_turn_is_an_item():
     heard, items = Heard(), Items(Voice(beta=False), turns=True, partials=False)
     for event in (
-        Turn("started", 1_600),
-        Partial(1_600, 20_000, "Ever", " tried"),
-        Partial(1_600, 30_000, "Ever", " tried ever"),
-        Partial(1_600, 40_000, "Ever tried, ever", " failed"),
-        Turn("stopped", 48_000),
+        TurnEvent("started", 1_600),
+        LivePartial(1_600, 20_000, "Ever", " tried"),
+        LivePartial(1_600, 30_000, "Ever", " tried ever"),
+        LivePartial(1_600, 40_000, "Ever tried, ever", " failed"),
+        TurnEvent("stopped", 48_000),
         segment(1_600, 48_000, "Ever tried, ever failed."),
-        Turn("ended", 48_000),
-        Partial(50_000, 50_000),
+        TurnEvent("ended", 48_000),
+        LivePartial(50_000, 50_000),
     ):
         heard.take(items.hear(event))
     assert heard.kinds == [
@@ -311,7 +318,7 @@ def test_a_turn_is_an_item():
 
 def test_before_an_item_was_created():
     heard, items = Heard(beta=True), Items(Voice(beta=True), turns=True, partials=False)
-    for event in (Turn("started", 0), Turn("stopped", 16_000), Turn("ended", 16_000)):
+    for event in (TurnEvent("started", 0), TurnEvent("stopped", 16_000), TurnEvent("ended", 16_000)):
         heard.take(items.hear(event))
     assert heard.kinds[2:4] == ["input_audio_buffer.committed", "conversation.item.created"]
     assert heard.transcripts == [""]
@@ -320,14 +327,14 @@ def test_before_an_item_was_created():
 def test_the_client_commits():
     heard, items = Heard(), Items(Voice(beta=False), turns=False, partials=False)
     items.arrive()
-    for event in (Turn("started", 0), Partial(0, 16_000, "Ever", " tried"), Turn("stopped", 16_000)):
+    for event in (TurnEvent("started", 0), LivePartial(0, 16_000, "Ever", " tried"), TurnEvent("stopped", 16_000)):
         heard.take(items.hear(event))
     heard.take(items.commit(32_000))
     items.arrive()
     heard.take(items.commit(48_000))
-    for event in (segment(0, 16_000, "Ever tried."), segment(17_000, 30_000, "Ever."), Flushed("", 32_000)):
+    for event in (segment(0, 16_000, "Ever tried."), segment(17_000, 30_000, "Ever."), FlushDone("", 32_000)):
         heard.take(items.hear(event))
-    heard.take(items.hear(Flushed("", 48_000)))
+    heard.take(items.hear(FlushDone("", 48_000)))
     assert heard.transcripts == ["Ever tried. Ever.", ""]
     assert [event["usage"]["seconds"] for event in heard.completed.values()] == [2.0, 1.0]
     assert heard.kinds[:2] == ["delta", "input_audio_buffer.committed"]
@@ -339,10 +346,10 @@ def test_what_is_cleared_is_never_told():
     heard.take(items.clear(16_000))
     items.arrive()
     heard.take(items.hear(segment(0, 16_000, "No.")))
-    heard.take(items.hear(Flushed("", 16_000)))
+    heard.take(items.hear(FlushDone("", 16_000)))
     heard.take(items.commit(32_000))
     heard.take(items.hear(segment(16_000, 30_000, "Yes.")))
-    heard.take(items.hear(Flushed("", 32_000)))
+    heard.take(items.hear(FlushDone("", 32_000)))
     assert heard.transcripts == ["Yes."]
     assert heard.kinds[0] == "input_audio_buffer.cleared"
     assert heard.kinds.count("delta") == 1
@@ -350,20 +357,25 @@ def test_what_is_cleared_is_never_told():
 
 def test_a_turn_that_is_cleared_or_committed_by_the_client():
     heard, items = Heard(), Items(Voice(beta=False), turns=True, partials=False)
-    heard.take(items.hear(Turn("started", 0)))
+    heard.take(items.hear(TurnEvent("started", 0)))
     heard.take(items.clear(16_000))
-    for event in (Turn("stopped", 15_000), segment(0, 15_000, "No."), Turn("ended", 15_000), Flushed("", 16_000)):
+    for event in (
+        TurnEvent("stopped", 15_000),
+        segment(0, 15_000, "No."),
+        TurnEvent("ended", 15_000),
+        FlushDone("", 16_000),
+    ):
         heard.take(items.hear(event))
     kinds = ["speech_started", "cleared", "speech_stopped"]  # it is told that nobody speaks any more
     assert heard.kinds == [f"input_audio_buffer.{kind}" for kind in kinds]
-    heard.take(items.hear(Turn("started", 17_000)))
+    heard.take(items.hear(TurnEvent("started", 17_000)))
     heard.take(items.commit(30_000))
-    for event in (Turn("stopped", 30_000), segment(17_000, 30_000, "Yes."), Turn("ended", 30_000)):
+    for event in (TurnEvent("stopped", 30_000), segment(17_000, 30_000, "Yes."), TurnEvent("ended", 30_000)):
         heard.take(items.hear(event))
-    heard.take(items.hear(Flushed("", 30_000)))
+    heard.take(items.hear(FlushDone("", 30_000)))
     assert heard.transcripts == ["Yes."]
     heard.take(items.commit(46_000))  # nothing was said
-    heard.take(items.hear(Flushed("", 46_000)))
+    heard.take(items.hear(FlushDone("", 46_000)))
     assert heard.transcripts == ["Yes.", ""]
     assert heard.events[-1]["usage"]["seconds"] == 1.0
 
@@ -371,9 +383,9 @@ def test_a_turn_that_is_cleared_or_committed_by_the_client():
 def test_a_turn_that_begins_just_before_it_is_cleared_goes_on():
     heard, items = Heard(), Items(Voice(beta=False), turns=True, partials=False)
     heard.take(items.clear(16_000))
-    for event in (Turn("started", 15_900), Flushed("", 16_000), segment(15_900, 30_000, "Yes.")):
+    for event in (TurnEvent("started", 15_900), FlushDone("", 16_000), segment(15_900, 30_000, "Yes.")):
         heard.take(items.hear(event))
-    for event in (Turn("stopped", 30_000), Turn("ended", 30_000)):
+    for event in (TurnEvent("stopped", 30_000), TurnEvent("ended", 30_000)):
         heard.take(items.hear(event))
     assert heard.transcripts == ["Yes."]
 
@@ -381,13 +393,13 @@ def test_a_turn_that_begins_just_before_it_is_cleared_goes_on():
 def test_what_may_change_on_request():
     heard, items = Heard(), Items(Voice(beta=False), turns=True, partials=True)
     for event in (
-        Turn("started", 0),
-        Partial(0, 10, "", "Ever"),
-        Partial(0, 20, "", "Ever"),
+        TurnEvent("started", 0),
+        LivePartial(0, 10, "", "Ever"),
+        LivePartial(0, 20, "", "Ever"),
         segment(0, 30, "Ever tried."),
-        Partial(40, 50, "Ever", " failed"),
-        Turn("stopped", 60),
-        Partial(40, 70, "Ever", " failed now"),
+        LivePartial(40, 50, "Ever", " failed"),
+        TurnEvent("stopped", 60),
+        LivePartial(40, 70, "Ever", " failed now"),
     ):
         heard.take(items.hear(event))
     assert [event["transcript"] for event in heard.events if event["type"] == PARTIAL] == [
@@ -398,7 +410,12 @@ def test_what_may_change_on_request():
 
 def test_when_nothing_more_will_be_heard():
     heard, items = Heard(), Items(Voice(beta=False), turns=True, partials=False)
-    for event in (Turn("started", 0), Turn("stopped", 9), Turn("started", 20), segment(20, 30, "Ever.")):
+    for event in (
+        TurnEvent("started", 0),
+        TurnEvent("stopped", 9),
+        TurnEvent("started", 20),
+        segment(20, 30, "Ever."),
+    ):
         heard.take(items.hear(event))
     heard.take(items.failed(Problem("It broke.", "server_error", None, "internal_error")))
     assert heard.kinds[-2:] == ["failed", "failed"]
@@ -422,24 +439,24 @@ WORDS = st.sampled_from(["Ever", "tried,", "no", "matter.", "fail", "better"])
 
 
 @st.composite
-def spoken(draw: st.DrawFn) -> tuple[bool, list[Event | str]]:
+def spoken(draw: st.DrawFn) -> tuple[bool, list[LiveEvent | str]]:
     """What a caller says and a client does: segments whose words lock one by one, in turns, and between them
     commits and clears. Positions rise."""
-    turns, now, story = draw(st.booleans()), 0, list[Event | str]()
+    turns, now, story = draw(st.booleans()), 0, list[LiveEvent | str]()
     for _ in range(draw(st.integers(1, 5))):
         start, now = now, now + 16_000
-        story += ["audio", Turn("started", start)]
+        story += ["audio", TurnEvent("started", start)]
         for _ in range(draw(st.integers(0, 3))):
             words = draw(st.lists(WORDS, min_size=1, max_size=5))
             for fixed in sorted(draw(st.lists(st.integers(0, len(words)), max_size=3))):
                 unfixed = draw(st.lists(WORDS, max_size=2))
-                story.append(Partial(now, now, " ".join(words[:fixed]), " ".join(unfixed)))
+                story.append(LivePartial(now, now, " ".join(words[:fixed]), " ".join(unfixed)))
             if words and draw(st.booleans()):
                 story.append(segment(now, now + 8_000, " ".join(words) + draw(st.sampled_from(["", ",", "."]))))
             else:
                 story.append(segment(now, now + 8_000, " ".join(words)))
             now += 8_000
-        ends: list[Event | str] = [Turn("stopped", now), Turn("ended", now)]
+        ends: list[LiveEvent | str] = [TurnEvent("stopped", now), TurnEvent("ended", now)]
         story += [draw(st.sampled_from(["commit", "clear"])), *ends, "flushed"] if draw(st.booleans()) else ends
     return turns, story
 
@@ -457,12 +474,12 @@ def test_the_deltas_of_an_item_are_its_transcript(told, partials):
     if not turns and items.taken_samples < received:
         items.arrive()
         heard.take(items.commit(received))
-    heard.take(items.hear(Finished(received)))
+    heard.take(items.hear(SessionFinished(received)))
     assert not items.busy
     assert set(heard.completed) == set(heard.committed)
 
 
-def _step(items: Items, event: Event | str, received: int) -> Iterator[str]:
+def _step(items: Items, event: LiveEvent | str, received: int) -> Iterator[str]:
     match event:
         case "audio":
             items.arrive()
@@ -473,6 +490,6 @@ def _step(items: Items, event: Event | str, received: int) -> Iterator[str]:
             items.arrive()
             yield from items.clear(received)
         case "flushed":
-            yield from items.hear(Flushed("", received))
+            yield from items.hear(FlushDone("", received))
         case _:
             yield from items.hear(event)  # type: ignore[arg-type]

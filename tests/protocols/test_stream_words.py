@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand
-from asr_serve.pipelines.live import caller
-from asr_serve.pipelines.live.caller import ListenOptions, TurnOptions
+from asr_serve.pipelines.live import events as caller
+from asr_serve.pipelines.live.events import ListenOptions, TurnOptions
 from asr_serve.protocols.stream import Ask, End, Flush, Resume, ask, command, flush
 from asr_serve.protocols.stream_events import MOST_SAID_BY, Ack, Partial, Script, Turn, error
 from asr_serve.server.streams.log import LOG_BYTES
 from asr_serve.types import Segment, Word
-from asr_serve.vad.schedule import SilenceSchedule
 
 
 def test_a_query_that_says_nothing():
@@ -154,33 +154,33 @@ TWENTY = Segment(
 )
 
 
-def told(script: Script, *events: caller.Event) -> list[dict[str, object]]:
+def told(script: Script, *events: caller.LiveEvent) -> list[dict[str, object]]:
     return [json.loads(line.told().json) for event in events for line in script.lines(event)]
 
 
 def test_a_segment_tells_no_more_than_was_asked_for():
-    (segment,) = told(Script(), caller.SegmentDone(Segment(0, 16_000, "Hello."), 16_000))
+    (segment,) = told(Script(), caller.LiveSegmentDone(Segment(0, 16_000, "Hello."), 16_000))
     assert segment == {"type": "segment", "index": 0, "start_s": 0.0, "end_s": 1.0, "text": "Hello."}
 
 
 def test_a_language_that_was_heard_is_told_with_its_probability():
-    (segment,) = told(Script(), caller.SegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv", 0.87654))
+    (segment,) = told(Script(), caller.LiveSegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv", 0.87654))
     assert (segment["language"], segment["language_probability"]) == ("sv", 0.8765)
-    (segment,) = told(Script(), caller.SegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv"))
+    (segment,) = told(Script(), caller.LiveSegmentDone(Segment(0, 16_000, "Hej."), 16_000, "sv"))
     assert not {"language", "language_probability"} & segment.keys()
 
 
 def test_words_of_a_segment():
-    (segment,) = told(Script(words=True), caller.SegmentDone(TWENTY, 40_000))
+    (segment,) = told(Script(words=True), caller.LiveSegmentDone(TWENTY, 40_000))
     assert segment["words"] == [
         {"text": "$20.", "start_s": 1.0, "end_s": 1.95, "confidence": 0.8, "spoken": "Twenty dollars."}
     ]
     assert (segment["speaker"], segment["spoken"]) == ("SPEAKER_00", "Twenty dollars.")
-    (segment,) = told(Script(), caller.SegmentDone(TWENTY, 40_000))
+    (segment,) = told(Script(), caller.LiveSegmentDone(TWENTY, 40_000))
     assert "words" not in segment
     other = Word("you", 0, 16_000, 0.5, "SPEAKER_01")
     (segment,) = told(
-        Script(words=True), caller.SegmentDone(Segment(0, 16_000, "you", words=(other,), speaker="a"), 0)
+        Script(words=True), caller.LiveSegmentDone(Segment(0, 16_000, "you", words=(other,), speaker="a"), 0)
     )
     assert segment["words"][0]["speaker"] == "SPEAKER_01"
 
@@ -188,22 +188,24 @@ def test_words_of_a_segment():
 def test_at_the_end_those_segments_are_told_that_somebody_else_said():
     script = Script()
     for speaker in ("", "SPEAKER_00", "SPEAKER_01"):
-        told(script, caller.SegmentDone(Segment(0, 16_000, "x", speaker=speaker), 16_000))
-    speakers, end = told(script, caller.Speakers(("SPEAKER_00", "SPEAKER_00", "SPEAKER_00")), caller.Finished(0))
+        told(script, caller.LiveSegmentDone(Segment(0, 16_000, "x", speaker=speaker), 16_000))
+    speakers, end = told(
+        script, caller.SpeakersRevised(("SPEAKER_00", "SPEAKER_00", "SPEAKER_00")), caller.SessionFinished(0)
+    )
     assert speakers["segments"] == [
         {"index": 0, "speaker": "SPEAKER_00"},
         {"index": 2, "speaker": "SPEAKER_00"},
     ]
     assert end["segments"] == 3
-    (speakers,) = told(Script(), caller.Speakers(()))
+    (speakers,) = told(Script(), caller.SpeakersRevised(()))
     assert speakers["segments"] == []
 
 
 def test_many_speakers_fit_into_the_log_of_a_session():
     script, count = Script(), 2 * MOST_SAID_BY + 1
     for _ in range(count):
-        list(script.lines(caller.SegmentDone(Segment(0, 16_000, "x", speaker="SPEAKER_00"), 16_000)))
-    lines = [line.told() for line in script.lines(caller.Speakers(("SPEAKER_01",) * count))]
+        list(script.lines(caller.LiveSegmentDone(Segment(0, 16_000, "x", speaker="SPEAKER_00"), 16_000)))
+    lines = [line.told() for line in script.lines(caller.SpeakersRevised(("SPEAKER_01",) * count))]
     assert len(lines) == 3
     assert max(len(line.json) for line in lines) < LOG_BYTES / 4
     found = [each["index"] for line in lines for each in json.loads(line.json)["segments"]]
@@ -222,9 +224,11 @@ def test_locked_text_is_how_its_segment_begins(spoken: list[tuple[list[str], lis
         for cut in sorted(cuts):
             fixed = " ".join(words[:cut])
             rest = " ".join(words)[len(fixed) :]
-            lines += script.lines(caller.Partial(start, start + 100 * cut, fixed, rest))
-        lines += script.lines(caller.SegmentDone(Segment(start, start + 9_000, " ".join(words)), start + 9_000))
-    lines += script.lines(caller.Finished(99_000))
+            lines += script.lines(caller.LivePartial(start, start + 100 * cut, fixed, rest))
+        lines += script.lines(
+            caller.LiveSegmentDone(Segment(start, start + 9_000, " ".join(words)), start + 9_000)
+        )
+    lines += script.lines(caller.SessionFinished(99_000))
     locked, index = "", 0
     for line in lines:
         match line.type:

@@ -22,8 +22,7 @@ from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import AsrServeError
 from asr_serve.metrics import ServerMetrics
-from asr_serve.models.segmentation import pyannote
-from asr_serve.models.speaker import eres2net
+from asr_serve.models.auxiliary import eres2net, pyannote
 from asr_serve.server.app import create_app
 from asr_serve.server.engines import Engines, Parts, open_engine
 from asr_serve.server.layers.gate import Gate

@@ -26,7 +26,7 @@ class Serving:
         self.log, self.within = log, within
         environ = {name: value for name, value in os.environ.items() if not name.startswith("ASR_SERVE_")}
         environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        command = [*within, sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", *flags]
+        command = [*within, sys.executable, "-c", "from asr_serve.api.cli import main; main()", "serve", *flags]
         settings = [
             "--voice=none",
             "--device=cpu",
@@ -59,7 +59,7 @@ class Serving:
         return next(
             child
             for child in psutil.Process(self.process.pid).children(recursive=True)
-            if "asr_serve.engine.process.host" in " ".join(child.cmdline())
+            if "asr_serve.engine.process.main" in " ".join(child.cmdline())
         )
 
     def kill(self) -> None:

@@ -22,7 +22,7 @@ from websockets.frames import Opcode
 from websockets.protocol import State
 from websockets.uri import parse_uri
 
-from asr_serve.audio.io import open_audio
+from asr_serve.audio.reader import open_audio
 
 WAIT_S = 60.0
 Event = dict[str, Any]

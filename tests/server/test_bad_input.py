@@ -248,6 +248,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["false", "true"])
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_small_file_of_many_hours_is_left_at_the_limit(small, name, stream):

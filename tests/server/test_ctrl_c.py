@@ -21,7 +21,7 @@ WAIT_S = 60.0
 ROUTE = "/v1/audio/transcriptions"
 SERVE = (
     "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"  # in its own session: who types is there
-    "from asr_serve.cli import main; main()"
+    "from asr_serve.api.cli import main; main()"
 )
 
 
@@ -88,6 +88,7 @@ def expect_quiet(terminal: Terminal) -> None:
     assert not re.search("Traceback|panicked|unwind|Exception|KeyboardInterrupt", terminal.shown), terminal.shown
 
 
+@pytest.mark.slow
 def test_while_the_model_loads(terminal):
     engine = terminal.engine()
     terminal.ctrl_c()
@@ -96,6 +97,7 @@ def test_while_the_model_loads(terminal):
     engine.wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_after_work(terminal, beckett):
     terminal.until("stop with ctrl-C")
     engine = terminal.engine()
@@ -107,6 +109,7 @@ def test_after_work(terminal, beckett):
     engine.wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_twice_does_not_wait(terminal):
     terminal.until("stop with ctrl-C")
     engine = terminal.engine()

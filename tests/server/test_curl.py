@@ -52,6 +52,7 @@ def said(answer: Answer) -> str:
     return str(events[-1]["text"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "file_first"),
     [("--http1.1", True), ("--http1.0", False), ("--http2-prior-knowledge", True), ("--http2", False)],

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from conftest import eventually
 
-from asr_serve.audio.io import AudioLimits
+from asr_serve.audio.reader import AudioLimits
 from asr_serve.errors import AudioTooLong, Cancelled, NotAudio, OptionError
-from asr_serve.pipelines import transcribe
+from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.server.bodies.spool import Spool, SpoolReader
 from asr_serve.server.engines import Engine, Parts

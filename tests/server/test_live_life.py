@@ -20,7 +20,7 @@ from children import Child
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from asr_serve.audio.io import open_audio
+from asr_serve.audio.reader import open_audio
 
 WAIT_S = 60.0
 SESSIONS = 3
@@ -39,7 +39,7 @@ def served() -> Iterator[Served]:
     command = [
         sys.executable,
         "-c",
-        "from asr_serve.cli import main; main()",
+        "from asr_serve.api.cli import main; main()",
         "serve",
         "--voice",
         "none",
@@ -87,6 +87,7 @@ def closed(line: ClientConnection) -> int:
         return int(ended.rcvd.code) if ended.rcvd else 1_006
 
 
+@pytest.mark.slow
 def test_both_ports_answer(served, pcm):
     assert served.main != served.realtime
     for url in (served.realtime, served.main, f"{served.realtime}/ws", f"{served.main}/ws"):
@@ -97,6 +98,7 @@ def test_both_ports_answer(served, pcm):
             assert final(line) == [BECKETT]
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_full(served, pcm):
     with ExitStack() as open_lines:
         lines = [open_lines.enter_context(connect(served.main, open_timeout=WAIT_S)) for _ in range(SESSIONS + 2)]
@@ -115,6 +117,7 @@ def test_an_engine_that_is_full(served, pcm):
         assert final(lines[-1]) == [BECKETT]
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_somebody_speaks(served, pcm):
     with connect(served.realtime, open_timeout=WAIT_S) as line:
         line.send("START")
@@ -128,6 +131,7 @@ def test_an_engine_that_dies_while_somebody_speaks(served, pcm):
         assert final(line) == [BECKETT]
 
 
+@pytest.mark.slow
 def test_a_stop_while_somebody_speaks(served, pcm):
     with connect(served.realtime) as line, connect(f"{served.main}/ws") as recording, connect(served.main) as idle:
         for each in (line, recording):

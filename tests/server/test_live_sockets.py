@@ -16,7 +16,7 @@ from conftest import WAIT_S, Running, eventually
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from asr_serve.audio.io import open_audio
+from asr_serve.audio.reader import open_audio
 from asr_serve.server import sockets
 
 RATE_BYTES = 32_000
@@ -400,6 +400,7 @@ def test_no_such_path(server):
         assert refusal(caller) == ("no_such_route", 1_008)
 
 
+@pytest.mark.slow
 def test_the_query_is_read_or_refused(server):
     for query, code in (
         ({"model": "moonshine-base-en"}, "model_not_loaded"),
@@ -499,6 +500,7 @@ def test_a_client_that_is_gone_leaves_nothing(server, beckett_pcm, path, when):
     assert gone == 5 or when == "finishing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/", "/ws"])
 def test_a_client_that_says_nothing(serve, beckett_pcm, path):
     server = serve(session_idle_s=1.0)
@@ -548,6 +550,7 @@ def test_who_waits_no_longer_breaks_off(serve):
     server.expect_empty()
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_dropped_and_holds_up_nobody(server, beckett_pcm, monkeypatch):
     monkeypatch.setattr(sockets, "SEND_S", 1.0)
     before = server.counted("asr_serve_live_sessions_total", route="/", end="client_gone")

@@ -13,15 +13,14 @@ from stream_client import WebSocket, expect_sound, pcm_of, pour, segments
 from test_live_sockets import PACKET_BYTES, STARTED, calling, texts
 from test_openai_realtime import DELTA, talking
 
-from asr_serve.audio.pcm import samples
+from asr_serve.api.stream import StreamOptions, TranscriptStream
+from asr_serve.audio.pcm import decode_pcm16
 from asr_serve.config import ServeConfig
-from asr_serve.evaluate.wer import wer
-from asr_serve.models.card import card
+from asr_serve.models.registry import asr_card
 from asr_serve.server.engines import Parts, open_engine
-from asr_serve.streaming.results import StreamOptions
-from asr_serve.streaming.stream import Stream
+from asr_serve_tools.evaluate.wer import wer
 
-WHISPER = card("whisper-tiny-en")
+WHISPER = asr_card("whisper-tiny-en")
 HALF_BYTES = 32_000 * 5
 """In the middle of the sentences."""
 
@@ -58,7 +57,9 @@ def beckett_pcm(beckett) -> bytes:
 @pytest.fixture(scope="module")
 def said(whisper: Parts, beckett_pcm: bytes) -> list[str]:
     """What the library's stream says, segment by segment."""
-    stream = Stream(whisper.client, whisper.tokenizer, samples(beckett_pcm), StreamOptions(), whisper)
+    stream = TranscriptStream(
+        whisper.client, whisper.tokenizer, decode_pcm16(beckett_pcm), StreamOptions(), whisper
+    )
     results = list(stream)
     assert results[-1].is_final
     words = [segment.text for segment in results[-1].segments]
@@ -68,6 +69,7 @@ def said(whisper: Parts, beckett_pcm: bytes) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packet_bytes", [PACKET_BYTES, 31_001])
 def test_our_own_stream(server: Running, beckett_pcm: bytes, said: list[str], packet_bytes: int):
     with WebSocket(server.port) as line:
@@ -94,12 +96,13 @@ def test_funasr(server: Running, beckett_pcm: bytes, said: list[str]):
         assert after["sentences"][: len(before["sentences"])] == before["sentences"]
 
 
+@pytest.mark.slow
 async def test_openai_realtime(server: Running, beckett_pcm: bytes, said: list[str]):
     """Its audio has another rate: resampled, a comma may be heard otherwise. `Heard` holds what was told before
     against the final."""
     async with talking(server) as talk:
         await talk.ask(turn_detection={"type": "server_vad", "silence_duration_ms": 2_000})
-        spoken = samples(beckett_pcm)
+        spoken = decode_pcm16(beckett_pcm)
         await talk.pour(spoken[: 8 * 16_000])
         await talk.until(DELTA)
         assert not talk.heard.committed

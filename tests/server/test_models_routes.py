@@ -16,8 +16,8 @@ from raw_http import FILE_END, FORM_END, Raw, field, file_head
 from asr_serve import __version__
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel, WeightsMissing
-from asr_serve.metrics import ServerMetrics, exposition
-from asr_serve.models.card import Card, VoiceCard
+from asr_serve.metrics import ServerMetrics, render_exposition
+from asr_serve.models.registry import AsrCard, TtsCard
 from asr_serve.server.engines import Engine, Engines, Parts
 
 ROUTE = "/v1/audio/transcriptions"
@@ -149,7 +149,7 @@ async def test_a_restart_is_counted_once(parts, monkeypatch):
                 meeting.wait(0.2)
             return found
 
-    monkeypatch.setattr(parts.client.link._processes, "restarts", 1)
+    monkeypatch.setattr(parts.client.backend._supervisor, "restarts", 1)
     engine._counted = Slow()
     await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for _ in range(2)))
     assert metrics.registry.get_sample_value("asr_serve_engine_restarts_total", {"model": MODEL}) == 1
@@ -159,7 +159,7 @@ async def test_nothing_is_said_of_a_model_that_is_gone(shelf):
     engines, metrics = Engines(ServeConfig(voice="none"), shelf.open), ServerMetrics("0")
 
     def said() -> bool:
-        return f'model="{MODEL}"' in exposition(metrics, []).decode()
+        return f'model="{MODEL}"' in render_exposition(metrics, []).decode()
 
     await engines.start()
     await engines.observe(metrics)
@@ -335,5 +335,5 @@ def test_the_document_is_whole(server):
 
 
 def test_a_card_says_what_the_list_needs(parts):
-    assert all(isinstance(card, Card | VoiceCard) and card.name for card in parts.cards.values())
-    assert {VOICE, "fastpitch-en"} <= {card.name for card in parts.cards.values() if isinstance(card, VoiceCard)}
+    assert all(isinstance(card, AsrCard | TtsCard) and card.name for card in parts.cards.values())
+    assert {VOICE, "fastpitch-en"} <= {card.name for card in parts.cards.values() if isinstance(card, TtsCard)}

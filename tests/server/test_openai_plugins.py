@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import WAIT_S, Running
 
-from asr_serve.evaluate.wer import wer
+from asr_serve_tools.evaluate.wer import wer
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON, SCRIPTS = ROOT / ".venv-clients/bin/python", ROOT / "tests/clients"

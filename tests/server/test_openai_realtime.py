@@ -24,13 +24,13 @@ from openai_checked import PARTIAL, checked
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from asr_serve.audio.io import open_audio
 from asr_serve.audio.pcm import alaw_table, mulaw_table
+from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig
-from asr_serve.evaluate.wer import wer
 from asr_serve.protocols.openai_realtime import EVENTS
 from asr_serve.server import openai_live
 from asr_serve.server.engines import open_engine
+from asr_serve_tools.evaluate.wer import wer
 
 PATH = "/v1/realtime"
 ITEM, TRANSCRIPTION = "conversation.item", "conversation.item.input_audio_transcription"
@@ -237,6 +237,7 @@ def refusal(caller: Raw) -> tuple[str, int]:
 # --- turns ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 async def test_turns_are_items(server, speech, form):
     async with talking(server) as talk:
@@ -285,6 +286,7 @@ async def test_turns_before(server, speech):
     assert f"{ITEM}.added" not in talk.heard.kinds
 
 
+@pytest.mark.slow
 async def test_words_come_while_they_are_spoken(server, speech):
     async with talking(server, partials="true") as talk:
         await talk.ask(turn_detection={"type": "server_vad", "silence_duration_ms": 2_000})
@@ -304,6 +306,7 @@ async def test_words_come_while_they_are_spoken(server, speech):
     assert partials[0].startswith("Ever")
 
 
+@pytest.mark.slow
 async def test_no_partials_unless_asked_for(server, speech):
     async with talking(server) as talk:
         await talk.pour(speech, pause_s=0.01)
@@ -566,6 +569,7 @@ def test_an_event_too_large_is_dropped_and_the_session_goes_on(serve, speech):
     server.expect_empty()
 
 
+@pytest.mark.slow
 def test_one_event_of_fifteen_megabytes(server, speech):
     """As much as OpenAI allows in one: it is taken piece by piece, and others are heard meanwhile."""
     data = pcm24(np.tile(speech, 20))[: 11 << 20]
@@ -643,6 +647,7 @@ def test_a_client_that_is_gone_leaves_nothing(server, speech, when):
     server.expect_empty()
 
 
+@pytest.mark.slow
 def test_a_client_that_says_nothing(serve, speech):
     server = serve(session_idle_s=1.0)
     with calling(server) as caller:
@@ -654,6 +659,7 @@ def test_a_client_that_says_nothing(serve, speech):
     server.expect_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["idle", "drain"])
 def test_an_engine_that_is_gone_when_a_session_ends(how):
     """A silent caller learns of it when the last samples of all are put: nobody waits for ever."""
@@ -677,6 +683,7 @@ def test_an_engine_that_is_gone_when_a_session_ends(how):
     server.stop()
 
 
+@pytest.mark.slow
 def test_what_was_not_committed_is_told_at_the_end(serve, speech):
     """Also when its caller is over, since the session changed."""
     server = serve(session_idle_s=1.0, aliases=ALIASES)
@@ -727,6 +734,7 @@ def test_who_waits_no_longer_breaks_off(serve):
     server.expect_empty()
 
 
+@pytest.mark.slow
 def test_a_client_that_never_reads_is_dropped(server, speech, monkeypatch):
     monkeypatch.setattr(openai_live, "SEND_S", 1.0)
     gone = server.counted("asr_serve_live_sessions_total", route=PATH, end="client_gone")
@@ -746,6 +754,7 @@ def test_a_client_that_never_reads_is_dropped(server, speech, monkeypatch):
 # --- what is told of it -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_metrics_and_one_line(serve, speech, caplog):
     caplog.set_level("INFO", "asr_serve.access")
     server = serve(api_keys=("k1",), aliases=ALIASES)

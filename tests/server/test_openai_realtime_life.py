@@ -23,8 +23,8 @@ from openai_checked import checked
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from asr_serve.audio.io import open_audio
-from asr_serve.evaluate.wer import wer
+from asr_serve.audio.reader import open_audio
+from asr_serve_tools.evaluate.wer import wer
 
 WAIT_S = 60.0
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    command = [sys.executable, "-c", "from asr_serve.cli import main; main()", "serve", "--port", "0"]
+    command = [sys.executable, "-c", "from asr_serve.api.cli import main; main()", "serve", "--port", "0"]
     command += ["--voice", "none", "--set", "engine_threads=1", "--set", "engine.max_sessions=1"]
     with Child(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
@@ -100,6 +100,7 @@ def closed(line: ClientConnection) -> int:
         return int(ended.rcvd.code) if ended.rcvd else 1_006
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_full(served, pcm):
     with connect(served.url, max_queue=None) as one, connect(served.url) as two:
         append(one, pcm)
@@ -112,6 +113,7 @@ def test_an_engine_that_is_full(served, pcm):
         until(one, "transcription.completed")
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_once(served, pcm):
     with connect(served.url) as line:
         manual(line)
@@ -125,6 +127,7 @@ def test_an_engine_that_dies_once(served, pcm):
     assert wer([BECKETT], [text]).errors <= 2, text
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_again_and_again(served, pcm):
     """What was committed has failed, the session ends, and nobody waits for ever."""
     with connect(served.url) as line:

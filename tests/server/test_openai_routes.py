@@ -26,7 +26,7 @@ from asr_serve.protocols.openai import Problem, event
 from asr_serve.protocols.transcriptions.answers import TextDelta
 from asr_serve.protocols.transcriptions.openai import Ask, ask
 from asr_serve.server.jobs import Job, Jobs
-from asr_serve.text.tokens import texts
+from asr_serve.text.tokenizers import token_texts
 
 ROUTE = "/v1/audio/transcriptions"
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
@@ -664,7 +664,7 @@ def test_tokens_that_share_a_character():
     def spell(tokens: list[int]) -> str:
         return b"".join(pieces[token] for token in tokens).decode(errors="replace").strip()
 
-    found = texts(range(len(pieces)), spell)
+    found = token_texts(range(len(pieces)), spell)
     assert "".join(found) == spell(list(range(len(pieces))))
     assert found[:3] == ["caf", "", "é"]
 
@@ -677,7 +677,7 @@ def test_any_tokens_add_up_to_their_text(tokens):
     def spell(some: list[int]) -> str:
         return b"".join(PIECES[token] for token in some).decode(errors="replace").strip()
 
-    found = texts(tokens, spell)
+    found = token_texts(tokens, spell)
     assert len(found) == len(tokens)
     assert "".join(found) == spell(tokens)
 
@@ -690,5 +690,5 @@ def test_a_long_text_is_spelt_in_linear_time():
         spelt += len(some)
         return "".join(" word" for _ in some).strip()
 
-    assert len(texts(range(10_000), spell)) == 10_000
+    assert len(token_texts(range(10_000), spell)) == 10_000
     assert spelt < 50_000

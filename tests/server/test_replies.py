@@ -257,7 +257,7 @@ def test_a_failure_inside_over_http(serve, beckett, caplog, monkeypatch):
         raise ZeroDivisionError("a secret of the inside")
 
     # The servers of one process share a checkpoint, and with it its tokenizer.
-    monkeypatch.setattr(server.engines.get().tokenizer, "text", broken)
+    monkeypatch.setattr(server.engines.get().tokenizer, "decode", broken)
     answer = server.http.post(ROUTE, files={"file": beckett.read_bytes()}, headers={"X-Request-ID": "mine"})
     error = error_of(answer)
     assert (answer.status_code, error["type"], error["code"]) == (500, "server_error", "internal_error")

@@ -12,9 +12,9 @@ from stream_client import TRANSPORTS, Event, WebSocket, pcm_of, pour
 from test_live_sockets import STARTED, calling, expect_words
 from test_rich_routes import needs_speakers
 
-from asr_serve.audio.io import read_audio
-from asr_serve.client.stream import Stream
-from asr_serve.client.transcript import Transcript
+from asr_serve.api.client.stream import StreamClient
+from asr_serve.api.client.transcript import SessionTranscript
+from asr_serve.audio.reader import read_audio
 from asr_serve.protocols.stream_events import Speakers
 
 NAGG = "Do you hear me?"
@@ -39,6 +39,7 @@ def expect_words_of(segment: Event) -> None:
     assert all(0 < word["confidence"] <= 1 for word in words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TRANSPORTS, ids=lambda kind: kind.__name__)
 def test_words_of_our_stream(server: Running, endgame_pcm: bytes, kind: Any) -> None:
     with kind(server.port, words="true") as line:
@@ -127,8 +128,8 @@ def test_a_number_of_speakers_for_funasrs_sockets(server: Running, endgame_pcm: 
 
 @needs_speakers
 def test_our_python_client_knows_them(server: Running, endgame_pcm: bytes) -> None:
-    known, told = Transcript(), list[Speakers]()
-    with Stream(server.url, words=True, speakers=True) as stream:
+    known, told = SessionTranscript(), list[Speakers]()
+    with StreamClient(server.url, words=True, speakers=True) as stream:
 
         def speak() -> None:
             stream.send(endgame_pcm)

@@ -18,7 +18,7 @@ import pytest
 from conftest import MODEL, PAID, PAID_WRITTEN, Running
 from raw_http import Raw, form
 
-from asr_serve.audio.io import read_audio
+from asr_serve.audio.reader import read_audio
 
 ROUTE = "/v1/audio/transcriptions"
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
@@ -202,6 +202,7 @@ def test_diarized_through_openais_client(server: Running, endgame: Path) -> None
     assert "".join(delta.delta for delta in deltas) == done.text == found.text
 
 
+@pytest.mark.slow
 @needs_speakers
 def test_known_speakers_through_openais_client(server: Running, endgame: Path, cut: Any) -> None:
     create = partial(
@@ -241,6 +242,7 @@ def test_references_that_tell_nothing(server: Running, endgame: Path, cut: Any, 
     assert (refused.value.param, refused.value.code) == ("known_speaker_references[]", "option_error")
 
 
+@pytest.mark.slow
 @needs_speakers
 def test_speakers_as_funasr_tells_them(server: Running, endgame: Path) -> None:
     found = server.openai().audio.transcriptions.create(
@@ -260,6 +262,7 @@ def test_speakers_as_funasr_tells_them(server: Running, endgame: Path) -> None:
     assert "words" not in one["segments"][0]
 
 
+@pytest.mark.slow
 @needs_speakers
 def test_speakers_in_files(server: Running, endgame: Path) -> None:
     create = partial(server.openai().audio.transcriptions.with_raw_response.create, model=MODEL, file=endgame)

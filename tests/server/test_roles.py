@@ -56,6 +56,7 @@ def transcribe(server: Serving, file: Path) -> str:
     return str(answer.json()["text"])
 
 
+@pytest.mark.slow
 def test_an_encoder_says_what_it_is_and_hears_nobody(encoders: list[Serving], cities: Path) -> None:
     one = encoders[0]
     assert f"encodes {MODEL} for others at 127.0.0.1:" in one.said("encodes .* for others at .*")[0]
@@ -75,6 +76,7 @@ def test_an_encoder_says_what_it_is_and_hears_nobody(encoders: list[Serving], ci
         assert "this engine encodes for other engines (role=encode)" in error["message"]
 
 
+@pytest.mark.slow
 def test_killed_in_mid_file_the_others_go_on(door: Serving, encoders: list[Serving], cities: Path) -> None:
     for each in encoders:
         assert each.encodes_at in door.said(r"peers\s+.* \(asked to encode\)")[0]
@@ -113,6 +115,7 @@ def test_killed_in_mid_file_the_others_go_on(door: Serving, encoders: list[Servi
     assert peers(door, "ready") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

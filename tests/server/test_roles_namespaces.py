@@ -18,7 +18,7 @@ import pytest
 from conftest import eventually
 from serving import WAIT_S, Serving
 
-from asr_serve.transfer import roads
+from asr_serve.transfer import transports
 
 MODEL = "moonshine-tiny-en"
 PLAIN = ("--model", MODEL, "--port", "0", "--set", "engine.prefix_bytes=0")
@@ -119,11 +119,12 @@ def counted(server: Serving, metric: str, labels: str = "") -> float:
     return sum(float(value) for value in re.findall(rf"^{metric}{{.*{labels}.*}} (\S+)$", text, re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("road", ["tcp", "nixl"])
 def test_over_a_wire_that_is_pulled_out(
     wire: Wire, encoder: Serving, cities: Path, tmp_path: Path, road: str
 ) -> None:
-    if road not in roads.kinds():
+    if road not in transports.available_transports():
         pytest.skip(f"this installation has no {road}")
     assert encoder.encodes_at == f"{ENCODER}:8100"
     flags = ("--role", "decode", "--peer", encoder.encodes_at, *PLAIN, "--set", "peer_keys=between-us-two-only")

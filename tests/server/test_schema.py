@@ -183,6 +183,7 @@ TOGETHER: dict[str, tuple[str, list[str], Document]] = {
 """Fields that go together, those of them that are needed, and what else the document says of values in words."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOGETHER)
 @pytest.mark.usefixtures("clips_sent")
 def test_good_forms_are_heard_and_bad_ones_refused(locked, name):

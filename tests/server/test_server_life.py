@@ -42,7 +42,7 @@ class Served:
                 [
                     sys.executable,
                     "-c",
-                    "from asr_serve.cli import main; main()",
+                    "from asr_serve.api.cli import main; main()",
                     "serve",
                     "--port",
                     str(self.port),
@@ -195,6 +195,7 @@ def expect_nothing_held(server: Served) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_many_clients_of_whom_some_leave(served, clips, texts):
     server = served("--dtype", "fp32", "--log-format", "json")
     server.until_ready()
@@ -232,6 +233,7 @@ def test_an_engine_killed_under_load_costs_nobody_the_answer(served, clips, text
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips, texts):
     server = served("--dtype", "fp32")
     server.until_ready()
@@ -267,6 +269,7 @@ def test_a_stop_under_load_loses_no_request_that_was_accepted(served, clips, tex
     assert "broken off" not in server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_drain_has_an_end(served, monkeypatch, packaged_speech):
     """Whatever holds a connection: uploads that go on for ever, a head of which half has come."""
     monkeypatch.setenv("ASR_SERVE_DRAIN_S", "0.2")
@@ -313,6 +316,7 @@ def never_loads(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_stop_while_a_model_loads(served, never_loads, signals):
     server = served("--weights", never_loads)
@@ -332,6 +336,7 @@ def test_a_stop_while_a_model_loads(served, never_loads, signals):
     engine.wait(WAIT_S)
 
 
+@pytest.mark.slow
 def test_the_engine_ends_with_a_server_that_is_killed(served):
     server = served()
     server.until_ready()
@@ -358,6 +363,7 @@ def test_a_start_that_fails_says_why_and_ends(served, flags, code, says):
     assert "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken(served):
     server = served()
     server.until_ready()

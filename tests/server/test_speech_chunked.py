@@ -17,7 +17,7 @@ from test_speech_routes import ROUTE, events, pcm, post, speak, transcribed
 from test_speech_socket import Line
 
 from asr_serve.audio.encode import FORMATS
-from asr_serve.audio.io import open_audio
+from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError
 from asr_serve.server.engines import Parts, open_engine
@@ -52,7 +52,7 @@ def engine() -> Iterator[tuple[Parts, Callable[[], psutil.Process]]]:
         return next(
             child
             for child in psutil.Process().children(recursive=True)
-            if child not in others and "asr_serve.engine.process.host" in " ".join(child.cmdline())
+            if child not in others and "asr_serve.engine.process.main" in " ".join(child.cmdline())
         )
 
     yield made, process
@@ -72,12 +72,14 @@ def speaker(running: Running) -> Iterator[Running]:
     running.expect_empty()
 
 
+@pytest.mark.slow
 def test_the_text_is_heard(speaker):
     for voice in ("heart", "michael"):
         said = speak(speaker, "Ever tried. Ever failed. No matter.", voice=voice, response_format="wav").content
         assert transcribed(speaker, said) == "ever tried ever failed no matter"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_sound_leaves_before_its_sentence_is_made(speaker, form, monkeypatch, tmp_path):
     """The server is kept from taking more than EARLY_S until some of it was decoded here."""
@@ -113,6 +115,7 @@ def decoded(path, sound: bytes) -> float:
         return 0.0
 
 
+@pytest.mark.slow
 def test_every_way_there_is_gives_the_same_samples(speaker):
     text = f"{SENTENCE}. Ever tried. No matter."
     whole = pcm(speaker, text, voice="emma").tobytes()
@@ -130,6 +133,7 @@ def test_every_way_there_is_gives_the_same_samples(speaker):
         assert line.sound == whole
 
 
+@pytest.mark.slow
 def test_callers_share_steps_and_nothing_else(speaker):
     alone = [pcm(speaker, text, voice=voice).tobytes() for voice, text in CALLERS]
     with ThreadPoolExecutor(len(CALLERS)) as callers:

@@ -18,13 +18,13 @@ from openai import AsyncOpenAI
 from raw_http import Raw
 
 from asr_serve.audio.encode import FORMATS
-from asr_serve.audio.io import open_audio
-from asr_serve.audio.resample import resampled
-from asr_serve.audio.watermark import detect
+from asr_serve.audio.reader import open_audio
+from asr_serve.audio.resample import resample_clip
+from asr_serve.audio.watermark import detect_watermark
+from asr_serve.cloning.pitch_tracking import track_pitch
+from asr_serve.cloning.voice_corpus import RATE_HZ
 from asr_serve.server.speaking.saying import Saying
 from asr_serve.server.speaking.voices import OPENAI_VOICES
-from asr_serve.train.cloning.pitch import track
-from asr_serve.train.voice.recorded import RATE_HZ
 
 ROUTE = "/v1/audio/speech"
 TEXT = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
@@ -63,6 +63,7 @@ def refused(answer) -> tuple[int, str, str | None, str]:
 # --- the unmodified client ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_says_the_text(speaker, form):
     answer = speaker.openai().audio.speech.create(model="tts-1", voice="heart", input=TEXT, response_format=form)
@@ -196,7 +197,7 @@ def loudness_db(said: np.ndarray) -> float:
 
 def height_hz(said: np.ndarray) -> float:
     """Of what OpenAI calls pcm: the geometric mean of F0."""
-    heights = track(resampled(said.astype(np.float32) / 32_768, 24_000, RATE_HZ))
+    heights = track_pitch(resample_clip(said.astype(np.float32) / 32_768, 24_000, RATE_HZ))
     return float(np.exp(np.log(heights[heights > 0]).mean()))
 
 
@@ -231,8 +232,8 @@ def test_a_watermark(speaker):
         pcm(speaker, LONG[:400], watermark=watermark) / np.float32(32_768) for watermark in (True, False)
     )
     assert len(marked) == len(plain)
-    assert detect(marked, 24_000).marked
-    assert not detect(plain, 24_000).marked
+    assert detect_watermark(marked, 24_000).is_marked
+    assert not detect_watermark(plain, 24_000).is_marked
 
 
 def test_words_have_times(speaker):

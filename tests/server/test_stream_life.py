@@ -26,7 +26,7 @@ BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail bette
 COMMAND = [
     sys.executable,
     "-c",
-    "from asr_serve.cli import main; main()",
+    "from asr_serve.api.cli import main; main()",
     "serve",
     "--port",
     "0",
@@ -75,6 +75,7 @@ def pcm(packaged_speech: Path) -> bytes:
     return pcm_of(packaged_speech / "beckett.wav")
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_while_somebody_speaks(started, pcm: bytes):
     served = started()
     with WebSocket(served.port) as line:
@@ -91,6 +92,7 @@ def test_an_engine_that_dies_while_somebody_speaks(started, pcm: bytes):
     assert segments(events) == [(0.102, 9.146, BECKETT)]
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_again_and_again_is_told(started, pcm: bytes):
     served = started()
     server = psutil.Process(served.process.pid)
@@ -112,6 +114,7 @@ def test_an_engine_that_dies_again_and_again_is_told(started, pcm: bytes):
         assert [e["code"] for e in line.rest() if e["type"] == "error"] == [told[0]["code"]]
 
 
+@pytest.mark.slow
 def test_a_stop_while_somebody_speaks(started, pcm: bytes):
     served = started()
     with WebSocket(served.port) as line:
@@ -148,6 +151,7 @@ def negotiated(port: int, context: ssl.SSLContext) -> str | None:
         return line.selected_alpn_protocol()
 
 
+@pytest.mark.slow
 def test_tls_with_http_2_and_websockets_on_both_ports(started, certificate, pcm: bytes):
     cert, key = certificate
     served = started(tls_cert=cert, tls_key=key)
@@ -186,6 +190,7 @@ def test_tls_with_http_2_and_websockets_on_both_ports(started, certificate, pcm:
     assert served.process.wait(WAIT_S) == 0
 
 
+@pytest.mark.slow
 def test_certificates_that_are_no_good(certificate, tmp_path: Path):
     cert, key = certificate
     locked, other, empty = tmp_path / "locked.pem", tmp_path / "other.pem", tmp_path / "empty.pem"

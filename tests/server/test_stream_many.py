@@ -19,6 +19,7 @@ from asr_serve.server.streams.connection import Connection
 from asr_serve.server.streams.session import StreamSession
 
 
+@pytest.mark.slow
 def test_of_sessions_that_are_over_only_so_many_are_kept(serve, beckett):
     server: Running = serve(max_live_sessions=3, resume_s=60.0)
     pcm, found = pcm_of(beckett, 1.0), []
@@ -34,6 +35,7 @@ def test_of_sessions_that_are_over_only_so_many_are_kept(serve, beckett):
         assert last.get("code", last["type"]) == ("end" if number >= 5 else "session_expired"), number
 
 
+@pytest.mark.slow
 def test_sessions_that_are_cut_resumed_taken_over_and_left_leave_nothing(serve, beckett, monkeypatch):
     monkeypatch.setattr(visits, "LEFT_S", 0.05)
     server: Running = serve(max_live_sessions=8, resume_s=1.5)

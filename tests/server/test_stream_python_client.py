@@ -23,15 +23,15 @@ import pytest
 from children import Child
 from conftest import PAID, PAID_WRITTEN, WAIT_S, Running, eventually
 
+from asr_serve.api.cli.exit_codes import FAILED, INTERRUPTED
+from asr_serve.api.client.connection import websocket_url
+from asr_serve.api.client.stream import ConnectionLost, StreamClient
+from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.audio import read_audio
-from asr_serve.cli.exits import FAILED, INTERRUPTED
-from asr_serve.client.line import address
-from asr_serve.client.stream import Lost, Stream
-from asr_serve.client.transcript import Transcript
 from asr_serve.errors import OptionError, OutOfTurn, Refused, Unreachable
 from asr_serve.protocols.stream_events import Ack, Ended, Flushed, Locked, Numbered, Partial, Segment, Session
 
-RUN = "from asr_serve.cli import main; main()"
+RUN = "from asr_serve.api.cli import main; main()"
 OPTIONS: dict[str, Any] = {"silence_schedule": "inf:300", "partial_ms": 200}
 
 
@@ -113,8 +113,8 @@ def as_pcm16(pcm: np.ndarray) -> bytes:
     return np.round(pcm * 32_767).astype("<i2").tobytes()
 
 
-def told(stream: Stream) -> tuple[Transcript, list[Any]]:
-    transcript, events = Transcript(), []
+def told(stream: StreamClient) -> tuple[SessionTranscript, list[Any]]:
+    transcript, events = SessionTranscript(), []
     for event in stream:
         transcript.note(event)
         events.append(event)
@@ -124,7 +124,7 @@ def told(stream: Stream) -> tuple[Transcript, list[Any]]:
 @pytest.fixture(scope="module")
 def uncut(shared_server: Running, speech: bytes) -> list[Any]:
     """What is told of the speech when nothing breaks."""
-    with Stream(shared_server.url, **OPTIONS) as stream:
+    with StreamClient(shared_server.url, **OPTIONS) as stream:
         stream.send(speech)
         stream.end()
         return told(stream)[1]
@@ -147,7 +147,7 @@ def test_a_session_from_beginning_to_end(uncut: list[Any]) -> None:
     assert [event.seq for event in uncut if isinstance(event, Numbered)] == list(
         range(1, 1 + sum(isinstance(event, Numbered) for event in uncut))
     )
-    assert not any(isinstance(event, Lost) for event in uncut)
+    assert not any(isinstance(event, ConnectionLost) for event in uncut)
     text = " ".join(each.text for each in segments(uncut))
     assert "best of times" in text.lower()
 
@@ -159,7 +159,7 @@ def test_connections_cut_at_random_change_nothing(
 ) -> None:
     """After so many bytes, or so much time, of which some is after all audio was sent."""
     chance = random.Random(seed)
-    transcript = Transcript()
+    transcript = SessionTranscript()
     with contextlib.ExitStack() as held:
         if seed % 2:
             # The first one by bytes: on a busy machine all may be said before the thread has its turn.
@@ -167,7 +167,7 @@ def test_connections_cut_at_random_change_nothing(
             held.enter_context(cutting(proxy, chance))
         else:
             proxy.cut_after = lambda: chance.uniform(2_000, 150_000)
-        stream = held.enter_context(Stream(proxy.url, **OPTIONS))
+        stream = held.enter_context(StreamClient(proxy.url, **OPTIONS))
         threading.Thread(target=send_in_pieces, args=(stream, speech, chance), daemon=True).start()
         events = []
         for event in stream:
@@ -179,7 +179,7 @@ def test_connections_cut_at_random_change_nothing(
     assert seqs == sorted(set(seqs)), "each once, in order"
     assert seqs[-1] - len(seqs) in (0, 1), "all, but for a flush that had to be asked for twice"
     assert events[-1].duration_s == 12.0
-    assert sum(isinstance(event, Lost) for event in events) == sum(
+    assert sum(isinstance(event, ConnectionLost) for event in events) == sum(
         isinstance(event, Session) and event.resumed for event in events
     )
     flushed = [event.id for event in events if isinstance(event, Flushed)]
@@ -209,7 +209,7 @@ def cutting(proxy: Proxy, chance: random.Random) -> Iterator[None]:
         thread.join(WAIT_S)
 
 
-def send_in_pieces(stream: Stream, audio: bytes, chance: random.Random) -> None:
+def send_in_pieces(stream: StreamClient, audio: bytes, chance: random.Random) -> None:
     at = 0
     while at < len(audio):
         size = chance.randrange(1, 40_000)
@@ -230,7 +230,7 @@ def test_what_is_locked_begins_the_segment(uncut: list[Any]) -> None:
 
 
 def test_a_flush_makes_final_what_was_sent(server: Running, speech: bytes) -> None:
-    with Stream(server.url) as stream:
+    with StreamClient(server.url) as stream:
         stream.send(speech[: 2 * 16_000 * 3])
         name = stream.flush()
         with pytest.raises(OptionError):
@@ -249,7 +249,7 @@ def test_a_flush_makes_final_what_was_sent(server: Running, speech: bytes) -> No
 
 
 def test_a_connection_that_stands_still_is_found_again(proxy: Proxy, speech: bytes, uncut: list[Any]) -> None:
-    with Stream(proxy.url, **OPTIONS) as stream:
+    with StreamClient(proxy.url, **OPTIONS) as stream:
         stream.send(speech[:100_000])
         while not isinstance(stream.take(WAIT_S), Ack):
             pass
@@ -258,7 +258,7 @@ def test_a_connection_that_stands_still_is_found_again(proxy: Proxy, speech: byt
         stream.send(speech[100_000:])
         stream.end()
         seen: list[Any] = []
-        while not seen or not isinstance(seen[-1], Lost):
+        while not seen or not isinstance(seen[-1], ConnectionLost):
             seen.append(stream.take(WAIT_S))
         assert stream.take(0.5) is None
         assert not stream.over
@@ -268,7 +268,7 @@ def test_a_connection_that_stands_still_is_found_again(proxy: Proxy, speech: byt
 
 
 def test_what_waits_is_bounded_and_not_all_sent_again(proxy: Proxy, speech: bytes) -> None:
-    with Stream(proxy.url, buffer_bytes=64_000) as stream:
+    with StreamClient(proxy.url, buffer_bytes=64_000) as stream:
         stream.send(speech[:64_000])
         eventually(lambda: stream._arrived_bytes >= 32_000)
         proxy.deaf = True
@@ -291,7 +291,7 @@ def test_what_waits_is_bounded_and_not_all_sent_again(proxy: Proxy, speech: byte
 def test_a_session_whose_time_is_up(serve: Callable[..., Running], speech: bytes) -> None:
     server = serve(resume_s=0.5)
     proxy = Proxy(server.port)
-    with Stream(proxy.url) as stream:
+    with StreamClient(proxy.url) as stream:
         stream.send(speech[:64_000])
         while not isinstance(stream.take(WAIT_S), Ack):
             pass
@@ -306,14 +306,14 @@ def test_a_session_whose_time_is_up(serve: Callable[..., Running], speech: bytes
 
 def test_refusals(server: Running) -> None:
     with pytest.raises(Refused) as refused:
-        Stream(server.url, rate=5)
+        StreamClient(server.url, rate=5)
     assert "8000" in str(refused.value)
     with pytest.raises(Refused, match="did you mean 'language'"):
-        Stream(server.url, langauge="en")
+        StreamClient(server.url, langauge="en")
     with pytest.raises(Unreachable, match="no server answers at http"):
-        Stream("http://127.0.0.1:1")
+        StreamClient("http://127.0.0.1:1")
     with pytest.raises(Refused) as refused:
-        Stream(f"{server.url}/nowhere")
+        StreamClient(f"{server.url}/nowhere")
     assert refused.value.code == "no_such_route"
 
 
@@ -321,17 +321,17 @@ def test_keys(serve: Callable[..., Running]) -> None:
     server = serve(api_keys=("right",))
     for key in (None, "wrong"):
         with pytest.raises(Refused, match="key"):
-            Stream(server.url, api_key=key)
-    with Stream(server.url, api_key="right") as stream:
+            StreamClient(server.url, api_key=key)
+    with StreamClient(server.url, api_key="right") as stream:
         stream.end()
         assert isinstance(told(stream)[1][-1], Ended)
 
 
 def test_hanging_up_drops_the_session(server: Running, speech: bytes) -> None:
-    with Stream(server.url) as stream:
+    with StreamClient(server.url) as stream:
         stream.send(speech)
         assert isinstance(stream.take(WAIT_S), Session)
-    assert stream.over or stream._over
+    assert stream.over or stream._closed
     server.expect_empty()
 
 
@@ -345,18 +345,18 @@ def test_hanging_up_drops_the_session(server: Running, speech: bytes) -> None:
     ],
 )
 def test_addresses(server: str, found: str) -> None:
-    assert address(server, {}) == found
-    assert address(server, {"a": "b c"}) == f"{found}?a=b+c"
+    assert websocket_url(server, {}) == found
+    assert websocket_url(server, {"a": "b c"}) == f"{found}?a=b+c"
 
 
 @pytest.mark.parametrize("server", ["", "ftp://a", "http://", "http://a?x=1", "file:///a"])
 def test_what_is_no_address(server: str) -> None:
     with pytest.raises(OptionError, match="a URL"):
-        address(server, {})
+        websocket_url(server, {})
 
 
 def test_adding_up() -> None:
-    known = Transcript()
+    known = SessionTranscript()
     assert known.note(Partial(start_s=0, end_s=1, text="So"))
     assert not known.note(Partial(start_s=0, end_s=2, text="So"))
     assert known.note(Locked(start_s=0, end_s=1, text="So it", seq=1))
@@ -371,7 +371,7 @@ def test_adding_up() -> None:
 
 
 def test_what_is_locked_may_yet_be_written_otherwise() -> None:
-    known = Transcript(itn=True)
+    known = SessionTranscript(itn=True)
     assert known.note(Locked(start_s=0, end_s=1, text="We paid twenty", seq=1))
     assert (known.text, known.certain) == ("We paid twenty", "")
     assert known.note(
@@ -382,7 +382,7 @@ def test_what_is_locked_may_yet_be_written_otherwise() -> None:
 
 def test_where_the_speaker_changes_several_segments_end_at_once() -> None:
     """What was locked begins all of them together: nothing of it is lost, or certain twice."""
-    known = Transcript()
+    known = SessionTranscript()
     said = ["You were in pain?", "Not now.", "Do you remember?"]
     known.note(Locked(start_s=0, end_s=3, text="You were in pain? Not now. Do you", seq=1))
     certain = [known.certain]
@@ -425,6 +425,7 @@ def test_stdin_at_another_rate_and_json(server: Running, speech: bytes) -> None:
     assert lines[-1]["audio_duration_ms"] == 12_000
 
 
+@pytest.mark.slow
 def test_words_and_speakers_on_the_command_line(
     server: Running, packaged_speech: Path, hears_speakers: None
 ) -> None:

@@ -82,7 +82,7 @@ def expect_locked(events: list[Event]) -> None:
 
 def test_a_sentence_goes_on(renewable: Running, cities: Path) -> None:
     server, pcm = renewable, pcm_of(cities, 12.0)
-    link = server.engines.get().client.link
+    link = server.engines.get().client.backend
     with WebSocket(server.port) as line:
         expected = whole(line, pcm)
     before = link._current.process.pid

@@ -121,6 +121,7 @@ class Phone:
         return self.connect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_connections_that_are_cut_at_random(server: Running, pcm: bytes, uncut: list[Event], seed: int):
     phone = Phone(server, pcm, random.Random(seed))
@@ -287,6 +288,7 @@ def test_a_frame_too_large_is_not_taken_and_the_session_waits(serve, pcm: bytes)
     server.expect_empty()
 
 
+@pytest.mark.slow
 def test_a_session_too_long_or_too_quiet_is_finished(serve, pcm: bytes):
     short, quiet = serve(max_session_s=5.0), serve(session_idle_s=1.0)
     for kind in TRANSPORTS:

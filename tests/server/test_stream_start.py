@@ -13,8 +13,8 @@ from conftest import WAIT_S, Running
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from asr_serve.api.client.stream import StreamClient
 from asr_serve.audio import read_audio
-from asr_serve.client.stream import Stream
 from asr_serve.errors import MalformedRequest, OptionError
 from asr_serve.protocols import stream
 from asr_serve.protocols.stream_events import Segment
@@ -40,13 +40,14 @@ def first_event(server: Running, query: str, message: str | bytes) -> dict[str, 
 def test_ten_thousand_hot_words_come_to_a_stream(server: Running, beckett: Path):
     """Through the Python client, which keeps them out of the address."""
     pcm = (read_audio(beckett) * 32_767).astype("<i2").tobytes()
-    with Stream(server.url, hotwords=",".join([*names(9_999), "Beckett"])) as line:
+    with StreamClient(server.url, hotwords=",".join([*names(9_999), "Beckett"])) as line:
         line.send(pcm)
         line.end()
         told = " ".join(event.text for event in line if isinstance(event, Segment))
     assert "fail" in told.lower()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("query", "message", "says"),
     [

@@ -34,7 +34,7 @@ from stream_client import (
 )
 from test_live_sockets import STARTED, calling
 
-from asr_serve.audio.pcm import alaw_table, mulaw_table, samples
+from asr_serve.audio.pcm import alaw_table, decode_pcm16, mulaw_table
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 
@@ -103,6 +103,7 @@ def test_words_come_while_they_are_spoken(server: Running, beckett_pcm, transpor
     assert len(set(partials(line))) > 2
 
 
+@pytest.mark.slow
 def test_all_say_what_the_other_protocol_says(server: Running, cities_pcm):
     with calling(server) as caller:
         assert caller.ask("START") == STARTED
@@ -147,6 +148,7 @@ def test_every_byte_arrives(server: Running, beckett_pcm, transport: type[Line],
     assert odd == (["malformed_request"] if len(pcm) % 2 else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["--http1.1", "--http2-prior-knowledge"])
 def test_curl_sends_and_reads_at_once(server: Running, beckett_pcm, version: str):
     """The body comes out of a pipe that is filled slowly; events come before it is full."""
@@ -214,6 +216,7 @@ def test_flush_makes_final_what_was_said(server: Running, beckett_pcm):
     assert len(segments(events)) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Http1, Http2])
 def test_commands_beside_a_body(server: Running, beckett_pcm, kind: type[Line]):
     with kind(server.port) as line:
@@ -257,7 +260,7 @@ def companded(pcm: np.ndarray, table: np.ndarray) -> bytes:
 
 
 def test_other_encodings(server: Running, beckett_pcm):
-    heard = soxr.resample(samples(beckett_pcm), 16_000, 8_000)
+    heard = soxr.resample(decode_pcm16(beckett_pcm), 16_000, 8_000)
     for query, audio in (
         ({"rate": 8_000}, (heard * 32_767).astype("<i2").tobytes()),
         ({"encoding": "mulaw"}, companded(heard, mulaw_table())),
@@ -342,6 +345,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("query", "status", "code"), REFUSED, ids=lambda case: str(case))
 def test_the_query_is_read_or_refused(server: Running, query, status: int, code: str):
     said = server.http.post("/v1/stream", params=query, content=b"")
@@ -390,7 +394,7 @@ def test_mistakes_in_commands_change_nothing(server: Running, beckett_pcm):
 
 def test_a_flush_at_another_rate_brings_what_the_resampler_held(server: Running, beckett_pcm):
     """Telephones: 100 ms and more lie in the filter."""
-    pcm = samples(beckett_pcm)
+    pcm = decode_pcm16(beckett_pcm)
     at_8k = (soxr.resample(pcm, 16_000, 8_000)[:15_999] * 32_767).astype("<i2").tobytes()
     with WebSocket(server.port, rate=8_000) as line:
         line.send(at_8k)

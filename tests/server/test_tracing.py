@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from asr_serve.errors import OptionError
 from asr_serve.server.telemetry import tracing
 from asr_serve.server.telemetry.tracing import OtelTracer, Tracer
-from asr_serve.types import Phases
+from asr_serve.types import EngineTimestamps
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -40,14 +40,14 @@ def tracer(exporter: InMemorySpanExporter) -> Iterator[OtelTracer]:
     tracer.close()
 
 
-def engine_work() -> Phases:
+def engine_work() -> EngineTimestamps:
     """The times an engine would stamp while it works."""
     stamps = []
     for _ in range(4):
         stamps.append(time.time_ns())
         while time.time_ns() == stamps[-1]:
             pass
-    return Phases(*stamps)
+    return EngineTimestamps(*stamps)
 
 
 def test_a_request_with_two_utterances(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
@@ -91,7 +91,7 @@ def test_a_request_with_two_utterances(tracer: OtelTracer, exporter: InMemorySpa
 
 def test_the_engines_times_are_its_own(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
     with tracer.request("POST", {}) as request:
-        request.engine_phases(Phases(1_000, 4_000, 9_000, 25_000))
+        request.engine_phases(EngineTimestamps(1_000, 4_000, 9_000, 25_000))
     times = {span.name: (span.start_time, span.end_time) for span in traced(tracer, exporter)}
     del times["POST"]
     assert times == {
@@ -159,11 +159,11 @@ def test_without_an_endpoint_nothing_is_loaded() -> None:
     script = """if True:
         import sys
         from asr_serve.server.telemetry.tracing import Tracer
-        from asr_serve.types import Phases
+        from asr_serve.types import EngineTimestamps
         tracer = Tracer.create(None, "asr-serve")
         with tracer.request("POST", {"traceparent": "x"}) as request:
             with request.upload():
-                request.engine_phases(Phases(1, 2, 3, 4))
+                request.engine_phases(EngineTimestamps(1, 2, 3, 4))
             request.note(model="m")
             request.answered("/asr", 200)
         tracer.close()
@@ -212,6 +212,7 @@ def test_spans_reach_a_collector(suffix: str) -> None:
     assert sorted(names) == ["POST /asr", "decode", "encode", "queue", "utterance"]
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
     before = set(threading.enumerate())

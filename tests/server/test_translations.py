@@ -9,7 +9,7 @@ import pytest
 from conftest import MODEL
 
 from asr_serve.errors import OptionError
-from asr_serve.models.card import card, cards
+from asr_serve.models.registry import asr_card, asr_cards
 from asr_serve.protocols.transcriptions.answers import render
 from asr_serve.protocols.transcriptions.openai import ask_translation
 from asr_serve.types import Segment, Transcript
@@ -53,9 +53,9 @@ def test_an_answer_is_english_whatever_was_spoken():
 
 
 def test_cards_say_who_translates_and_who_tells_languages_apart():
-    able = {name for name, each in cards().items() if "translate" in each.tasks}
+    able = {name for name, each in asr_cards().items() if "translate" in each.tasks}
     assert {"whisper-tiny", "whisper-base", "whisper-large-v3"} <= able
     assert not able & {"whisper-tiny-en", "distil-large-v3", MODEL}
-    assert card("whisper-base").language() == ""
-    assert card("whisper-base").language("fr") == "fr"
-    assert card("whisper-tiny-en").language() == "en"
+    assert asr_card("whisper-base").language() == ""
+    assert asr_card("whisper-base").language("fr") == "fr"
+    assert asr_card("whisper-tiny-en").language() == "en"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect, Request
 
 from asr_serve import errors
-from asr_serve.audio.io import open_audio, read_audio
+from asr_serve.audio.reader import open_audio, read_audio
 from asr_serve.server.bodies.uploads import Upload, UploadLimits
 
 BOUNDARY = "aB0'x"

@@ -227,6 +227,7 @@ def test_one_connection_many_requests(server, beckett):
             assert (got, b"Ever tried" in answer) == (status, status == 200)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 @pytest.mark.parametrize("version", ["--http1.1", "--http2-prior-knowledge"])
 def test_curl(server, cities, version):

@@ -10,11 +10,11 @@ from conftest import MODEL, WAIT_S, Running
 
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import ModelNotLoaded, WeightsMissing, WrongModel
-from asr_serve.models import weights
-from asr_serve.models.card import voice_card
+from asr_serve.models.checkpoints import store
+from asr_serve.models.registry import tts_card
 from asr_serve.server.engines import Engines, Parts, open_engine
 from asr_serve.server.run import _announce
-from asr_serve.types import Sentence, Stretch
+from asr_serve.types import PhonemeSpan, Sentence
 
 VOICE = "hibari"
 
@@ -22,7 +22,7 @@ VOICE = "hibari"
 @pytest.fixture(scope="module")
 def speaking() -> Iterator[Parts]:
     try:
-        weights.as_published(voice_card(VOICE))
+        store.verified_published_folder(tts_card(VOICE))
     except WeightsMissing as missing:
         pytest.skip(str(missing))
     made = open_engine(VOICE, ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0)))
@@ -69,7 +69,7 @@ def test_engines_find_who_speaks_and_who_hears(both: Running) -> None:
         _ = engines.voice().tokenizer
     sound: list[bytes] = []
     ticket = engines.voice().client.say(
-        Sentence((Stretch("həlˈO"),), "heart"), lambda piece: sound.append(piece.pcm)
+        Sentence((PhonemeSpan("həlˈO"),), "heart"), lambda piece: sound.append(piece.pcm)
     )
     assert ticket.future.result(WAIT_S) == len(b"".join(sound)) // 2
 

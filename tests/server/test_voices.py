@@ -22,8 +22,8 @@ from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, EngineClosed
 from asr_serve.server.voices import queue
 from asr_serve.server.voices.folders import PREFIX, Folder, sweep
-from asr_serve.voices.card import EXAMPLE
-from asr_serve.voices.store import Store
+from asr_serve.voices.cloned_voice import EXAMPLE
+from asr_serve.voices.voice_store import VoiceStore
 
 WORKER = str(Path(__file__).with_name("voices_worker.py"))
 BOSS, USER = "secret-boss", "secret-user"
@@ -56,7 +56,7 @@ def server(running: Running, folder: Path) -> Iterator[Running]:
     yield running
     for job in listed(running):
         running.http.delete(f"/v1/voices/jobs/{job['id']}", headers=ADMIN)
-    store = Store(folder)
+    store = VoiceStore(folder)
     for name in store.names():
         store.delete(name)
     assert not [path for path in Path(os.environ.get("TMPDIR", "/tmp")).glob("asr-serve-clone-*") if path.is_dir()]
@@ -96,7 +96,7 @@ def test_a_voice_is_cloned_and_managed(server, folder):
     assert done["voice"]["consent"]["by"] == "admin-1"
     assert done["begun"] is not None
     assert done["ended"] is not None
-    card = Store(folder).card("ada")
+    card = VoiceStore(folder).card("ada")
     assert card.seed == 7
     assert "This is one." in card.release, "texts came by the recordings' names"
 
@@ -312,21 +312,25 @@ def test_an_upload_that_is_cut_off_leaves_nothing(server):
 
 
 async def test_going_down_cancels_what_goes_on_and_what_waits(tmp_path):
-    from asr_serve.voices.card import consent
-    from asr_serve.voices.order import Order
+    from asr_serve.voices.cloned_voice import validated_consent
+    from asr_serve.voices.cloning_messages import CloneRequest
 
     clonings = queue.Clonings(1, (WORKER,))
 
-    def order(name: str) -> Order:
-        return Order(
-            name=name, audio=["wait.wav"], consent=consent(EXAMPLE, "t"), model="m", voices_dir=str(tmp_path / "v")
+    def order(name: str) -> CloneRequest:
+        return CloneRequest(
+            name=name,
+            audio=["wait.wav"],
+            consent=validated_consent(EXAMPLE, "t"),
+            model="m",
+            voices_dir=str(tmp_path / "v"),
         )
 
     jobs = []
     for name in ("one", "two"):
         folder = tmp_path / name
         folder.mkdir()
-        jobs.append(clonings.put(order(name), folder, 1))
+        jobs.append(clonings.write(order(name), folder, 1))
     async with asyncio.timeout(60):
         async for _ in jobs[0].changes():
             if jobs[0].progress.stage == "learning":
@@ -336,26 +340,28 @@ async def test_going_down_cancels_what_goes_on_and_what_waits(tmp_path):
     assert [job.state for job in jobs] == ["cancelled", "cancelled"]
     assert not [job.folder for job in jobs if job.folder.exists()]
     with pytest.raises(EngineClosed):
-        clonings.put(order("three"), tmp_path, 1)
-    assert Store(tmp_path / "v").names() == []
+        clonings.write(order("three"), tmp_path, 1)
+    assert VoiceStore(tmp_path / "v").names() == []
 
 
 async def test_the_queue_has_an_end(tmp_path, monkeypatch):
-    from asr_serve.voices.card import consent
-    from asr_serve.voices.order import Order
+    from asr_serve.voices.cloned_voice import validated_consent
+    from asr_serve.voices.cloning_messages import CloneRequest
 
     monkeypatch.setattr(queue, "MOST_WAITING", 1)
     clonings = queue.Clonings(1, (WORKER,))
     made = [
-        Order(name=name, audio=["wait"], consent=consent(EXAMPLE, "t"), model="m", voices_dir=str(tmp_path))
+        CloneRequest(
+            name=name, audio=["wait"], consent=validated_consent(EXAMPLE, "t"), model="m", voices_dir=str(tmp_path)
+        )
         for name in ("one", "two", "three")
     ]
-    first = clonings.put(made[0], tmp_path / "one", 1)
+    first = clonings.write(made[0], tmp_path / "one", 1)
     async with asyncio.timeout(60):
         async for _ in first.changes():
             if first.state == "running":
                 break
-    clonings.put(made[1], tmp_path / "two", 1)
+    clonings.write(made[1], tmp_path / "two", 1)
     with pytest.raises(AtCapacity):
-        clonings.put(made[2], tmp_path / "three", 1)
+        clonings.write(made[2], tmp_path / "three", 1)
     await clonings.close()

@@ -13,9 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from asr_serve.voices.card import VoiceCard
-from asr_serve.voices.order import Failed, Order, Progress, Report, Said, Verdict
-from asr_serve.voices.store import Store
+from asr_serve.voices.cloned_voice import ClonedVoiceCard
+from asr_serve.voices.cloning_messages import (
+    ClipReport,
+    CloneFailed,
+    CloneProgress,
+    CloneReport,
+    CloneRequest,
+    Said,
+)
+from asr_serve.voices.voice_store import VoiceStore
 
 
 def say(what: Said) -> None:
@@ -24,29 +31,29 @@ def say(what: Said) -> None:
 
 
 def main() -> None:
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=CloneRequest)
     asks = " ".join(order.audio)
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), stop.set()), daemon=True).start()
     Path(tempfile.gettempdir(), "left-behind").write_bytes(b"x")
-    say(Progress("listening", 0.1))
+    say(CloneProgress("listening", 0.1))
     if "die" in asks:
         print("the reason", file=sys.stderr, flush=True)
         os._exit(3)
     if "wait" in asks:
-        say(Progress("learning", 0.3, 0.9, 100.0))
+        say(CloneProgress("learning", 0.3, 0.9, 100.0))
         stop.wait()
-        say(Failed("cancelled", "the cloning was cancelled"))
+        say(CloneFailed("cancelled", "the cloning was cancelled"))
         return
     if "deaf" in asks:
-        say(Progress("learning", 0.3))
+        say(CloneProgress("learning", 0.3))
         while True:
             time.sleep(60)
     if "bad" in asks:
-        say(Failed("too_few_clips", f"1 good clips. Left out: {order.audio[0]}: noise"))
+        say(CloneFailed("too_few_clips", f"1 good clips. Left out: {order.audio[0]}: noise"))
         return
     tensors = b"tensors"
-    card = VoiceCard(
+    card = ClonedVoiceCard(
         name=order.name,
         created=1,
         model=order.model,
@@ -62,8 +69,8 @@ def main() -> None:
         sha256=hashlib.sha256(tensors).hexdigest(),
         release=f"{os.nice(0)} {order.texts}",
     )
-    Store(Path(order.voices_dir)).add(card, tensors)
-    say(Report(card, [Verdict(audio, 3.0, "text") for audio in order.audio], 2.0, 1.0, 0.1))
+    VoiceStore(Path(order.voices_dir)).add(card, tensors)
+    say(CloneReport(card, [ClipReport(audio, 3.0, "text") for audio in order.audio], 2.0, 1.0, 0.1))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asr_serve import native
+from asr_serve import kernels
 from asr_serve.transfer import checksum as module
 from asr_serve.transfer.checksum import BLOCK, LARGE, checksum, copy_and_sum
 
@@ -19,10 +19,10 @@ SIZES = st.one_of(
 
 @pytest.fixture(params=["compiled", "plain"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "compiled" and native.copy() is None:
+    if request.param == "compiled" and kernels.copy() is None:
         pytest.skip("_copy was not built: there is no C++ compiler")
     if request.param == "plain":
-        monkeypatch.setattr(module.native, "copy", lambda: None)
+        monkeypatch.setattr(module.kernels, "copy", lambda: None)
     return str(request.param)
 
 
@@ -41,7 +41,7 @@ def test_copied_and_summed(way: str) -> None:
 
 
 def test_memory_that_is_read_only_or_of_another_size_is_refused() -> None:
-    if (compiled := native.copy()) is None:
+    if (compiled := kernels.copy()) is None:
         pytest.skip("_copy was not built: there is no C++ compiler")
     fixed = np.zeros(8, np.uint8)
     fixed.flags.writeable = False

@@ -28,8 +28,8 @@ from hypothesis import strategies as st
 from asr_serve.errors import DiskFailed, DiskFull, OptionError, RoadFailed, RoadTimeout
 from asr_serve.transfer import nixl_agent
 from asr_serve.transfer.checksum import checksum
-from asr_serve.transfer.disk import BLOCK, aligned, file, nixl, open_disk, threads, uring
-from asr_serve.transfer.disk.road import Road, still_under_way
+from asr_serve.transfer.disk import BLOCK, aligned_memory, nameless_file, nixl, open_disk, thread_pool, uring
+from asr_serve.transfer.disk.base import DiskBackend, still_under_way
 
 ROADS = ("uring", "threads", "nixl")
 MIB = 1 << 20
@@ -38,13 +38,13 @@ WAIT_S = 60.0
 
 
 @contextlib.contextmanager
-def opened(folder: Path, nbytes: int, road: str) -> Iterator[Road]:
+def opened(folder: Path, nbytes: int, road: str) -> Iterator[DiskBackend]:
     try:
         disk = open_disk(str(folder), nbytes, road)  # type: ignore[arg-type]
     except OptionError as missing:
         pytest.skip(str(missing))
     try:
-        assert isinstance(disk, Road)
+        assert isinstance(disk, DiskBackend)
         yield disk
     finally:
         disk.close()
@@ -54,10 +54,10 @@ def opened(folder: Path, nbytes: int, road: str) -> Iterator[Road]:
 def small_pieces() -> Iterator[None]:
     """So that small extents are cut, wait for a place and are done in another order."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (uring, threads, nixl):
+        for module in (uring, thread_pool, nixl):
             patch.setattr(module, "PIECE_BYTES", 2 * BLOCK)
         patch.setattr(uring, "DEPTH", 4)
-        patch.setattr(threads, "UNDER_WAY", 4)
+        patch.setattr(thread_pool, "UNDER_WAY", 4)
         patch.setattr(nixl, "UNDER_WAY", 4)
         yield
 
@@ -67,7 +67,7 @@ def noise(nbytes: int, seed: int) -> np.ndarray:
 
 
 def filled(nbytes: int, seed: int) -> memoryview:
-    memory = aligned(nbytes)
+    memory = aligned_memory(nbytes)
     np.frombuffer(memory, np.uint8)[:] = noise(memory.nbytes, seed)
     return memory
 
@@ -106,7 +106,7 @@ def test_what_was_written_is_read(road: str, tmp_path: Path) -> None:
         memory = filled(24 * MIB, 1)
         parts = [(at, memory[at : at + 6 * MIB]) for at in range(0, 24 * MIB, 6 * MIB)]
         assert sorted(disk.write(parts)) == [0, 1, 2, 3]
-        back = aligned(24 * MIB)
+        back = aligned_memory(24 * MIB)
         # In another cut than it was written in.
         parts = [(at, back[at : at + 4 * MIB]) for at in range(0, 24 * MIB, 4 * MIB)]
         for index in disk.read(parts):
@@ -129,7 +129,7 @@ def test_the_same_memory_in_many_extents(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, 16 * BLOCK, road) as disk:
         memory = filled(2 * BLOCK, 3)
         assert sorted(disk.write([(at * BLOCK, memory) for at in range(0, 16, 2)])) == list(range(8))
-        back = aligned(16 * BLOCK)
+        back = aligned_memory(16 * BLOCK)
         assert list(disk.read([(0, back)])) == [0]
         assert bytes(back) == bytes(memory) * 8
 
@@ -154,7 +154,7 @@ def test_any_extents_in_any_order_as_in_a_model(road: str, tmp_path: Path) -> No
                 theirs = [(at, filled(nbytes, number + at)) for at, nbytes in extents]
                 # What is read while it is written may be either: only blocks that no write touches are looked at.
                 still = [
-                    (a * BLOCK, aligned((b - a) * BLOCK))
+                    (a * BLOCK, aligned_memory((b - a) * BLOCK))
                     for a, b in pairwise(read)
                     if all(b * BLOCK <= at or a * BLOCK >= at + nbytes for at, nbytes in extents)
                 ]
@@ -167,7 +167,7 @@ def test_any_extents_in_any_order_as_in_a_model(road: str, tmp_path: Path) -> No
                 assert sorted(told) == list(range(len(theirs)))
                 for at, memory in theirs:
                     model[at : at + memory.nbytes] = memory
-            whole = aligned(len(model))
+            whole = aligned_memory(len(model))
             assert list(disk.read([(0, whole)])) == [0]
             assert whole == model
 
@@ -180,7 +180,7 @@ def test_two_threads_at_a_time(road: str, tmp_path: Path) -> None:
         wrong: list[object] = []
 
         def go(half: int) -> None:
-            memory, back = filled(4 * MIB, half), aligned(4 * MIB)
+            memory, back = filled(4 * MIB, half), aligned_memory(4 * MIB)
             parts = [(half + at, memory[at : at + MIB]) for at in range(0, 4 * MIB, MIB)]
             for _ in range(5):
                 told = sorted(disk.write(parts)), list(disk.read([(half, back)]))
@@ -203,7 +203,7 @@ def test_a_torn_file_is_told_and_what_was_whole_is_right(road: str, left: int, t
         memory = filled(4 * MIB, 5)
         list(disk.write([(0, memory)]))
         truncate(tmp_path, left)
-        back = aligned(4 * MIB)
+        back = aligned_memory(4 * MIB)
         parts = [(at, back[at : at + MIB]) for at in range(0, 4 * MIB, MIB)]
         told = []
         with pytest.raises(DiskFailed):
@@ -221,13 +221,13 @@ def test_a_torn_file_is_told_and_what_was_whole_is_right(road: str, left: int, t
 @pytest.mark.parametrize("road", ROADS)
 def test_nothing_is_under_way_when_a_transfer_is_dropped(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, 32 * MIB, road) as disk:
-        memory = aligned(32 * MIB)
+        memory = aligned_memory(32 * MIB)
         reading = disk.read([(at, memory[at : at + MIB]) for at in range(0, 32 * MIB, MIB)])
         next(reading)
         reading.close()  # type: ignore[attr-defined]
         seen = np.frombuffer(memory, np.uint8)
         seen[:] = 0xEE
-        list(disk.read([(0, aligned(32 * MIB))]))
+        list(disk.read([(0, aligned_memory(32 * MIB))]))
         assert (seen == 0xEE).all()
 
 
@@ -237,7 +237,7 @@ def test_closing_it_under_a_reader(road: str, tmp_path: Path) -> None:
         began, ended = threading.Event(), []
 
         def read() -> None:
-            memory = aligned(8 * MIB)
+            memory = aligned_memory(8 * MIB)
             try:
                 while True:
                     for _ in disk.read([(at, memory[at : at + MIB]) for at in range(0, 8 * MIB, MIB)]):
@@ -259,19 +259,19 @@ def test_closing_it_under_a_reader(road: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("road", ROADS)
 def test_closing_it_between_two_questions(road: str, tmp_path: Path) -> None:
     with opened(tmp_path, 8 * MIB, road) as disk:
-        reading = disk.read([(at, aligned(MIB)) for at in range(0, 8 * MIB, MIB)])
+        reading = disk.read([(at, aligned_memory(MIB)) for at in range(0, 8 * MIB, MIB)])
         next(reading)
         disk.close()
         with pytest.raises(DiskFailed):
             list(reading)
         assert not descriptors(tmp_path)
         with pytest.raises(DiskFailed):
-            list(disk.write([(0, aligned(BLOCK))]))
+            list(disk.write([(0, aligned_memory(BLOCK))]))
 
 
 def test_what_is_no_whole_block_is_refused(tmp_path: Path) -> None:
     with opened(tmp_path, 16 * BLOCK, "threads") as disk:
-        memory = aligned(4 * BLOCK)
+        memory = aligned_memory(4 * BLOCK)
         wrong = [
             (100, memory),
             (0, memory[: BLOCK + 1]),
@@ -291,10 +291,10 @@ def test_what_is_no_whole_block_is_refused(tmp_path: Path) -> None:
 
 def test_aligned_memory() -> None:
     for nbytes, room in ((0, BLOCK), (1, BLOCK), (BLOCK, BLOCK), (3 * MIB + 1, 3 * MIB + BLOCK)):
-        memory = aligned(nbytes)
+        memory = aligned_memory(nbytes)
         assert memory.nbytes == room
         assert not memory.readonly
-        assert file.address(memory) % BLOCK == 0
+        assert nameless_file.address(memory) % BLOCK == 0
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
@@ -327,13 +327,13 @@ def test_more_than_one_file_may_have(tmp_path: Path) -> None:
 TMPFS = """
 import sys
 from asr_serve.errors import DiskFull
-from asr_serve.transfer.disk import aligned, open_disk
+from asr_serve.transfer.disk import aligned_memory, open_disk
 try:
     open_disk(sys.argv[1], 8 << 20)
 except DiskFull as error:
     print(error)
 disk = open_disk(sys.argv[1], 1 << 20, "threads")
-memory, back = aligned(1 << 20), aligned(1 << 20)
+memory, back = aligned_memory(1 << 20), aligned_memory(1 << 20)
 memory[:3] = b"abc"
 list(disk.write([(0, memory)])), list(disk.read([(0, back)]))
 assert back == memory
@@ -369,13 +369,13 @@ def test_a_full_disk_is_told_when_it_is_opened(tmp_path: Path) -> None:
 FULL = """
 import os, resource, sys
 from asr_serve.errors import DiskFailed
-from asr_serve.transfer.disk import aligned, open_disk
+from asr_serve.transfer.disk import aligned_memory, open_disk
 disk = open_disk(sys.argv[1], 4 << 20, sys.argv[2])
 (fd,) = [n for n in os.listdir("/proc/self/fd") if os.path.realpath(f"/proc/self/fd/{n}").startswith(sys.argv[1])]
 os.truncate(f"/proc/self/fd/{fd}", 0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:
-    list(disk.write([(0, aligned(4 << 20))]))
+    list(disk.write([(0, aligned_memory(4 << 20))]))
 except DiskFailed as error:
     print(type(error).__name__)
 """
@@ -397,7 +397,7 @@ def test_a_file_system_that_takes_no_room_ahead(tmp_path: Path, monkeypatch: pyt
     with opened(tmp_path, MIB, "threads") as disk:
         memory = filled(MIB, 6)
         list(disk.write([(0, memory)]))
-        (back := aligned(MIB))[:1] = b"x"
+        (back := aligned_memory(MIB))[:1] = b"x"
         list(disk.read([(0, back)]))
         assert back == memory
     with pytest.raises(DiskFull) as said:
@@ -413,11 +413,11 @@ def test_a_disk_larger_than_the_disk(tmp_path: Path) -> None:
 
 HELD = """
 import os, sys
-from asr_serve.transfer.disk import aligned, open_disk
+from asr_serve.transfer.disk import aligned_memory, open_disk
 if sys.argv[3] == "named":
     del os.O_TMPFILE
 disk = open_disk(sys.argv[1], 8 << 20, sys.argv[2])
-writing = disk.write([(at << 20, aligned(1 << 20)) for at in range(8)])
+writing = disk.write([(at << 20, aligned_memory(1 << 20)) for at in range(8)])
 next(writing)
 print("ready", flush=True)
 sys.stdin.read()
@@ -458,7 +458,7 @@ def test_without_a_way_past_the_page_cache(
     with caplog.at_level(logging.WARNING, "asr_serve.disk"), opened(tmp_path, 4 * MIB, road) as disk:
         assert not disk.direct
         assert "without O_DIRECT" in caplog.text
-        memory, back = filled(4 * MIB, 7), aligned(4 * MIB)
+        memory, back = filled(4 * MIB, 7), aligned_memory(4 * MIB)
         assert list(disk.write([(0, memory)])) == [0]
         assert list(disk.read([(0, back)])) == [0]
         assert back == memory
@@ -475,7 +475,7 @@ def test_the_kernel_may_move_less_than_asked(tmp_path: Path, monkeypatch: pytest
 
         monkeypatch.setattr(os, "preadv", lambda *given: less(read, *given))
         monkeypatch.setattr(os, "pwritev", lambda *given: less(write, *given))
-        memory, back = filled(MIB, 8), aligned(MIB)
+        memory, back = filled(MIB, 8), aligned_memory(MIB)
         assert list(disk.write([(0, memory)])) == [0]
         assert list(disk.read([(0, back)])) == [0]
         assert back == memory
@@ -529,7 +529,7 @@ def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gds_works_or_says_what_it_wants(tmp_path: Path) -> None:
     if nixl_agent.installed() and nixl_agent.missing("GDS") is None:
         with opened(tmp_path, MIB, "gds") as disk:
-            memory, back = filled(MIB, 10), aligned(MIB)
+            memory, back = filled(MIB, 10), aligned_memory(MIB)
             assert list(disk.write([(0, memory)])) == [0]
             assert list(disk.read([(0, back)])) == [0]
             assert back == memory
@@ -563,10 +563,12 @@ class StuckAgent:
         self.registered.append((at, nbytes, kind))
         return self.registered[-1]
 
-    def forget(self, entry: tuple[int, int, str]) -> None:
+    def deregister(self, entry: tuple[int, int, str]) -> None:
         self.registered.remove(entry)
 
-    def start(self, operation: str, local: object, remote: object, remote_kind: str = "") -> StuckTransfer:
+    def start_transfer(
+        self, operation: str, local: object, remote: object, remote_kind: str = ""
+    ) -> StuckTransfer:
         self.started += 1
         return StuckTransfer(self, self.started)
 
@@ -578,13 +580,13 @@ class StuckTransfer:
     def __init__(self, agent: StuckAgent, number: int) -> None:
         self.agent, self.number = agent, number
 
-    def done(self) -> bool:
+    def poll(self) -> bool:
         if self.number == self.agent.good + 1:
             raise RoadFailed("this one failed")
         return self.number <= self.agent.good
 
     def wait(self, timeout_s: float) -> None:
-        if not self.done():
+        if not self.poll():
             raise RoadTimeout(f"nothing more came from NIXL in {timeout_s:g} s")
 
     def release(self) -> None:
@@ -594,12 +596,12 @@ class StuckTransfer:
 def test_a_transfer_that_never_ends_keeps_what_it_may_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nixl, "Agent", StuckAgent)
-    monkeypatch.setattr(nixl, "ASTRAY", astray := [])
+    monkeypatch.setattr(nixl, "NixlAgent", StuckAgent)
+    monkeypatch.setattr(nixl, "LEAKED_BUFFERS", astray := [])
     disk = open_disk(str(tmp_path), 8 * nixl.PIECE_BYTES, "nixl")
     agent = StuckAgent.all[-1]
     agent.good = agent.started + 1
-    owner = np.frombuffer(aligned(4 * nixl.PIECE_BYTES), np.uint8)
+    owner = np.frombuffer(aligned_memory(4 * nixl.PIECE_BYTES), np.uint8)
     gone = weakref.ref(owner)
     reading = disk.read([(0, owner.data)])
     del owner
@@ -613,7 +615,7 @@ def test_a_transfer_that_never_ends_keeps_what_it_may_touch(
     started = len(StuckAgent.all), agent.started
     for work in (disk.read, disk.write):
         with pytest.raises(DiskFailed, match="not used any more") as again:
-            list(work([(0, aligned(BLOCK))]))
+            list(work([(0, aligned_memory(BLOCK))]))
         assert not still_under_way(again.value), "it was not begun"
     assert started == (len(StuckAgent.all), agent.started)
     disk.close()

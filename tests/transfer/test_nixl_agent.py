@@ -10,9 +10,9 @@ import pytest
 
 from asr_serve.errors import OptionError, RoadFailed
 from asr_serve.transfer import nixl_agent
-from asr_serve.transfer.disk import aligned
-from asr_serve.transfer.disk.file import address
-from asr_serve.transfer.nixl_agent import Agent, Span
+from asr_serve.transfer.disk import aligned_memory
+from asr_serve.transfer.disk.nameless_file import address
+from asr_serve.transfer.nixl_agent import NixlAgent, NixlDescriptor
 
 NBYTES = 1 << 20
 WAIT_S = 60.0
@@ -23,54 +23,60 @@ needs_nixl = pytest.mark.skipif(not nixl_agent.installed(), reason="NIXL is not 
 
 @needs_nixl
 def test_one_agent_writes_into_the_memory_of_another() -> None:
-    there, here = aligned(NBYTES), aligned(NBYTES)
+    there, here = aligned_memory(NBYTES), aligned_memory(NBYTES)
     here[:] = os.urandom(NBYTES)
-    receiver, sender = Agent("UCX", progress=True), Agent("UCX")
+    receiver, sender = NixlAgent("UCX", progress=True), NixlAgent("UCX")
     assert receiver.name != sender.name
     receiver.register(address(there), NBYTES)
     sender.register(address(here), NBYTES)
-    peer = sender.meet(receiver.metadata())
+    peer = sender.add_remote(receiver.metadata())
     assert peer == receiver.name
     half = NBYTES // 2
-    local = [Span(address(here), half), Span(address(here) + half, half)]
-    remote = [Span(address(there) + half, half), Span(address(there), half)]
-    with sender.start("WRITE", local, remote, peer=peer) as transfer:
+    local = [NixlDescriptor(address(here), half), NixlDescriptor(address(here) + half, half)]
+    remote = [NixlDescriptor(address(there) + half, half), NixlDescriptor(address(there), half)]
+    with sender.start_transfer("WRITE", local, remote, peer=peer) as transfer:
         transfer.wait(WAIT_S)
-        assert transfer.done()
+        assert transfer.poll()
     assert there == bytes(here[half:]) + bytes(here[:half])
-    sender.leave(peer)
-    sender.leave(peer)
+    sender.remove_remote(peer)
+    sender.remove_remote(peer)
     for agent in (sender, receiver, sender):
         agent.close()
 
 
 @needs_nixl
 def test_memory_that_was_not_registered_is_refused() -> None:
-    there, here = aligned(NBYTES), aligned(NBYTES)
-    receiver, sender = Agent("UCX", progress=True), Agent("UCX")
+    there, here = aligned_memory(NBYTES), aligned_memory(NBYTES)
+    receiver, sender = NixlAgent("UCX", progress=True), NixlAgent("UCX")
     entry = receiver.register(address(there), NBYTES)
     sender.register(address(here), NBYTES)
-    peer = sender.meet(receiver.metadata())
+    peer = sender.add_remote(receiver.metadata())
     with pytest.raises(RoadFailed):
-        sender.start("WRITE", [Span(address(here), 64)], [Span(address(there) + NBYTES, 64)], peer=peer)
+        sender.start_transfer(
+            "WRITE", [NixlDescriptor(address(here), 64)], [NixlDescriptor(address(there) + NBYTES, 64)], peer=peer
+        )
     with pytest.raises(RoadFailed):
-        sender.start("WRITE", [Span(address(here) + NBYTES, 64)], [Span(address(there), 64)], peer=peer)
+        sender.start_transfer(
+            "WRITE", [NixlDescriptor(address(here) + NBYTES, 64)], [NixlDescriptor(address(there), 64)], peer=peer
+        )
     with pytest.raises(RoadFailed):
-        sender.meet(b"no metadata")
-    receiver.forget(entry)
+        sender.add_remote(b"no metadata")
+    receiver.deregister(entry)
     sender.close()
     receiver.close()
 
 
 @needs_nixl
 def test_a_transfer_that_failed_stays_failed() -> None:
-    memory = aligned(NBYTES)
-    agent = Agent("POSIX", {"use_uring": "true"})
+    memory = aligned_memory(NBYTES)
+    agent = NixlAgent("POSIX", {"use_uring": "true"})
     agent.register(address(memory), NBYTES)
     fd = os.memfd_create("empty")
     try:
         agent.register(0, NBYTES, kind="FILE", device=fd)
-        transfer = agent.start("READ", [Span(address(memory), NBYTES)], [Span(0, NBYTES, fd)], remote_kind="FILE")
+        transfer = agent.start_transfer(
+            "READ", [NixlDescriptor(address(memory), NBYTES)], [NixlDescriptor(0, NBYTES, fd)], remote_kind="FILE"
+        )
         for _ in range(2):
             with pytest.raises(RoadFailed):
                 transfer.wait(WAIT_S)
@@ -83,9 +89,9 @@ def test_a_transfer_that_failed_stays_failed() -> None:
 
 CHILD = """
 import sys
-from asr_serve.transfer.nixl_agent import Agent
-Agent("UCX")
-left_open = Agent("UCX", progress=True)
+from asr_serve.transfer.nixl_agent import NixlAgent
+NixlAgent("UCX")
+left_open = NixlAgent("UCX", progress=True)
 print("answer")
 """
 
@@ -109,7 +115,7 @@ def test_a_back_end_that_is_not_there() -> None:
 def test_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(OptionError, match="pip install --no-deps nixl"):
-        Agent("UCX")
+        NixlAgent("UCX")
     assert "NIXL is not installed" in str(nixl_agent.missing("UCX"))
 
 

@@ -23,7 +23,7 @@ import children
 import numpy as np
 import pytest
 
-from asr_serve import native
+from asr_serve import kernels
 from asr_serve.errors import EngineError, OutOfStep, PeerGone
 from asr_serve.transfer import ring
 from asr_serve.transfer.ring import PcmReader, PcmWriter
@@ -71,7 +71,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, undo: 
 
 def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASR_SERVE_NATIVE", "1" if kind == "native" else "0")
-    if kind == "native" and native.ring().__name__.endswith("twin"):
+    if kind == "native" and kernels.ring().__name__.endswith("reference"):
         pytest.skip("the native ring is not built here")
 
 
@@ -82,9 +82,9 @@ def choose(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_array_comes_out_as_it_went_in(pair: Pair, samples: int) -> None:
     for lap in range(5):
         pcm = pcm_of(samples, lap)
-        pair.writer.put(lap, pcm)
+        pair.writer.write_message(lap, pcm)
         assert pair.reader.depth == pair.writer.depth == -(-samples * 4 // PAYLOAD_BYTES)
-        heard = pair.reader.take(lap, samples)
+        heard = pair.reader.read_message(lap, samples)
         assert heard.dtype == np.float32
         assert heard.flags.writeable
         assert heard.flags.owndata
@@ -95,41 +95,47 @@ def test_an_array_comes_out_as_it_went_in(pair: Pair, samples: int) -> None:
 @pytest.mark.parametrize("dtype", [np.int16, np.float16, np.float64, np.uint8])
 def test_any_dtype(pair: Pair, dtype: type) -> None:
     pcm = np.arange(200).astype(dtype)
-    pair.writer.put(1, pcm)
-    assert np.array_equal(pair.reader.take(1, 200, dtype), pcm)
+    pair.writer.write_message(1, pcm)
+    assert np.array_equal(pair.reader.read_message(1, 200, dtype), pcm)
 
 
 def test_a_message_longer_than_the_ring_waits_for_room(pair: Pair) -> None:
     pcm = pcm_of(10 * RING_SAMPLES)
     with ThreadPoolExecutor() as threads:
-        put = threads.submit(pair.writer.put, 1, pcm)
+        put = threads.submit(pair.writer.write_message, 1, pcm)
         pair.writer_sleeps()
         assert pair.writer.depth == pair.writer.slots == SLOTS
         assert pair.writer.full_waits == 1
-        assert np.array_equal(pair.reader.take(1, len(pcm)), pcm)
+        assert np.array_equal(pair.reader.read_message(1, len(pcm)), pcm)
         put.result(TIMEOUT_S)
 
 
 def test_a_writer_on_every_thread(pair: Pair) -> None:
     """Messages stay whole, whoever wins."""
-    onlooker = native.ring().Ring(pair.memory)
+    onlooker = kernels.ring().Ring(pair.memory)
     with ThreadPoolExecutor(4) as threads:
-        puts = [threads.submit(pair.writer.put, n, pcm_of(700, n)) for n in range(40)]
+        puts = [threads.submit(pair.writer.write_message, n, pcm_of(700, n)) for n in range(40)]
         left = set(range(40))
         while left:
             if (slot := onlooker.peek()) is not None:
                 session = slot[0]
                 left.remove(session)
-                assert np.array_equal(pair.reader.take(session, 700), pcm_of(700, session))
+                assert np.array_equal(pair.reader.read_message(session, 700), pcm_of(700, session))
         for put in puts:
             put.result(TIMEOUT_S)
 
 
 OUT_OF_STEP: dict[str, Callable[[PcmWriter], None]] = {
-    "another session": lambda writer: writer.put(2, pcm_of(100)),
-    "another session behind half of it": lambda writer: (writer.put(1, pcm_of(64)), writer.put(2, pcm_of(36)))[0],
-    "more than announced": lambda writer: writer.put(1, pcm_of(101)),
-    "less, and then more of the same": lambda writer: (writer.put(1, pcm_of(50)), writer.put(1, pcm_of(50)))[0],
+    "another session": lambda writer: writer.write_message(2, pcm_of(100)),
+    "another session behind half of it": lambda writer: (
+        writer.write_message(1, pcm_of(64)),
+        writer.write_message(2, pcm_of(36)),
+    )[0],
+    "more than announced": lambda writer: writer.write_message(1, pcm_of(101)),
+    "less, and then more of the same": lambda writer: (
+        writer.write_message(1, pcm_of(50)),
+        writer.write_message(1, pcm_of(50)),
+    )[0],
 }
 
 
@@ -137,24 +143,24 @@ OUT_OF_STEP: dict[str, Callable[[PcmWriter], None]] = {
 def test_other_audio_than_was_announced_is_refused(pair: Pair, case: str) -> None:
     OUT_OF_STEP[case](pair.writer)
     with pytest.raises(OutOfStep, match="session 1 was announced") as caught:
-        pair.reader.take(1, 100)
+        pair.reader.read_message(1, 100)
     assert isinstance(caught.value, EngineError)
     with pytest.raises(PeerGone):  # nothing that follows can be right
-        pair.writer.put(3, pcm_of(1))
+        pair.writer.write_message(3, pcm_of(1))
 
 
 def test_a_put_that_fails_halfway_hangs_up(pair: Pair) -> None:
     with pytest.raises((TypeError, ValueError)):
-        pair.writer.put(-1, pcm_of(1))
+        pair.writer.write_message(-1, pcm_of(1))
     with pytest.raises(PeerGone):
-        pair.reader.take(1, 1)
+        pair.reader.read_message(1, 1)
 
 
 def test_an_array_with_gaps_is_refused(pair: Pair) -> None:
     with pytest.raises((TypeError, ValueError, BufferError)):
-        pair.writer.put(1, pcm_of(100)[::2])
-    pair.writer.put(1, pcm_of(100))
-    assert np.array_equal(pair.reader.take(1, 100), pcm_of(100))
+        pair.writer.write_message(1, pcm_of(100)[::2])
+    pair.writer.write_message(1, pcm_of(100))
+    assert np.array_equal(pair.reader.read_message(1, 100), pcm_of(100))
 
 
 def test_a_full_bell_is_a_rung_bell(pair: Pair) -> None:
@@ -162,34 +168,34 @@ def test_a_full_bell_is_a_rung_bell(pair: Pair) -> None:
         while True:
             pair.writer._bell._end.send(b"!" * 4_096, socket.MSG_DONTWAIT)
     with ThreadPoolExecutor() as threads:
-        taken = threads.submit(pair.reader.take, 1, 5 * RING_SAMPLES)
-        pair.writer.put(1, pcm_of(5 * RING_SAMPLES))
+        taken = threads.submit(pair.reader.read_message, 1, 5 * RING_SAMPLES)
+        pair.writer.write_message(1, pcm_of(5 * RING_SAMPLES))
         assert np.array_equal(taken.result(TIMEOUT_S), pcm_of(5 * RING_SAMPLES))
 
 
 def test_closing_ends_whoever_waits_on_either_side(pair: Pair) -> None:
     with ThreadPoolExecutor() as threads:
-        put = threads.submit(pair.writer.put, 1, pcm_of(2 * RING_SAMPLES))
+        put = threads.submit(pair.writer.write_message, 1, pcm_of(2 * RING_SAMPLES))
         pair.writer_sleeps()
         pair.writer.close()
         with pytest.raises(PeerGone):
             put.result(TIMEOUT_S)
         with pytest.raises(PeerGone, match=f"{4 * RING_SAMPLES} of {8 * RING_SAMPLES} bytes"):
-            pair.reader.take(1, 2 * RING_SAMPLES)
+            pair.reader.read_message(1, 2 * RING_SAMPLES)
     pair.writer.close()
     pair.reader.close()
-    for call in (lambda: pair.writer.put(1, pcm_of(1)), lambda: pair.reader.take(1, 1)):
+    for call in (lambda: pair.writer.write_message(1, pcm_of(1)), lambda: pair.reader.read_message(1, 1)):
         with pytest.raises(PeerGone):
             call()
     assert pair.writer.depth == 0
 
 
 def test_what_was_put_before_the_writer_closed_is_still_taken(pair: Pair) -> None:
-    pair.writer.put(1, pcm_of(300))
+    pair.writer.write_message(1, pcm_of(300))
     pair.writer.close()
-    assert np.array_equal(pair.reader.take(1, 300), pcm_of(300))
+    assert np.array_equal(pair.reader.read_message(1, 300), pcm_of(300))
     with pytest.raises(PeerGone):
-        pair.reader.take(2, 1)
+        pair.reader.read_message(2, 1)
 
 
 def test_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +205,7 @@ def test_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.fstat(fd).st_size == nbytes
         assert os.fstat(fd).st_nlink == 0
         assert not os.get_inheritable(fd)
-        assert native.ring().Ring(mmap.mmap(fd, 0)).slots == SLOTS
+        assert kernels.ring().Ring(mmap.mmap(fd, 0)).slots == SLOTS
     finally:
         os.close(fd)
 
@@ -226,8 +232,8 @@ def test_bytes_and_descriptors_stay_flat(monkeypatch: pytest.MonkeyPatch) -> Non
             writer, reader = PcmWriter(fd, ends[0]), PcmReader(fd, ends[1])
             os.close(fd)
             for session in range(50):
-                writer.put(session, pcm)
-                reader.take(session, len(pcm))
+                writer.write_message(session, pcm)
+                reader.read_message(session, len(pcm))
             writer.close()
             reader.close()
 
@@ -259,7 +265,7 @@ sizes = random.Random(5)
 HEARS = """
 reader, heard = PcmReader(fd, bell), hashlib.sha256()
 for session in range(300):
-    heard.update(reader.take(session, sizes.randrange(2_000), np.int16))
+    heard.update(reader.read_message(session, sizes.randrange(2_000), np.int16))
 print(heard.hexdigest(), flush=True)
 """
 SPEAKS = """
@@ -268,19 +274,19 @@ data = np.random.default_rng(5).integers(-32_768, 32_768, 2_000, np.int16)
 for session in range(300):
     pcm = np.roll(data, session)[: sizes.randrange(2_000)]
     said.update(pcm)
-    writer.put(session, pcm)
+    writer.write_message(session, pcm)
 print(said.hexdigest(), flush=True)
 """
 READER_WAITS = """
 reader = PcmReader(fd, bell)
 print("here", flush=True)
-reader.take(1, 100)
+reader.read_message(1, 100)
 sys.stdin.read()
 """
 WRITER_WAITS = """
 writer = PcmWriter(fd, bell)
 print("here", flush=True)
-writer.put(1, np.zeros(100_000, np.float32))
+writer.write_message(1, np.zeros(100_000, np.float32))
 """
 WRITER_IDLES = """
 writer = PcmWriter(fd, bell)
@@ -340,7 +346,7 @@ def test_every_byte_arrives_there(
     for session in range(300):
         pcm = np.roll(data, session)[: sizes.randrange(2_000)]
         said.update(pcm)
-        writer.put(session, pcm)
+        writer.write_message(session, pcm)
     assert other.line() == said.hexdigest()
 
 
@@ -353,7 +359,7 @@ def test_every_byte_arrives_here(
     other = child(SPEAKS, undo, there)
     reader, heard, sizes = PcmReader(other.fd, other.bell), hashlib.sha256(), random.Random(5)
     for session in range(300):
-        heard.update(reader.take(session, sizes.randrange(2_000), np.int16))
+        heard.update(reader.read_message(session, sizes.randrange(2_000), np.int16))
     assert other.line() == heard.hexdigest()
 
 
@@ -366,9 +372,9 @@ def test_a_reader_that_is_killed_ends_a_put_that_waits(undo: contextlib.ExitStac
     other = child(READER_WAITS, undo)
     writer = PcmWriter(other.fd, other.bell)
     assert other.line() == "here"
-    writer.put(1, pcm_of(100))
+    writer.write_message(1, pcm_of(100))
     with ThreadPoolExecutor() as threads:
-        put = threads.submit(writer.put, 2, pcm_of(10 * RING_SAMPLES))
+        put = threads.submit(writer.write_message, 2, pcm_of(10 * RING_SAMPLES))
         memory, asleep = mmap.mmap(other.fd, 0), threading.Event()
         while not (writer.depth == SLOTS and struct.unpack_from("=Q", memory, PRODUCER_SLEEPS_AT)[0]):
             asleep.wait(0.001)
@@ -376,7 +382,7 @@ def test_a_reader_that_is_killed_ends_a_put_that_waits(undo: contextlib.ExitStac
         with pytest.raises(PeerGone, match=f"{4 * RING_SAMPLES} of"):
             put.result(TIMEOUT_S)
     with pytest.raises(PeerGone, match="0 of 4 bytes"):
-        writer.put(3, pcm_of(1))
+        writer.write_message(3, pcm_of(1))
 
 
 def test_a_writer_that_is_killed_in_the_middle_of_a_message(undo: contextlib.ExitStack) -> None:
@@ -388,7 +394,7 @@ def test_a_writer_that_is_killed_in_the_middle_of_a_message(undo: contextlib.Exi
     other.kill()
     other.process.wait(60)
     with pytest.raises(PeerGone, match=f"{4 * RING_SAMPLES} of 400000 bytes"):
-        in_a_thread(reader.take, 1, 100_000)
+        in_a_thread(reader.read_message, 1, 100_000)
 
 
 def test_a_writer_that_is_killed_ends_a_take_that_waits(undo: contextlib.ExitStack) -> None:
@@ -396,7 +402,7 @@ def test_a_writer_that_is_killed_ends_a_take_that_waits(undo: contextlib.ExitSta
     reader = PcmReader(other.fd, other.bell)
     assert other.line() == "here"
     with ThreadPoolExecutor() as threads:
-        taken = threads.submit(reader.take, 1, 1)
+        taken = threads.submit(reader.read_message, 1, 1)
         other.kill()
         with pytest.raises(PeerGone, match="0 of 4 bytes"):
             taken.result(TIMEOUT_S)
@@ -409,7 +415,7 @@ def test_a_reader_that_is_killed_is_noticed_though_there_is_room(undo: contextli
     other.kill()
     other.process.wait(60)
     with pytest.raises(PeerGone):
-        writer.put(1, pcm_of(1))
+        writer.write_message(1, pcm_of(1))
 
 
 def test_a_killed_reader_s_ring_serves_the_next_one(undo: contextlib.ExitStack) -> None:
@@ -417,17 +423,17 @@ def test_a_killed_reader_s_ring_serves_the_next_one(undo: contextlib.ExitStack) 
     other = child(READER_WAITS, undo)
     writer = PcmWriter(other.fd, other.bell)
     assert other.line() == "here"
-    writer.put(1, pcm_of(100))
+    writer.write_message(1, pcm_of(100))
     asleep = threading.Event()
     while writer.depth:
         asleep.wait(0.001)
-    writer.put(2, pcm_of(100))
+    writer.write_message(2, pcm_of(100))
     other.kill()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        assert np.array_equal(PcmReader(other.fd, theirs).take(2, 100), pcm_of(100))
-        PcmWriter(other.fd, ours).put(3, pcm_of(5))
-        assert np.array_equal(PcmReader(other.fd, theirs).take(3, 5), pcm_of(5))
+        assert np.array_equal(PcmReader(other.fd, theirs).read_message(2, 100), pcm_of(100))
+        PcmWriter(other.fd, ours).write_message(3, pcm_of(5))
+        assert np.array_equal(PcmReader(other.fd, theirs).read_message(3, 5), pcm_of(5))
 
 
 def test_the_server_s_side_needs_no_torch() -> None:

@@ -1,5 +1,5 @@
 /** What may stand on a line of subtitles: the smallest pieces of a segment, and when each is said. The server's rules:
- * `text/formats/pieces.py` says why they are so. */
+ * `text/formats/subtitle_tokens.py` says why they are so. */
 
 import type { Segment } from "./transcript.js";
 

@@ -9,7 +9,7 @@
 behind it.
 """
 
-from asr_serve.audio.io import CHUNK_SAMPLES, AudioLimits, AudioStream, Source, open_audio, read_audio
+from asr_serve.audio.reader import CHUNK_SAMPLES, AudioLimits, AudioStream, Source, open_audio, read_audio
 from asr_serve.audio.resample import Resampler
 
 __all__ = ["CHUNK_SAMPLES", "AudioLimits", "AudioStream", "Resampler", "Source", "open_audio", "read_audio"]

@@ -71,41 +71,41 @@ def clipped(chunk: np.ndarray) -> np.ndarray:
     return chunk
 
 
-class Pcm16:
+class Pcm16Assembler:
     """Frames cut anywhere to whole samples: a lone last byte waits for the frame that brings its other half."""
 
     def __init__(self) -> None:
-        self._left = b""
+        self._pending_byte = b""
 
     @property
-    def left(self) -> bool:
+    def has_pending_byte(self) -> bool:
         """A byte waits."""
-        return bool(self._left)
+        return bool(self._pending_byte)
 
-    def whole(self, frame: bytes | memoryview) -> bytes | memoryview:
+    def take_whole_samples(self, frame: bytes | memoryview) -> bytes | memoryview:
         """All whole samples so far."""
-        if self._left:
-            frame = self._left + frame
+        if self._pending_byte:
+            frame = self._pending_byte + frame
         if len(frame) % SAMPLE_BYTES:
-            self._left = bytes(frame[-1:])
+            self._pending_byte = bytes(frame[-1:])
             return frame[:-1]
-        self._left = b""
+        self._pending_byte = b""
         return frame
 
 
-def samples(pcm: bytes | memoryview) -> np.ndarray:
+def decode_pcm16(pcm: bytes | memoryview) -> np.ndarray:
     """Whole little-endian 16-bit samples to float32 (n,) in -1..1."""
     return np.frombuffer(pcm, "<i2") * np.float32(1 / 32_768)
 
 
-def as_int16(pcm: np.ndarray) -> np.ndarray:
+def to_int16(pcm: np.ndarray) -> np.ndarray:
     """(n,) float32 in -1..1, clipped to that, or int16 as it is, to (n,) int16."""
     if pcm.dtype == np.int16:
         return pcm
     return np.asarray(np.clip(np.rint(pcm * 32_768), -32_768, 32_767).astype(np.int16))
 
 
-def as_float32(pcm: np.ndarray) -> np.ndarray:
+def to_float32(pcm: np.ndarray) -> np.ndarray:
     """(n,) int16, or float32 as it is, to (n,) float32 in -1..1."""
     return pcm * np.float32(1 / 32_768) if pcm.dtype == np.int16 else pcm
 

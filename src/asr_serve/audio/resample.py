@@ -13,7 +13,7 @@ MAX_RATE_HZ = 384_000
 """Twice what recorders offer. More would only be work: an input of a few bytes could ask for hours of it."""
 
 
-def expect_rate(rate_hz: int) -> None:
+def check_rate_hz(rate_hz: int) -> None:
     """Raises UnsupportedAudio for a rate outside MIN_RATE_HZ..MAX_RATE_HZ."""
     if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
         raise UnsupportedAudio(
@@ -36,24 +36,24 @@ class Resampler:
     """
 
     def __init__(self, rate_hz: int, to_hz: int = RATE_HZ) -> None:
-        expect_rate(rate_hz)
-        expect_rate(to_hz)
+        check_rate_hz(rate_hz)
+        check_rate_hz(to_hz)
         self.rate_hz, self.to_hz = rate_hz, to_hz
-        self.taken_samples = 0
-        self.given_samples = 0
-        self._soxr = None if rate_hz == to_hz else _begun(rate_hz, to_hz)
+        self.input_samples = 0
+        self.output_samples = 0
+        self._soxr = None if rate_hz == to_hz else _new_soxr(rate_hz, to_hz)
 
-    def put(self, chunk: np.ndarray) -> np.ndarray:
+    def resample(self, chunk: np.ndarray) -> np.ndarray:
         """Take `chunk`; return what is ready, which may be nothing. Where the rates are equal that is `chunk`
         itself."""
-        self.taken_samples += len(chunk)
+        self.input_samples += len(chunk)
         if self._soxr is None:
-            self.given_samples += len(chunk)
+            self.output_samples += len(chunk)
             return chunk
         if not len(chunk):
             return np.zeros(0, np.float32)
         ready: np.ndarray = self._soxr.resample_chunk(np.ascontiguousarray(chunk, np.float32))
-        self.given_samples += len(ready)
+        self.output_samples += len(ready)
         return ready
 
     def finish(self) -> np.ndarray:
@@ -63,19 +63,19 @@ class Resampler:
         # soxr rounds the length to nearest: silence behind the end lets the filter make the sample that
         # rounding up asks for, and the surplus is cut.
         silence = np.zeros(self.rate_hz // self.to_hz + 2, np.float32)
-        wanted = resampled_samples(self.taken_samples, self.rate_hz, self.to_hz) - self.given_samples
+        wanted = resampled_samples(self.input_samples, self.rate_hz, self.to_hz) - self.output_samples
         tail: np.ndarray = self._soxr.resample_chunk(silence, last=True)
-        assert 0 <= wanted <= len(tail), (self.rate_hz, self.taken_samples, self.given_samples, len(tail))
-        self.given_samples += wanted
-        self._soxr = _begun(self.rate_hz, self.to_hz)
+        assert 0 <= wanted <= len(tail), (self.rate_hz, self.input_samples, self.output_samples, len(tail))
+        self.output_samples += wanted
+        self._soxr = _new_soxr(self.rate_hz, self.to_hz)
         return tail[:wanted]
 
 
-def resampled(pcm: np.ndarray, rate_hz: int, to_hz: int) -> np.ndarray:
+def resample_clip(pcm: np.ndarray, rate_hz: int, to_hz: int) -> np.ndarray:
     """All of a clip at once: (n,) float32 -> (ceil(n * to_hz / rate_hz),)."""
     resampler = Resampler(rate_hz, to_hz)
-    return np.concatenate([resampler.put(np.asarray(pcm, np.float32)), resampler.finish()])
+    return np.concatenate([resampler.resample(np.asarray(pcm, np.float32)), resampler.finish()])
 
 
-def _begun(rate_hz: int, to_hz: int) -> soxr.ResampleStream:
+def _new_soxr(rate_hz: int, to_hz: int) -> soxr.ResampleStream:
     return soxr.ResampleStream(rate_hz, to_hz, 1, quality="HQ")

@@ -27,7 +27,7 @@ from functools import cache
 import msgspec
 import numpy as np
 
-from asr_serve.audio.pcm import as_float32
+from asr_serve.audio.pcm import to_float32
 from asr_serve.audio.resample import Resampler
 from asr_serve.units import RATE_HZ, ms_to_samples
 
@@ -54,22 +54,22 @@ ROUNDS = 4
 """Newton steps by which a number comes to its point."""
 KEY = b"asr-serve: synthetic speech"
 """Unless another is given. It is no secret: anybody may look for the mark."""
-MARKED = 6.0
+DETECTION_SCORE = 6.0
 """A score from which on speech counts as marked: once in a million would chance do as well."""
 
 
-class Found(msgspec.Struct, frozen=True):
+class WatermarkDetection(msgspec.Struct, frozen=True):
     """What a detector says."""
 
     score: float
     """How unlikely chance is: 6 means once in a million."""
 
     @property
-    def marked(self) -> bool:
-        return self.score >= MARKED
+    def is_marked(self) -> bool:
+        return self.score >= DETECTION_SCORE
 
 
-class Watermark:
+class WatermarkEmbedder:
     """Marks one stream.
 
     In      pcm (n,) float32 in -1..1 at `rate_hz`, any n
@@ -79,21 +79,21 @@ class Watermark:
 
     def __init__(self, rate_hz: int, key: bytes = KEY) -> None:
         self._rate_hz, self._grid, self._bands = rate_hz, _grid(key), _bands(rate_hz)
-        self._held = np.zeros(0, np.float32)
+        self._pending = np.zeros(0, np.float32)
         self._blocks = 0
 
-    def put(self, pcm: np.ndarray) -> np.ndarray:
-        self._held = np.concatenate([self._held, pcm])
+    def embed(self, pcm: np.ndarray) -> np.ndarray:
+        self._pending = np.concatenate([self._pending, pcm])
         done: list[np.ndarray] = []
-        while len(self._held) >= (length := self._length()):
-            done.append(self._marked(self._held[:length]))
-            self._held = self._held[length:]
+        while len(self._pending) >= (length := self._length()):
+            done.append(self._marked(self._pending[:length]))
+            self._pending = self._pending[length:]
             self._blocks += 1
         return np.concatenate(done) if done else np.zeros(0, np.float32)
 
-    def end(self) -> np.ndarray:
+    def flush(self) -> np.ndarray:
         """What is less than a block stays as it is."""
-        rest, self._held = self._held, np.zeros(0, np.float32)
+        rest, self._pending = self._pending, np.zeros(0, np.float32)
         return rest
 
     def _length(self) -> int:
@@ -130,22 +130,22 @@ class Watermark:
         return marked
 
 
-def embed(pcm: np.ndarray, rate_hz: int, key: bytes = KEY) -> np.ndarray:
+def embed_watermark(pcm: np.ndarray, rate_hz: int, key: bytes = KEY) -> np.ndarray:
     """All at once; see Watermark. (n,) float32 to (n,) float32."""
-    mark = Watermark(rate_hz, key)
-    return np.concatenate([mark.put(pcm), mark.end()])
+    mark = WatermarkEmbedder(rate_hz, key)
+    return np.concatenate([mark.embed(pcm), mark.flush()])
 
 
-def detect(pcm: np.ndarray, rate_hz: int, key: bytes = KEY) -> Found:
+def detect_watermark(pcm: np.ndarray, rate_hz: int, key: bytes = KEY) -> WatermarkDetection:
     """How surely `pcm` (n,), int16 or float32, bears the mark, in any part of it. A second of speech is often
     enough, five are for certain."""
     resampler = Resampler(rate_hz)
-    heard = np.concatenate([resampler.put(as_float32(pcm)), resampler.finish()])
+    heard = np.concatenate([resampler.resample(to_float32(pcm)), resampler.finish()])
     block, window = ms_to_samples(BLOCK_MS), ms_to_samples(BLOCK_MS * WINDOW_BLOCKS)
     starts = range(0, max(1, len(heard) - window // 2), window // 2)
     scores = [_score(heard[at : at + window + block], _grid(key)) for at in starts]
     # One more place to look is one more chance for chance.
-    return Found(max(0.0, max(scores) - math.log10(len(scores))))
+    return WatermarkDetection(max(0.0, max(scores) - math.log10(len(scores))))
 
 
 def _score(pcm: np.ndarray, grid: np.ndarray) -> float:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asr_serve import native
-from asr_serve.decoding.hotwords import StreamWords
+from asr_serve import kernels
+from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.errors import OptionError
-from asr_serve.models.streaming import Chunk, State, StateSpec, StreamingModel
-from asr_serve.native import search_twin
-from asr_serve.types import Found, Guess, Token
+from asr_serve.kernels import ctc_search_reference
+from asr_serve.models.interfaces import State, StateSpec, StreamingChunk, StreamingModel
+from asr_serve.types import NBestHypothesis, SearchResult, SearchToken
 
 BEAM = ("ctc_counts", "ctc_heads", "ctc_scores", "ctc_nodes", "ctc_peaks")
 HOT: dict[str, Callable[[int], StateSpec]] = {
@@ -40,32 +40,32 @@ class CtcGreedy:
     def __init__(self, model: StreamingModel) -> None:
         self.model = model
 
-    def state(self) -> dict[str, StateSpec]:
+    def state_specs(self) -> dict[str, StateSpec]:
         return {
-            "ctc_last": StateSpec((), torch.int64, fresh=float(self.model.blank)),
+            "ctc_last": StateSpec((), torch.int64, initial_value=float(self.model.blank_id)),
             "ctc_score": StateSpec((), torch.float64),
         }
 
-    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
-        best, ids = self.model.ctc(hidden).max(-1)
+    def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
+        best, ids = self.model.ctc_logprobs(hidden).max(-1)
         n, width = ids.shape
         last, score = state["ctc_last"], state["ctc_score"]
         before = torch.cat([last[chunk.rows, None], ids], 1)
         heard = torch.arange(width, device=ids.device) < chunk.frames[:, None]
-        new = (ids != self.model.blank) & (ids != before[:, :-1]) & heard
+        new = (ids != self.model.blank_id) & (ids != before[:, :-1]) & heard
         # Summed frame after frame, not as a whole: the same to the last bit for any chunks.
         scores = torch.cat([score[chunk.rows, None], best.double()], 1).cumsum(1)
         last[chunk.rows] = before.gather(1, chunk.frames[:, None])[:, 0]
         score[chunk.rows] = scores.gather(1, chunk.frames[:, None])[:, 0]
-        found: list[Found] = [Found([], []) for _ in range(n)]
+        found: list[SearchResult] = [SearchResult([], []) for _ in range(n)]
         rows, frames = new.nonzero(as_tuple=True)
-        said = (ids[rows, frames], chunk.seen[rows] + frames, best[rows, frames])
+        said = (ids[rows, frames], chunk.start_frames[rows] + frames, best[rows, frames])
         for row, *token in zip(rows.tolist(), *(x.tolist() for x in said), strict=True):
-            found[row].fixed.append(Token(*token))
+            found[row].fixed_tokens.append(SearchToken(*token))
         return found
 
-    def finish(self, row: int, state: State) -> list[Guess]:
-        return [Guess([], float(state["ctc_score"][row]))]
+    def finish(self, row: int, state: State) -> list[NBestHypothesis]:
+        return [NBestHypothesis([], float(state["ctc_score"][row]))]
 
 
 class CtcPrefixBeam:
@@ -79,7 +79,7 @@ class CtcPrefixBeam:
             the chunks or on other rows; of equally likely entries those that were there before are better, in
             their order, then new ones in the order of the entries that they go on from, then by their tokens.
     State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks (and with hot words ctc_spots, ctc_gains), on
-            the host (`native/search_twin.py` draws
+            the host (`kernels/ctc_search_reference.py` draws
             them): the beam, and the tree of what its entries say after what is fixed. When the tree outgrows
             `nodes`, the best entry's oldest token is fixed and entries that do not begin with it are dropped.
     Raises  OptionError for options out of range
@@ -112,9 +112,9 @@ class CtcPrefixBeam:
         self.model, self.beam, self.nodes = model, beam, nodes
         self.tokens, self.min_logprob, self.max_gap = tokens, min_logprob, max_gap
         self.boost = boost
-        self._native = native.search()
+        self._native = kernels.search()
 
-    def state(self) -> dict[str, StateSpec]:
+    def state_specs(self) -> dict[str, StateSpec]:
         return {
             "ctc_counts": StateSpec((3,), torch.int64, on_host=True),
             "ctc_heads": StateSpec((self.beam,), torch.int64, None, on_host=True),
@@ -123,28 +123,35 @@ class CtcPrefixBeam:
             "ctc_peaks": StateSpec((self.nodes, 2), torch.float64, None, on_host=True),
         } | ({} if self.boost is None else {name: spec(self.beam) for name, spec in HOT.items()})
 
-    def step(self, hidden: Tensor, chunk: Chunk, state: State, words: StreamWords | None = None) -> list[Found]:
+    def step(
+        self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
+    ) -> list[SearchResult]:
         """`words`: hot words of all these sessions; of each the same ones, or none, from its first step on."""
         found = self._native.step(
-            self.model.ctc(hidden).cpu(),
+            self.model.ctc_logprobs(hidden).cpu(),
             chunk.rows.cpu(),
-            chunk.seen.cpu(),
+            chunk.start_frames.cpu(),
             chunk.frames.cpu(),
             *(state[name] for name in BEAM),
-            self.model.blank,
+            self.model.blank_id,
             self.tokens,
             self.min_logprob,
             self.max_gap,
             torch.get_num_threads(),
             *self._bias(state, words),
         )
-        return [Found([Token(*t) for t in fixed], [Token(*t) for t in tail]) for fixed, tail in found]
+        return [
+            SearchResult([SearchToken(*t) for t in fixed], [SearchToken(*t) for t in tail])
+            for fixed, tail in found
+        ]
 
-    def finish(self, row: int, state: State, words: StreamWords | None = None) -> list[Guess]:
-        best = search_twin.nbest(row, tuple(state[name] for name in BEAM), *self._bias(state, words))
-        return [Guess([Token(*t) for t in tokens], logprob, gain) for tokens, logprob, gain in best]
+    def finish(self, row: int, state: State, words: StreamingBiasingList | None = None) -> list[NBestHypothesis]:
+        best = ctc_search_reference.nbest(row, tuple(state[name] for name in BEAM), *self._bias(state, words))
+        return [
+            NBestHypothesis([SearchToken(*t) for t in tokens], logprob, gain) for tokens, logprob, gain in best
+        ]
 
-    def _bias(self, state: State, words: StreamWords | None) -> tuple[Any, ...]:
+    def _bias(self, state: State, words: StreamingBiasingList | None) -> tuple[Any, ...]:
         if words is None:
             return ()
         assert self.boost is not None, "hot words for a search that knows none"

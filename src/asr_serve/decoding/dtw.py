@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asr_serve import native
+from asr_serve import kernels
 
 LEAST = 1e-3
 """Attention far below this is as good as none."""
@@ -21,7 +21,7 @@ LEAST = 1e-3
 def first_frames(cost: np.ndarray) -> np.ndarray:
     """Where each row of `cost` (rows, frames) float32 begins on the cheapest way through it: (rows,) int64, see
     native/dtw_twin. Raises ValueError where there is nothing to go through."""
-    found: np.ndarray = native.dtw().first_frames(np.ascontiguousarray(cost, np.float32))
+    found: np.ndarray = kernels.dtw().first_frames(np.ascontiguousarray(cost, np.float32))
     return found
 
 

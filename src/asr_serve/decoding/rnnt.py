@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from asr_serve.errors import OptionError
-from asr_serve.models.streaming import Chunk, Found, Guess, State, StateSpec, Token, Transducer
+from asr_serve.models.interfaces import (
+    NBestHypothesis,
+    SearchResult,
+    SearchToken,
+    State,
+    StateSpec,
+    StreamingChunk,
+    Transducer,
+)
 
 AHEAD = 64
 """Frames, of all sessions together, that one call of the joint network looks at where some may turn out not to be
@@ -38,12 +46,12 @@ RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain"}
 class TransducerModel(Transducer, Protocol):
     """A streaming model with a transducer, as far as searches look at it."""
 
-    vocab: int
+    vocab_size: int
     """With the blank."""
-    blank: int
+    blank_id: int
 
 
-class Start(NamedTuple):
+class PredictorStart(NamedTuple):
     """Where every session begins: the predictor has heard the blank."""
 
     predicted: Tensor
@@ -53,16 +61,16 @@ class Start(NamedTuple):
 
 
 @torch.inference_mode()
-def start(model: TransducerModel, device: torch.device) -> Start:
+def start_predictor(model: TransducerModel, device: torch.device) -> PredictorStart:
     fresh = {
-        name: torch.full((1, *spec.shape), spec.fresh or 0.0, dtype=spec.dtype, device=device)
-        for name, spec in model.predictor_state().items()
+        name: torch.full((1, *spec.shape), spec.initial_value or 0.0, dtype=spec.dtype, device=device)
+        for name, spec in model.predictor_state_specs().items()
     }
     assert not fresh.keys() & RESERVED, "a predictor's memory has a name that a search has"
-    return Start(*model.predict(torch.tensor([model.blank], device=device), fresh))
+    return PredictorStart(*model.predict(torch.tensor([model.blank_id], device=device), fresh))
 
 
-def load(state: State, rows: Tensor, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def load_rows(state: State, rows: Tensor, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A step's rows, by name (n, *shape); `fresh` (1, *shape) for a session that has not begun."""
     begun = state[BEGUN][rows] == 1
     return {
@@ -71,14 +79,14 @@ def load(state: State, rows: Tensor, fresh: Mapping[str, Tensor]) -> dict[str, T
     }
 
 
-def save(state: State, rows: Tensor, own: Mapping[str, Tensor]) -> None:
+def save_rows(state: State, rows: Tensor, own: Mapping[str, Tensor]) -> None:
     """The inverse: from now on these sessions have begun."""
     for name, values in own.items():
         state[name].index_copy_(0, rows, values)
     state[BEGUN].index_fill_(0, rows, 1)
 
 
-def check_max_symbols(max_symbols: int) -> None:
+def validate_max_symbols(max_symbols: int) -> None:
     if max_symbols < 1:
         raise OptionError(f"max_symbols={max_symbols}", "1 or more", param="max_symbols")
 
@@ -96,7 +104,7 @@ class _Best(NamedTuple):
 
 
 @dataclass
-class _Work:
+class _GreedyStep:
     """A step's rows while it runs: n of them."""
 
     projected: Tensor
@@ -135,10 +143,10 @@ class TransducerGreedy:
 
     def __init__(self, model: TransducerModel, max_symbols: int = 10, device: torch.device | str = "cpu") -> None:
         """`device`: where the state lies. Raises OptionError."""
-        check_max_symbols(max_symbols)
+        validate_max_symbols(max_symbols)
         self.model, self.max_symbols = model, max_symbols
         device = torch.device(device)
-        first = start(model, device)
+        first = start_predictor(model, device)
         self._fresh = {
             **first.memory,
             PREDICTED: first.predicted,
@@ -149,19 +157,19 @@ class TransducerGreedy:
         self._durations = torch.tensor(model.durations, dtype=torch.int64, device=device)
         self._longest = max(1, *model.durations) if model.durations else 1
 
-    def state(self) -> dict[str, StateSpec]:
+    def state_specs(self) -> dict[str, StateSpec]:
         return {
             BEGUN: StateSpec((), torch.int64),
             **{name: StateSpec(tuple(each.shape[1:]), each.dtype, None) for name, each in self._fresh.items()},
         }
 
     @torch.inference_mode()
-    def step(self, hidden: Tensor, chunk: Chunk, state: State) -> list[Found]:
-        own = load(state, chunk.rows, self._fresh)
+    def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
+        own = load_rows(state, chunk.rows, self._fresh)
         nothing = torch.zeros_like(chunk.rows)
-        work = _Work(
-            projected=self.model.project(hidden),
-            first=chunk.seen,
+        work = _GreedyStep(
+            projected=self.model.project_encoder(hidden),
+            first=chunk.start_frames,
             limit=chunk.frames,
             at=own[SKIP],
             symbols=nothing.clone(),
@@ -181,14 +189,14 @@ class TransducerGreedy:
                 if self.model.durations:
                     running = running[work.at[running] < work.limit[running]]
         own[SKIP] = (work.at - work.limit).clamp(min=0)
-        save(state, chunk.rows, own)
+        save_rows(state, chunk.rows, own)
         return _read(work.said, len(chunk.rows))
 
-    def finish(self, row: int, state: State) -> list[Guess]:
+    def finish(self, row: int, state: State) -> list[NBestHypothesis]:
         begun = int(state[BEGUN][row]) == 1
-        return [Guess([], float(state[SCORE][row]) if begun else 0.0)]
+        return [NBestHypothesis([], float(state[SCORE][row]) if begun else 0.0)]
 
-    def _seek(self, work: _Work, rows: Tensor) -> None:
+    def _seek(self, work: _GreedyStep, rows: Tensor) -> None:
         """Moves `rows` on to the frame of their next token, or past the chunk's end."""
         while len(rows):
             ahead = max(1, min(work.projected.shape[1], AHEAD // len(rows)))
@@ -203,7 +211,7 @@ class TransducerGreedy:
                 )
             )
             # From each frame on to where its blanks lead: twice as far with every turn.
-            blank = inside & (best.token == self.model.blank)
+            blank = inside & (best.token == self.model.blank_id)
             to = steps.repeat(len(rows), 1)
             to[:, :ahead] += torch.where(blank, best.frames, 0)
             score = work.score.new_zeros(to.shape)
@@ -222,7 +230,7 @@ class TransducerGreedy:
             work.score[rows] += score[:, 0] + torch.where(found, said.double(), 0.0)
             rows = rows[~found & (work.at[rows] < work.limit[rows])]
 
-    def _say(self, work: _Work, rows: Tensor) -> None:
+    def _say(self, work: _GreedyStep, rows: Tensor) -> None:
         """Takes the token that was found in each of `rows`, and moves on by how long it lasts."""
         token = work.token[rows]
         work.said.append(
@@ -239,10 +247,10 @@ class TransducerGreedy:
 
     def _best(self, projected: Tensor, predicted: Tensor) -> _Best:
         logits = self.model.joint(projected, predicted)
-        tokens, durations = logits[:, : self.model.vocab], logits[:, self.model.vocab :]
+        tokens, durations = logits[:, : self.model.vocab_size], logits[:, self.model.vocab_size :]
         top, token = tokens.max(-1)
         logprob = top - tokens.logsumexp(-1)
-        blank = token == self.model.blank
+        blank = token == self.model.blank_id
         if not self.model.durations:
             return _Best(token, logprob, blank.long(), logprob)
         top, which = durations.max(-1)
@@ -251,10 +259,10 @@ class TransducerGreedy:
         return _Best(token, logprob, frames, logprob + (top - durations.logsumexp(-1)))
 
 
-def _read(said: list[Tensor], sessions: int) -> list[Found]:
+def _read(said: list[Tensor], sessions: int) -> list[SearchResult]:
     """To the host, all at once."""
-    found = [Found([], []) for _ in range(sessions)]
+    found = [SearchResult([], []) for _ in range(sessions)]
     if said:
         for row, token, frame, logprob in torch.cat(said, 1).T.tolist():
-            found[int(row)].fixed.append(Token(int(token), int(frame), logprob))
+            found[int(row)].fixed_tokens.append(SearchToken(int(token), int(frame), logprob))
     return found

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asr_serve.decoding.bias import OPEN
-from asr_serve.decoding.hotwords import StreamWords
+from asr_serve.decoding.biasing import OPEN
+from asr_serve.decoding.biasing_list import StreamingBiasingList
 from asr_serve.decoding.rnnt import (
     BEGUN,
     KEY,
@@ -31,13 +31,20 @@ from asr_serve.decoding.rnnt import (
     SKIP,
     TAIL,
     TransducerModel,
-    check_max_symbols,
-    load,
-    save,
-    start,
+    load_rows,
+    save_rows,
+    start_predictor,
+    validate_max_symbols,
 )
 from asr_serve.errors import OptionError
-from asr_serve.models.streaming import Chunk, Found, Guess, State, StateSpec, Token
+from asr_serve.models.interfaces import (
+    NBestHypothesis,
+    SearchResult,
+    SearchToken,
+    State,
+    StateSpec,
+    StreamingChunk,
+)
 
 SPOT, GAIN = "spot", "gain"
 """Where hot words are known: the node of their graph, and what they are worth, which is in SCORE too."""
@@ -59,7 +66,7 @@ class _Candidates(NamedTuple):
 
 
 @dataclass
-class _Work:
+class _BeamStep:
     """A step's rows while it runs: n of them, with a beam each."""
 
     projected: Tensor
@@ -72,7 +79,7 @@ class _Work:
     """By name of the state (n, *shape): read, written and written back."""
     room: int
     """What tails may still grow by, at least."""
-    words: StreamWords | None = None
+    words: StreamingBiasingList | None = None
     fixed: list[Tensor] = field(default_factory=list)
     """Each (n, 3 tails and 2): the best entry's tail, how much of it is there, how much is fixed from now on."""
 
@@ -103,7 +110,7 @@ class TransducerBeam:
         """`max_symbols`: at one frame. `device`: where the state lies. `boost`: this search knows hot words, and a
         token of one of weight 1 is worth so much, natural log; None: it knows none. `tokens`: of an entry, so many
         likeliest are looked at, at least. Raises OptionError."""
-        check_max_symbols(max_symbols)
+        validate_max_symbols(max_symbols)
         if beam < 1:
             raise OptionError(f"beam={beam}", "1 or more", param="beam")
         if tail <= max_symbols:
@@ -113,7 +120,7 @@ class TransducerBeam:
         self.model, self.beam, self.max_symbols, self.tail, self.margin = model, beam, max_symbols, tail, margin
         self.boost, self._wide = boost, max(2 * beam - 1, tokens)
         device = torch.device(device)
-        first = start(model, device)
+        first = start_predictor(model, device)
         numbers = torch.zeros(1, beam, dtype=torch.int64, device=device)
         alone = torch.full((1, beam), -math.inf, dtype=torch.float64, device=device)
         alone[:, 0] = 0.0
@@ -131,28 +138,30 @@ class TransducerBeam:
         self._durations = torch.tensor(model.durations, dtype=torch.int64, device=device)
         self._positions = torch.arange(tail, device=device)
 
-    def state(self) -> dict[str, StateSpec]:
+    def state_specs(self) -> dict[str, StateSpec]:
         return {
             BEGUN: StateSpec((), torch.int64),
             **{name: StateSpec(tuple(each.shape[1:]), each.dtype, None) for name, each in self._fresh.items()},
         }
 
     @torch.inference_mode()
-    def step(self, hidden: Tensor, chunk: Chunk, state: State, words: StreamWords | None = None) -> list[Found]:
+    def step(
+        self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
+    ) -> list[SearchResult]:
         """`words`: hot words of all these sessions; of each the same ones, or none, from its first step on."""
-        own = load(state, chunk.rows, self._fresh)
+        own = load_rows(state, chunk.rows, self._fresh)
         if words is not None and bool((own[SPOT] >= len(words)).any() or (own[SPOT] < 0).any()):
             raise ValueError("a row of the state is corrupt")
-        work = _Work(self.model.project(hidden), chunk.seen, chunk.frames, own, 0, words)
+        work = _BeamStep(self.model.project_encoder(hidden), chunk.start_frames, chunk.frames, own, 0, words)
         for frame in range(hidden.shape[1]):
             self._frame(work, frame)
         self._fix_agreed(work)
-        save(state, chunk.rows, work.own)
+        save_rows(state, chunk.rows, work.own)
         return self._read(work.fixed)
 
-    def finish(self, row: int, state: State, words: StreamWords | None = None) -> list[Guess]:
+    def finish(self, row: int, state: State, words: StreamingBiasingList | None = None) -> list[NBestHypothesis]:
         if int(state[BEGUN][row]) != 1:
-            return [Guess([], 0.0)]
+            return [NBestHypothesis([], 0.0)]
         scores, keys, lengths = (state[name][row].tolist() for name in (SCORE, KEY, LENGTH))
         gains = [0.0] * self.beam
         if words is not None:
@@ -160,12 +169,12 @@ class TransducerBeam:
             # A part that has not become a word is worth nothing.
             spots = state[SPOT][row].tolist()
             gains = [
-                gain + self.boost * words.graph.ends(spot)
+                gain + self.boost * words.graph.final_cost(spot)
                 for gain, spot in zip(state[GAIN][row].tolist(), spots, strict=True)
             ]
             scores = [score - gain for score, gain in zip(scores, state[GAIN][row].tolist(), strict=True)]
         tails = zip(*(state[name][row].tolist() for name in TAIL), strict=True)
-        guesses: dict[int, Guess] = {}
+        guesses: dict[int, NBestHypothesis] = {}
         entries = zip(scores, keys, lengths, tails, gains, strict=True)
         for score, key, length, tail, gain in sorted(entries, reverse=True):
             if key in guesses:
@@ -173,12 +182,14 @@ class TransducerBeam:
                 guess = guesses[key]
                 guesses[key] = guess._replace(logprob=_sum(guess.logprob, score))
             elif score > -math.inf:
-                guesses[key] = Guess([Token(*each) for each in zip(*tail, strict=True)][:length], score, gain)
+                guesses[key] = NBestHypothesis(
+                    [SearchToken(*each) for each in zip(*tail, strict=True)][:length], score, gain
+                )
         return sorted(guesses.values(), key=lambda guess: -(guess.logprob + guess.gain))
 
     # --- a frame -----------------------------------------------------------------------------------------
 
-    def _frame(self, work: _Work, frame: int) -> None:
+    def _frame(self, work: _BeamStep, frame: int) -> None:
         own, live = work.own, (frame < work.limit)[:, None]
         if work.room < self.max_symbols:
             self._make_room(work, live)
@@ -191,20 +202,20 @@ class TransducerBeam:
             self._take(work, frame, self._merge(candidates))
         own[SKIP] = torch.where(live, (own[SKIP] - 1).clamp(min=0), own[SKIP])
 
-    def _expand(self, work: _Work, frame: int, going: Tensor, last: bool) -> _Candidates:
+    def _expand(self, work: _BeamStep, frame: int, going: Tensor, last: bool) -> _Candidates:
         """The best that may come of each beam: the entries `going`, flat indices, go on in all ways, the others
         stay as they are."""
         own, model, wide = work.own, self.model, self._wide
         logits = model.joint(work.projected[going // self.beam, frame], own[PREDICTED].flatten(0, 1)[going])
-        logprob, token = logits[:, : model.vocab].log_softmax(-1).topk(min(wide, model.vocab))
+        logprob, token = logits[:, : model.vocab_size].log_softmax(-1).topk(min(wide, model.vocab_size))
         gain, advance = logprob, torch.zeros_like(token)
         if model.durations:
-            lasts = logits[:, model.vocab :].log_softmax(-1)
+            lasts = logits[:, model.vocab_size :].log_softmax(-1)
             gain = (logprob[:, :, None] + lasts[:, None]).flatten(1)
             gain, which = gain.topk(min(wide, gain.shape[1]))
             token, logprob = (each.gather(1, which // lasts.shape[1]) for each in (token, logprob))
             advance = self._durations[which % lasts.shape[1]]
-        ends = torch.ones_like(token, dtype=torch.bool) if last else token == model.blank
+        ends = torch.ones_like(token, dtype=torch.bool) if last else token == model.blank_id
         advance = torch.where(ends, advance.clamp(min=1), advance)
 
         def ways(stay: Tensor, go: Tensor, never: float) -> Tensor:
@@ -221,7 +232,7 @@ class TransducerBeam:
         stay = score.index_fill(0, going, -math.inf).view_as(own[SCORE])
         best, which = ways(stay, score[going, None] + gain, -math.inf).topk(2 * self.beam - 1)
         parent = which // (1 + token.shape[1])
-        said = ways(torch.full_like(own[KEY], model.blank), token, 0).gather(1, which)
+        said = ways(torch.full_like(own[KEY], model.blank_id), token, 0).gather(1, which)
         key = own[KEY].gather(1, parent)
         return _Candidates(
             best,
@@ -229,20 +240,20 @@ class TransducerBeam:
             said,
             ways(torch.zeros_like(own[SCORE]), logprob, 0).gather(1, which).float(),
             own[SKIP].gather(1, parent) + ways(torch.zeros_like(own[SKIP]), advance, 0).gather(1, which),
-            torch.where(said == model.blank, key, _followed(key, said)),
+            torch.where(said == model.blank_id, key, _followed(key, said)),
             tuple(
                 ways(own[name], each, 0).gather(1, which).to(own[name].dtype)
                 for name, each in zip((SPOT, GAIN), worth or (), strict=False)
             ),
         )
 
-    def _worth(self, work: _Work, going: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _worth(self, work: _BeamStep, going: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Of each way that the entries `going` may go on, (n, ways): where in the hot words' graph it is then,
         what all its hot words are worth, and what of that is new. None: there are no hot words."""
         if work.words is None:
             return None
         assert self.boost is not None
-        blank, graph = self.model.blank, work.words.graph
+        blank, graph = self.model.blank_id, work.words.graph
         spots, gains = (work.own[name].flatten()[going] for name in (SPOT, GAIN))
         ways = [
             [(spot, 0.0) if each == blank else graph.step(spot, each) for each in tokens]
@@ -267,14 +278,14 @@ class TransducerBeam:
         hot = tuple(each.gather(1, order) for each in candidates.hot)
         return _Candidates(score, parent, token, logprob, skip, key, hot)
 
-    def _take(self, work: _Work, frame: int, chosen: _Candidates) -> None:
+    def _take(self, work: _BeamStep, frame: int, chosen: _Candidates) -> None:
         """The entries become those."""
         own, rows = work.own, _rows(chosen.parent)[:, None]
         for name in (*self._memory, PREDICTED, LENGTH, *TAIL):
             own[name] = own[name][rows, chosen.parent]
         own[SCORE], own[SKIP], own[KEY] = chosen.score, chosen.skip, chosen.key
         own.update(zip((SPOT, GAIN), chosen.hot, strict=False))
-        says = (chosen.token != self.model.blank) & (chosen.score > -math.inf)
+        says = (chosen.token != self.model.blank_id) & (chosen.score > -math.inf)
         at = says.flatten().nonzero().squeeze(1)
         if not len(at):
             return
@@ -291,7 +302,7 @@ class TransducerBeam:
 
     # --- what is fixed -----------------------------------------------------------------------------------
 
-    def _make_room(self, work: _Work, live: Tensor) -> None:
+    def _make_room(self, work: _BeamStep, live: Tensor) -> None:
         """For the tokens of a frame in the tails of the rows that have one, `live` (n, 1). Whatever the chunks
         are, the same entries are given up at the same frame."""
         most = self.tail - self.max_symbols
@@ -300,11 +311,11 @@ class TransducerBeam:
             self._fix_agreed(work)
         work.room = self.tail - longest
 
-    def _longest(self, work: _Work, live: Tensor) -> int:
+    def _longest(self, work: _BeamStep, live: Tensor) -> int:
         alive = live & (work.own[SCORE] > -math.inf)
         return int(torch.where(alive, work.own[LENGTH], 0).max())
 
-    def _force(self, work: _Work, live: Tensor, most: int) -> None:
+    def _force(self, work: _BeamStep, live: Tensor, most: int) -> None:
         """Fixes the oldest token of the best entry where a tail is longer than `most`."""
         own, rows = work.own, _rows(work.own[SCORE])
         score, length, best = own[SCORE], own[LENGTH], own[SCORE].argmax(1)
@@ -316,7 +327,7 @@ class TransducerBeam:
         own[SCORE] = score.masked_fill(full & other, -math.inf)
         self._fix(work, (full & says).long().squeeze(1))
 
-    def _fix_agreed(self, work: _Work) -> None:
+    def _fix_agreed(self, work: _BeamStep) -> None:
         """Fixes what all entries say, at the same frames."""
         own, rows, best = work.own, _rows(work.own[SCORE]), work.own[SCORE].argmax(1)
         same = self._positions < own[LENGTH][:, :, None]
@@ -325,7 +336,7 @@ class TransducerBeam:
         same |= (own[SCORE] == -math.inf)[:, :, None]
         self._fix(work, same.all(1).long().cumprod(1).sum(1))
 
-    def _fix(self, work: _Work, count: Tensor) -> None:
+    def _fix(self, work: _BeamStep, count: Tensor) -> None:
         """Takes so many tokens, (n,), off all tails; what they are, the best entry says."""
         own, rows, best = work.own, _rows(work.own[SCORE]), work.own[SCORE].argmax(1)
         counts = torch.stack([own[LENGTH][rows, best], count], 1)
@@ -335,17 +346,17 @@ class TransducerBeam:
             own[name] = own[name].gather(2, moved)
         own[LENGTH] = (own[LENGTH] - count[:, None]).clamp(min=0)
 
-    def _read(self, fixed: list[Tensor]) -> list[Found]:
+    def _read(self, fixed: list[Tensor]) -> list[SearchResult]:
         """To the host, all at once."""
         found = []
         for steps in torch.stack(fixed, 1).cpu():
-            new: list[Token] = []
+            new: list[SearchToken] = []
             for step in steps:
                 length, count = map(int, step[-2:].tolist())
                 best = step[:-2].view(len(TAIL), -1)[:, :length].T.tolist()
-                said = [Token(int(token), int(frame), logprob) for token, frame, logprob in best]
+                said = [SearchToken(int(token), int(frame), logprob) for token, frame, logprob in best]
                 new += said[:count]
-            found.append(Found(new, said[count:]))
+            found.append(SearchResult(new, said[count:]))
         return found
 
 

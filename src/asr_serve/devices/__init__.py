@@ -6,28 +6,28 @@ from typing import get_args
 
 import torch
 
-from asr_serve.devices.base import Device
+from asr_serve.devices.interface import Device
 from asr_serve.errors import OptionError
-from asr_serve.values import Quantize, unknown
+from asr_serve.types import Quantize, unknown_name_error
 
-WAYS: dict[str, Quantize] = {way: way for way in get_args(Quantize)}
+QUANTIZE_MODES: dict[str, Quantize] = {way: way for way in get_args(Quantize)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def pick(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> Device:
+def make_device(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> Device:
     """The device of that name: auto, cpu, cuda or cuda:N; dtype: auto, fp32 or bf16; quantize: none, int8 or
     dynamic.
 
     Raises OptionError for an unknown name, or for a device this machine lacks: never a silent fall-back.
     """
     if dtype not in ("auto", *DTYPES):
-        raise unknown("dtype", dtype, ["auto", *DTYPES])
-    if quantize not in WAYS:
-        raise unknown("quantize", quantize, list(WAYS))
-    way = WAYS[quantize]
+        raise unknown_name_error("dtype", dtype, ["auto", *DTYPES])
+    if quantize not in QUANTIZE_MODES:
+        raise unknown_name_error("quantize", quantize, list(QUANTIZE_MODES))
+    way = QUANTIZE_MODES[quantize]
     kind = device.split(":")[0]
     if kind not in ("auto", "cpu", "cuda") or (kind != "cuda" and device != kind):
-        raise unknown("device", device, ["auto", "cpu", "cuda", "cuda:N"])
+        raise unknown_name_error("device", device, ["auto", "cpu", "cuda", "cuda:N"])
     if kind == "cuda" and not torch.cuda.is_available():
         raise OptionError(
             f"device {device!r}", "this machine has no CUDA device that torch sees", "use --device cpu"

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve import native
-from asr_serve.config import threads_wanted
-from asr_serve.devices.base import Linear, Vocabulary
-from asr_serve.devices.int8 import Gate, Int8Linear, Int8Vocabulary
-from asr_serve.models.batch import Packing
-from asr_serve.values import Quantize
+from asr_serve import kernels
+from asr_serve.config import thread_limit
+from asr_serve.devices.int8 import CpuInt8Linear, Int8Selector, Int8Vocabulary
+from asr_serve.devices.interface import Linear, VocabularyMatrix
+from asr_serve.models.packing import PackedBatch
+from asr_serve.types import Quantize
 
 
 def bf16_supported() -> bool:
@@ -81,7 +81,7 @@ class PackedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias = bias
-        self.nbytes = held(weight, bias)
+        self.nbytes = packed_bytes(weight, bias)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self.product = torch.ops.mkldnn._linear_pointwise.default
         self.product_add = torch.ops.mkldnn._linear_pointwise.binary
@@ -101,7 +101,7 @@ class PlainLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
-        self.nbytes = held(weight, bias)
+        self.nbytes = packed_bytes(weight, bias)
 
     def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
         out = F.linear(x, self.weight, self.bias)
@@ -128,13 +128,13 @@ class PlainVocabulary:
         return self.linear(x)
 
 
-def held(*tensors: Tensor | None) -> int:
+def packed_bytes(*tensors: Tensor | None) -> int:
     """Bytes of all of them."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class CpuDevice:
-    """See devices/base.py. Sets torch's thread count for the process."""
+    """See devices/interface.py. Sets torch's thread count for the process."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -150,11 +150,11 @@ class CpuDevice:
             self.chosen_because = f"this CPU {'multiplies' if native_bf16 else 'does not multiply'} bf16 itself"
         self.dtype = dtype
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.threads = threads_wanted() or cores
-        self.encoders = 0 if self.threads == 1 else self.threads - self.threads // 4
-        self.kernels = native.kernels()
-        self.gate = Gate(self.kernels, self.threads)
-        self.share(self.threads)
+        self.threads = thread_limit() or cores
+        self.encoder_threads = 0 if self.threads == 1 else self.threads - self.threads // 4
+        self.kernels = kernels.kernels()
+        self.gate = Int8Selector(self.kernels, self.threads)
+        self.set_threads(self.threads)
         available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         self.packs = bool(available) and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -164,12 +164,12 @@ class CpuDevice:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
         if self.quantize != "none" and dtype is None:
-            return Int8Linear(weight, bias, self.kernels, self._bits(weight))
+            return CpuInt8Linear(weight, bias, self.kernels, self._bits(weight))
         dtype = dtype or self.dtype
         bias = None if bias is None else bias.to(dtype)
         return (PackedLinear if self.packs else PlainLinear)(weight.to(dtype), bias)
 
-    def vocabulary(self, weight: Tensor) -> Vocabulary:
+    def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         if self.quantize != "none":
             return Int8Vocabulary(weight, self.kernels, self._bits(weight), self.dtype)
         weight = weight.to(self.dtype)
@@ -178,7 +178,7 @@ class CpuDevice:
     def _bits(self, weight: Tensor) -> int:
         return self.gate.bits(weight.shape[1], weight.shape[0]) if self.quantize == "dynamic" else 16
 
-    def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
+    def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
         total, _, heads, head_dim = qkv.shape
         out = torch.empty(total, heads, head_dim, dtype=qkv.dtype)
         out[sum(packing.frames) :] = 0
@@ -190,7 +190,7 @@ class CpuDevice:
     def fast_bf16(self, x: Tensor) -> bool:
         """Whether oneDNN's batched product and our softmax beat torch's fused kernel: in bf16,
         where that one converts to float32 first."""
-        return x.dtype == torch.bfloat16 and self.kernels is not native.twins
+        return x.dtype == torch.bfloat16 and self.kernels is not kernels.reference
 
     def _attend_packed(self, qkv: Tensor, offset: int, frames: int) -> Tensor:
         # Each new shape costs a millisecond of compiling: read on into the next clip up to a round length,
@@ -205,7 +205,7 @@ class CpuDevice:
         q, k, v = (qkv[None, offset : offset + frames, i].transpose(1, 2) for i in range(3))
         return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
-    def causal_attention(self, qkv: Tensor, packing: Packing, scale: float) -> Tensor:
+    def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:
         total, _, heads, head_dim = qkv.shape
         out = qkv.new_zeros(total, heads, head_dim)
         for offset, count in zip(packing.offsets, packing.frames, strict=True):
@@ -214,34 +214,34 @@ class CpuDevice:
             out[offset : offset + count] = mixed[0].transpose(0, 1)
         return out.view(total, heads * head_dim)
 
-    def share(self, threads: int) -> None:
+    def set_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        if core := native.core():
+        if core := kernels.core():
             core.set_threads(threads)
 
     def decode_threads(self, beside: bool) -> int:
         return max(1, self.threads // 4) if beside else self.threads
 
-    def rows(self, live: int) -> int:
+    def padded_rows(self, live: int) -> int:
         return live if live <= 4 else -(-live // ROW_BLOCK) * ROW_BLOCK
 
-    def width(self, used: int, limit: int) -> int:
+    def padded_pages(self, used: int, limit: int) -> int:
         # Native kernels read what a row uses; the twins gather the whole width.
-        return limit if self.kernels is not native.twins else used
+        return limit if self.kernels is not kernels.reference else used
 
-    def memory(self, *shape: int) -> Tensor:
+    def allocate(self, *shape: int) -> Tensor:
         held = torch.empty(*shape, dtype=self.dtype)
         ask_for_huge_pages(held.data_ptr(), held.nbytes)
         return held
 
-    def pin(self, memory: memoryview) -> Callable[[], None]:
+    def pin_memory(self, memory: memoryview) -> Callable[[], None]:
         return lambda: None  # it is the device's memory
 
-    def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    def capture(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
         return function
 
     def describe(self) -> dict[str, Any]:
-        core = native.core()
+        core = kernels.core()
         products = {"none": self.dtype_name, "int8": "8-bit weights", "dynamic": self.gate.describe()}
         return {
             "device": self.name,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from asr_serve.devices.base import Linear, Vocabulary
-from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, held
+from asr_serve.devices.cpu import PlainLinear, PlainVocabulary, packed_bytes
 from asr_serve.devices.int8 import outlying
+from asr_serve.devices.interface import Linear, VocabularyMatrix
 from asr_serve.errors import OptionError
-from asr_serve.models.batch import Packing
-from asr_serve.native import int8_twins, twins
-from asr_serve.values import Quantize
+from asr_serve.kernels import int8_reference, reference
+from asr_serve.models.packing import PackedBatch
+from asr_serve.types import Quantize
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Rows a decoding step is padded to, so that a step's graph is recorded once and replayed."""
 
 
-class Recorded:
+class CudaGraphFunction:
     """A function of tensors with static shapes, recorded per shape; arguments are copied in, results lent
     until the next call with the same shape."""
 
@@ -76,10 +76,10 @@ class WidenedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
         """weight (out, in) in any float dtype, where it is to stay; bias (out,); `out_dtype`: of the result."""
-        self.integers, self.scale = int8_twins.quantise(weight)
+        self.integers, self.scale = int8_reference.quantise(weight)
         self.bias = None if bias is None else bias.float()
         self.out_dtype = out_dtype
-        self.nbytes = held(self.integers, self.scale, self.bias)
+        self.nbytes = packed_bytes(self.integers, self.scale, self.bias)
 
     def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
         slabs = torch.split(self.integers, SLAB_OUTPUTS)
@@ -117,11 +117,11 @@ class WidenedVocabulary(WidenedLinear):
 
 
 class CudaDevice:
-    """See devices/base.py."""
+    """See devices/interface.py."""
 
     encode_frames = 16_384
     frame_block = 256
-    encoders = 0
+    encoder_threads = 0
 
     def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
         """Raises OptionError for `dynamic`, which is the CPU's."""
@@ -132,8 +132,8 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self.dtype = dtype or torch.bfloat16
         self.threads = _threads()
-        self.share(self.threads)
-        self.kernels: ModuleType = twins
+        self.set_threads(self.threads)
+        self.kernels: ModuleType = reference
 
     @property
     def dtype_name(self) -> str:
@@ -147,20 +147,22 @@ class CudaDevice:
         moved = None if bias is None else bias.to(self.torch_device, dtype)
         return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), moved)
 
-    def vocabulary(self, weight: Tensor) -> Vocabulary:
+    def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         if self.quantize == "int8":
             return WidenedVocabulary(weight.to(self.torch_device), self.dtype)
         weight = weight.to(self.torch_device, self.dtype)
         return PlainVocabulary(weight, self.linear(weight))
 
-    def attention(self, qkv: Tensor, packing: Packing) -> Tensor:
+    def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
         return self._attention(qkv, packing)
 
-    def causal_attention(self, qkv: Tensor, packing: Packing, scale: float) -> Tensor:
+    def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:
         return self._attention(qkv, packing, scale, causal=True)
 
     @staticmethod
-    def _attention(qkv: Tensor, packing: Packing, scale: float | None = None, *, causal: bool = False) -> Tensor:
+    def _attention(
+        qkv: Tensor, packing: PackedBatch, scale: float | None = None, *, causal: bool = False
+    ) -> Tensor:
         total, _, heads, head_dim = qkv.shape
         # Padded to the longest clip for one fused kernel; the planner keeps a batch's lengths near each other.
         frames = torch.tensor(packing.frames, device=qkv.device)
@@ -177,7 +179,7 @@ class CudaDevice:
         out[rows[live]] = mixed.transpose(1, 2)[live]
         return out.view(total, heads * head_dim)
 
-    def share(self, threads: int) -> None:
+    def set_threads(self, threads: int) -> None:
         """Of what the host computes: voice activity, turn models. The device itself has one queue."""
         torch.get_num_threads()  # a thread that first asks later would take what another thread set last
         torch.set_num_threads(threads)
@@ -185,18 +187,18 @@ class CudaDevice:
     def decode_threads(self, beside: bool) -> int:
         return self.threads
 
-    def rows(self, live: int) -> int:
+    def padded_rows(self, live: int) -> int:
         if live > BUCKETS[-1]:
             return -(-live // 128) * 128
         return BUCKETS[bisect.bisect_left(BUCKETS, live)]
 
-    def width(self, used: int, limit: int) -> int:
+    def padded_pages(self, used: int, limit: int) -> int:
         return min(limit, 1 << (used - 1).bit_length())  # powers of two: few graphs, at most twice the reads
 
-    def memory(self, *shape: int) -> Tensor:
+    def allocate(self, *shape: int) -> Tensor:
         return torch.empty(*shape, dtype=self.dtype, device=self.torch_device)
 
-    def pin(self, memory: memoryview) -> Callable[[], None]:
+    def pin_memory(self, memory: memoryview) -> Callable[[], None]:
         address = np.frombuffer(memory, np.uint8).ctypes.data
         try:
             with torch.cuda.device(self.torch_device):
@@ -210,8 +212,8 @@ class CudaDevice:
             ) from error
         return partial(_unpin, self.torch_device, address)
 
-    def step(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        return Recorded(function)
+    def capture(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        return CudaGraphFunction(function)
 
     def describe(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(self.torch_device)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asr_serve.native import int8_twins
+from asr_serve.kernels import int8_reference
 
 PROBES = (1, 16, 256)
 """Rows that a shape is timed with: one caller's decoding step, many callers', and an encode batch."""
@@ -31,7 +31,7 @@ SHAPES = ((288, 864), (288, 288), (1_152, 288), (288, 32_768), (384, 1_536), (1_
 and base."""
 
 
-class Choice(NamedTuple):
+class ActivationBits(NamedTuple):
     """What a shape gets, and why."""
 
     bits: int
@@ -39,14 +39,14 @@ class Choice(NamedTuple):
     """16-bit activations' time by 8-bit ones', the geometric mean over PROBES."""
 
 
-class Gate:
+class Int8Selector:
     """Which activations a product of a shape gets. Timed once for each shape: in the calling thread alone and by
     its own clock, which others that use the machine are not on."""
 
     def __init__(self, kernels: ModuleType, threads: int) -> None:
         """`threads`: those that the calling thread is to have again afterwards."""
         self.kernels, self.threads = kernels, threads
-        self.choices: dict[tuple[int, int], Choice] = {}
+        self.choices: dict[tuple[int, int], ActivationBits] = {}
 
     def bits(self, inputs: int, outputs: int) -> int:
         shape = inputs, outputs
@@ -54,20 +54,20 @@ class Gate:
             self.choices[shape] = self._choose(inputs, outputs)
         return self.choices[shape].bits
 
-    def _choose(self, inputs: int, outputs: int) -> Choice:
+    def _choose(self, inputs: int, outputs: int) -> ActivationBits:
         if not getattr(self.kernels, "int8_dots", bool)():
-            return Choice(16, 1.0)  # the same instructions for both
+            return ActivationBits(16, 1.0)  # the same instructions for both
         self.kernels.set_threads(1)
         try:
             return self._measure(inputs, outputs)
         finally:
             self.kernels.set_threads(self.threads)
 
-    def _measure(self, inputs: int, outputs: int) -> Choice:
+    def _measure(self, inputs: int, outputs: int) -> ActivationBits:
         # A few thousand outputs behave as many more do, and take less time.
         outputs = min(outputs, 4_096)
         weight = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
-        product = self.kernels.Int8Linear(int8_twins.pack(weight), torch.ones(outputs), None, inputs)
+        product = self.kernels.Int8Linear(int8_reference.pack(weight), torch.ones(outputs), None, inputs)
         gain = 1.0
         for rows in PROBES:
             x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
@@ -77,7 +77,7 @@ class Gate:
                     taken.append(_timed(partial(product, x, out, None, False, bits)))
             gain *= min(seconds[16]) / min(seconds[8])
         gain **= 1 / len(PROBES)
-        return Choice(8 if gain >= GAIN else 16, gain)
+        return ActivationBits(8 if gain >= GAIN else 16, gain)
 
     def shapes(self) -> dict[str, str]:
         """`288x864` (inputs x outputs) -> which activations, and why."""
@@ -100,7 +100,7 @@ def _timed(call: Callable[[], None]) -> float:
     return time.thread_time() - start
 
 
-class Int8Linear:
+class CpuInt8Linear:
     """Linear over a weight of 8 bits, with GELU and the sum fused in."""
 
     def __init__(
@@ -115,8 +115,8 @@ class Int8Linear:
         comes out, that of x unless told."""
         self.outputs, self.inputs = weight.shape
         self.bits, self.out_dtype = bits, out_dtype
-        integers, self.scale = int8_twins.quantise(weight)
-        self.packed = int8_twins.pack(integers)
+        integers, self.scale = int8_reference.quantise(weight)
+        self.packed = int8_reference.pack(integers)
         bias = None if bias is None else bias.float().contiguous()
         self.product = kernels.Int8Linear(self.packed, self.scale, bias, self.inputs)
 
@@ -142,11 +142,11 @@ def outlying(weight: Tensor) -> Tensor | None:
     Source: arXiv:2211.10438, by the weights alone.
     """
     reach = weight.float().abs().amax(dim=0)
-    times = reach / reach.median().clamp(min=int8_twins.SMALLEST)
+    times = reach / reach.median().clamp(min=int8_reference.SMALLEST)
     return times.clamp(min=1.0) if float(times.max()) > OUTLYING else None
 
 
-class Int8Vocabulary(Int8Linear):
+class Int8Vocabulary(CpuInt8Linear):
     """A Vocabulary of 8 bits: what is looked up is what is multiplied. Logits come in float32, where near ties
     need no second look."""
 
@@ -171,6 +171,6 @@ class Int8Vocabulary(Int8Linear):
         return self.outputs
 
     def embed(self, tokens: Tensor) -> Tensor:
-        vectors = int8_twins.rows_of(self.packed, self.inputs, tokens)
+        vectors = int8_reference.rows_of(self.packed, self.inputs, tokens)
         vectors = vectors * self.scale[tokens][:, None]
         return (vectors if self.times is None else vectors * self.times).to(self.dtype)

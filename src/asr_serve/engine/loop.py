@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from asr_serve.engine.chunked.streams import Streams
-from asr_serve.engine.session import Listeners, reject, resolve
-from asr_serve.engine.speakers.runner import Voices
-from asr_serve.engine.speaking.work import Speaking
-from asr_serve.engine.states import StateCacheManager
-from asr_serve.engine.stats import Stats
-from asr_serve.engine.tiers import Tiers
-from asr_serve.engine.voice import VadRunner, VoiceMemory
-from asr_serve.engine.work import Attempt, Work
+from asr_serve.engine.cache import TieredStore
+from asr_serve.engine.diarization_runner import DiarizationRunner
+from asr_serve.engine.executor import ModelExecutor, StepGuard
+from asr_serve.engine.request import VadScheduler, reject, resolve
+from asr_serve.engine.state_cache import StateCacheManager
+from asr_serve.engine.stats import EngineStats
+from asr_serve.engine.streaming.executor import StreamingExecutor
+from asr_serve.engine.tts.executor import TtsExecutor
+from asr_serve.engine.vad_runner import VadCache, VadRunner
 from asr_serve.errors import AsrServeError, EngineClosed
 
-Job = Callable[["Loop"], None]
+LoopJob = Callable[["Loop"], None]
 """A message to the loop: it is called on the loop's thread, between two steps."""
 
 
@@ -32,31 +32,31 @@ class Loop:
 
     def __init__(
         self,
-        work: Work,
+        work: ModelExecutor,
         vad: VadRunner | None,
         step_windows: int,
         on_stop: Callable[[], None],
         *,
-        stats: Stats,
+        stats: EngineStats,
         keep_states: bool = False,
-        memory: VoiceMemory | None = None,
-        tiers: Tiers | None = None,
+        memory: VadCache | None = None,
+        tiers: TieredStore | None = None,
     ) -> None:
         """`vad`: None of a model that hears nobody. `step_windows`: the most windows in one voice-activity step.
         `keep_states`: hand out each caller's state with its probabilities. `memory`: of voice activity; without it
         nothing is kept of what was heard. `tiers`: closed with the loop."""
-        self.work, self.vad_runner, self._memory, self._tiers = work, vad, memory, tiers
+        self.executor, self.vad_runner, self._vad_cache, self._offload = work, vad, memory, tiers
         self.states = vad.states if vad is not None else StateCacheManager({}, 0)
         """Of voice activity."""
-        self.names = memory is not None
+        self.uses_digests = memory is not None
         """Whether what comes should have a name (engine/prefix/names)."""
-        self.inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.listeners = Listeners(self.states, step_windows, memory)
+        self.inbox: queue.SimpleQueue[LoopJob] = queue.SimpleQueue()
+        self.vad_scheduler = VadScheduler(self.states, step_windows, memory)
         self.stats, self.running = stats, True
-        self.voices = Voices(work.device, stats)
+        self.diarization = DiarizationRunner(work.device, stats)
         """Who speaks, of callers who want to know."""
         self._on_stop, self._keep_states = on_stop, keep_states
-        work.begin(self)
+        work.attach(self)
 
     def run(self) -> None:
         error: AsrServeError = EngineClosed("the engine was closed")
@@ -75,14 +75,14 @@ class Loop:
 
     def _step(self) -> bool:
         """One turn; False when there was nothing to do."""
-        heard = self.hear()
-        busy = self.work.step() or heard
-        return self.voices.step(live=self.listeners.live > 0, idle=not busy) or busy
+        heard = self.step_vad()
+        busy = self.executor.step() or heard
+        return self.diarization.step(live=self.vad_scheduler.live_count > 0, idle=not busy) or busy
 
     def _sleep(self) -> None:
         """Nothing to do: until somebody calls, or what waits for company has waited long enough."""
-        due_s = [due for due in (self.listeners.due_s, self.work.due_s) if due is not None]
-        if not due_s and self.work.idle:
+        due_s = [due for due in (self.vad_scheduler.due_s, self.executor.due_s) if due is not None]
+        if not due_s and self.executor.idle:
             self.check()
         wait_s = max(0.0, min(due_s) - time.monotonic()) if due_s else None
         with contextlib.suppress(queue.Empty):
@@ -103,32 +103,32 @@ class Loop:
     def check(self) -> None:
         """Everything that was lent has a holder. Run when idle."""
         self.states.check()
-        self.work.check()
+        self.executor.check()
 
     @property
-    def streams(self) -> Streams:
+    def streams(self) -> StreamingExecutor:
         """Of a streaming model."""
-        assert isinstance(self.work, Streams), "this model hears whole utterances"
-        return self.work
+        assert isinstance(self.executor, StreamingExecutor), "this model hears whole utterances"
+        return self.executor
 
     @property
-    def speaking(self) -> Speaking:
+    def tts(self) -> TtsExecutor:
         """Of a model that speaks."""
-        assert isinstance(self.work, Speaking), "this model hears"
-        return self.work
+        assert isinstance(self.executor, TtsExecutor), "this model hears"
+        return self.executor
 
     def close(self, session: int) -> None:
         """A caller's voice activity, or a stream: whichever has that number."""
-        self.listeners.close(session)
-        if isinstance(self.work, Streams):
-            self.work.close(session)
+        self.vad_scheduler.close(session)
+        if isinstance(self.executor, StreamingExecutor):
+            self.executor.close_stream(session)
 
     def stop(self) -> None:
         self.running = False
 
-    def hear(self) -> bool:
+    def step_vad(self) -> bool:
         """Voice activity of whoever has waited long enough."""
-        batch = self.listeners.take(time.monotonic())
+        batch = self.vad_scheduler.schedule(time.monotonic())
         if not batch:
             return False
         runner = self.vad_runner
@@ -137,23 +137,23 @@ class Loop:
 
         def fail(error: AsrServeError) -> None:
             for listener, windows in batch:
-                if self._memory is not None:
-                    self._memory.forget(listener)
+                if self._vad_cache is not None:
+                    self._vad_cache.disable(listener)
                 reject(windows.future, error)
 
         results: list[np.ndarray] = []
-        with Attempt(self.stats, "vad", "voice activity", fail):
-            results = runner.run([(self.listeners.row(listener), w.pcm) for listener, w in batch])
+        with StepGuard(self.stats, "vad", "voice activity", fail):
+            results = runner.step([(self.vad_scheduler.restore_slot(listener), w.pcm) for listener, w in batch])
         for (listener, windows), probabilities in zip(batch, results, strict=False):  # none where it failed
-            if self._keep_states or self._memory is not None:
-                windows.state = self.states.save(listener.slot)
-            if self._memory is not None and windows.state is not None:
-                self._memory.keep(listener, windows, probabilities, windows.state)
+            if self._keep_states or self._vad_cache is not None:
+                windows.state = self.states.export_state(listener.slot)
+            if self._vad_cache is not None and windows.state is not None:
+                self._vad_cache.store(listener, windows, probabilities, windows.state)
             resolve(windows.future, probabilities)
-            self.listeners.recall(listener)
-        counts = [windows.count for _, windows in batch]
+            self.vad_scheduler.serve_from_cache(listener)
+        counts = [windows.window_count for _, windows in batch]
         used = sum(counts) / (len(batch) * max(counts))
-        self.stats.step("vad", time.perf_counter() - started, len(batch), used)
+        self.stats.record_step("vad", time.perf_counter() - started, len(batch), used)
         return True
 
     def _end(self, error: AsrServeError) -> None:
@@ -164,30 +164,30 @@ class Loop:
             except Exception:
                 logging.getLogger(__name__).exception("a message to the ending engine failed")
         try:
-            self.work.end(error)
+            self.executor.shutdown(error)
         finally:
-            self.voices.end(error)
-            self.listeners.close_all(error)
-            if self._tiers is not None:
-                self._tiers.close()
+            self.diarization.close(error)
+            self.vad_scheduler.close_all(error)
+            if self._offload is not None:
+                self._offload.close()
 
     @property
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """Of what was heard before."""
-        voice = 0 if self._memory is None else self._memory.nbytes
-        return voice + self.work.report().get("kept_bytes", 0)
+        voice = 0 if self._vad_cache is None else self._vad_cache.nbytes
+        return voice + self.executor.report().get("kept_bytes", 0)
 
     def describe(self) -> dict[str, Any]:
         """What has been done so far, and what is held."""
         return {
             **self.stats.describe(),
-            **self.work.describe(),
+            **self.executor.describe(),
             "sessions_used": self.states.used,
-            "kept_bytes": self.kept_bytes,
+            "kept_bytes": self.cached_bytes,
         }
 
 
-def live(make: Callable[[], Loop], ready: Future[Loop]) -> None:
+def run_loop(make: Callable[[], Loop], ready: Future[Loop]) -> None:
     """A loop's whole life, on the thread it is to have: make it, tell, run."""
     try:
         loop = make()

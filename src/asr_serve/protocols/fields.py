@@ -10,7 +10,7 @@ import msgspec
 
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.text import languages
-from asr_serve.values import nearest
+from asr_serve.types import suggest_name
 
 TRUE, FALSE = ("true", "1", "yes", "on", "t", "y"), ("false", "0", "no", "off", "f", "n")
 LONGEST_CHARACTERS = 1_000
@@ -35,7 +35,7 @@ class Fields:
                 raise OptionError(
                     f"unknown field {shown(name)}",
                     f"fields: {', '.join(known)}",
-                    nearest(name, known),
+                    suggest_name(name, known),
                     param=name[:SHOWN_CHARACTERS],
                 )
             self._values.setdefault(found, []).extend(values)
@@ -95,7 +95,7 @@ class Fields:
 
     def language(self, name: str) -> str | None:
         """As a code: clients send `en`, `English` and `英文`; `null` and `auto` are for none."""
-        return languages.asked(self.text(name))
+        return languages.requested_language_code(self.text(name))
 
     def refuse(self, name: str, can: str, todo: str = "") -> None:
         """For a field that nothing here honours: only its absence is accepted. `can`: what is done instead."""
@@ -133,7 +133,7 @@ def expect(name: str, value: str, choices: Sequence[str]) -> None:
     """Raises OptionError, with the nearest choice, when `value` is none of them."""
     if value not in choices:
         raise OptionError(
-            f"{name}={shown(value)}", f"one of: {', '.join(choices)}", nearest(value, choices), param=name
+            f"{name}={shown(value)}", f"one of: {', '.join(choices)}", suggest_name(value, choices), param=name
         )
 
 

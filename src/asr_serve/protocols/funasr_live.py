@@ -12,12 +12,16 @@ import msgspec
 
 from asr_serve import units
 from asr_serve.errors import OptionError, UnknownCommand, UnsupportedProtocol
-from asr_serve.pipelines.options import MOST_SPEAKERS, NUMBERS, expect_not_off, expect_numbers
+from asr_serve.pipelines.options import (
+    MAX_SPEAKERS,
+    SPEAKER_COUNT_FIELDS,
+    check_speaker_counts,
+    check_speakers_not_disabled,
+)
 from asr_serve.protocols.fields import FALSE, TRUE, Fields, shown, words
 from asr_serve.protocols.speakers import number
 from asr_serve.text import languages
-from asr_serve.types import Segment
-from asr_serve.values import nearest
+from asr_serve.types import Segment, suggest_name
 
 FLAGS = ("spk", "words", "itn")
 """What may be wanted beside the text: who speaks, words with their times, numbers as one writes them. Ours, as
@@ -79,9 +83,9 @@ class Wants(msgspec.Struct, frozen=True):
     def of(cls, fields: Fields) -> Wants:
         """What a query wants. Raises OptionError."""
         spk, words, itn = (fields.flag(flag) for flag in FLAGS)
-        counted = {name: fields.whole(name, 1, MOST_SPEAKERS) for name in NUMBERS}
-        expect_not_off({"spk": spk, **counted}, "spk")
-        expect_numbers(**counted)
+        counted = {name: fields.whole(name, 1, MAX_SPEAKERS) for name in SPEAKER_COUNT_FIELDS}
+        check_speakers_not_disabled({"spk": spk, **counted}, "spk")
+        check_speaker_counts(**counted)
         numbers = tuple((name, value) for name, value in counted.items() if value is not None)
         return cls(spk=spk or bool(numbers), words=words or False, itn=itn or False, numbers=numbers)
 
@@ -122,7 +126,7 @@ def command(text: str) -> Command:
         case "STOP":
             return Stop()
         case "LANGUAGE:":
-            return Language(value.strip(), languages.asked(value))
+            return Language(value.strip(), languages.requested_language_code(value))
         case "HOTWORDS:":
             return Hotwords(words(value))
         case "SPK:" | "WORDS:" | "ITN:":
@@ -130,7 +134,7 @@ def command(text: str) -> Command:
     raise UnknownCommand(
         f"the text {shown(text)} is no command",
         f"commands: {', '.join(COMMANDS)}",
-        nearest((name + colon).upper(), COMMANDS),
+        suggest_name((name + colon).upper(), COMMANDS),
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from asr_serve.errors import MissingOption, OptionError, UnknownOption, UnsupportedOption
 from asr_serve.protocols.fields import SHOWN_CHARACTERS, expect, shown
-from asr_serve.values import nearest
+from asr_serve.types import suggest_name
 
 
 class Members:
@@ -95,7 +95,7 @@ class Members:
         """Raises UnknownOption for what nobody asked for."""
         for member in self._left:
             name, known = self.name(member), ", ".join(sorted(set(self._asked)))
-            near = nearest(member, self._asked)
+            near = suggest_name(member, self._asked)
             raise UnknownOption(f"unknown parameter {shown(name)}", f"known here: {known}", near, param=name[:200])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from asr_serve.text.tokens import texts
+from asr_serve.text.tokenizers import token_texts
 from asr_serve.types import Segment
 
 Spell = Callable[[list[int]], str]
@@ -31,7 +31,7 @@ def logprobs(segments: Iterable[Segment], spell: Spell, *, first: bool = True) -
     for segment in segments:
         lead = "" if first else " "
         first = False
-        for text, logprob in zip(texts(segment.tokens, spell), segment.logprobs, strict=True):
+        for text, logprob in zip(token_texts(segment.tokens, spell), segment.logprobs, strict=True):
             token, lead = lead + text, ""
             found.append(Logprob(token, list(token.encode()), logprob))
     return found

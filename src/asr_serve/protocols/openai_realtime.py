@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.errors import (
     AudioTooLong,
     EmptyAudio,
@@ -21,11 +22,10 @@ from asr_serve.errors import (
     UnknownOption,
     UnsupportedOption,
 )
-from asr_serve.pipelines.live.caller import ListenOptions, TurnOptions
+from asr_serve.pipelines.live.events import ListenOptions, TurnOptions
 from asr_serve.protocols.fields import Fields, expect, shown
 from asr_serve.protocols.members import Members
-from asr_serve.vad.schedule import SilenceSchedule
-from asr_serve.values import nearest
+from asr_serve.types import suggest_name
 
 PATH = "/v1/realtime"
 SUBPROTOCOL, KEY_SUBPROTOCOL = "realtime", "openai-insecure-api-key."
@@ -206,7 +206,7 @@ def read(came: Sent) -> Event:
             f"the event {shown(came.type)} is for sessions that answer", f"{HEARS_ONLY}; {allowed}", param="type"
         )
     raise OptionError(
-        f"the event {shown(came.type)} is unknown", allowed, nearest(came.type, EVENTS), param="type"
+        f"the event {shown(came.type)} is unknown", allowed, suggest_name(came.type, EVENTS), param="type"
     )
 
 

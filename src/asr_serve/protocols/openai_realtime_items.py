@@ -18,7 +18,14 @@ from typing import Any
 import msgspec
 
 from asr_serve import units
-from asr_serve.pipelines.live.caller import Event, Finished, Flushed, Partial, SegmentDone, Turn
+from asr_serve.pipelines.live.events import (
+    FlushDone,
+    LiveEvent,
+    LivePartial,
+    LiveSegmentDone,
+    SessionFinished,
+    TurnEvent,
+)
 from asr_serve.protocols.openai import Problem, Spell, logprobs
 from asr_serve.protocols.openai_realtime import BETA_FORMATS, FORMATS, LOGPROBS, SemanticVad, Settings
 from asr_serve.types import Segment
@@ -154,18 +161,18 @@ class Items:
 
     # --- what is heard --------------------------------------------------------------------------------
 
-    def hear(self, event: Event) -> list[str]:
+    def hear(self, event: LiveEvent) -> list[str]:
         match event:
-            case Turn(state, position) if self._turns:
+            case TurnEvent(state, position) if self._turns:
                 return self._turn(state, self._base + position)
-            case Flushed():
+            case FlushDone():
                 return self._met(self._requests.popleft())
-            case Finished():  # what was asked for at the very end was not flushed
+            case SessionFinished():  # what was asked for at the very end was not flushed
                 return [told for _ in range(len(self._requests)) for told in self._met(self._requests.popleft())]
-            case SegmentDone(segment) if self._going:
+            case LiveSegmentDone(segment) if self._going:
                 self._going[0].segments.append(segment)
                 return self._words(self._going[0], "")
-            case Partial(fixed=fixed) if self._going:
+            case LivePartial(locked_text=fixed) if self._going:
                 return [*self._words(self._going[0], fixed), *self._show(self._going[0], event.text)]
         return []
 

@@ -8,27 +8,27 @@ from typing import Any
 
 import msgspec
 
-from asr_serve.audio.live import DEFAULT_RATES_HZ, ENCODINGS, MAX_RATE_HZ, MIN_RATE_HZ
+from asr_serve.audio.silence_schedule import SilenceSchedule
+from asr_serve.audio.stream_decoder import DEFAULT_RATES_HZ, ENCODINGS, MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand, UnsupportedOption
-from asr_serve.pipelines.live.caller import ListenOptions, TurnOptions
-from asr_serve.pipelines.options import MOST_SPEAKERS, NUMBERS, expect_not_off
-from asr_serve.pipelines.prompts import MOST_CHARACTERS
+from asr_serve.pipelines.live.events import ListenOptions, TurnOptions
+from asr_serve.pipelines.options import MAX_SPEAKERS, SPEAKER_COUNT_FIELDS, check_speakers_not_disabled
+from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols.fields import Fields, shown
 from asr_serve.protocols.transcriptions.wants import HOTWORDS_CHARACTERS
-from asr_serve.vad.schedule import SilenceSchedule
-from asr_serve.values import nearest
+from asr_serve.types import suggest_name
 
 PATH = "/v1/stream"
 QUERY = (
     *("model", "language", "encoding", "rate", "partial_ms", "max_segment_ms", "silence_schedule", "threshold"),
     *("turn", "eager_threshold", "turn_threshold", "prompt", "hotwords", "words", "speakers", "itn"),
-    *NUMBERS,
+    *SPEAKER_COUNT_FIELDS,
     *("api_key", "session", "after", "start"),
 )
 RESUME = ("session", "after", "api_key")
 START = "start"
 """With this in its query, a WebSocket's first message says what is asked for besides."""
-START_CHARACTERS = HOTWORDS_CHARACTERS + MOST_CHARACTERS + 65_536
+START_CHARACTERS = HOTWORDS_CHARACTERS + MAX_PROMPT_CHARACTERS + 65_536
 """Of that message: ten thousand hot words do not fit in an address."""
 SILENCE = "silence"
 PACKETS = "opus"
@@ -83,8 +83,8 @@ def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
         )
     partial_ms, schedule = fields.whole("partial_ms", 100, 60_000), fields.text("silence_schedule")
     speakers = fields.flag("speakers")
-    numbers: dict[str, Any] = {name: fields.whole(name, 1, MOST_SPEAKERS) for name in NUMBERS}
-    expect_not_off({"speakers": speakers, **numbers})
+    numbers: dict[str, Any] = {name: fields.whole(name, 1, MAX_SPEAKERS) for name in SPEAKER_COUNT_FIELDS}
+    check_speakers_not_disabled({"speakers": speakers, **numbers})
     options = ListenOptions(
         language=fields.language("language"),
         partial_ms=ListenOptions().partial_ms if partial_ms is None else partial_ms,
@@ -92,7 +92,7 @@ def ask(query: Mapping[str, Sequence[str]], *, packets: bool) -> Ask | Resume:
         silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
         threshold=fields.number("threshold", 0, 1),
         turn=_turn(fields),
-        prompt=fields.text("prompt", MOST_CHARACTERS) or "",
+        prompt=fields.text("prompt", MAX_PROMPT_CHARACTERS) or "",
         hotwords=fields.words("hotwords", HOTWORDS_CHARACTERS),
         words=fields.flag("words") or False,
         speakers=speakers or False,
@@ -189,7 +189,9 @@ def command(text: str | bytes) -> Flush | End:
         case "end":
             return End()
     raise UnknownCommand(
-        f"the type {shown(sent.type)} is no command", f"types: {', '.join(COMMANDS)}", nearest(sent.type, COMMANDS)
+        f"the type {shown(sent.type)} is no command",
+        f"types: {', '.join(COMMANDS)}",
+        suggest_name(sent.type, COMMANDS),
     )
 
 

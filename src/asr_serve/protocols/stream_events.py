@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from asr_serve import types
-from asr_serve.pipelines.live import caller
+from asr_serve.pipelines.live import events
 from asr_serve.units import samples_to_s
 
 MOST_SAID_BY = 1_000
@@ -147,7 +147,7 @@ class Flushed(Numbered, frozen=True, kw_only=True):
 
 
 class Turn(Numbered, frozen=True, kw_only=True):
-    state: caller.TurnState
+    state: events.TurnState
     position_s: float
     probability: float | None
     by: str
@@ -177,25 +177,25 @@ class Script:
         self._said_by: list[str] = []
         """Of every segment, the speaker that was told."""
 
-    def lines(self, event: caller.Event) -> Iterator[Numbered | Partial]:
+    def lines(self, event: events.LiveEvent) -> Iterator[Numbered | Partial]:
         match event:
-            case caller.Partial():
+            case events.LivePartial():
                 yield from self._partial(event)
-            case caller.SegmentDone(segment):
+            case events.LiveSegmentDone(segment):
                 yield self._segment(event)
                 self._segments += 1
                 self._said_by.append(segment.speaker)
                 self._locked = ""
-            case caller.Speakers(speakers):
+            case events.SpeakersRevised(speakers):
                 yield from self._speakers(speakers)
-            case caller.Turn(state, position, probability, by):
+            case events.TurnEvent(state, position, probability, by):
                 yield Turn(state=state, position_s=samples_to_s(position), probability=probability, by=by)
-            case caller.Flushed(name, position):
+            case events.FlushDone(name, position):
                 yield Flushed(id=name, position_s=samples_to_s(position))
-            case caller.Finished(duration):
+            case events.SessionFinished(duration):
                 yield Ended(duration_s=samples_to_s(duration), segments=self._segments)
 
-    def _segment(self, done: caller.SegmentDone) -> Segment:
+    def _segment(self, done: events.LiveSegmentDone) -> Segment:
         segment, probability = done.segment, round(done.language_prob, 4)
         return Segment(
             index=self._segments,
@@ -215,13 +215,13 @@ class Script:
         for at in range(0, len(others) or 1, MOST_SAID_BY):
             yield Speakers(segments=others[at : at + MOST_SAID_BY])
 
-    def _partial(self, event: caller.Partial) -> Iterator[Numbered | Partial]:
+    def _partial(self, event: events.LivePartial) -> Iterator[Numbered | Partial]:
         start_s, end_s = samples_to_s(event.start_samples), samples_to_s(event.heard_samples)
-        if len(event.fixed) > len(self._locked):
-            spoken_s = samples_to_s(event.fixed_samples)
-            yield Locked(start_s=start_s, end_s=spoken_s, text=event.fixed[len(self._locked) :])
-            self._locked = event.fixed
-        yield Partial(start_s=start_s, end_s=end_s, text=event.unfixed)
+        if len(event.locked_text) > len(self._locked):
+            spoken_s = samples_to_s(event.locked_samples)
+            yield Locked(start_s=start_s, end_s=spoken_s, text=event.locked_text[len(self._locked) :])
+            self._locked = event.locked_text
+        yield Partial(start_s=start_s, end_s=end_s, text=event.tentative_text)
 
 
 def _word(word: types.Word, speaker: str) -> Word:

@@ -9,8 +9,16 @@ import msgspec
 
 from asr_serve.errors import MalformedRequest, MissingOption, OptionError
 from asr_serve.protocols.fields import Fields
-from asr_serve.voices.card import EXAMPLE, NAME, STATEMENT_CHARACTERS, Consent, VoiceCard, consent, expect_name
-from asr_serve.voices.order import Progress, Report, Verdict
+from asr_serve.voices.cloned_voice import (
+    EXAMPLE,
+    NAME,
+    STATEMENT_CHARACTERS,
+    ClonedVoiceCard,
+    Consent,
+    check_voice_name,
+    validated_consent,
+)
+from asr_serve.voices.cloning_messages import ClipReport, CloneProgress, CloneReport
 
 FILES = ("files", "files[]", "file")
 """Fields that hold recordings."""
@@ -43,7 +51,7 @@ class ClonedVoice(msgspec.Struct, frozen=True):
     object: Literal["voice"] = "voice"
 
     @classmethod
-    def of(cls, card: VoiceCard, *, admin: bool) -> ClonedVoice:
+    def of(cls, card: ClonedVoiceCard, *, admin: bool) -> ClonedVoice:
         return cls(
             card.name,
             card.model,
@@ -76,7 +84,7 @@ class Cloning(msgspec.Struct, frozen=True):
     name: str
     model: str
     state: State
-    progress: Progress
+    progress: CloneProgress
     created: int
     """Unix seconds: when it came, was begun and was over."""
     begun: int | None
@@ -86,7 +94,7 @@ class Cloning(msgspec.Struct, frozen=True):
     """That wait before it."""
     voice: ClonedVoice | None = None
     """What it made."""
-    clips: list[Verdict] = []
+    clips: list[ClipReport] = []
     """What became of each clip, once that is known."""
     error: Trouble | None = None
     object: Literal["voice.cloning"] = "voice.cloning"
@@ -117,7 +125,7 @@ class Asked(msgspec.Struct, frozen=True):
 def read(sent: Mapping[str, Sequence[str]], files: int, by: str) -> Asked:
     """Raises OptionError, MissingOption."""
     fields = Fields(sent, FIELDS)
-    agreed = consent(fields.text("consent", STATEMENT_CHARACTERS + 1_000), by)
+    agreed = validated_consent(fields.text("consent", STATEMENT_CHARACTERS + 1_000), by)
     name = fields.text("name")
     if name is None:
         raise MissingOption("name is missing", "a name for the voice", param="name")
@@ -127,7 +135,7 @@ def read(sent: Mapping[str, Sequence[str]], files: int, by: str) -> Asked:
     if seed is not None and seed != int(seed):
         raise OptionError(f"seed={seed:g}", "a whole number", param="seed")
     return Asked(
-        expect_name(name),
+        check_voice_name(name),
         agreed,
         fields.text("texts", TEXTS_CHARACTERS) or "",
         fields.text("model"),
@@ -139,12 +147,12 @@ def read(sent: Mapping[str, Sequence[str]], files: int, by: str) -> Asked:
 def rename(body: bytes) -> str:
     """The new name. Raises MalformedRequest, OptionError."""
     try:
-        return expect_name(msgspec.json.decode(body, type=Rename).name)
+        return check_voice_name(msgspec.json.decode(body, type=Rename).name)
     except (msgspec.DecodeError, UnicodeDecodeError) as failure:
         raise MalformedRequest(f"the body is no rename: {failure}", '{"name": "another-name"}') from failure
 
 
-def cloned(report: Report) -> ClonedVoice:
+def cloned(report: CloneReport) -> ClonedVoice:
     return ClonedVoice.of(report.card, admin=True)
 
 

@@ -14,10 +14,10 @@ import msgspec
 
 from asr_serve.config import ServeConfig
 from asr_serve.engine.client import EngineClient
-from asr_serve.engine.process.child import RingSize
-from asr_serve.engine.process.link import RemoteLink, remote
-from asr_serve.engine.process.renewal import Renewed
-from asr_serve.engine.process.wire import EngineSpec
+from asr_serve.engine.process.client import ProcessBackend, process_backend
+from asr_serve.engine.process.messages import EngineSpec
+from asr_serve.engine.process.process import RingSize
+from asr_serve.engine.process.supervisor import HandoverResult
 from asr_serve.errors import (
     EngineClosed,
     ModelNotLoaded,
@@ -28,11 +28,11 @@ from asr_serve.errors import (
     WrongModel,
 )
 from asr_serve.metrics import MIGRATIONS, ServerMetrics
-from asr_serve.models.card import AUTO_VOICE, AnyCard, Card, VoiceCard
+from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, TtsCard
 from asr_serve.server.speaking.voices import warm
-from asr_serve.text import tokens
-from asr_serve.text.tokens import Tokenizer
-from asr_serve.values import nearest
+from asr_serve.text import tokenizers
+from asr_serve.text.tokenizers import Tokenizer
+from asr_serve.types import suggest_name
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +60,15 @@ def open_engine(name: str, config: ServeConfig) -> Parts:
         listen=(config.host, config.encode_port),
         peer_keys=config.peer_keys,
     )
-    connect = remote(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
+    connect = process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
     # Peers have the default model, and no other.
     alone = msgspec.structs.replace(config.engine, role="both", peers=())
     client = EngineClient(config.engine if name == config.model else alone, connect)
-    assert isinstance(client.link, RemoteLink)
-    ready = client.link.ready
+    assert isinstance(client.backend, ProcessBackend)
+    ready = client.backend.ready
     cards = {card.name: card for card in ready.cards}
-    if isinstance(ready.card, Card):
-        return Parts(ready.card, client, tokens.load(Path(ready.folder)), cards)
+    if isinstance(ready.card, AsrCard):
+        return Parts(ready.card, client, tokenizers.load_tokenizer(Path(ready.folder)), cards)
     try:
         warm(ready.card)
     except ProgramMissing:
@@ -99,19 +99,19 @@ class Engine:
 
     @property
     def speaks(self) -> bool:
-        return isinstance(self.any_card, VoiceCard)
+        return isinstance(self.any_card, TtsCard)
 
     @property
-    def card(self) -> Card:
+    def card(self) -> AsrCard:
         """Of a model that hears."""
-        if isinstance(self.any_card, Card):
+        if isinstance(self.any_card, AsrCard):
             return self.any_card
         raise WrongModel(f"the model {self.name} speaks, and hears nothing", "a model that hears")
 
     @property
-    def voice_card(self) -> VoiceCard:
+    def voice_card(self) -> TtsCard:
         """Of one that speaks."""
-        if isinstance(self.any_card, VoiceCard):
+        if isinstance(self.any_card, TtsCard):
             return self.any_card
         raise WrongModel(f"the model {self.name} hears, and has no voice", "a model that speaks")
 
@@ -128,10 +128,10 @@ class Engine:
 
     def observe(self, metrics: ServerMetrics) -> bytes:
         """Bring the server's metrics of this engine up to date; returns the engine's own, as text. Blocks."""
-        link = self.client.link
+        link = self.client.backend
         metrics.engine_up.labels(self.name).set(self.client.state == "ready")
-        metrics.live_turnaround.labels(self.name).set(self.client.cadence.turnaround_ms / 1_000)
-        if not isinstance(link, RemoteLink):
+        metrics.live_turnaround.labels(self.name).set(self.client.partial_rate.turnaround_ms / 1_000)
+        if not isinstance(link, ProcessBackend):
             return b""
         metrics.ring_slots.labels(self.name).set(link.ring.slots)
         metrics.ring_depth.labels(self.name).set(link.ring_depth)
@@ -188,7 +188,7 @@ class Engines:
         """It may come yet."""
         self._loading: dict[str, asyncio.Task[Engine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
-        self._renewing: set[asyncio.Task[Renewed]] = set()
+        self._renewing: set[asyncio.Task[HandoverResult]] = set()
 
     async def start(self) -> None:
         """Load what the configuration names, one after another. Raises what loading raises; where the voice is
@@ -242,7 +242,7 @@ class Engines:
             raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
         names = [*self._config.aliases, *sorted(known)]
         raise UnknownModel(
-            f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", nearest(name, names)
+            f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
         )
 
     def get(self, name: str | None = None) -> Engine:
@@ -326,18 +326,18 @@ class Engines:
         await asyncio.to_thread(engine.client.close)
         del self._engines[engine.name], self._unloading[engine.name]
 
-    async def renew(self, name: str) -> Renewed:
+    async def renew(self, name: str) -> HandoverResult:
         """Have another engine process take the place of a model's, while people speak; wait until the old one is
         gone: `drain_s` after the new one is there at the latest. Raises UnknownModel, ModelNotLoaded, NotAllowed
         (one is under way), EngineClosed, and what loading raises; then the old one stays."""
-        link = self.any(name).client.link
-        assert isinstance(link, RemoteLink)
+        link = self.any(name).client.backend
+        assert isinstance(link, ProcessBackend)
         renewing = asyncio.create_task(asyncio.to_thread(link.renew, self._config.drain_s))
         self._renewing.add(renewing)
         renewing.add_done_callback(self._renewed)
         return await asyncio.shield(renewing)  # it goes on without whoever asked
 
-    def _renewed(self, renewing: asyncio.Task[Renewed]) -> None:
+    def _renewed(self, renewing: asyncio.Task[HandoverResult]) -> None:
         self._renewing.discard(renewing)
         failure = None if renewing.cancelled() else renewing.exception()
         if failure is not None and not isinstance(failure, NotAllowed):  # that one was not begun
@@ -347,7 +347,7 @@ class Engines:
         """What `Engine.observe` does, for each; of models that are not loaded, nothing is left to see."""
         found = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in self))
         for name in self._cards.keys() - self._engines.keys():
-            metrics.forget(name)
+            metrics.remove_model(name)
         return found
 
     def describe(self) -> dict[str, Any]:

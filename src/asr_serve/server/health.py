@@ -14,7 +14,7 @@ from starlette.websockets import WebSocket
 
 from asr_serve import __version__
 from asr_serve.errors import AsrServeError, NoSuchRoute
-from asr_serve.metrics import CONTENT_TYPE, ServerMetrics, exposition
+from asr_serve.metrics import CONTENT_TYPE, ServerMetrics, render_exposition
 from asr_serve.server import documents
 from asr_serve.server.documents import KEY_REFUSALS
 from asr_serve.server.engines import Engines
@@ -72,7 +72,7 @@ def routes(engines: Engines, gate: Gate, metrics: ServerMetrics, *, with_metrics
         async def metrics_text() -> Response:
             """Of the server and its engines; docs/metrics.md says what each is. Where API keys are configured,
             Prometheus needs one of them (`authorization: credentials`)."""
-            return Response(exposition(metrics, await engines.observe(metrics)), media_type=CONTENT_TYPE)
+            return Response(render_exposition(metrics, await engines.observe(metrics)), media_type=CONTENT_TYPE)
 
     return router
 

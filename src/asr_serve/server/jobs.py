@@ -9,11 +9,18 @@ from collections.abc import AsyncIterator, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
-from asr_serve.audio.manifest import Item
+from asr_serve.audio.input_manifest import InputItem
 from asr_serve.errors import AsrServeError
-from asr_serve.pipelines import transcribe
+from asr_serve.pipelines.offline import transcribe
+from asr_serve.pipelines.offline.transcribe import (
+    Event,
+    FileDone,
+    FileFailed,
+    Progress,
+    SegmentDone,
+    TranscribeCanceller,
+)
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.pipelines.transcribe import Event, FileDone, FileFailed, Progress, SegmentDone, Stop
 from asr_serve.server.engines import Engine
 from asr_serve.types import Transcript
 
@@ -31,7 +38,7 @@ class Jobs:
     def begin(self, engine: Engine, audio: BinaryIO, options: TranscribeOptions, name: str | None = None) -> Job:
         """Hear `audio`, from its first byte, while the caller holds the engine's `used`. `name`: what its file is
         called where it comes from. Raises OptionError for what this model cannot do."""
-        return Job(self.threads, engine, Item(key_of(name), audio), options)
+        return Job(self.threads, engine, InputItem(key_of(name), audio), options)
 
     def close(self) -> None:
         """Begin no more. A job under way ends with its engine, if not before."""
@@ -46,9 +53,9 @@ class Job:
     """
 
     def __init__(
-        self, threads: ThreadPoolExecutor, engine: Engine, item: Item, options: TranscribeOptions
+        self, threads: ThreadPoolExecutor, engine: Engine, item: InputItem, options: TranscribeOptions
     ) -> None:
-        self._stop = Stop()
+        self._stop = TranscribeCanceller()
         stream = transcribe.events(engine.client, engine.tokenizer, [item], options, self._stop)
         self._loop = asyncio.get_running_loop()
         self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
@@ -69,7 +76,7 @@ class Job:
 
     def cancel(self) -> None:
         """Stop the work in the engine; the transcript raises Cancelled."""
-        self._stop.set()
+        self._stop.cancel()
 
     async def over(self) -> None:
         """Wait until nothing of it is left, in the engine or on a thread."""

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from asr_serve import units
 from asr_serve.errors import InvalidKey, NotAllowed
-from asr_serve.models.card import VoiceCard
+from asr_serve.models.registry import TtsCard
 from asr_serve.protocols.openai_models import ModelEntry, ModelList, ModelRenewal
 from asr_serve.protocols.schemas import ref
 from asr_serve.server import documents
@@ -18,7 +18,7 @@ from asr_serve.server.documents import KEY_REFUSALS, refusal
 from asr_serve.server.engines import Engines
 from asr_serve.server.layers.replies import JSON
 from asr_serve.server.layers.visits import visit_of
-from asr_serve.text.written.grammar import LANGUAGES, is_installed
+from asr_serve.text.normalization.wetext_grammar import GRAMMAR_LANGUAGES, is_wetext_installed
 
 _EXAMPLE = {
     "id": "moonshine-tiny-en",
@@ -65,7 +65,7 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
     def entry(name: str) -> ModelEntry:
         card, chunk, speakers = engines.known()[name], 0, False
         for engine in engines:
-            speakers |= engine.client.hears_speakers  # on this machine, whichever engine says so
+            speakers |= engine.client.has_diarization  # on this machine, whichever engine says so
             if engine.name == name:  # of what was loaded, and as it was told to hear it
                 card, chunk = engine.any_card, engine.client.config.chunk_frames or 0
         made = ModelEntry(
@@ -78,12 +78,12 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
             licence=card.licence,
             aliases=engines.aliases(name),
         )
-        if isinstance(card, VoiceCard):
+        if isinstance(card, TtsCard):
             return msgspec.structs.replace(made, speaks=True, streaming=card.chunk_frames > 0, voices=card.voices)
         chunk = chunk or card.chunk
         return msgspec.structs.replace(
             made,
-            streaming=card.streaming or card.grows,
+            streaming=card.streaming or card.incremental_encoder,
             heads=card.heads,
             chunk_ms=units.samples_to_ms(chunk * card.frame_samples) if card.chunk else None,
             lag_ms=units.samples_to_ms(card.lag_samples(chunk)) if card.chunk else None,
@@ -91,7 +91,7 @@ def routes(engines: Engines, *, admins: bool) -> APIRouter:
             words=True,
             hotwords=True,
             speakers=speakers,
-            itn=tuple(sorted(set(card.languages) & set(LANGUAGES))) if is_installed() else (),
+            itn=tuple(sorted(set(card.languages) & set(GRAMMAR_LANGUAGES))) if is_wetext_installed() else (),
         )
 
     def one(name: str) -> Response:

@@ -11,10 +11,10 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.errors import UnsupportedOption
-from asr_serve.metrics import LiveMeter
-from asr_serve.pipelines.live.caller import Event
-from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
-from asr_serve.pipelines.utterance import language
+from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.live.events import LiveEvent
+from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
+from asr_serve.pipelines.segments import resolve_language
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.openai import Spell
 from asr_serve.protocols.openai_realtime import BETA_HEADER, BETA_SUBPROTOCOL, PATH, Settings
@@ -34,22 +34,22 @@ QUERY = ("model", "intent", "api_key", "partials")
 class Microphone:
     """The Ears of one socket."""
 
-    def __init__(self, engines: Engines, visit: Visit, meter: LiveMeter) -> None:
+    def __init__(self, engines: Engines, visit: Visit, meter: LiveRouteMetrics) -> None:
         self._engines, self._visit, self._meter = engines, visit, meter
 
     def expect(self, settings: Settings) -> str:
         engine = self._engine(settings)
-        language(engine.client, settings.language)
+        resolve_language(engine.client, settings.language)
         options = settings.listen(engine.client.turn_model)
         prompt_tokens(engine.client, engine.tokenizer, options.prompt)
         hotword_bias(engine.client, engine.tokenizer, options.hotwords)
         return engine.name
 
-    def begin(self, settings: Settings, hear: Callable[[list[Event]], None]) -> tuple[Caller, Spell]:
+    def begin(self, settings: Settings, hear: Callable[[list[LiveEvent]], None]) -> tuple[Caller, Spell]:
         engine = self._engine(settings)
         options = settings.listen(engine.client.turn_model)
         caller = Caller(engine.client, engine.tokenizer, options, self._meter, engine.used(), hear)
-        return caller, engine.tokenizer.text
+        return caller, engine.tokenizer.decode
 
     def _engine(self, settings: Settings) -> Engine:
         engine = self._engines.get(settings.model)
@@ -61,7 +61,7 @@ class Line:
     """ASGI: the WebSockets of this route, accepted already."""
 
     def __init__(self, desk: Desk) -> None:
-        self._desk, self._meter = desk, desk.metrics.live(PATH)
+        self._desk, self._meter = desk, desk.metrics.live_route(PATH)
         config = desk.config
         self._limits = Limits(config.session_idle_s, config.max_session_s, config.max_frame_bytes)
 

@@ -16,13 +16,14 @@ from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.pcm import SAMPLE_BYTES
+from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError
-from asr_serve.metrics import LiveMeter, ServerMetrics
-from asr_serve.pipelines.live.caller import ListenOptions
-from asr_serve.pipelines.options import NUMBERS, TranscribeOptions
-from asr_serve.pipelines.prompts import hotword_bias
-from asr_serve.pipelines.utterance import Finishing, expect_speakers, language
+from asr_serve.metrics import LiveRouteMetrics, ServerMetrics
+from asr_serve.pipelines.live.events import ListenOptions
+from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, TranscribeOptions
+from asr_serve.pipelines.prompting import hotword_bias
+from asr_serve.pipelines.segments import SegmentNormalizer, check_diarization, resolve_language
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.funasr_live import FLAGS, Sentences, Wants
 from asr_serve.server.bodies.spool import Spool, SpoolReader
@@ -36,10 +37,9 @@ from asr_serve.server.live.outbox import SEND_S, Outbox
 from asr_serve.server.live.realtime import Realtime
 from asr_serve.server.live.talk import Hearing, Talk
 from asr_serve.units import RATE_HZ, samples_to_s
-from asr_serve.vad.schedule import SilenceSchedule
 
 REALTIME, OFFLINE = "/", "/ws"
-QUERY = ("model", "api_key", *FLAGS, *NUMBERS)
+QUERY = ("model", "api_key", *FLAGS, *SPEAKER_COUNT_FIELDS)
 REALTIME_QUERY = (*QUERY, "sentences", "partial_ms", "max_segment_ms", "silence_schedule")
 MEMORY_BYTES = 1 << 20
 """What `/ws` keeps of a recording in memory; the rest goes to disk."""
@@ -75,7 +75,7 @@ class Offline:
         place: AbstractContextManager[None],
         wants: Wants,
         visit: Visit,
-        meter: LiveMeter,
+        meter: LiveRouteMetrics,
     ) -> None:
         """`place`: among those for whom work is done, held until `close`. Raises AtCapacity."""
         self.language, self.received_samples, self.full = wants.language or "", 0, False
@@ -92,7 +92,7 @@ class Offline:
     async def room(self) -> None:
         """There is always some: what does not fit into memory goes to disk."""
 
-    def put(self, pcm: bytes | memoryview) -> None:
+    def write(self, pcm: bytes | memoryview) -> None:
         """Raises AtCapacity when the disk is full."""
         if self._job is None:
             self._spool.append(memoryview(WAV_HEAD))
@@ -141,14 +141,14 @@ class Microphone:
         self._engine()
 
     def language(self, code: str | None) -> str:
-        return language(self._engine().client, code)
+        return resolve_language(self._engine().client, code)
 
     def expect(self, wants: Wants) -> None:
         engine = self._engine()
         hotword_bias(engine.client, engine.tokenizer, wants.hotwords)
-        Finishing(language(engine.client, wants.language or None), itn=wants.itn)
+        SegmentNormalizer(resolve_language(engine.client, wants.language or None), itn=wants.itn)
         if wants.spk:
-            expect_speakers(engine.client)
+            check_diarization(engine.client)
 
     def begin(self, wants: Wants, outbox: Outbox) -> Hearing:
         return self._begin(self._engine(), wants, outbox)
@@ -159,7 +159,7 @@ class Microphone:
         return engine
 
 
-def _realtime(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Begin:
+def _realtime(desk: Desk, fields: Fields, visit: Visit, meter: LiveRouteMetrics) -> Begin:
     partial_ms = fields.whole("partial_ms", 100, 60_000)
     schedule = fields.text("silence_schedule")
     only_new = fields.choice("sentences", ("all", "new")) == "new"
@@ -176,7 +176,7 @@ def _realtime(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Beg
     return begin
 
 
-def _offline(desk: Desk, fields: Fields, visit: Visit, meter: LiveMeter) -> Begin:
+def _offline(desk: Desk, fields: Fields, visit: Visit, meter: LiveRouteMetrics) -> Begin:
     def begin(engine: Engine, wants: Wants, outbox: Outbox) -> Hearing:
         return Offline(desk.jobs, engine, desk.gate.work(), wants, visit, meter)
 
@@ -232,11 +232,11 @@ class Line:
         path: str,
         session_s: float,
         fields: Sequence[str],
-        begin: Callable[[Desk, Fields, Visit, LiveMeter], Begin],
+        begin: Callable[[Desk, Fields, Visit, LiveRouteMetrics], Begin],
     ) -> None:
         """`fields`: what the query may hold."""
         self._desk, self._fields, self._begin = desk, fields, begin
-        self._meter = desk.metrics.live(path)
+        self._meter = desk.metrics.live_route(path)
         config = desk.config
         self._limits = Limits(config.session_idle_s, session_s, config.max_frame_bytes)
 

@@ -17,12 +17,12 @@ from starlette.responses import Response
 from starlette.routing import WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
-from asr_serve.audio.encode.encoder import Encoder, fitting_hz
+from asr_serve.audio.encode.stream_encoder import AudioEncoder, supported_rate_hz
 from asr_serve.config import ServeConfig, voices_dir
 from asr_serve.errors import ClientGone, RequestTimeout, TextTooLong
-from asr_serve.pipelines.speak import Speaking
-from asr_serve.pipelines.speaking.fronts import front_of
-from asr_serve.pipelines.speaking.options import SpeakOptions
+from asr_serve.pipelines.options import SpeakOptions
+from asr_serve.pipelines.tts.frontend import frontend_for
+from asr_serve.pipelines.tts.speak import TtsSession
 from asr_serve.protocols.fields import Fields
 from asr_serve.protocols.speech import live, openai
 from asr_serve.protocols.speech.live import Start, Started
@@ -40,7 +40,7 @@ from asr_serve.server.speaking.dialogue import Dialogue
 from asr_serve.server.speaking.saying import Inbox, Piece, Saying
 from asr_serve.server.speaking.speech import Speech
 from asr_serve.server.speaking.voices import Voices
-from asr_serve.voices.store import Store
+from asr_serve.voices.voice_store import VoiceStore
 
 QUERY = ("api_key",)
 HEADERS = ("x-model", "x-voice", "x-sample-rate", "x-ignored")
@@ -57,7 +57,7 @@ class Desk(NamedTuple):
 
     @classmethod
     def of(cls, config: ServeConfig, engines: Engines, gate: Gate, jobs: Jobs) -> Desk:
-        cloned = Store(voices_dir(config.engine.voices_dir))
+        cloned = VoiceStore(voices_dir(config.engine.voices_dir))
         return cls(config, Voices(engines, cloned, config.aliases, config.voice_aliases), gate, jobs)
 
 
@@ -68,7 +68,7 @@ class Speaker(NamedTuple):
     options: SpeakOptions
     lexicon: dict[str, str]
     most_characters: int
-    encoder: Encoder
+    encoder: AudioEncoder
 
     @classmethod
     def of(cls, desk: Desk, asked: Ask | Start) -> Speaker:
@@ -77,21 +77,21 @@ class Speaker(NamedTuple):
         engine = voices.engine(asked.model)
         card, manner = engine.voice_card, msgspec.structs.asdict(asked.manner)
         usual_hz = PCM_RATE_HZ if asked.format == "pcm" else card.rate_hz
-        rate_hz = fitting_hz(asked.format, asked.rate_hz or usual_hz)
+        rate_hz = supported_rate_hz(asked.format, asked.rate_hz or usual_hz)
         lexicon = manner.pop("lexicon")
         voice = voices.voice(card, asked.voice)
         options = SpeakOptions(voice=voice, rate_hz=rate_hz, **manner)
-        return cls(engine, options, lexicon, most_characters, Encoder(asked.format, rate_hz))
+        return cls(engine, options, lexicon, most_characters, AudioEncoder(asked.format, rate_hz))
 
     @property
     def voice(self) -> str:
         return self.options.voice or ""
 
-    def begin(self, text: str | None, wake: Callable[[], None]) -> Speaking:
+    def begin(self, text: str | None, wake: Callable[[], None]) -> TtsSession:
         """On a thread: reading takes time. Raises what Speaking does."""
         card = self.engine.voice_card
-        front = front_of(card, self.voice, lexicon=self.lexicon, max_characters=self.most_characters)
-        return Speaking(self.engine.client, front, self.options, wake, text)
+        front = frontend_for(card, self.voice, lexicon=self.lexicon, max_characters=self.most_characters)
+        return TtsSession(self.engine.client, front, self.options, wake, text)
 
     def headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
         values = (self.engine.name, self.voice, str(self.encoder.to_hz), ", ".join(ignored))

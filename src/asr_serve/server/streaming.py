@@ -29,7 +29,7 @@ from asr_serve.errors import (
     OptionError,
     RequestTimeout,
 )
-from asr_serve.pipelines.live.caller import Event
+from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.protocols.stream import (
     EXAMPLE,
     LONGEST_CHARACTERS,
@@ -79,7 +79,7 @@ COMMAND_S = 10.0
 
 def sessions(desk: Desk) -> Sessions:
     """Those of a server."""
-    config, meter = desk.config, desk.metrics.live(PATH)
+    config, meter = desk.config, desk.metrics.live_route(PATH)
 
     def begin(owner: Owner, asked: Ask) -> tuple[str, Begin]:
         engine = desk.engines.get(asked.model)
@@ -89,7 +89,7 @@ def sessions(desk: Desk) -> Sessions:
             with desk.gate.seat(cast(Key, owner)), engine.used():
                 yield
 
-        def caller(hear: Callable[[list[Event]], None]) -> Caller:
+        def caller(hear: Callable[[list[LiveEvent]], None]) -> Caller:
             return Caller(engine.client, engine.tokenizer, asked.options, meter, held(), hear)
 
         return engine.name, caller
@@ -199,7 +199,7 @@ class StreamSocket:
                 f"up to {self._frame_bytes} are allowed; nothing of this one was taken",
                 "go on with the session, and send audio in smaller frames, like 100 ms",
             )
-        await session.put(connection, frame)
+        await session.write(connection, frame)
 
 
 def _command(text: str, session: StreamSession, connection: Connection) -> None:
@@ -250,7 +250,7 @@ async def _read(receive: Receive, session: StreamSession, connection: Connection
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone("the client left while it sent its audio")
-        await session.put(connection, message.get("body", b""))
+        await session.write(connection, message.get("body", b""))
         if not message.get("more_body"):
             break
     if connection is session.connection:

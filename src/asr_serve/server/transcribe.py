@@ -14,11 +14,11 @@ from starlette.background import BackgroundTask
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from asr_serve.audio.io import AudioLimits
+from asr_serve.audio.reader import AudioLimits
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
+from asr_serve.pipelines.offline.transcribe import SegmentDone
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.pipelines.transcribe import SegmentDone
 from asr_serve.protocols.transcriptions import answers, funasr, openai
 from asr_serve.protocols.transcriptions.known import MOST, MOST_BYTES, REFERENCES
 from asr_serve.protocols.transcriptions.wants import HOTWORDS_CHARACTERS, MOST_HOTWORDS
@@ -312,10 +312,10 @@ class EventStream(Response):
         deltas: answers.Deltas | None = None
         async for event in work.segments():
             # Not before: until its first segment, a later field may still change what is asked.
-            deltas = deltas or answers.Deltas(work.asked, work.engine.tokenizer.text)
+            deltas = deltas or answers.Deltas(work.asked, work.engine.tokenizer.decode)
             visit.text_is_out()
             yield deltas.segment(event.segment)
-        deltas = deltas or answers.Deltas(work.asked, work.engine.tokenizer.text)
+        deltas = deltas or answers.Deltas(work.asked, work.engine.tokenizer.decode)
         yield deltas.done(work.transcript)
 
 
@@ -337,7 +337,7 @@ async def _never_quiet(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[by
 
 def _answer(request: Request, transcript: Transcript, work: Work[openai.Ask]) -> Response:
     visit_of(request.scope).text_is_out()
-    body = answers.render(transcript, work.asked, work.engine.tokenizer.text)
+    body = answers.render(transcript, work.asked, work.engine.tokenizer.decode)
     return Response(body, media_type=openai.FORMATS[work.asked.response_format])
 
 

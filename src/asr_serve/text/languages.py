@@ -127,40 +127,40 @@ SCRIPTS = {
 """What languages are written in; of others nothing is known."""
 
 
-def script(letter: str) -> str:
+def script_of(letter: str) -> str:
     """What a letter belongs to, as Unicode names it.
 
-    >>> script("é"), script("語"), script("ж")
+    >>> script_of("é"), script_of("語"), script_of("ж")
     ('LATIN', 'CJK', 'CYRILLIC')
     """
     return unicodedata.name(letter, "OTHER").replace("-", " ").partition(" ")[0]
 
 
-def code(name: str) -> str:
+def language_code(name: str) -> str:
     """The code of a language; what is no name comes back as it is, in lower case.
 
-    >>> code("English"), code("中文"), code("EN"), code("en-GB"), code("klingon")
-    ('en', 'zh', 'en', 'en', 'klingon')
+    >>> [language_code(name) for name in ("English", "中文", "EN", "en-GB", "klingon")]
+    ['en', 'zh', 'en', 'en', 'klingon']
     """
     folded = name.strip().casefold()
     tag = folded.replace("_", "-").partition("-")[0]
     return _CODES.get(folded, tag if len(tag) <= 3 else folded)
 
 
-def asked(name: str | None) -> str | None:
+def requested_language_code(name: str | None) -> str | None:
     """The code of a language that a caller asks for, by whatever interface; None: the model's own, or the one that
     it hears.
 
-    >>> asked("German"), asked(" pt-BR "), asked("auto"), asked(None)
-    ('de', 'pt', None, None)
+    >>> [requested_language_code(name) for name in ("German", " pt-BR ", "auto", None)]
+    ['de', 'pt', None, None]
     """
-    return None if name is None or name.strip().casefold() in _NONE else code(name)
+    return None if name is None or name.strip().casefold() in _NONE else language_code(name)
 
 
-def named(codes: Collection[str]) -> dict[str, str]:
+def languages_by_name(codes: Collection[str]) -> dict[str, str]:
     """Names and codes of these languages, each with its code.
 
-    >>> named(["de"])
+    >>> languages_by_name(["de"])
     {'de': 'de', 'german': 'de', 'deutsch': 'de', '德文': 'de', '德语': 'de'}
     """
     return {name: each for each in codes for name in (each, *_NAMES.get(each, "").split())}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from asr_serve import native
+from asr_serve import kernels
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -35,7 +35,7 @@ def copy_and_sum(to: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8]) -> int:
     What is large is read from memory once: summed block by block, and copied while the block is in the cache. The
     copy goes past the caches, in which it would only take the place of what is about to be read.
     """
-    module = native.copy() if data.nbytes >= LARGE else None
+    module = kernels.copy() if data.nbytes >= LARGE else None
     if module is None:
         np.copyto(to, data)
         return checksum(data)
@@ -47,7 +47,7 @@ def copy_and_sum(to: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8]) -> int:
     return found.intdigest()
 
 
-def checksum_of(path: Path) -> int:
+def file_checksum(path: Path) -> int:
     """Of a file that is no part of ours while it is read: nothing of it stays in memory."""
     if not path.stat().st_size:
         return 0

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-from asr_serve.config import spare_infiniband
+from asr_serve.config import disable_ucx_infiniband
 from asr_serve.errors import OptionError, PeerGone, RoadFailed, RoadTimeout
 
 Backend = Literal["UCX", "POSIX", "GDS", "GDS_MT"]
@@ -37,7 +37,7 @@ ASK_AT_ONCE = 200
 PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
 
 
-class Span(NamedTuple):
+class NixlDescriptor(NamedTuple):
     """A stretch of memory or of a file. `at`: address, or position in the file; `device`: 0, a GPU, or the file's
     descriptor."""
 
@@ -54,13 +54,13 @@ def installed() -> bool:
 def missing(backend: Backend) -> str | None:
     """Why there can be no agent with this back end here, or None where there can."""
     try:
-        Agent(backend).close()
+        NixlAgent(backend).close()
     except OptionError as error:
         return str(error)
     return None
 
 
-class Agent:
+class NixlAgent:
     """One end of transfers, with one back end.
 
     `params` go to the back end; `progress` gives it a thread of its own, which UCX wants on the side that only
@@ -103,7 +103,7 @@ class Agent:
         self._registered.append(entry)
         return entry
 
-    def forget(self, entry: object) -> None:
+    def deregister(self, entry: object) -> None:
         """No transfer touches it any more. Not while one that does is under way."""
         self._registered.remove(entry)
         try:
@@ -116,7 +116,7 @@ class Agent:
         found: bytes = self._agent.get_agent_metadata()
         return found
 
-    def meet(self, metadata: bytes) -> str:
+    def add_remote(self, metadata: bytes) -> str:
         """Make another agent's acquaintance; returns its name, for `start`. Raises RoadFailed."""
         try:
             name = self._agent.add_remote_agent(metadata)
@@ -124,23 +124,23 @@ class Agent:
             raise RoadFailed(f"NIXL cannot reach the other side ({_told(error)})") from error
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def leave(self, peer: str) -> None:
+    def remove_remote(self, peer: str) -> None:
         """Forget another agent: nothing goes there any more. Quiet where it is gone already."""
         try:
             self._agent.remove_remote_agent(peer)
         except self._failures:
             return
 
-    def start(
+    def start_transfer(
         self,
         operation: Literal["READ", "WRITE"],
-        local: Sequence[Span],
-        remote: Sequence[Span],
+        local: Sequence[NixlDescriptor],
+        remote: Sequence[NixlDescriptor],
         *,
         peer: str | None = None,
         local_kind: Kind = "DRAM",
         remote_kind: Kind = "DRAM",
-    ) -> Transfer:
+    ) -> NixlTransfer:
         """Begin to copy `local` to `remote` (WRITE) or back (READ), span by span of equal length.
 
         `peer`: whose `remote` is, None for this agent's own (a file). Raises PeerGone, RoadFailed.
@@ -154,10 +154,10 @@ class Agent:
             handle = agent.initialize_xfer(operation, here, there, peer or self.name, b"", [self._backend])
         except self._failures as error:
             raise self._error(error, peer) from error
-        transfer = Transfer(self, handle, peer)
+        transfer = NixlTransfer(self, handle, peer)
         with contextlib.ExitStack() as undo:
             undo.callback(transfer.release)
-            transfer.begin()
+            transfer.post()
             undo.pop_all()
         return transfer
 
@@ -165,7 +165,7 @@ class Agent:
         """Idempotent. What it registered is registered no more; its transfers must have been released."""
         while self._agent is not None and self._registered:
             try:
-                self.forget(self._registered[-1])
+                self.deregister(self._registered[-1])
             except RoadFailed:
                 continue
         self._agent = None
@@ -176,18 +176,18 @@ class Agent:
         return RoadFailed(f"NIXL's back end {self._backend} failed ({_told(error)})")
 
 
-class Transfer:
+class NixlTransfer:
     """One that was begun. Release it, or leave its `with`, whatever became of it."""
 
-    def __init__(self, agent: Agent, handle: Any, peer: str | None) -> None:
+    def __init__(self, agent: NixlAgent, handle: Any, peer: str | None) -> None:
         self._agent, self._handle, self._peer = agent, handle, peer
         self._state = "PROC"
         self._failure: PeerGone | RoadFailed | None = None
 
-    def begin(self) -> None:
+    def post(self) -> None:
         self._step(lambda: self._agent._agent.transfer(self._handle))
 
-    def done(self) -> bool:
+    def poll(self) -> bool:
         """Ask once, and so let the back end work. Raises PeerGone, RoadFailed."""
         if self._failure is not None:
             raise self._failure
@@ -200,7 +200,7 @@ class Transfer:
         may still be written, until the agents have parted."""
         until = time.monotonic() + timeout_s
         asked, pause_s = 0, PAUSE_S
-        while not self.done():
+        while not self.poll():
             asked += 1
             if asked < ASK_AT_ONCE:
                 continue
@@ -251,7 +251,7 @@ _WANTS = {
 
 
 def _load() -> ModuleType:
-    spare_infiniband()
+    disable_ucx_infiniband()
     try:
         import nixl
     except ImportError as error:

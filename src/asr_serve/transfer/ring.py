@@ -23,7 +23,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from asr_serve import native
+from asr_serve import kernels
 from asr_serve.errors import OutOfStep, PeerGone
 
 SLOTS, PAYLOAD_BYTES = 1_024, 16_384
@@ -35,7 +35,7 @@ def create(slots: int = SLOTS, payload_bytes: int = PAYLOAD_BYTES) -> tuple[int,
 
     `slots` a power of two; `payload_bytes` of each a multiple of 64. Raises ValueError, OSError.
     """
-    ring = native.ring()
+    ring = kernels.ring()
     nbytes: int = ring.layout(slots, payload_bytes)
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("asr-serve-pcm")
@@ -114,7 +114,7 @@ class _Side:
         """Raises ValueError when there is no ring behind `fd`."""
         # All pages now: a fault in the first lap costs more than the copy.
         memory = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        self._ring = native.ring().Ring(memory)
+        self._ring = kernels.ring().Ring(memory)
         self._bell = _Bell(bell)
         self._message = _Message(self._bell)
 
@@ -153,7 +153,7 @@ class PcmWriter(_Side):
         self.full_waits = 0
         """How often `put` had to wait for room."""
 
-    def put(self, session: int, pcm: np.ndarray) -> None:
+    def write_message(self, session: int, pcm: np.ndarray) -> None:
         """Send an array, of any dtype and as long as you like; it must be C-contiguous.
 
         Waits while the ring is full. Raises PeerGone, at once when the reader dies while this waits.
@@ -184,7 +184,7 @@ class PcmWriter(_Side):
 class PcmReader(_Side):
     """The consuming side. One thread takes, in the order in which the other side put."""
 
-    def take(self, session: int, samples: int, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
+    def read_message(self, session: int, samples: int, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
         """The next message, which must be that of `session` and of just `samples`: an array of the caller's own.
 
         Waits until it is there. Raises PeerGone when the writer is gone before that; OutOfStep, and hangs up,

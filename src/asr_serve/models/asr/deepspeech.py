@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from asr_serve import units
-from asr_serve.devices.base import Device, Linear
+from asr_serve.audio.features.mfcc import Mfcc, MfccShape
+from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.features.mfcc import Mfcc, Shape
-from asr_serve.models import tflite_graph
-from asr_serve.models.card import Card, Packaged
-from asr_serve.models.streaming import Chunk, State, StateSpec, Window
+from asr_serve.models.checkpoints import tflite_graph
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.registry import AsrCard, PackagedWeights
 
 CARDS = (
-    Card(
+    AsrCard(
         name="armspeech-hy",
         task="asr",
         kind="deepspeech",
@@ -42,7 +42,7 @@ CARDS = (
         licence="MIT",
         source="arXiv:1412.5567",
         hub="",
-        packaged=Packaged(
+        packaged=PackagedWeights(
             # It says that it is for Python 3.10 at most, and asks for the runtime that it wraps: only its file is
             # read.
             requirement="--no-deps --ignore-requires-python armspeech==0.1.4",
@@ -88,20 +88,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
 
     @property
-    def features(self) -> Shape:
-        return Shape(
+    def features(self) -> MfccShape:
+        return MfccShape(
             self.window_samples, self.hop_samples, self.mels, self.coefficients, self.low_hz, self.high_hz
         )
 
     @property
-    def heard_frames(self) -> int:
+    def input_frames(self) -> int:
         """What the first layer hears at once."""
         return 2 * self.context_frames + 1
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """A checkpoint's tensors."""
         sizes = {
-            "layers.0": (self.hidden_size, self.heard_frames * self.coefficients),
+            "layers.0": (self.hidden_size, self.input_frames * self.coefficients),
             "layers.1": (self.hidden_size, self.hidden_size),
             "layers.2": (self.hidden_size, self.hidden_size),
             "lstm.input": (4 * self.cell_size, self.hidden_size),
@@ -120,18 +120,22 @@ def tiny() -> Config:
 
 
 class Model:
-    """A StreamingModel (models/streaming.py) with the head ctc.
+    """A StreamingModel (models/interfaces.py) with the head ctc.
 
     Out     what the output layer hears (n, chunk, hidden_size), of the device's dtype
     State   h, c (cell_size,): the LSTM's output and cell, float32 on every device
     """
 
-    block = 1
+    frame_block = 1
     heads = ("ctc",)
 
     def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
         self.config, self.device = config, device
-        self.frame_samples, self.vocab, self.blank = config.hop_samples, config.vocab_size, config.vocab_size - 1
+        self.frame_samples, self.vocab_size, self.blank_id = (
+            config.hop_samples,
+            config.vocab_size,
+            config.vocab_size - 1,
+        )
         for name, shape in config.shapes().items():
             if name not in tensors:
                 raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a DeepSpeech checkpoint has it")
@@ -152,54 +156,56 @@ class Model:
         self.lstm_input, self.lstm_recurrent = linear("lstm.input"), linear("lstm.recurrent")
         self.after, self.head = linear("layers.3"), linear("head")
 
-    def frames(self, samples: int) -> int:
+    def count_frames(self, samples: int) -> int:
         """A frame for each whole window, and one for what is left after the last; none of no audio."""
         config = self.config
         return max(1, (samples - config.window_samples) // config.hop_samples + 2) if samples > 0 else 0
 
-    def window(self, chunk: int) -> Window:
+    def audio_window(self, chunk: int) -> AudioWindow:
         config = self.config
         hops = chunk + 2 * config.context_frames - 1
-        return Window(
+        return AudioWindow(
             config.context_frames * config.hop_samples, hops * config.hop_samples + config.window_samples
         )
 
-    def state(self, chunk: int) -> dict[str, StateSpec]:
+    def state_specs(self, chunk: int) -> dict[str, StateSpec]:
         return {name: StateSpec((self.config.cell_size,)) for name in ("h", "c")}
 
-    def step(self, chunk: Chunk, state: State) -> Tensor:
+    def step(self, chunk: StreamingChunk, state: State) -> Tensor:
         config = self.config
         cepstra = self.features(chunk.pcm)
-        place = chunk.seen[:, None] - config.context_frames
+        place = chunk.start_frames[:, None] - config.context_frames
         place = place + torch.arange(cepstra.shape[1], device=cepstra.device)
-        count = torch.div(chunk.ends - config.window_samples, config.hop_samples, rounding_mode="floor") + 2
+        count = (
+            torch.div(chunk.total_samples - config.window_samples, config.hop_samples, rounding_mode="floor") + 2
+        )
         there = (place >= 0) & (place < count.clamp(min=1)[:, None])
         cepstra = torch.where(there[:, :, None], cepstra, 0.0)
         h, c = state["h"][chunk.rows], state["c"][chunk.rows]
-        hidden, h, c = self._hear(cepstra, chunk.frames, h, c)
+        hidden, h, c = self._encode(cepstra, chunk.frames, h, c)
         state["h"][chunk.rows], state["c"][chunk.rows] = h, c
         return hidden
 
-    def masked(self, pcm: Tensor) -> Tensor:
+    def encode_utterance(self, pcm: Tensor) -> Tensor:
         """A whole utterance (samples,) at once: encoder output (1, frames, hidden_size). For comparison."""
         config = self.config
-        count = self.frames(pcm.shape[0])
+        count = self.count_frames(pcm.shape[0])
         if not count:
             return torch.empty(1, 0, config.hidden_size, dtype=self.device.dtype, device=self.device.torch_device)
         missing = (count - 1) * config.hop_samples + config.window_samples - pcm.shape[0]
         cepstra = self.features(F.pad(pcm[None].to(self.device.torch_device), (0, missing)))
         cepstra = F.pad(cepstra, (0, 0, config.context_frames, config.context_frames))
         fresh = cepstra.new_zeros(1, config.cell_size)
-        return self._hear(cepstra, torch.tensor([count], device=cepstra.device), fresh, fresh)[0]
+        return self._encode(cepstra, torch.tensor([count], device=cepstra.device), fresh, fresh)[0]
 
-    def ctc(self, hidden: Tensor) -> Tensor:
+    def ctc_logprobs(self, hidden: Tensor) -> Tensor:
         return F.log_softmax(self.head(hidden).float(), dim=-1).contiguous()
 
-    def _hear(self, cepstra: Tensor, frames: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _encode(self, cepstra: Tensor, frames: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """cepstra (n, frames + 2 * context, coefficients), h and c (n, cell_size) -> hidden (n, frames,
         hidden_size), and h and c after so many of each row's frames."""
         # Frames first: the LSTM takes one of all rows after the other.
-        heard = cepstra.unfold(1, self.config.heard_frames, 1).permute(1, 0, 3, 2).flatten(2)
+        heard = cepstra.unfold(1, self.config.input_frames, 1).permute(1, 0, 3, 2).flatten(2)
         x = heard
         for layer in self.before:
             x = self._clipped(layer(x)).to(self.device.dtype)
@@ -249,8 +255,10 @@ def convert(source: Path, target: Path) -> None:
     )
 
 
-def _tensors(graph: tflite_graph.Graph) -> dict[str, np.ndarray]:
-    products = {call.inputs[1]: call for call in graph.calls("FULLY_CONNECTED") if len(call.inputs) == 3}
+def _tensors(graph: tflite_graph.TfliteGraph) -> dict[str, np.ndarray]:
+    products = {
+        call.inputs[1]: call for call in graph.operations_named("FULLY_CONNECTED") if len(call.inputs) == 3
+    }
     if len(products) != len(_DENSE):
         raise WeightsCorrupt(f"{graph.path} has {len(products)} weight matrices", f"a DeepSpeech: {len(_DENSE)}")
     by_name = dict(zip(_DENSE, products.values(), strict=True))
@@ -268,36 +276,36 @@ def _tensors(graph: tflite_graph.Graph) -> dict[str, np.ndarray]:
     }
 
 
-def _gate_order(graph: tflite_graph.Graph, weight: int) -> list[int]:
+def _gate_order(graph: tflite_graph.TfliteGraph, weight: int) -> list[int]:
     """Which part of the LSTM's product is which gate, for each of GATES: by what its first step does with them."""
-    first = next(call for call in graph.calls("FULLY_CONNECTED") if call.inputs[1] == weight)
-    parts = next((call.outputs for call in graph.calls("SPLIT") if first.outputs[0] in call.inputs), ())
-    joined = graph.maker(first.inputs[0])
+    first = next(call for call in graph.operations_named("FULLY_CONNECTED") if call.inputs[1] == weight)
+    parts = next((call.outputs for call in graph.operations_named("SPLIT") if first.outputs[0] in call.inputs), ())
+    joined = graph.producer(first.inputs[0])
     found = {_gate(graph, part, parts): at for at, part in enumerate(parts)}
     if not joined or joined.inputs[-1] != graph.named("previous_state_h") or sorted(found) != sorted(GATES):
         raise WeightsCorrupt(f"{graph.path} has no LSTM as DeepSpeech has it", "gates i f g o, no forget bias")
     return [found[gate] for gate in GATES]
 
 
-def _gate(graph: tflite_graph.Graph, part: int, parts: tuple[int, ...]) -> str:
+def _gate(graph: tflite_graph.TfliteGraph, part: int, parts: tuple[int, ...]) -> str:
     """One of GATES, or nothing where something is done to the part first: a forget bias added, say."""
     active = next((call for call in graph.operations if part in call.inputs), None)
     if active is None or active.name not in ("LOGISTIC", "TANH"):
         return ""
     if active.name == "TANH":
         return "g"
-    product = next((call for call in graph.calls("MUL") if active.outputs[0] in call.inputs), None)
+    product = next((call for call in graph.operations_named("MUL") if active.outputs[0] in call.inputs), None)
     if product is None:
         return ""
     if graph.named("previous_state_c") in product.inputs:
         return "f"
-    squashed = [call for i in product.inputs if (call := graph.maker(i)) and call.name == "TANH"]
+    squashed = [call for i in product.inputs if (call := graph.producer(i)) and call.name == "TANH"]
     return "i" if any(call.inputs[0] in parts for call in squashed) else "o"
 
 
-def _config(graph: tflite_graph.Graph, tensors: dict[str, np.ndarray]) -> Config:
-    spectrograms, cepstra = graph.calls("AudioSpectrogram"), graph.calls("Mfcc")
-    clip = {float(graph.constant(call.inputs[1])) for call in graph.calls("MINIMUM")}
+def _config(graph: tflite_graph.TfliteGraph, tensors: dict[str, np.ndarray]) -> Config:
+    spectrograms, cepstra = graph.operations_named("AudioSpectrogram"), graph.operations_named("Mfcc")
+    clip = {float(graph.constant(call.inputs[1])) for call in graph.operations_named("MINIMUM")}
     if len(spectrograms) != 1 or len(cepstra) != 1 or len(clip) != 1:
         raise WeightsCorrupt(f"{graph.path} is no DeepSpeech", "AudioSpectrogram, Mfcc, and ReLUs clipped alike")
     window, bands = spectrograms[0].option, cepstra[0].option
@@ -320,9 +328,9 @@ def _config(graph: tflite_graph.Graph, tensors: dict[str, np.ndarray]) -> Config
     )
 
 
-def _alphabet(graph: tflite_graph.Graph) -> list[str]:
+def _alphabet(graph: tflite_graph.TfliteGraph) -> list[str]:
     """Letters by id: how many, then number, length in bytes and bytes of each, all numbers of 16 bits."""
-    asked = graph.maker(graph.named("metadata_alphabet"))
+    asked = graph.producer(graph.named("metadata_alphabet"))
     data = graph.text(asked.inputs[0] if asked else graph.named("metadata_alphabet"))
     try:
         (count,), at, letters = struct.unpack_from("<H", data), 2, {}

@@ -1,1 +1,1 @@
-"""Voice models, one file each; see models/card.py."""
+"""Voice models, one file each; see models/registry.py."""

@@ -28,13 +28,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asr_serve.devices.base import Device, Linear
+from asr_serve.audio.features.slaney_mel import HOP_SAMPLES, RATE_HZ
+from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import UnknownVoice, WeightsCorrupt
-from asr_serve.features.slaney_mel import HOP_SAMPLES, RATE_HZ
-from asr_serve.models.acoustic.layers import Changes
-from asr_serve.models.acoustic.network import F0_SCALE, LN10_20, SEMITONE, Network, Prosody, Sizes, places
-from asr_serve.models.card import VoiceCard
-from asr_serve.models.speaking import MELS, WIDTH, State, StateSpec, expect_phonemes, expect_voice
+from asr_serve.models.interfaces import FRAME_WIDTH, MELS, State, StateSpec, validate_phonemes, validate_voice
+from asr_serve.models.registry import TtsCard
+from asr_serve.models.tts.fastpitch_layers import LoraChanges
+from asr_serve.models.tts.fastpitch_network import (
+    F0_SCALE,
+    LN10_20,
+    SEMITONE,
+    FastPitchNetwork,
+    FastPitchSizes,
+    PhonemeProsody,
+    places,
+)
 from asr_serve.types import Sentence
 
 ENGLISH = (
@@ -43,7 +51,7 @@ ENGLISH = (
 )
 """By number. American women, American men, British women, British men; the first is the one to use unless told."""
 CARDS = (
-    VoiceCard(
+    TtsCard(
         name="fastpitch-en",
         task="tts",
         kind="fastpitch",
@@ -74,7 +82,7 @@ KEPT_VOICES = 64
 """Cloned voices that stay loaded; the one that was longest unused goes first."""
 
 
-class Speech(msgspec.Struct, frozen=True):
+class FeatureNorms(msgspec.Struct, frozen=True):
     """Of config.json, what numbers are told from (train/voice/acoustic.Norms)."""
 
     mel: tuple[float, float]
@@ -85,8 +93,8 @@ class Speech(msgspec.Struct, frozen=True):
 class Config(msgspec.Struct, frozen=True):
     """A checkpoint's config.json."""
 
-    sizes: Sizes
-    norms: Speech
+    sizes: FastPitchSizes
+    norms: FeatureNorms
     lengthen: float
     """What all durations are multiplied with: a mean of logarithms is less than the logarithm of a mean."""
     voices: tuple[str, ...]
@@ -97,7 +105,7 @@ class Config(msgspec.Struct, frozen=True):
         """Raises WeightsCorrupt."""
         try:
             return cls(
-                Sizes.of(settings),
+                FastPitchSizes.of(settings),
                 *(
                     msgspec.convert(settings[field.name], field.type)
                     for field in msgspec.structs.fields(cls)
@@ -108,7 +116,7 @@ class Config(msgspec.Struct, frozen=True):
             raise WeightsCorrupt(f"config.json of a FastPitch: {failure}") from failure
 
 
-class Voice(NamedTuple):
+class VoiceParameters(NamedTuple):
     """Who speaks."""
 
     encoder: Tensor
@@ -123,23 +131,23 @@ class Voice(NamedTuple):
     """Natural log of how much louder its frames are made."""
 
 
-class Encoded(NamedTuple):
+class FastPitchSentence(NamedTuple):
     """A sentence that is about to be said."""
 
     x: Tensor
     """(frames, width), filled up to whole chunks: what the decoder hears."""
     base: Tensor
     """(frames, 2), as long: natural logs of F0, as the pitch of its phoneme has it, and of how much louder."""
-    voice: Voice
+    voice: VoiceParameters
     frames: int
-    lead: int
-    ends: tuple[int, ...]
+    lead_frames: int
+    phoneme_ends_samples: tuple[int, ...]
 
 
 class Model:
     """See models/speaking.Incremental."""
 
-    hop, width, rate_hz = HOP_SAMPLES, WIDTH, RATE_HZ
+    hop_samples, frame_width, rate_hz = HOP_SAMPLES, FRAME_WIDTH, RATE_HZ
 
     def __init__(
         self, name: str, config: Config, tensors: Mapping[str, Tensor], device: Device, fingerprint: str = ""
@@ -147,55 +155,55 @@ class Model:
         """`fingerprint`: sha256 of the checkpoint, of which cloned voices must be; empty: of any. Raises
         WeightsCorrupt for tensors that the sizes do not make."""
         self._name, self.config, self._device, self._fingerprint = name, config, device, fingerprint
-        parts = _Parts(config.sizes, tensors, device)
-        self.network, self.chunk = Network(config.sizes, parts), config.sizes.chunk
+        parts = _FastPitchTensors(config.sizes, tensors, device)
+        self.network, self.chunk_frames = FastPitchNetwork(config.sizes, parts), config.sizes.chunk
         speakers, speakers_decoder = parts.vector("speakers"), parts.vector("speakers_decoder")
         self._voices = {
-            voice: Voice(speakers[at], speakers_decoder[at], config.norms.pitch[voice])
+            voice: VoiceParameters(speakers[at], speakers_decoder[at], config.norms.pitch[voice])
             for at, voice in enumerate(config.voices)
             if voice in config.norms.pitch
         }
-        self._cloned: OrderedDict[str, tuple[int, Voice]] = OrderedDict()
+        self._cloned: OrderedDict[str, tuple[int, VoiceParameters]] = OrderedDict()
 
     @property
     def voices(self) -> tuple[str, ...]:
         """All that may be asked for."""
         return (*self._voices, *self._cloned)
 
-    def voice(self, name: str, path: Path) -> None:
+    def register_voice(self, name: str, path: Path) -> None:
         """Know a cloned voice by its file, from here on; read again when it has changed. Raises WeightsCorrupt;
         UnknownVoice of one that was taught to other weights: with these it would be another voice, or noise."""
         changed = path.stat().st_mtime_ns
         if name in self._cloned and self._cloned[name][0] == changed:
             self._cloned.move_to_end(name)
             return
-        expect_taught(path, self._fingerprint, self._name)
+        validate_fingerprint(path, self._fingerprint, self._name)
         self._cloned[name] = (changed, read_voice(path, self.config.sizes, self._device.torch_device))
         self._cloned.move_to_end(name)
         while len(self._cloned) > KEPT_VOICES:
             self._cloned.popitem(last=False)
 
-    def forget(self, name: str) -> None:
+    def remove_voice(self, name: str) -> None:
         """A cloned voice is gone; sentences under way are said to their end."""
         self._cloned.pop(name, None)
 
-    def expect(self, sentence: Sentence) -> None:
-        expect_voice(sentence, self.voices, self._name)
-        expect_phonemes(sentence, self.config.vocabulary, self._name, "misaki")
+    def validate(self, sentence: Sentence) -> None:
+        validate_voice(sentence, self.voices, self._name)
+        validate_phonemes(sentence, self.config.vocabulary, self._name, "misaki")
 
-    def state(self) -> dict[str, StateSpec]:
-        return {name: StateSpec(shape) for name, shape in self.network.state_shapes().items()}
+    def state_specs(self) -> dict[str, StateSpec]:
+        return {name: StateSpec(shape) for name, shape in self.network.state_specs().items()}
 
     @torch.inference_mode()
-    def encode(self, sentences: Sequence[Sentence]) -> list[Encoded]:
+    def encode(self, sentences: Sequence[Sentence]) -> list[FastPitchSentence]:
         """One after another: a sentence is a product large enough, and its durations are then the same, to the
         frame, whoever else comes with it."""
         return [self._encode(sentence) for sentence in sentences]
 
     @torch.inference_mode()
-    def step(self, encoded: Sequence[Encoded], rows: Tensor, seen: Tensor, state: State) -> Tensor:
+    def step(self, encoded: Sequence[FastPitchSentence], rows: Tensor, seen: Tensor, state: State) -> Tensor:
         starts = seen.tolist()
-        cut = [slice(start, start + self.chunk) for start in starts]
+        cut = [slice(start, start + self.chunk_frames) for start in starts]
         x = torch.stack([each.x[part] for each, part in zip(encoded, cut, strict=True)])
         frames = torch.tensor([each.frames for each in encoded], device=x.device)
         changes = _changes([each.voice for each in encoded])
@@ -204,7 +212,7 @@ class Model:
         return self._frames(out, base)
 
     @torch.inference_mode()
-    def whole(self, encoded: Encoded) -> Tensor:
+    def whole(self, encoded: FastPitchSentence) -> Tensor:
         """All frames of a sentence at once, (1, frames, width): what the steps make, for comparison."""
         out = self.network.decode(
             encoded.x[None],
@@ -213,7 +221,7 @@ class Model:
         )
         return self._frames(out, encoded.base[None])[:, : encoded.frames]
 
-    def _encode(self, sentence: Sentence) -> Encoded:
+    def _encode(self, sentence: Sentence) -> FastPitchSentence:
         config, where = self.config, self._device.torch_device
         voice = self._voices.get(sentence.voice) or self._cloned[sentence.voice][1]
         phonemes = f"{PAUSE}{sentence.phonemes}{PAUSE}"
@@ -221,7 +229,7 @@ class Model:
         speed, semitones, decibels = (
             torch.tensor([[wanted[0], *wanted, wanted[-1]]], device=where)
             for wanted in (
-                [value for each in sentence.stretches for value in [getattr(each, name)] * len(each.phonemes)]
+                [value for each in sentence.spans for value in [getattr(each, name)] * len(each.phonemes)]
                 for name in ("speed", "pitch", "energy")
             )
         )
@@ -232,22 +240,22 @@ class Model:
         pitch, voiced, energy = self.network.prosody(hidden, there, changes)
         mean, deviation = voice.pitch
         pitch = pitch + semitones * SEMITONE / deviation
-        prosody = Prosody(pitch, (voiced > 0).float(), energy)
+        prosody = PhonemeProsody(pitch, (voiced > 0).float(), energy)
         lengths = self.network.log_durations(hidden, there, changes).exp() * config.lengthen / speed
         durations = whole_frames(lengths)
         durations[:, 0].clamp_(max=BEFORE)
         durations[:, -1].clamp_(max=AFTER)
         frames = int(durations.sum())
-        padded = -(-frames // self.chunk) * self.chunk
+        padded = -(-frames // self.chunk_frames) * self.chunk_frames
         index, place = places(durations, torch.arange(padded, device=where)[None])
-        said = self.network.conditioned(hidden, prosody)[0][index[0]]
+        said = self.network.condition(hidden, prosody)[0][index[0]]
         # What is asked for on top is a gain: more energy in the prosody would be two thirds of that.
         louder = decibels * LN10_20 + voice.gain
         base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, louder])[:, index[0]].T
         lead = max(0, int(durations[0, 0]) - SAID_BEFORE)
         ends = (durations[0].cumsum(0)[1:-1] - lead) * HOP_SAMPLES
-        x = self.network.frames_in(said[None], place, voice.decoder[None])[0]
-        return Encoded(x, base, voice, frames, lead, tuple(ends.tolist()))
+        x = self.network.decoder_input(said[None], place, voice.decoder[None])[0]
+        return FastPitchSentence(x, base, voice, frames, lead, tuple(ends.tolist()))
 
     def _frames(self, out: Tensor, base: Tensor) -> Tensor:
         """The network's numbers (n, chunk, MELS + 2) to frames as codecs hear them."""
@@ -264,19 +272,19 @@ def whole_frames(lengths: Tensor) -> Tensor:
     return torch.diff(ends, dim=1, prepend=torch.zeros_like(ends[:, :1]))
 
 
-def _changes(voices: Sequence[Voice]) -> Changes | None:
+def _changes(voices: Sequence[VoiceParameters]) -> LoraChanges | None:
     """Of each row's voice; None where nobody has any."""
     different = list({id(voice): voice for voice in voices}.values())
     if all(voice.changes is None for voice in different):
         return None
     numbers = {id(voice): at for at, voice in enumerate(different)}
-    return _Stacked(different, [numbers[id(voice)] for voice in voices])
+    return _StackedChanges(different, [numbers[id(voice)] for voice in voices])
 
 
-class _Stacked(Mapping[str, tuple[Tensor, Tensor]]):
+class _StackedChanges(Mapping[str, tuple[Tensor, Tensor]]):
     """The changes of some rows, side by side when a product asks for them."""
 
-    def __init__(self, voices: Sequence[Voice], rows: Sequence[int]) -> None:
+    def __init__(self, voices: Sequence[VoiceParameters], rows: Sequence[int]) -> None:
         self._voices, self._rows = [voice.changes or {} for voice in voices], rows
         self._names = dict.fromkeys(name for changes in self._voices for name in changes)
 
@@ -304,7 +312,7 @@ class _Stacked(Mapping[str, tuple[Tensor, Tensor]]):
         return len(self._names)
 
 
-def expect_taught(path: Path, fingerprint: str, model: str) -> None:
+def validate_fingerprint(path: Path, fingerprint: str, model: str) -> None:
     """A voice's file says which weights were taught it. Raises UnknownVoice where those are others,
     WeightsCorrupt."""
     try:
@@ -321,7 +329,7 @@ def expect_taught(path: Path, fingerprint: str, model: str) -> None:
         )
 
 
-def read_voice(path: Path, sizes: Sizes, where: torch.device) -> Voice:
+def read_voice(path: Path, sizes: FastPitchSizes, where: torch.device) -> VoiceParameters:
     """A cloned voice's file: `speaker`, `speaker_decoder` (width,), `pitch` (2,), `gain` (1,) if it has
     any, and `NAME.down` (in, rank), `NAME.up` (rank, out) of each product. Raises WeightsCorrupt."""
     try:
@@ -352,14 +360,14 @@ def read_voice(path: Path, sizes: Sizes, where: torch.device) -> Voice:
                 "it was cloned from another model: clone it again",
             )
         changes[name] = (down, up)
-    return Voice(encoder, decoder, (mean, deviation), changes or None, gain)
+    return VoiceParameters(encoder, decoder, (mean, deviation), changes or None, gain)
 
 
-class _Parts:
+class _FastPitchTensors:
     """A checkpoint's tensors as the device multiplies with them. In float32: in bf16 a chunk would differ from the
     whole by more than can be told from an error."""
 
-    def __init__(self, sizes: Sizes, tensors: Mapping[str, Tensor], device: Device) -> None:
+    def __init__(self, sizes: FastPitchSizes, tensors: Mapping[str, Tensor], device: Device) -> None:
         self._tensors, self._device = tensors, device
         wanted: dict[str, tuple[int, ...]] = {**sizes.tables()}
         for name, (outputs, inputs) in sizes.linears().items():
@@ -379,7 +387,7 @@ class _Parts:
         return self._tensors[name].float().to(self._device.torch_device)
 
 
-def load(folder: Path, card: VoiceCard, device: Device) -> Model:
+def load(folder: Path, card: TtsCard, device: Device) -> Model:
     """Raises WeightsCorrupt."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))

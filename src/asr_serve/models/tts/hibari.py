@@ -19,17 +19,17 @@ from types import ModuleType
 
 import numpy as np
 
-from asr_serve.devices.base import Device
+from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
-from asr_serve.models.card import Packaged, VoiceCard
-from asr_serve.models.onnx_session import Session
-from asr_serve.models.speaking import Spoken, expect_phonemes, expect_voice
-from asr_serve.models.whole import manner
+from asr_serve.models.checkpoints.onnx_session import OnnxSession
+from asr_serve.models.interfaces import SynthesizedSentence, validate_phonemes, validate_voice
+from asr_serve.models.registry import PackagedWeights, TtsCard
+from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
 
 GRAPH, VOCABULARY = "hibari.onnx", "vocab.json"
 CARDS = (
-    VoiceCard(
+    TtsCard(
         name="hibari",
         task="tts",
         kind="hibari",
@@ -38,7 +38,7 @@ CARDS = (
         licence="Apache-2.0",
         source="https://github.com/MMWilliams/hibari",
         hub="",
-        packaged=Packaged(
+        packaged=PackagedWeights(
             requirement="hibari-tts==0.2.1",
             module="hibari",
             folder="assets",
@@ -64,35 +64,35 @@ PAUSE = 0
 class Model:
     """The network with its weights. See models/speaking.Whole."""
 
-    def __init__(self, card: VoiceCard, folder: Path) -> None:
+    def __init__(self, card: TtsCard, folder: Path) -> None:
         """Raises WeightsMissing when one of the packages that it needs is not installed, WeightsCorrupt."""
         self.rate_hz, self._card, self._dsp = card.rate_hz, card, _dsp()
-        self._graph = Session(folder / GRAPH, (UNITS,), lengths=[("speed", 0, "L")])
+        self._graph = OnnxSession(folder / GRAPH, (UNITS,), lengths=[("speed", 0, "L")])
         try:
             self._ids: dict[str, int] = json.loads((folder / VOCABULARY).read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as failure:
             raise WeightsCorrupt(f"{folder / VOCABULARY} cannot be read: {failure}") from failure
 
-    def expect(self, sentence: Sentence) -> None:
-        expect_voice(sentence, self._card.voices, self._card.name)
-        expect_phonemes(sentence, self._ids, self._card.name, self._card.alphabet)
+    def validate(self, sentence: Sentence) -> None:
+        validate_voice(sentence, self._card.voices, self._card.name)
+        validate_phonemes(sentence, self._ids, self._card.name, self._card.alphabet)
 
-    def say(self, sentence: Sentence) -> Spoken:
+    def synthesize(self, sentence: Sentence) -> SynthesizedSentence:
         ids = [PAUSE, *(self._ids[each] for each in sentence.phonemes), PAUSE]
         found = self._graph(
             ids=np.array([ids], np.int64),
-            speed=manner.each(sentence, [each.speed for each in sentence.stretches]),
+            speed=prosody.per_phoneme(sentence, [each.speed for each in sentence.spans]),
         )
         harmonic, phase, noise, rest, rest_phase, f0 = (each[0] for each in found[:6])
         units = found[6].reshape(-1).astype(np.int64)
-        semitones = manner.each(sentence, [each.pitch for each in sentence.stretches])
+        semitones = prosody.per_phoneme(sentence, [each.pitch for each in sentence.spans])
         f0 = f0 * np.exp2(np.repeat(semitones, UNIT_FRAMES * units) / 12)
         chance = np.random.default_rng(sentence.seed)
         pcm = self._dsp.synth(harmonic, phase, noise, rest, rest_phase, f0.astype(np.float32), chance)
-        return manner.spoken(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
+        return prosody.finish_sentence(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
 
 
-def load(folder: Path, card: VoiceCard, device: Device) -> Model:
+def load(folder: Path, card: TtsCard, device: Device) -> Model:
     """Runs on the host whatever the device: a graph of a few layers."""
     return Model(card, folder)
 

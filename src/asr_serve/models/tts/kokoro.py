@@ -26,12 +26,12 @@ from pathlib import Path
 
 import numpy as np
 
-from asr_serve.devices.base import Device
+from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
-from asr_serve.models.card import VoiceCard
-from asr_serve.models.onnx_session import Session, Wiring
-from asr_serve.models.speaking import Spoken, expect_phonemes, expect_voice
-from asr_serve.models.whole import manner
+from asr_serve.models.checkpoints.onnx_session import OnnxGraphEditor, OnnxSession
+from asr_serve.models.interfaces import SynthesizedSentence, validate_phonemes, validate_voice
+from asr_serve.models.registry import TtsCard
+from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
 
 GRAPH, VOICES = "onnx/model_quantized.onnx", "voices"
@@ -45,7 +45,7 @@ NAMES = (
 """The first letter is the language it was recorded in: American and British English, then Spanish, French, Hindi,
 Italian, Japanese, Portuguese, Mandarin, which are said in the phonemes of English too."""
 CARDS = (
-    VoiceCard(
+    TtsCard(
         name="kokoro",
         task="tts",
         kind="kokoro",
@@ -96,21 +96,21 @@ IDS = {
 class Model:
     """The network with its weights, and the voices. See models/speaking.Whole."""
 
-    def __init__(self, card: VoiceCard, folder: Path) -> None:
+    def __init__(self, card: TtsCard, folder: Path) -> None:
         """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""
         self.rate_hz, self._card = card.rate_hz, card
         self._styles = styles_of(folder)
         self._tokens = "tokens"
-        self._graph = Session(graph_of(folder), (UNITS,), lengths=[("speed", 0, "each")], change=self._taught)
+        self._graph = OnnxSession(graph_of(folder), (UNITS,), lengths=[("speed", 0, "each")], change=self._taught)
 
     @property
     def voices(self) -> tuple[str, ...]:
         """All that may be asked for."""
         return tuple(self._styles)
 
-    def _taught(self, wiring: Wiring) -> None:
+    def _taught(self, wiring: OnnxGraphEditor) -> None:
         """F0 times `pitch`, a number for each phoneme, for as long as it lasts."""
-        if not all(map(wiring.has, (UNITS, F0, PLACES))):
+        if not all(map(wiring.is_produced, (UNITS, F0, PLACES))):
             raise WeightsCorrupt(
                 "the graph is not that of Kokoro-82M v1.0 which kokoro-onnx exported",
                 f"one with the values {UNITS}, {F0} and {PLACES}",
@@ -119,37 +119,37 @@ class Model:
         self._tokens = next(name for name in wiring.inputs() if name in ("tokens", "input_ids"))
         wiring.input("pitch", [1, "each"])
         wiring.constant("pitch/all", [-1])
-        wiring.instead(F0, "pitch/f0")
+        wiring.replace_input(F0, "pitch/f0")
         wiring.node("MatMul", ["pitch", PLACES], "pitch/units")
         wiring.node("Concat", ["pitch/units", "pitch/units"], "pitch/both", axis=0)
         wiring.node("Transpose", ["pitch/both"], "pitch/pairs")
         wiring.node("Reshape", ["pitch/pairs", "pitch/all"], "pitch/frames")
         wiring.node("Mul", [F0, "pitch/frames"], "pitch/f0")
 
-    def expect(self, sentence: Sentence) -> None:
-        expect_voice(sentence, self._styles, self._card.name)
-        expect_phonemes(sentence, IDS, self._card.name, self._card.alphabet)
+    def validate(self, sentence: Sentence) -> None:
+        validate_voice(sentence, self._styles, self._card.name)
+        validate_phonemes(sentence, IDS, self._card.name, self._card.alphabet)
 
-    def say(self, sentence: Sentence) -> Spoken:
+    def synthesize(self, sentence: Sentence) -> SynthesizedSentence:
         pcm, units = self.units(sentence)
-        return manner.spoken(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
+        return prosody.finish_sentence(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
 
     def units(self, sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
         """As the network says it, with the silence around: (samples,), and how many UNIT_SAMPLES each phoneme
         takes, with a pause at either end."""
         ids = [PAUSE, *(IDS[each] for each in sentence.phonemes), PAUSE]
         styles = self._styles[sentence.voice]
-        semitones = manner.each(sentence, [stretch.pitch for stretch in sentence.stretches])
+        semitones = prosody.per_phoneme(sentence, [stretch.pitch for stretch in sentence.spans])
         found = self._graph(
             **{self._tokens: np.array([ids], np.int64)},
             style=styles[min(len(ids) - 2, len(styles)) - 1][None],
-            speed=manner.each(sentence, [stretch.speed for stretch in sentence.stretches]),
+            speed=prosody.per_phoneme(sentence, [stretch.speed for stretch in sentence.spans]),
             pitch=np.exp2(semitones / 12)[None].astype(np.float32),
         )
         return found[0].reshape(-1), found[-1].reshape(-1).astype(np.int64)
 
 
-def load(folder: Path, card: VoiceCard, device: Device) -> Model:
+def load(folder: Path, card: TtsCard, device: Device) -> Model:
     """Runs on the host whatever the device."""
     return Model(card, folder)
 

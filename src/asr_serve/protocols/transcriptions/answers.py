@@ -10,7 +10,7 @@ import msgspec
 from asr_serve.protocols.openai import Logprob, Spell, event, logprobs
 from asr_serve.protocols.speakers import letter, spk
 from asr_serve.protocols.transcriptions.openai import DIARIZED, Ask
-from asr_serve.text.formats import plain, rendering
+from asr_serve.text.formats import registry, text_and_json
 from asr_serve.types import Segment, Transcript, Word
 
 PLACES = 4
@@ -82,17 +82,17 @@ def render(transcript: Transcript, asked: Ask, spell: Spell) -> bytes:
         case "text" if not asked.options.speakers:
             return f"{transcript.text}\n".encode()
         case "vtt" if "word" in asked.granularities:
-            return rendering.render(transcript, "karaoke").encode()
+            return registry.render(transcript, "karaoke").encode()
         case form if form == DIARIZED:
             known = known_names(asked)
             told = [diarized(index, each, known) for index, each in enumerate(transcript.segments)]
             return msgspec.json.encode(Diarized(task, transcript.duration_s, transcript.text, told, usage))
-    return rendering.render(transcript, asked.response_format).encode()
+    return registry.render(transcript, asked.response_format).encode()
 
 
 def verbose(transcript: Transcript, asked: Ask) -> dict[str, Any]:
     """OpenAI's, with FunASR's words inside segments unless only `segment` was asked for."""
-    made = plain.verbose(transcript)
+    made = text_and_json.verbose_json_data(transcript)
     nested = asked.options.words and asked.granularities != ("segment",)
     for entry, segment in zip(made["segments"], transcript.segments, strict=True):
         if segment.speaker:

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.errors import OptionError
 from asr_serve.protocols.fields import Fields, expect, shown
-from asr_serve.vad.schedule import SilenceSchedule
 
 STRATEGY = "chunking_strategy"
 STRATEGY_MEMBERS = ("type", "threshold", "prefix_padding_ms", "silence_duration_ms")

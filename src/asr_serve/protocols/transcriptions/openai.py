@@ -10,10 +10,10 @@ from typing import Any, get_args
 
 import msgspec
 
-from asr_serve.decoding.attention import MOST_BEAMS, SearchOptions
+from asr_serve.decoding.seq2seq import MAX_BEAMS, SearchOptions
 from asr_serve.errors import OptionError, UnsupportedOption
-from asr_serve.pipelines.options import NUMBERS, LongForm, TranscribeOptions
-from asr_serve.pipelines.prompts import MOST_CHARACTERS
+from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, LongForm, TranscribeOptions
+from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols.fields import Fields, expect
 from asr_serve.protocols.transcriptions import cutting, known, wants
 
@@ -93,7 +93,7 @@ class Ask(msgspec.Struct, frozen=True):
         return params | {"hotwords": "keywords[]"} if self.keywords else params
 
 
-def ask(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MOST_BEAMS) -> Ask:
+def ask(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MAX_BEAMS) -> Ask:
     """Read a form. While it is not `complete`, what only a later field can put right is let pass. `max_beam`: the
     most that one caller may ask for.
 
@@ -120,7 +120,7 @@ def ask(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MO
     return Ask(fields.text("model"), options, form, stream, bool(include), granularities, keywords)
 
 
-def ask_translation(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MOST_BEAMS) -> Ask:
+def ask_translation(sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MAX_BEAMS) -> Ask:
     """Read the form of POST /v1/audio/translations. See `ask`."""
     fields = Fields(sent, TRANSLATION_FIELDS)
     form = fields.choice("response_format", list(TRANSLATED)) or "json"
@@ -167,7 +167,7 @@ def _expect_together(fields: Fields, form: str, stream: bool, granularities: Seq
             "ask for response_format=verbose_json",
             param=GRANULARITIES,
         )
-    wanted = "spk" if fields.flag("spk") else next((name for name in NUMBERS if name in fields), "")
+    wanted = "spk" if fields.flag("spk") else next((name for name in SPEAKER_COUNT_FIELDS if name in fields), "")
     if wanted and (form in ("json", "ctm") or (form == "text" and stream)):
         raise OptionError(
             f"{wanted}={fields.text(wanted)} with {'a stream of ' if stream else ''}response_format={form}",
@@ -184,7 +184,7 @@ def _options(fields: Fields, complete: bool, max_beam: int) -> TranscribeOptions
         priority="interactive",
         temperatures=(temperature,) if temperature else SearchOptions().temperatures,
         beam=_beam(fields, max_beam),
-        prompt=fields.text("prompt", MOST_CHARACTERS) or "",
+        prompt=fields.text("prompt", MAX_PROMPT_CHARACTERS) or "",
         hotwords=_hotwords(fields),
         long_form=_long_form(fields),
         **cutting.cutting(fields, complete=complete),
@@ -192,7 +192,7 @@ def _options(fields: Fields, complete: bool, max_beam: int) -> TranscribeOptions
 
 
 def _beam(fields: Fields, most: int) -> int:
-    beam = fields.whole("beam", 1, MOST_BEAMS) or 1
+    beam = fields.whole("beam", 1, MAX_BEAMS) or 1
     if beam > most:
         raise OptionError(f"beam={beam}", f"up to {most} on this server", "see its setting max_beam", param="beam")
     return beam

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from asr_serve.decoding.attention import MOST_BEAMS
-from asr_serve.pipelines.options import MOST_SPEAKERS, LongForm
-from asr_serve.pipelines.prompts import MOST_CHARACTERS
+from asr_serve.decoding.seq2seq import MAX_BEAMS
+from asr_serve.pipelines.options import MAX_SPEAKERS, LongForm
+from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols.transcriptions import known, wants
 from asr_serve.protocols.transcriptions.cutting import LONGEST_MS, LONGEST_PADDING_MS, STRATEGY
 from asr_serve.protocols.transcriptions.openai import (
@@ -120,7 +120,7 @@ def _openai_fields() -> dict[str, Schema]:
         },
         "prompt": {
             **_TEXT,
-            "maxLength": MOST_CHARACTERS,
+            "maxLength": MAX_PROMPT_CHARACTERS,
             "description": "What was said before: names, spelling and style go on from it. Of a long one, its end "
             f"is read. {_ONLY_SOME}",
             "examples": ["A talk about Kubernetes."],
@@ -129,7 +129,7 @@ def _openai_fields() -> dict[str, Schema]:
         "beam": {
             **_WHOLE,
             "minimum": 1,
-            "maximum": MOST_BEAMS,
+            "maximum": MAX_BEAMS,
             "default": 1,
             "description": "Ours. Hypotheses that a decoder follows at once, up to the server's max_beam; "
             "1: greedy.",
@@ -210,7 +210,7 @@ def _hotwords(whose: str = "") -> Schema:
 
 
 def _speakers(whose: str = "") -> dict[str, Schema]:
-    number = {**_WHOLE, "minimum": 1, "maximum": MOST_SPEAKERS}
+    number = {**_WHOLE, "minimum": 1, "maximum": MAX_SPEAKERS}
     return {
         "spk": {"type": "boolean", "default": False, "description": f"{whose}Tell who speaks."},
         "num_speakers": {

@@ -99,7 +99,7 @@ async def received(body: AsyncIterator[bytes], form: Files, limits: UploadLimits
                     f"{count} bytes came in {took_s:.3g} s",
                     f"at least {limits.min_bytes_per_s} a second are needed",
                 )
-            form.put(chunk)
+            form.write(chunk)
         if not form.ended:
             raise MalformedRequest(
                 f"the body ends after {count} bytes, before its closing boundary",

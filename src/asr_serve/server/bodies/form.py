@@ -76,7 +76,7 @@ class Form:
         except FormParserError as error:
             raise MalformedRequest(f"the boundary in Content-Type cannot be used: {error}", todo=_FORM) from error
 
-    def put(self, data: bytes) -> None:
+    def write(self, data: bytes) -> None:
         if self._preamble is not None:
             data = self._after_preamble(self._preamble, data)
         try:

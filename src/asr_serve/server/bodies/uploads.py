@@ -140,7 +140,7 @@ class Upload:
             heard_s = loop.time()
             self.received_bytes += len(chunk)
             expect_allowed(self.received_bytes, limits)
-            self._form.put(chunk)
+            self._form.write(chunk)
             if self._form.has_file:
                 self._begun.set()
             if self._spool.size_bytes >= self._patience_bytes:

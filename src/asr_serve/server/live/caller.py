@@ -13,10 +13,10 @@ import numpy as np
 
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
-from asr_serve.metrics import LiveMeter
-from asr_serve.pipelines.live.caller import Event, Finished, ListenOptions, Partial, SegmentDone
-from asr_serve.pipelines.live.listen import Listening
-from asr_serve.text.tokens import Tokenizer
+from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.live.events import ListenOptions, LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
+from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.text.tokenizers import Tokenizer
 
 MARK_SAMPLES = units.ms_to_samples(100)
 """Arrivals are noted this often."""
@@ -54,9 +54,9 @@ class Caller:
         client: EngineClient,
         tokenizer: Tokenizer,
         options: ListenOptions,
-        meter: LiveMeter,
+        meter: LiveRouteMetrics,
         using: AbstractContextManager[None],
-        hear: Callable[[list[Event]], None],
+        hear: Callable[[list[LiveEvent]], None],
     ) -> None:
         """`hear` gets the events, some at a time. `using`: the engine's, held until `close`. Raises what Listening
         does."""
@@ -67,11 +67,11 @@ class Caller:
         self._timer: asyncio.TimerHandle | None = None
         self._meter, self._hear = meter, hear
         self._arrivals = Arrivals()
-        self._partial: Partial | None = None
+        self._partial: LivePartial | None = None
         self._partial_s: float | None = None
         with contextlib.ExitStack() as held:
             held.enter_context(using)
-            self._listening = Listening(client, tokenizer, options, self._wake)
+            self._listening = LiveSession(client, tokenizer, options, self._wake)
             self._held = held.pop_all()
 
     @property
@@ -83,9 +83,9 @@ class Caller:
         """Put no more before `room` has come back."""
         return self._listening.full
 
-    def put(self, pcm: np.ndarray) -> None:
+    def write(self, pcm: np.ndarray) -> None:
         """`pcm` (n,) float32 at 16 kHz. Raises what ends this caller."""
-        self._listening.put(pcm)
+        self._listening.append_audio(pcm)
         self._meter.audio.inc(units.samples_to_s(len(pcm)))
         self._arrivals.note(self._listening.received_samples)
         self._advance()
@@ -129,11 +129,11 @@ class Caller:
         events = self._listening.advance()
         for event in events:
             match event:
-                case SegmentDone():
+                case LiveSegmentDone():
                     self._note_final(event)
-                case Partial():
+                case LivePartial():
                     self._note_partial(event)
-                case Finished():
+                case SessionFinished():
                     self._finished = True
                     self._awake.set()
         if events:
@@ -147,14 +147,14 @@ class Caller:
         self._timer = None
         self._awake.set()
 
-    def _note_final(self, done: SegmentDone) -> None:
+    def _note_final(self, done: LiveSegmentDone) -> None:
         came_s = self._arrivals.before(done.decided_samples)
         if came_s is not None:
             self._meter.final.observe(time.perf_counter() - came_s)
         if self._partial is not None and self._partial.start_samples < done.segment.end_samples:
             self._partial = self._partial_s = None
 
-    def _note_partial(self, partial: Partial) -> None:
+    def _note_partial(self, partial: LivePartial) -> None:
         now_s, before = time.perf_counter(), self._partial
         if before is not None and self._partial_s is not None and before.start_samples == partial.start_samples:
             self._meter.interval.observe(now_s - self._partial_s)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from starlette.types import Receive
 
-from asr_serve.audio.live import Decoder, decoder
+from asr_serve.audio.stream_decoder import LiveAudioDecoder, create_live_decoder
 from asr_serve.errors import (
     AsrServeError,
     AtCapacity,
@@ -23,7 +23,7 @@ from asr_serve.errors import (
     ModelError,
     OptionError,
 )
-from asr_serve.pipelines.live.caller import Event, Finished
+from asr_serve.pipelines.live.events import LiveEvent, SessionFinished
 from asr_serve.protocols.openai import Problem, Spell
 from asr_serve.protocols.openai_realtime import (
     FORMATS,
@@ -53,7 +53,7 @@ class Ears(Protocol):
         """Of the model that will hear it, the name. Raises OptionError, UnknownModel, ModelNotLoaded,
         EngineClosed when it cannot be heard."""
 
-    def begin(self, settings: Settings, hear: Callable[[list[Event]], None]) -> tuple[Caller, Spell]:
+    def begin(self, settings: Settings, hear: Callable[[list[LiveEvent]], None]) -> tuple[Caller, Spell]:
         """Raises AtCapacity and as `expect` does."""
 
 
@@ -86,7 +86,7 @@ class Conversation:
         self._caller: Caller | None = None
         self._spell: Spell | None = None
         self._session: asyncio.Task[None] | None = None
-        self._decoder: Decoder | None = None
+        self._decoder: LiveAudioDecoder | None = None
         self._before_samples = 0
         """Of callers that are over."""
         self.began_s = asyncio.get_running_loop().time()
@@ -128,7 +128,7 @@ class Conversation:
             self._commit_rest()
             return
         assert self._decoder is not None, "it came with the caller"
-        self._caller.put(self._decoder.finish())
+        self._caller.write(self._decoder.finish())
         self._caller.finish()
 
     def left(self, code: int | None) -> None:
@@ -183,7 +183,7 @@ class Conversation:
                 await self._life.wait(caller.room())
             if self._life.finishing:
                 return
-            caller.put(self._decoder.put(audio[at : at + step]))
+            caller.write(self._decoder.decode(audio[at : at + step]))
         self._life.came(self.received_samples)
 
     def _commit(self, came: Sent) -> None:
@@ -201,10 +201,10 @@ class Conversation:
 
     def _request(self, ask: Callable[[int], list[str]], came: Sent) -> None:
         if self._caller is not None and self._decoder is not None and not self._life.finishing:
-            self._caller.put(self._decoder.drain())
+            self._caller.write(self._decoder.drain_resampler())
         received = self.received_samples
         if self._caller is None:  # another has not begun; what came before it has been heard
-            self._say([*ask(received), *self._items.hear(Finished(received))])
+            self._say([*ask(received), *self._items.hear(SessionFinished(received))])
         elif not self._life.finishing:
             try:
                 self._caller.flush("")
@@ -231,7 +231,7 @@ class Conversation:
 
     def _begin(self) -> Caller:
         settings = self._settings
-        self._decoder = decoder(*FORMATS[settings.format])
+        self._decoder = create_live_decoder(*FORMATS[settings.format])
         self._items.begin(self._before_samples, turns=settings.turns is not None)
         self._caller, self._spell = self._ears.begin(settings, self._hear)
         self._items.spell = self._spell if settings.logprobs else None
@@ -243,7 +243,7 @@ class Conversation:
         await self.close()
         self._life.rest()
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[LiveEvent]) -> None:
         for event in events:
             self._say(self._items.hear(event))
 
@@ -251,7 +251,7 @@ class Conversation:
         """What the client has not committed is an item, too. All of it has been heard."""
         received = self.received_samples
         if self._settings.turns is None and received > self._items.taken_samples:
-            self._say([*self._items.commit(received), *self._items.hear(Finished(received))])
+            self._say([*self._items.commit(received), *self._items.hear(SessionFinished(received))])
 
     # --- what is told ---------------------------------------------------------------------------------
 

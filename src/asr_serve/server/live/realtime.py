@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from asr_serve.audio.pcm import samples
+from asr_serve.audio.pcm import decode_pcm16
 from asr_serve.engine.client import EngineClient
-from asr_serve.metrics import LiveMeter
-from asr_serve.pipelines.live.caller import Event, ListenOptions, Partial, SegmentDone, Speakers
+from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.live.events import ListenOptions, LiveEvent, LivePartial, LiveSegmentDone, SpeakersRevised
 from asr_serve.protocols.funasr_live import Sentences
 from asr_serve.server.live.caller import Caller
 from asr_serve.server.live.outbox import Outbox
-from asr_serve.text.tokens import Tokenizer
+from asr_serve.text.tokenizers import Tokenizer
 
 
 class Realtime:
@@ -23,7 +23,7 @@ class Realtime:
         tokenizer: Tokenizer,
         options: ListenOptions,
         outbox: Outbox,
-        meter: LiveMeter,
+        meter: LiveRouteMetrics,
         using: AbstractContextManager[None],
         *,
         only_new: bool,
@@ -31,7 +31,7 @@ class Realtime:
         """Raises what Caller does."""
         self._outbox, self._meter = outbox, meter
         self._sentences = Sentences(only_new=only_new, words=options.words, spk=options.speakers)
-        self._partial: Partial | None = None
+        self._partial: LivePartial | None = None
         self._caller = Caller(client, tokenizer, options, meter, using, self._hear)
         self.language = self._caller.language
         self.room, self.finish, self.close = self._caller.room, self._caller.finish, self._caller.close
@@ -44,25 +44,25 @@ class Realtime:
     def full(self) -> bool:
         return self._caller.full
 
-    def put(self, pcm: bytes | memoryview) -> None:
-        self._caller.put(samples(pcm))
+    def write(self, pcm: bytes | memoryview) -> None:
+        self._caller.write(decode_pcm16(pcm))
 
     async def run(self) -> str:
         await self._caller.run()
         return self._sentences.final(self.received_samples)
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[LiveEvent]) -> None:
         news = False
         for event in events:
             match event:
-                case SegmentDone(segment):
+                case LiveSegmentDone(segment):
                     self._sentences.lock(segment, event.language, event.language_prob)
                     news = True
                     if self._partial is not None and self._partial.start_samples < segment.end_samples:
                         self._partial = None
-                case Speakers(speakers):
+                case SpeakersRevised(speakers):
                     self._sentences.know(speakers)
-                case Partial():
+                case LivePartial():
                     news |= self._partial is None or event.text != self._partial.text
                     self._partial = event
         if news and not self._outbox.show(self._answer):

@@ -15,7 +15,7 @@ import msgspec
 from starlette.types import Receive
 
 from asr_serve import units
-from asr_serve.audio.pcm import SAMPLE_BYTES, Pcm16
+from asr_serve.audio.pcm import SAMPLE_BYTES, Pcm16Assembler
 from asr_serve.errors import AsrServeError, AudioTooLarge, MalformedRequest, OptionError, OutOfTurn
 from asr_serve.protocols import funasr_live
 from asr_serve.protocols.funasr_live import Flag, Hotwords, Language, Start, Stop, Wants
@@ -37,7 +37,7 @@ class Hearing(Protocol):
     def full(self) -> bool:
         """Put no more before `room` has come back."""
 
-    def put(self, pcm: bytes | memoryview) -> None:
+    def write(self, pcm: bytes | memoryview) -> None:
         """Whole samples."""
 
     async def room(self) -> None:
@@ -91,7 +91,7 @@ class Talk:
         self._told_deaf = False
         self._wants = self._heard_with = wants
         """As the client said last; and as it had said when the session began."""
-        self._pcm = Pcm16()
+        self._pcm = Pcm16Assembler()
         self.received_samples = 0
         """Of all sessions that are over."""
         self.left_in_session = False
@@ -124,7 +124,7 @@ class Talk:
     def finish(self) -> None:
         if self._hearing is None:
             return
-        if self._pcm.left:
+        if self._pcm.has_pending_byte:
             left = MalformedRequest(
                 "the audio ends in the middle of a sample",
                 "samples are 16 bits, two bytes",
@@ -158,7 +158,9 @@ class Talk:
                     "send START first",
                 )
             return
-        pcm = memoryview(self._pcm.whole(frame))  # of one that is dropped, too: it may end in half a sample
+        pcm = memoryview(
+            self._pcm.take_whole_samples(frame)
+        )  # of one that is dropped, too: it may end in half a sample
         if len(frame) > self._limits.frame_bytes:
             raise AudioTooLarge(
                 f"a frame of {len(frame)} bytes came",
@@ -169,7 +171,7 @@ class Talk:
             if hearing.full:
                 await self._life.wait(hearing.room())
             else:
-                hearing.put(pcm[:SLICE_BYTES])
+                hearing.write(pcm[:SLICE_BYTES])
                 pcm = pcm[SLICE_BYTES:]
         self._life.came(hearing.received_samples)
 
@@ -241,7 +243,7 @@ class Talk:
         hearing = self._ears.begin(msgspec.structs.replace(wants, language=language), self._outbox)
         self._hearing, self._told_deaf = hearing, False
         self._heard_with = wants
-        self._pcm = Pcm16()
+        self._pcm = Pcm16Assembler()
         self._began_s = self._loop.time()
         self._session = self._life.hear(self._hear(hearing))
 

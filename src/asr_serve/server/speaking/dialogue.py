@@ -147,7 +147,7 @@ class Dialogue:
                 "send text as it is heard, or have max_characters raised",
                 param="text",
             )
-        speech.put(text)
+        speech.write(text)
 
     async def _cancel(self) -> None:
         speech = self._speech

@@ -9,17 +9,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, TypeVar
 
-from asr_serve.audio.encode import Encoder
+from asr_serve.audio.encode import AudioEncoder
 from asr_serve.errors import OptionError
-from asr_serve.pipelines.speak import Speaking
-from asr_serve.pipelines.speaking.options import Spoken
+from asr_serve.pipelines.options import AudioChunk
+from asr_serve.pipelines.tts.speak import TtsSession
 from asr_serve.protocols.speech.openai import SpeechWord
 from asr_serve.units import s_to_samples, samples_to_s
 
 T = TypeVar("T")
 AT_ONCE_S = 0.25
 """So much sound is encoded before it goes out, and the next."""
-Begin = Callable[[Callable[[], None]], Speaking]
+Begin = Callable[[Callable[[], None]], TtsSession]
 """Given what is to be called when there is more to take. Raises what keeps a text from being said."""
 
 
@@ -65,14 +65,14 @@ class Inbox:
         """Not told yet."""
         return self._put_marks - self._told_marks
 
-    def put(self, part: str | Mark | None) -> None:
+    def write(self, part: str | Mark | None) -> None:
         """None: nothing follows."""
         self._put_characters += len(part) if isinstance(part, str) else 0
         self._put_marks += isinstance(part, Mark)
         self._parts.append(part)
         self.awake()
 
-    def read(self, speaking: Speaking, sounding: bool) -> Iterator[Piece]:
+    def read(self, speaking: TtsSession, sounding: bool) -> Iterator[Piece]:
         """As much as there is room for. What is refused of it is left out. `sounding`: sound was taken, and is not
         out."""
         while True:
@@ -90,10 +90,10 @@ class Inbox:
             except OptionError as error:
                 yield Piece(refused=error)
 
-    def _give(self, part: str | Mark | None, speaking: Speaking) -> None:
+    def _give(self, part: str | Mark | None, speaking: TtsSession) -> None:
         if isinstance(part, str):
             self._read_characters += len(part)
-            speaking.put(part)
+            speaking.append_text(part)
         elif isinstance(part, Mark):
             self._mark = part
             speaking.flush()
@@ -104,15 +104,15 @@ class Inbox:
 class Saying:
     """Begun and iterated over once. Whoever begins it closes it. All methods belong to the event loop's thread."""
 
-    def __init__(self, threads: Executor, begin: Begin, encoder: Encoder, inbox: Inbox | None = None) -> None:
+    def __init__(self, threads: Executor, begin: Begin, encoder: AudioEncoder, inbox: Inbox | None = None) -> None:
         """`inbox`: where the text comes from, if it is not all there."""
         self._threads, self._begin, self._encoder, self._inbox = threads, begin, encoder, inbox
         self._loop = asyncio.get_running_loop()
         self._awake = asyncio.Event()
         self._context = contextvars.copy_context()  # the request's id, for what is logged there
         self._working: asyncio.Future[Any] | None = None
-        self._speaking: Speaking | None = None
-        self._spoken: deque[Spoken] = deque()
+        self._speaking: TtsSession | None = None
+        self._spoken: deque[AudioChunk] = deque()
         """Came, and is to be encoded."""
         self.said_samples = self.sentences = 0
         if inbox is not None:
@@ -141,7 +141,7 @@ class Saying:
                 yield piece
             if not moved:  # what an encoder keeps to itself is no reason to wait
                 await self._awake.wait()
-        if tail := await self._on_a_thread(self._encoder.end):
+        if tail := await self._on_a_thread(self._encoder.finish):
             yield Piece(audio=tail)
 
     async def close(self) -> None:
@@ -172,20 +172,20 @@ class Saying:
         assert speaking is not None
         found = [] if self._inbox is None else list(self._inbox.read(speaking, bool(self._spoken)))
         if not self._spoken:
-            self._spoken += speaking.take()
+            self._spoken += speaking.take_audio()
         moved = bool(found or self._spoken or speaking.done)
         until_samples = self.said_samples + s_to_samples(AT_ONCE_S, self.rate_hz)
         while self._spoken and self.said_samples < until_samples:
             found += self._pieces(self._spoken.popleft())
         return found, moved
 
-    def _pieces(self, spoken: Spoken) -> Iterator[Piece]:
+    def _pieces(self, spoken: AudioChunk) -> Iterator[Piece]:
         words, start_s = None, samples_to_s(spoken.start_samples, self.rate_hz)
         if spoken.sentence:
             self.sentences += 1
             words = tuple(self._word(word.text, word.start_samples, word.end_samples) for word in spoken.words)
         self.said_samples += len(spoken.pcm)
-        audio = self._encoder.put(spoken.pcm)
+        audio = self._encoder.encode(spoken.pcm)
         if audio or words is not None:
             yield Piece(words, start_s, audio)
 

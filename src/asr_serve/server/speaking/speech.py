@@ -38,16 +38,16 @@ class Speech:
         """Under way."""
         return self._inbox.marks
 
-    def put(self, text: str) -> None:
+    def write(self, text: str) -> None:
         self.characters += len(text)
-        self._inbox.put(text)
+        self._inbox.write(text)
 
     def flush(self, name: str) -> None:
-        self._inbox.put(Mark(name))
+        self._inbox.write(Mark(name))
 
     def end(self) -> None:
         """No more text will come."""
-        self._inbox.put(None)
+        self._inbox.write(None)
 
     async def __aiter__(self) -> AsyncIterator[bytes | Sentence | Flushed | OptionError]:
         """What is to be told, in order; bytes are sound. Raises what the pipeline does."""

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from asr_serve.errors import UnknownVoice
-from asr_serve.models.card import VoiceCard
-from asr_serve.pipelines.speaking.fronts import front_of
+from asr_serve.models.registry import TtsCard
+from asr_serve.pipelines.tts.frontend import frontend_for
 from asr_serve.protocols.fields import shown
 from asr_serve.protocols.speech.openai import VoiceEntry
-from asr_serve.values import nearest
-from asr_serve.voices.store import Store
+from asr_serve.types import suggest_name
+from asr_serve.voices.voice_store import VoiceStore
 
 if TYPE_CHECKING:
     from asr_serve.server.engines import Engine, Engines
@@ -36,10 +36,10 @@ OPENAI_VOICES = {
 """OpenAI's voices, and which of ours is nearest. A model that has not that speaks with its first."""
 
 
-def warm(card: VoiceCard) -> None:
+def warm(card: TtsCard) -> None:
     """Load what texts are read by: of the first text it would take a second. Raises ProgramMissing."""
     for voice in {card.language(voice): voice for voice in card.voices}.values():
-        next(front_of(card, voice).passages("One."))
+        next(frontend_for(card, voice).passages("One."))
 
 
 MOST_SHOWN = 50
@@ -50,7 +50,7 @@ class Voices:
     """Belongs to the event loop's thread."""
 
     def __init__(
-        self, engines: Engines, store: Store, models: Mapping[str, str], aliases: Mapping[str, str]
+        self, engines: Engines, store: VoiceStore, models: Mapping[str, str], aliases: Mapping[str, str]
     ) -> None:
         """`store`: of cloned voices. `models`: alias -> model. `aliases`: alias -> voice; a voice's own name comes
         before them."""
@@ -63,7 +63,7 @@ class Voices:
             model = None
         return self._engines.voice(model)
 
-    def voice(self, card: VoiceCard, name: str | None) -> str:
+    def voice(self, card: TtsCard, name: str | None) -> str:
         """The voice's own name. Reads a folder where the model can be taught. Raises UnknownVoice."""
         if name is None:
             return card.voices[0]
@@ -80,7 +80,7 @@ class Voices:
         raise UnknownVoice(
             f"{card.name} has no voice {shown(name)}",
             f"voices: {', '.join((*card.voices, *cloned[:MOST_SHOWN]))}",
-            nearest(name, [*card.voices, *cloned, *self._aliases, *OPENAI_VOICES])
+            suggest_name(name, [*card.voices, *cloned, *self._aliases, *OPENAI_VOICES])
             or "GET /v1/audio/voices lists them",
             param="voice",
         )
@@ -95,6 +95,6 @@ class Voices:
             for name in (*own, *self._cloned(engine.voice_card))
         ]
 
-    def _cloned(self, card: VoiceCard) -> list[str]:
+    def _cloned(self, card: TtsCard) -> list[str]:
         """What was taught to the model."""
         return [voice.name for voice in self._store.cards() if voice.model == card.name] if card.clones else []

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from asr_serve.audio.live import Decoder
+from asr_serve.audio.stream_decoder import LiveAudioDecoder
 from asr_serve.errors import (
     AsrServeError,
     AudioError,
@@ -20,9 +20,9 @@ from asr_serve.errors import (
     OutOfTurn,
     TakenOver,
 )
-from asr_serve.metrics import LiveMeter
-from asr_serve.pipelines.live.caller import Event
-from asr_serve.pipelines.live.listen import FLUSHES
+from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.live.events import LiveEvent
+from asr_serve.pipelines.live.listen import MAX_PENDING_FLUSHES
 from asr_serve.protocols.stream import PACKETS
 from asr_serve.protocols.stream_events import Ack, Ended, Partial, Script, Segment, Session, Told
 from asr_serve.server.live.caller import Caller
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 SLICE_BYTES = 4_096
 """How much audio is decoded before looking whether there is room for more: up to some seconds of it."""
 
-Begin = Callable[[Callable[[list[Event]], None]], Caller]
+Begin = Callable[[Callable[[list[LiveEvent]], None]], Caller]
 """Makes the caller that tells its events there."""
 
 
@@ -60,9 +60,9 @@ class StreamSession:
     def __init__(
         self,
         facts: Facts,
-        decoder: Decoder,
+        decoder: LiveAudioDecoder,
         limits: Limits,
-        meter: LiveMeter,
+        meter: LiveRouteMetrics,
         begin: Begin,
         over: Callable[[StreamSession], None],
     ) -> None:
@@ -78,7 +78,7 @@ class StreamSession:
         """Why it was ended before its client did."""
         self.failure: BaseException | None = None
         self._deaf = False
-        self._flushes: deque[tuple[str, int]] = deque(maxlen=FLUSHES)
+        self._flushes: deque[tuple[str, int]] = deque(maxlen=MAX_PENDING_FLUSHES)
         """The last ones: name, and place in bytes."""
         self.connection: Connection | None = None
         self._loop = asyncio.get_running_loop()
@@ -139,7 +139,7 @@ class StreamSession:
 
     # --- what comes ------------------------------------------------------------------------------------
 
-    async def put(self, connection: Connection, audio: bytes) -> None:
+    async def write(self, connection: Connection, audio: bytes) -> None:
         """Take it, as there is room. What comes of a connection that was replaced meanwhile is dropped."""
         connection.heard_s = self._loop.time()
         if self.finishing and audio and self.ending is None and not self._deaf:
@@ -159,7 +159,7 @@ class StreamSession:
     def _take(self, audio: memoryview) -> None:
         self.received_bytes += len(audio)
         try:
-            pcm = self._decoder.put(audio)
+            pcm = self._decoder.decode(audio)
         except AudioError as error:
             self._close(error)
             return
@@ -178,7 +178,7 @@ class StreamSession:
             return
         if self.finishing:
             raise OutOfTurn("a flush came after the end", "everything will be final")
-        if self._put(self._decoder.drain()):
+        if self._put(self._decoder.drain_resampler()):
             self._caller.flush(name)
             self._flushes.append(flush)
 
@@ -186,7 +186,7 @@ class StreamSession:
         """No more audio: the rest of the text follows, and the end. `why`: the client did not ask for it."""
         if self.finishing:
             return
-        if self._decoder.left and self.connection is not None:
+        if self._decoder.has_pending_bytes and self.connection is not None:
             left = MalformedRequest("the audio ends in the middle of a sample or page", "that piece is dropped")
             self.connection.refuse(left)
         try:
@@ -200,7 +200,7 @@ class StreamSession:
     def _put(self, pcm: np.ndarray) -> bool:
         """False: that was the end of it."""
         try:
-            self._caller.put(pcm)
+            self._caller.write(pcm)
         except AsrServeError as error:
             self.finishing, self.failure = True, error
             self._work.cancel()
@@ -246,7 +246,7 @@ class StreamSession:
 
     # --- what comes of it ------------------------------------------------------------------------------
 
-    def _hear(self, events: list[Event]) -> None:
+    def _hear(self, events: list[LiveEvent]) -> None:
         shown, last_seq = self._partial, self.log.last_seq
         for event in events:
             for line in self._script.lines(event):

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-from asr_serve.audio.live import decoder
+from asr_serve.audio.stream_decoder import create_live_decoder
 from asr_serve.errors import AsrServeError, Draining, SessionExpired
 from asr_serve.metrics import ServerMetrics
 from asr_serve.protocols.stream import PATH, Ask, Resume
@@ -37,7 +37,7 @@ class Sessions:
         """`resume_s`: how long one waits for a connection. `most` that are over are kept. `begin`: a name,
         the model's, and what begins to hear with it; it raises UnknownModel, ModelNotLoaded, EngineClosed."""
         self._limits, self._resume_s, self._most, self._new = limits, resume_s, most, begin
-        self._meter, self._resumes = metrics.live(PATH), metrics.resumes
+        self._meter, self._resumes = metrics.live_route(PATH), metrics.resumes
         self._waiting = metrics.live_waiting
         self._sessions: dict[str, StreamSession] = {}
         self._owners: dict[str, Owner] = {}
@@ -112,7 +112,7 @@ class Sessions:
             await session.dropped()
 
     def _begin(self, owner: Owner, asked: Ask) -> StreamSession:
-        heard = decoder(asked.encoding, asked.rate_hz)
+        heard = create_live_decoder(asked.encoding, asked.rate_hz)
         model, begin = self._new(owner, asked)
         facts = Facts(secrets.token_hex(16), model, asked.encoding, self._resume_s, asked.options.words)
         session = StreamSession(facts, heard, self._limits, self._meter, begin, self._ended)

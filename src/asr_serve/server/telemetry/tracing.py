@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from asr_serve.errors import OptionError
-from asr_serve.types import Phases
+from asr_serve.types import EngineTimestamps
 
 if TYPE_CHECKING:
     from opentelemetry import trace
@@ -47,7 +47,7 @@ class RequestTrace:
         """Around the reading of the body."""
         return nullcontext()
 
-    def engine_phases(self, phases: Phases) -> None:
+    def engine_phases(self, phases: EngineTimestamps) -> None:
         """One utterance came back from the engine."""
 
     def note(self, **attributes: str | int | float) -> None:
@@ -149,7 +149,7 @@ class _OtelRequest(RequestTrace):
         finally:
             span.end()
 
-    def engine_phases(self, phases: Phases) -> None:
+    def engine_phases(self, phases: EngineTimestamps) -> None:
         utterance = self._child("utterance", self._span, "engine", phases.submitted_ns)
         for name, start_ns, end_ns in (
             ("queue", phases.submitted_ns, phases.encode_start_ns),

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from asr_serve.protocols import voices
 from asr_serve.protocols.schemas import ref
 from asr_serve.server.documents import KEY_REFUSALS, answer, refusal
-from asr_serve.voices.card import EXAMPLE
+from asr_serve.voices.cloned_voice import EXAMPLE
 
 Document = dict[Any, Any]
 

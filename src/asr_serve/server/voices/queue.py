@@ -19,11 +19,18 @@ import msgspec
 from asr_serve.config import engine_environment
 from asr_serve.errors import AtCapacity, EngineClosed, OptionError, UnknownJob
 from asr_serve.protocols.voices import Cloning, State, Trouble, cloned
-from asr_serve.voices.order import Failed, Order, Progress, Report, Said, Verdict
+from asr_serve.voices.cloning_messages import (
+    ClipReport,
+    CloneFailed,
+    CloneProgress,
+    CloneReport,
+    CloneRequest,
+    Said,
+)
 
 log = logging.getLogger(__name__)
 
-WORKER = ("-m", "asr_serve.train.cloning.worker")
+WORKER = ("-m", "asr_serve.cloning.worker")
 MOST_WAITING, MOST_KEPT = 8, 64
 """Clonings that wait; those that are over and still told of."""
 RETRY_MS = 30_000
@@ -38,13 +45,15 @@ OVER: tuple[State, ...] = ("done", "failed", "cancelled")
 class Job:
     """One cloning. `folder` is its own, and goes away with it; `removed` is then called."""
 
-    def __init__(self, order: Order, folder: Path, files: int, removed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, order: CloneRequest, folder: Path, files: int, removed: Callable[[], None] = lambda: None
+    ) -> None:
         self.id = f"clone_{uuid.uuid4().hex[:16]}"
         self.order, self.folder, self.files, self._removed = order, folder, files, removed
         self.state: State = "waiting"
-        self.progress = Progress("waiting", 0.0)
+        self.progress = CloneProgress("waiting", 0.0)
         self.created, self.begun, self.ended = int(time.time()), 0, 0
-        self.report: Report | None = None
+        self.report: CloneReport | None = None
         self.error: Trouble | None = None
         self.stopped = asyncio.Event()
         self._changed = asyncio.Event()
@@ -91,7 +100,9 @@ class Clonings:
                 f"{len(self._waiting)} clonings wait for the one that goes on", f"up to {MOST_WAITING}", RETRY_MS
             )
 
-    def put(self, order: Order, folder: Path, files: int, removed: Callable[[], None] = lambda: None) -> Job:
+    def write(
+        self, order: CloneRequest, folder: Path, files: int, removed: Callable[[], None] = lambda: None
+    ) -> Job:
         """Raises AtCapacity, EngineClosed; OptionError where another makes a voice of that name."""
         self.expect_room()
         for job in (*self._waiting, *([self._running] if self._running else [])):
@@ -223,12 +234,12 @@ class Clonings:
         self._over(job, said, process.returncode, list(last))
 
     def _over(self, job: Job, said: Said | None, code: int | None, last: list[str]) -> None:
-        if isinstance(said, Report):
-            job.report, job.progress = said, Progress("done", 1.0)
+        if isinstance(said, CloneReport):
+            job.report, job.progress = said, CloneProgress("done", 1.0)
             job.end("done")
         elif job.stopped.is_set():
             job.end("cancelled")
-        elif isinstance(said, Failed):
+        elif isinstance(said, CloneFailed):
             job.end("failed", Trouble(said.code, without_folder(said.message, job.folder)))
         else:
             log.error("the process of cloning %s ended with %s:\n%s", job.id, code, "\n".join(last))
@@ -240,7 +251,7 @@ class Clonings:
         """The last thing that it says; None where it ends before."""
         while line := await out.readline():
             said: Said = msgspec.json.decode(line, type=Said)
-            if not isinstance(said, Progress):
+            if not isinstance(said, CloneProgress):
                 return said
             job.progress = said
             job.change()
@@ -266,6 +277,6 @@ def without_folder(message: str, folder: Path) -> str:
     return re.sub(rf"{re.escape(str(folder))}/\d+-", "", message)
 
 
-def named(verdict: Verdict) -> Verdict:
+def named(verdict: ClipReport) -> ClipReport:
     """Without the folder of the upload and the number that a recording has there."""
     return msgspec.structs.replace(verdict, clip=Path(verdict.clip).name.partition("-")[2])

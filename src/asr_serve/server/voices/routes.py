@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive
 
-from asr_serve.audio.io import open_audio
+from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig, voices_dir
 from asr_serve.errors import (
     AudioError,
@@ -34,9 +34,9 @@ from asr_serve.server.layers.visits import visit_of
 from asr_serve.server.voices import described
 from asr_serve.server.voices.folders import Folder, sweep
 from asr_serve.server.voices.queue import Clonings, Job
-from asr_serve.voices import texts
-from asr_serve.voices.order import Order
-from asr_serve.voices.store import Store
+from asr_serve.voices import transcripts
+from asr_serve.voices.cloning_messages import CloneRequest
+from asr_serve.voices.voice_store import VoiceStore
 
 MOST_FILES = 400
 MOST_BODY_BYTES = 1 << 20
@@ -55,7 +55,7 @@ class Desk(NamedTuple):
 
     engines: Engines
     clonings: Clonings
-    store: Store
+    store: VoiceStore
     uploads: UploadLimits
     admins: bool
     codec: str | None
@@ -71,7 +71,7 @@ class Desk(NamedTuple):
         sweep()
         folder = voices_dir(config.engine.voices_dir)
         codec = config.engine.codec
-        return cls(engines, Clonings(1), Store(folder), uploads, bool(config.admin_keys), codec)
+        return cls(engines, Clonings(1), VoiceStore(folder), uploads, bool(config.admin_keys), codec)
 
 
 def routes(desk: Desk) -> APIRouter:
@@ -107,7 +107,7 @@ def routes(desk: Desk) -> APIRouter:
                 await received(_body(request.receive), form, desk.uploads)
             asked = voices.read(form.fields, len(form.names), by)
             order = await asyncio.to_thread(_order, desk, asked, form)
-            job = desk.clonings.put(order, folder.path, len(form.names), folder.remove)
+            job = desk.clonings.write(order, folder.path, len(form.names), folder.remove)
         finally:
             if job is None:  # else the folder is the job's
                 await asyncio.to_thread(folder.remove)
@@ -172,7 +172,7 @@ def routes(desk: Desk) -> APIRouter:
     async def export(request: Request, name: str) -> Response:
         """A zip of its weights, its card and its consent, for `asr-serve voices import`. For administrators."""
         expect_admin(request)
-        data = await asyncio.to_thread(desk.store.export, name)
+        data = await asyncio.to_thread(desk.store.export_voice, name)
         headers = {"content-disposition": f'attachment; filename="{name}.zip"'}
         return Response(data, media_type="application/zip", headers=headers)
 
@@ -195,7 +195,7 @@ def _long_names_refused() -> Iterator[None]:
         ) from failure
 
 
-def _order(desk: Desk, asked: voices.Asked, form: Files) -> Order:
+def _order(desk: Desk, asked: voices.Asked, form: Files) -> CloneRequest:
     """Raises OptionError, UnknownModel, UnsupportedOption, and what is wrong with the first file where all are no
     audio."""
     cards = {name: card for name, card in desk.engines.known().items() if getattr(card, "clones", False)}
@@ -209,9 +209,9 @@ def _order(desk: Desk, asked: voices.Asked, form: Files) -> Order:
             f"models that do: {', '.join(cards) or 'none'}",
             param="model",
         )
-    desk.store.expect_free(asked.name, _own_voices(desk))
+    desk.store.check_name_free(asked.name, _own_voices(desk))
     _expect_audio(list(form.names))
-    return Order(
+    return CloneRequest(
         name=asked.name,
         audio=[str(path) for path in form.names],
         texts=_texts(asked.texts, form),
@@ -229,8 +229,11 @@ def _texts(source: str, form: Files) -> dict[str, str]:
     """By the names that the recordings have here. Raises OptionError for a text of no recording."""
     if not source:
         return {}
-    told = texts.texts(source)
-    paths = {texts.stem(label): texts.stem(path.name) for path, label in form.names.items()}
+    told = transcripts.parse_transcripts(source)
+    paths = {
+        transcripts.recording_stem(label): transcripts.recording_stem(path.name)
+        for path, label in form.names.items()
+    }
     lost = sorted(told.keys() - paths.keys())
     if lost:
         raise OptionError(

@@ -18,7 +18,15 @@ from itertools import groupby, pairwise
 
 import msgspec
 
-from asr_serve.text.formats.pieces import LINE_COLUMNS, Piece, clean, columns, named, pieces, split_pieces
+from asr_serve.text.formats.subtitle_tokens import (
+    LINE_COLUMNS,
+    SubtitleToken,
+    clean_text,
+    display_columns,
+    speaker_label,
+    split_subtitle_tokens,
+    subtitle_tokens,
+)
 from asr_serve.types import Segment
 
 CUE_LINES = 2
@@ -51,15 +59,15 @@ class Cue(msgspec.Struct, frozen=True):
 
     start_ms: int
     end_ms: int
-    rows: tuple[tuple[Piece, ...], ...]
+    rows: tuple[tuple[SubtitleToken, ...], ...]
     speaker: str = ""
 
     @property
     def lines(self) -> tuple[str, ...]:
-        return tuple(map(joined, self.rows))
+        return tuple(map(join_row, self.rows))
 
 
-def cues(segments: Iterable[Segment], end_ms: int | None = None, *, names: bool = False) -> Iterator[Cue]:
+def build_cues(segments: Iterable[Segment], end_ms: int | None = None, *, names: bool = False) -> Iterator[Cue]:
     """Cues in order; each lasts 1 ms or more. `end_ms`: of the recording, behind which nothing is shown unless its
     segments are. `names`: where the speaker changes the text begins with a name, for formats that have no other
     place for it."""
@@ -78,21 +86,21 @@ def cues(segments: Iterable[Segment], end_ms: int | None = None, *, names: bool 
 
 def split_lines(text: str) -> list[str]:
     """As few lines as 42 columns allow, then as even as they can be; a word too long for a line is cut."""
-    row = [Piece(part, 0, 0, spaced) for part, spaced in split_pieces(clean(text))]
+    row = [SubtitleToken(part, 0, 0, spaced) for part, spaced in split_subtitle_tokens(clean_text(text))]
     if not row:
         return []
     fewest = len(_fill(row, LINE_COLUMNS))
-    low, high = max(columns(each.text) for each in row), LINE_COLUMNS
+    low, high = max(display_columns(each.text) for each in row), LINE_COLUMNS
     while low < high:
         middle = (low + high) // 2
         if len(_fill(row, middle)) == fewest:
             high = middle
         else:
             low = middle + 1
-    return [joined(line) for line in _fill(row, high)]
+    return [join_row(line) for line in _fill(row, high)]
 
 
-def joined(row: Iterable[Piece]) -> str:
+def join_row(row: Iterable[SubtitleToken]) -> str:
     """A line as it is shown."""
     return "".join(f" {each.text}" if number and each.spaced else each.text for number, each in enumerate(row))
 
@@ -110,16 +118,16 @@ def _cut(segments: Iterable[Segment], names: bool) -> Iterator[Cue]:
     """With the times of what they say."""
     told = ""
     for segment in segments:
-        for speaker, group in groupby(pieces(segment), key=lambda each: each[0]):
+        for speaker, group in groupby(subtitle_tokens(segment), key=lambda each: each[0]):
             said = [piece for _, piece in group]
             if names and speaker and speaker != told:
-                said = [*named(clean(speaker), said[0].start_ms), *said]
+                said = [*speaker_label(clean_text(speaker), said[0].start_ms), *said]
             told = speaker
             for part in _cheapest(said):
                 yield Cue(part[0].start_ms, part[-1].end_ms, _rows(part), speaker)
 
 
-def _cheapest(said: list[Piece]) -> Iterator[list[Piece]]:
+def _cheapest(said: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
     """Cuts what one speaker says in a segment, so that the whole costs least."""
     count = len(said)
     best = [0] + [-1] * count
@@ -130,7 +138,7 @@ def _cheapest(said: list[Piece]) -> Iterator[list[Piece]]:
     for first in range(count):
         within = rows = width = total = 0
         for last in range(first, count):
-            wide = columns(said[last].text)
+            wide = display_columns(said[last].text)
             gap = int(said[last].spaced and last > first)
             total += wide + gap
             if last > first and width + gap + wide <= LINE_COLUMNS:
@@ -151,14 +159,14 @@ def _cheapest(said: list[Piece]) -> Iterator[list[Piece]]:
         yield said[first:behind]
 
 
-def _pause_behind(said: list[Piece], at: int) -> int:
+def _pause_behind(said: list[SubtitleToken], at: int) -> int:
     """In ms, where it is known."""
     if at + 1 == len(said) or not (said[at].timed and said[at + 1].timed):
         return 0
     return said[at + 1].start_ms - said[at].end_ms
 
 
-def _cost_behind(said: list[Piece], at: int) -> int:
+def _cost_behind(said: list[SubtitleToken], at: int) -> int:
     """Of a cue that ends with this piece."""
     if at + 1 == len(said) or ends_with(said[at].text, SENTENCE_MARKS):
         return 0
@@ -167,7 +175,7 @@ def _cost_behind(said: list[Piece], at: int) -> int:
     return BROKEN if said[at + 1].spaced else TORN
 
 
-def _cost_within(said: list[Piece], at: int) -> int:
+def _cost_within(said: list[SubtitleToken], at: int) -> int:
     """Of a cue that goes on behind this piece."""
     pause = _pause_behind(said, at)
     if pause >= LONG_PAUSE_MS:
@@ -175,7 +183,7 @@ def _cost_within(said: list[Piece], at: int) -> int:
     return WITHIN * ((pause >= PAUSE_MS) + ends_with(said[at].text, SENTENCE_MARKS))
 
 
-def _cost_of_time(said: list[Piece], first: int, last: int, width: int) -> int:
+def _cost_of_time(said: list[SubtitleToken], first: int, last: int, width: int) -> int:
     start, end = said[first].start_ms, said[last].end_ms
     free = said[last + 1].start_ms if last + 1 < len(said) else end
     cost = FEW if width <= FEW_COLUMNS else 0
@@ -187,13 +195,13 @@ def _cost_of_time(said: list[Piece], first: int, last: int, width: int) -> int:
     return cost + max(0, min(HURRIED_MOST, hurried // 20))
 
 
-def _rows(part: list[Piece]) -> tuple[tuple[Piece, ...], ...]:
+def _rows(part: list[SubtitleToken]) -> tuple[tuple[SubtitleToken, ...], ...]:
     """One line if it fits, else two: as even as may be, the upper rather the shorter, better behind a mark."""
     if len(_fill(part, LINE_COLUMNS)) == 1:
         return (tuple(part),)
     best: tuple[int, int] | None = None
     for at in range(1, len(part)):
-        upper, lower = columns(joined(part[:at])), columns(joined(part[at:]))
+        upper, lower = display_columns(join_row(part[:at])), display_columns(join_row(part[at:]))
         if max(upper, lower) > LINE_COLUMNS:
             continue
         marked = ends_with(part[at - 1].text, SENTENCE_MARKS + CLAUSE_MARKS)
@@ -210,7 +218,7 @@ def _timed(cue: Cue, free_ms: int, next_ms: int, *, is_last: bool = False) -> Cu
     start = max(cue.start_ms, free_ms)
     limit = max(next_ms, start + 1)
     end = min(max(cue.end_ms, start + 1), limit)
-    width = sum(columns(line) for line in cue.lines)
+    width = sum(display_columns(line) for line in cue.lines)
     needed = min(MOST_MS, max(LEAST_MS, -(-width * 1_000 // READ_CHARACTERS)))
     end = max(end, min(start + needed, limit))
     if not is_last and limit - end < PAUSE_MS and limit - start <= MOST_MS:
@@ -218,12 +226,12 @@ def _timed(cue: Cue, free_ms: int, next_ms: int, *, is_last: bool = False) -> Cu
     return Cue(start, end, cue.rows, cue.speaker)
 
 
-def _fill(row: list[Piece], most: int) -> list[list[Piece]]:
+def _fill(row: list[SubtitleToken], most: int) -> list[list[SubtitleToken]]:
     """Pieces on lines, each line as full as it goes."""
-    lines: list[list[Piece]] = []
+    lines: list[list[SubtitleToken]] = []
     width = 0
     for piece in row:
-        wide = columns(piece.text)
+        wide = display_columns(piece.text)
         gap = int(piece.spaced)
         if lines and width + gap + wide <= most:
             lines[-1].append(piece)

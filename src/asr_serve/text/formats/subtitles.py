@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asr_serve.text.formats.cues import Cue, cues
-from asr_serve.text.formats.pieces import Piece, clean
+from asr_serve.text.formats.cues import Cue, build_cues
+from asr_serve.text.formats.subtitle_tokens import SubtitleToken, clean_text
 from asr_serve.types import Transcript
 from asr_serve.units import samples_to_ms
 
@@ -18,7 +18,7 @@ _VTT_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 def srt(transcript: Transcript) -> str:
     """SubRip. It has no escapes, so an arrow inside the text is written as one character; and no voices, so a name
     stands where the speaker changes."""
-    shown = cues(transcript.segments, samples_to_ms(transcript.duration_samples), names=True)
+    shown = build_cues(transcript.segments, samples_to_ms(transcript.duration_samples), names=True)
     blocks = (
         f"{number}\n{stamp(cue.start_ms, ',')} --> {stamp(cue.end_ms, ',')}\n"
         + "".join(f"{line.replace('-->', '→')}\n" for line in cue.lines)
@@ -33,7 +33,7 @@ def vtt(transcript: Transcript, *, karaoke: bool = False) -> str:
     blocks = (
         f"{stamp(cue.start_ms, '.')} --> {stamp(cue.end_ms, '.')}\n{_voice(cue)}"
         + "".join(f"{line}\n" for line in (_karaoke(cue) if karaoke else map(_escaped, cue.lines)))
-        for cue in cues(transcript.segments, samples_to_ms(transcript.duration_samples))
+        for cue in build_cues(transcript.segments, samples_to_ms(transcript.duration_samples))
     )
     return "\n".join(["WEBVTT\n", *blocks])
 
@@ -52,7 +52,7 @@ def stamp(ms: int, point: str) -> str:
 
 
 def _voice(cue: Cue) -> str:
-    name = _escaped(clean(cue.speaker))
+    name = _escaped(clean_text(cue.speaker))
     return f"<v {name}>" if name else ""
 
 
@@ -74,5 +74,5 @@ def _karaoke(cue: Cue) -> Iterable[str]:
         yield line
 
 
-def _stands(piece: Piece, last_ms: int, end_ms: int) -> bool:
+def _stands(piece: SubtitleToken, last_ms: int, end_ms: int) -> bool:
     return piece.timed and last_ms < piece.start_ms < end_ms

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from typing import NamedTuple
 
-from asr_serve.text.formats.pieces import clean
+from asr_serve.text.formats.subtitle_tokens import clean_text
 from asr_serve.types import SpeakerTurn, Transcript
 from asr_serve.units import samples_to_ms, samples_to_s
 
@@ -19,7 +19,7 @@ _UNFIT = re.compile(r"[\s;]+")
 """They end a field, or begin a comment."""
 
 
-class Interval(NamedTuple):
+class TextGridInterval(NamedTuple):
     """Of a tier."""
 
     start_samples: int
@@ -29,20 +29,20 @@ class Interval(NamedTuple):
 
 def rttm(transcript: Transcript) -> str:
     """Who spoke when: a line for each turn. Turns may overlap."""
-    name = recording(transcript.key)
+    name = recording_name(transcript.key)
     lines = []
-    for turn in turns(transcript):
+    for turn in speaker_turns(transcript):
         start, end = samples_to_ms(turn.start_samples), samples_to_ms(turn.end_samples)
         if end > start:
             said = f"{_seconds(start)} {_seconds(end - start)}"
-            lines.append(f"SPEAKER {name} 1 {said} <NA> <NA> {field(turn.speaker)} <NA> <NA>\n")
+            lines.append(f"SPEAKER {name} 1 {said} <NA> <NA> {column_value(turn.speaker)} <NA> <NA>\n")
     return "".join(lines)
 
 
 def ctm(transcript: Transcript) -> str:
     """When which word was said, and how sure the model was: a line for each. A word that is written with a space
     inside is a line for each part, which share its time by their characters."""
-    name = recording(transcript.key)
+    name = recording_name(transcript.key)
     lines = []
     for word in (word for segment in transcript.segments for word in segment.words):
         parts = word.text.split()
@@ -52,7 +52,7 @@ def ctm(transcript: Transcript) -> str:
             begins = samples_to_ms(start + length * passed // total)
             passed += len(part)
             ends = samples_to_ms(start + length * passed // total)
-            told = f"{_seconds(begins)} {_seconds(ends - begins)} {field(part)} {word.confidence:.3f}"
+            told = f"{_seconds(begins)} {_seconds(ends - begins)} {column_value(part)} {word.confidence:.3f}"
             lines.append(f"{name} 1 {told}\n")
     return "".join(lines)
 
@@ -61,9 +61,9 @@ def textgrid(transcript: Transcript) -> str:
     """Tiers `words`, `segments` and `speakers`; where several speak at once, the last names all of them."""
     found = (word for segment in transcript.segments for word in segment.words)
     tiers = {
-        "words": [Interval(word.start_samples, word.end_samples, word.text) for word in found],
-        "segments": [Interval(s.start_samples, s.end_samples, s.text) for s in transcript.segments],
-        "speakers": [*_together(turns(transcript))],
+        "words": [TextGridInterval(word.start_samples, word.end_samples, word.text) for word in found],
+        "segments": [TextGridInterval(s.start_samples, s.end_samples, s.text) for s in transcript.segments],
+        "speakers": [*_together(speaker_turns(transcript))],
     }
     ends = [each.end_samples for tier in tiers.values() for each in tier]
     # Praat opens nothing of no length.
@@ -89,7 +89,7 @@ def textgrid(transcript: Transcript) -> str:
             f"        intervals: size = {len(filled)}",
         ]
         for index, each in enumerate(filled, start=1):
-            quoted = clean(each.text).replace('"', '""')
+            quoted = clean_text(each.text).replace('"', '""')
             lines += [
                 f"        intervals [{index}]:",
                 f"            xmin = {_exact(each.start_samples)}",
@@ -99,28 +99,28 @@ def textgrid(transcript: Transcript) -> str:
     return "\n".join(lines) + "\n"
 
 
-def turns(transcript: Transcript) -> Sequence[SpeakerTurn]:
+def speaker_turns(transcript: Transcript) -> Sequence[SpeakerTurn]:
     """Its turns; of one that has none, those that its segments tell."""
     if transcript.turns:
         return transcript.turns
     return [SpeakerTurn(s.speaker, s.start_samples, s.end_samples) for s in transcript.segments if s.speaker]
 
 
-def recording(key: str) -> str:
+def recording_name(key: str) -> str:
     """The name of the recording in a table: its file's, without folder and suffix.
 
-    >>> recording("calls/monday 7.wav"), recording("")
+    >>> recording_name("calls/monday 7.wav"), recording_name("")
     ('monday_7', 'audio')
     """
-    return field(PurePath(key).stem) if key.strip() else "audio"
+    return column_value(PurePath(key).stem) if key.strip() else "audio"
 
 
-def field(text: str) -> str:
+def column_value(text: str) -> str:
     """What may stand in one column."""
-    return _UNFIT.sub("_", clean(text)) or "_"
+    return _UNFIT.sub("_", clean_text(text)) or "_"
 
 
-def _together(spoken: Iterable[SpeakerTurn]) -> Iterable[Interval]:
+def _together(spoken: Iterable[SpeakerTurn]) -> Iterable[TextGridInterval]:
     """Stretches in which the same people speak."""
     edges = sorted(
         edge
@@ -132,7 +132,7 @@ def _together(spoken: Iterable[SpeakerTurn]) -> Iterable[Interval]:
     before = 0
     for at, begins, speaker in edges:
         if speaking and at > before:
-            yield Interval(before, at, " + ".join(sorted(set(speaking))))
+            yield TextGridInterval(before, at, " + ".join(sorted(set(speaking))))
         before = at
         if begins:
             speaking.append(speaker)
@@ -140,10 +140,10 @@ def _together(spoken: Iterable[SpeakerTurn]) -> Iterable[Interval]:
             speaking.remove(speaker)
 
 
-def _filled(tier: Iterable[Interval], end: int) -> list[Interval]:
+def _filled(tier: Iterable[TextGridInterval], end: int) -> list[TextGridInterval]:
     """Without gaps, from 0 to the end: intervals of a tier meet. What has no length joins what comes next, or the
     one before."""
-    found: list[Interval] = []
+    found: list[TextGridInterval] = []
     at, held = 0, ""
     for each in tier:
         text = f"{held} {each.text}".strip()
@@ -152,11 +152,11 @@ def _filled(tier: Iterable[Interval], end: int) -> list[Interval]:
             held = text
             continue
         if start > at:
-            found.append(Interval(at, start, ""))
-        found.append(Interval(start, each.end_samples, text))
+            found.append(TextGridInterval(at, start, ""))
+        found.append(TextGridInterval(start, each.end_samples, text))
         at, held = each.end_samples, ""
     if at < end:
-        found.append(Interval(at, end, held))
+        found.append(TextGridInterval(at, end, held))
     elif held:
         found[-1] = found[-1]._replace(text=f"{found[-1].text} {held}")
     return found

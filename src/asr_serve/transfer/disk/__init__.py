@@ -11,8 +11,8 @@
 gds): the ways.
 """
 
-from asr_serve.transfer.disk.door import Disk, open_disk
-from asr_serve.transfer.disk.file import BLOCK, aligned
-from asr_serve.transfer.disk.road import still_under_way
+from asr_serve.transfer.disk.base import still_under_way
+from asr_serve.transfer.disk.nameless_file import BLOCK, aligned_memory
+from asr_serve.transfer.disk.registry import Disk, open_disk
 
-__all__ = ["BLOCK", "Disk", "aligned", "open_disk", "still_under_way"]
+__all__ = ["BLOCK", "Disk", "aligned_memory", "open_disk", "still_under_way"]

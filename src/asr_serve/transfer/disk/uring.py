@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from asr_serve import native
+from asr_serve import kernels
 from asr_serve.errors import OptionError
-from asr_serve.transfer.disk.file import Extent, NamelessFile
-from asr_serve.transfer.disk.road import Road
+from asr_serve.transfer.disk.base import DiskBackend
+from asr_serve.transfer.disk.nameless_file import FileExtent, NamelessFile
 
 DEPTH, PIECE_BYTES = 32, 2 << 20
 """64 MiB under way: the disk has enough to do while somebody looks at the extent before."""
 ALL, NONE_YET = -2, -1
 
 
-class UringRoad(Road):
+class UringDiskBackend(DiskBackend):
     """Raises OptionError where the module was not built, or the kernel or the container allows no io_uring."""
 
     name = "uring"
@@ -27,7 +27,7 @@ class UringRoad(Road):
     def __init__(self, file: NamelessFile) -> None:
         self._idle: list[Any] = []
         super().__init__(file)
-        module = native.disk()
+        module = kernels.disk()
         if module is None:
             raise OptionError(
                 "disk_road uring: the native module was not built",
@@ -44,7 +44,7 @@ class UringRoad(Road):
                 param="disk_road",
             ) from error
 
-    def _move(self, fd: int, extents: list[Extent], write: bool) -> Iterator[int]:
+    def _transfer_extents(self, fd: int, extents: list[FileExtent], write: bool) -> Iterator[int]:
         try:
             queue = self._idle.pop()
         except IndexError:
@@ -59,5 +59,5 @@ class UringRoad(Road):
             queue.finish()
             self._idle.append(queue)
 
-    def _gone(self) -> None:
+    def _release(self) -> None:
         self._idle.clear()

@@ -1,0 +1,78 @@
+"""The command line. One file per command; torch is loaded only inside the commands that need it."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Annotated
+
+import typer
+
+from asr_serve.api.cli import clone, doctor, listen, models, serve, speak, transcribe, voices
+from asr_serve.api.cli.exit_codes import INTERRUPTED
+
+app = typer.Typer(
+    name="asr-serve",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"asr-serve {version('asr-serve')}")
+        except PackageNotFoundError:
+            print("asr-serve (run from its source, not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Speech to text, and text to speech, on your own machine.
+
+    \b
+      asr-serve transcribe talk.mp3              print what was said
+      asr-serve transcribe calls/ -f srt -o out/ subtitles for a folder
+      asr-serve listen --mic                     words while they are spoken
+      asr-serve speak "Hello there."             say it, or -o hello.mp3
+      asr-serve clone --name me --audio clips/   teach it a voice; asr-serve voices list
+      asr-serve label calls/ --out labels        what two models agree on, to train on
+      asr-serve train voice --help               make voices of your own
+      asr-serve serve                            the same over HTTP, as OpenAI's clients speak it
+      asr-serve models list                      which models there are
+      asr-serve doctor                           this machine, what is missing
+    """
+
+
+app.command("transcribe", no_args_is_help=True)(transcribe.transcribe)
+app.command("listen", no_args_is_help=True)(listen.listen)
+app.command("speak", no_args_is_help=True)(speak.speak)
+app.command("clone", no_args_is_help=True)(clone.clone)
+app.add_typer(voices.app, name="voices")
+app.command("serve")(serve.serve)
+app.add_typer(models.app, name="models")
+app.command("doctor")(doctor.doctor)
+# Commands of other packages beside this one: `label` and `train` of asr_serve_tools.
+for extension in entry_points(group="asr_serve.commands"):
+    command = extension.load()
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=extension.name)
+    else:
+        app.command(extension.name, no_args_is_help=True)(command)
+
+
+def main() -> None:
+    """The `asr-serve` command."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,251 @@
+"""`asr-serve doctor`: what this machine is, what will be used and why, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from asr_serve.api.cli.exit_codes import FAILED, exit_on_error
+from asr_serve.api.cli.models import as_text, ways_to_get
+from asr_serve.errors import AsrServeError
+
+DEFAULT_MODEL = "moonshine-tiny-en"
+X86_FLAGS = ("avx2", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+ARM_FLAGS = ("asimd", "asimddp", "i8mm", "bf16", "sve")
+CODECS = ("pcm_s16le", "flac", "mp3", "aac", "vorbis", "opus", "alac", "amrnb", "wmav2")
+NATIVE = {
+    "_core": "the kernels (slower ones in torch stand in for them)",
+    "_ring": "the ring between server and engine (a slower one in Python stands in for it)",
+    "_search": "the search of CTC models (a slower one in Python stands in for it)",
+    "_align": "forced alignment to CTC models (a slower one in numpy stands in for it)",
+    "_dtw": "the times of words (a slower one in numpy stands in for it)",
+    "_disk": "the disk by io_uring (threads in Python stand in for it)",
+    "_copy": "copies of much at once to another process (numpy stands in for it)",
+}
+"""The compiled modules."""
+PACKAGES = ("torch", "numpy", "av", "soxr", "safetensors", "tokenizers", "huggingface_hub", "onnxruntime")
+
+
+class MissingDependency(msgspec.Struct, frozen=True):
+    """Something missing, and the command that gets it. `needed`: nothing works without it."""
+
+    missing: str
+    command: str
+    needed: bool = False
+
+
+class DoctorReport(msgspec.Struct):
+    """What was found; each part is None where it could not be looked at, and `missing` says why."""
+
+    machine: dict[str, object]
+    packages: dict[str, str | None]
+    device: dict[str, object] | None
+    cuda: list[str]
+    native: dict[str, bool]
+    """Which of the compiled modules were built."""
+    codecs: dict[str, bool]
+    models: dict[str, str | None]
+    missing: list[MissingDependency]
+
+
+@exit_on_error
+def doctor(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
+    quantize: Annotated[
+        str, typer.Option(help="none, int8, or dynamic: says for common shapes what is faster here.")
+    ] = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> int:
+    """What this machine is, what will run where, and what is missing with the command that gets it.
+
+    Exit code 1 when something is missing that transcription cannot do without.
+
+    \b
+    Examples
+      asr-serve doctor
+      asr-serve doctor --device cuda
+      asr-serve doctor --quantize dynamic
+      asr-serve doctor --json > machine.json
+    """
+    report = inspect_machine(device, dtype, quantize)
+    print(as_text(report) if as_json else format_report(report), end="\n" if as_json else "")
+    return FAILED if any(finding.needed for finding in report.missing) else 0
+
+
+def inspect_machine(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> DoctorReport:
+    """Look at everything. Raises OptionError for a device, dtype or quantisation that does not exist here."""
+    missing: list[MissingDependency] = []
+    packages = {name: installed(name) for name in PACKAGES}
+    for name in PACKAGES:
+        if packages[name] is None and name != "onnxruntime":
+            missing.append(MissingDependency(f"the package {name}", f"pip install {name}", needed=True))
+    native = native_modules()
+    for name in NATIVE:
+        if not native[name]:
+            missing.append(MissingDependency(f"native {NATIVE[name]}", "install a C++ compiler, then: make setup"))
+    usable = packages["torch"] is not None
+    return DoctorReport(
+        machine=machine(),
+        packages=packages,
+        device=chosen_device(device, dtype, quantize) if usable else None,
+        cuda=cuda_devices() if usable else [],
+        native=native,
+        codecs=codecs(missing) if packages["av"] else {},
+        models=models(missing) if usable else {},
+        missing=missing,
+    )
+
+
+def machine() -> dict[str, object]:
+    """The machine as this process sees it."""
+    cpu = cpu_fields()
+    cores = os.cpu_count() or 1
+    flags = set(cpu.get("flags", cpu.get("Features", "")).split())
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cpu": cpu.get("model name") or platform.processor() or "unknown",
+        "cores": cores,
+        "cores_allowed": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
+        "memory_bytes": memory_bytes(),
+        "isa": [flag for flag in (*X86_FLAGS, *ARM_FLAGS) if flag in flags],
+    }
+
+
+def cpu_fields(source: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """The first processor's fields; empty where the system has no such file."""
+    try:
+        first = source.read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+
+
+def memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def installed(package: str) -> str | None:
+    """Its version, or None where it is not installed."""
+    try:
+        return version(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return None
+
+
+def native_modules() -> dict[str, bool]:
+    """Whether each was built. Looked for without running it, so that ASR_SERVE_NATIVE=0 does not hide it."""
+    spec = importlib.util.find_spec("asr_serve")
+    suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
+    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    there = [path.name for folder in folders for path in Path(folder, "kernels").glob("*")]
+    built = {file.partition(".")[0] for file in there if file.endswith(suffixes)}
+    return {name: name in built for name in NATIVE}
+
+
+def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
+    """What `auto` comes to, in the device's own words; with `dynamic`, what common products come to."""
+    from asr_serve.devices import make_device
+    from asr_serve.devices.cpu import CpuDevice
+    from asr_serve.devices.int8 import SHAPES
+
+    picked = make_device(device, dtype, quantize)
+    shapes = {}
+    if quantize == "dynamic" and isinstance(picked, CpuDevice):
+        for inputs, outputs in SHAPES:
+            picked.gate.bits(inputs, outputs)
+        shapes = picked.gate.shapes()
+    said = {"device": picked.name, "dtype": picked.dtype_name, "threads": picked.threads}
+    said |= {name: value if is_plain(value) else str(value) for name, value in picked.describe().items()}
+    return said | {f"product {name}": told for name, told in shapes.items()}
+
+
+def is_plain(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def cuda_devices() -> list[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def codecs(missing: list[MissingDependency]) -> dict[str, bool]:
+    """Which of the usual codecs the media library decodes."""
+    import av
+
+    known = {name: name in av.codecs_available for name in CODECS}
+    if absent := [name for name, there in known.items() if not there]:
+        missing.append(
+            MissingDependency(f"decoders in PyAV: {', '.join(absent)}", "pip install --force-reinstall av")
+        )
+    return known
+
+
+def models(missing: list[MissingDependency]) -> dict[str, str | None]:
+    """Model name -> folder of its weights, None where they are not here."""
+    from asr_serve.models.checkpoints.store import locate
+    from asr_serve.models.registry import all_cards
+
+    found = {}
+    for card in all_cards().values():
+        try:
+            folder = locate(card)
+        except AsrServeError:
+            folder = None
+        found[card.name] = None if folder is None else str(folder)
+        if folder is None:
+            needed = card.name == DEFAULT_MODEL
+            missing.append(MissingDependency(f"the weights of {card.name}", ways_to_get(card)[0], needed))
+    return found
+
+
+def format_report(report: DoctorReport) -> str:
+    """For people."""
+    m = report.machine
+    memory = m["memory_bytes"]
+    isa = m["isa"]
+    assert isinstance(isa, list)
+    lines = [
+        "machine",
+        f"  system   {m['system']}, Python {m['python']}",
+        f"  cpu      {m['cpu']}, {m['cores_allowed']} of {m['cores']} cores allowed",
+        f"  isa      {' '.join(isa) or 'nothing of note'}",
+        f"  memory   {f'{memory / (1 << 30):.1f} GiB' if isinstance(memory, int) else 'unknown'}",
+        f"  cuda     {', '.join(report.cuda) or 'no device that torch sees'}",
+        "runs with",
+    ]
+    native = [name if built else f"{name} not built" for name, built in report.native.items()]
+    told = {**(report.device or {}), "native": ", ".join(native)}
+    lines += [f"  {name.replace('_', ' '):12} {value}" for name, value in told.items()]
+    lines += [
+        "packages",
+        *(f"  {name:16} {came or 'not installed'}" for name, came in report.packages.items()),
+    ]
+    lines += ["codecs", f"  {' '.join(name for name, there in report.codecs.items() if there) or 'none'}"]
+    lines += [
+        "models",
+        *(f"  {name:24} {folder or 'weights missing'}" for name, folder in report.models.items()),
+    ]
+    if report.missing:
+        lines.append("missing")
+        for finding in report.missing:
+            lines.append(f"  {finding.missing}{'  (needed)' if finding.needed else ''}")
+            lines.append(f"    {finding.command}")
+    else:
+        lines.append("nothing is missing")
+    return "".join(f"{line}\n" for line in lines)

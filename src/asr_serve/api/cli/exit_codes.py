@@ -1,0 +1,63 @@
+"""How a command ends: the error in one sentence on stderr, and an exit code.
+
+0 all went well, 1 something failed, 2 the command line was wrong, 130 ctrl-C, 141 nobody reads our output.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+import typer
+
+from asr_serve.errors import AsrServeError, OptionError, UnknownModel
+
+FAILED, USAGE, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
+
+P = ParamSpec("P")
+
+
+def exit_on_error(command: Callable[P, int | None]) -> Callable[P, None]:
+    """A command whose typed errors become a line on stderr and its returned number the exit code."""
+
+    @functools.wraps(command)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs)
+            sys.stdout.flush()
+        except AsrServeError as error:
+            print_error(f"error: {error}")
+            raise typer.Exit(USAGE if isinstance(error, OptionError | UnknownModel) else FAILED) from None
+        except KeyboardInterrupt:
+            print_error("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            silence_stdout()
+            raise typer.Exit(BROKEN_PIPE) from None
+        except OSError as error:  # disk full, folder gone: the machine's words are the best there are
+            silence_stdout()  # what is still buffered would fail again at exit, with a traceback
+            print_error(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}.")
+            raise typer.Exit(FAILED) from None
+        if code:
+            raise typer.Exit(code)
+
+    return wrapper
+
+
+def print_error(line: str) -> None:
+    """A line on stderr; lost if nobody reads that either."""
+    try:
+        print(line.encode("utf-8", "replace").decode(), file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open for the rest of the process
+
+
+def silence_stdout() -> None:
+    """Nobody reads stdout any more: let Python's own flush at exit succeed."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # stdout is no file, or is closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -1,0 +1,164 @@
+"""Where it comes from, if not from a microphone: stdin, or a file as slowly as it was spoken."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
+from types import FrameType, TracebackType
+from typing import Any, Protocol, Self, cast
+
+import numpy as np
+
+from asr_serve.audio import container_headers
+from asr_serve.audio.pcm import Pcm16Assembler, decode_pcm16
+from asr_serve.audio.reader import open_audio
+from asr_serve.errors import OptionError, UnsupportedAudio
+from asr_serve.units import RATE_HZ, ms_to_samples, samples_to_s
+
+HEAD_BYTES = 12
+"""Enough to see that it is a container and not samples."""
+WAV_HEADER_BYTES = 4_096
+"""A longer one is none that a recorder writes."""
+READ_BYTES = 65_536
+PACED_CHUNK_SAMPLES = ms_to_samples(100)
+
+
+def paced_chunks(path: str) -> Iterator[np.ndarray]:
+    """The file's audio, each tenth of a second when it would have been recorded."""
+    given = 0
+    began_s = time.monotonic()
+    with open_audio(path) as audio:
+        for second in audio:
+            for at in range(0, len(second), PACED_CHUNK_SAMPLES):
+                piece = second[at : at + PACED_CHUNK_SAMPLES]
+                given += len(piece)
+                time.sleep(max(0.0, began_s + samples_to_s(given) - time.monotonic()))
+                yield piece
+
+
+def with_level_meter(
+    chunks: Iterable[bytes | np.ndarray], hear: Callable[[np.ndarray], None]
+) -> Iterator[bytes | np.ndarray]:
+    """The same chunks; `hear` is called with the samples of each."""
+    pcm16 = Pcm16Assembler()
+    for chunk in chunks:
+        hear(chunk if isinstance(chunk, np.ndarray) else decode_pcm16(pcm16.take_whole_samples(chunk)))
+        yield chunk
+
+
+class LiveAudioSource(Protocol):
+    """PCM16 as it is spoken, until its end or ctrl-C."""
+
+    name: str
+    """Of the device, if it has one."""
+
+    @property
+    def interrupted(self) -> bool:
+        """By ctrl-C, where there would have been more."""
+
+    def open(self, rate_hz: int | None) -> int:
+        """The rate of what comes; `rate_hz` is what the user says."""
+
+    def chunks(self, notice: Callable[[str], None]) -> Iterator[bytes]:
+        """As they come; what came before ctrl-C still does. `notice` tells the user something, from any thread."""
+
+    def overflow_report(self) -> str:
+        """What the user missed, in words. Raises what ended it, if it did not end itself."""
+
+
+class InterruptHandler:
+    """The first ends what is being read, so that its text can be finished; the next is not ours any more."""
+
+    def __init__(self) -> None:
+        self.came = self._reading = False
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def unless(self, read: Callable[[], bool]) -> bool:
+        """What `read` returns, which may wait; False when ctrl-C came first. What it has read, it keeps itself."""
+        try:
+            self._reading = True  # before looking: an interrupt from here on is raised, and none is lost
+            return not self.came and read()
+        except KeyboardInterrupt:
+            return False
+        finally:
+            self._reading = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._reading or self.came:
+            self.came = True
+            raise KeyboardInterrupt
+        self.came = True
+
+
+class StdinSource:
+    """Samples from standard input."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        """Raises OptionError for a terminal."""
+        if sys.stdin is None or sys.stdin.isatty():
+            raise OptionError(
+                "`-` reads stdin, which is a terminal",
+                "samples from a pipe or a file",
+                "record into it: arecord -f S16_LE -r 16000 | asr-serve listen -",
+            )
+        self._stream = cast(BufferedReader, sys.stdin.buffer)
+        self._head, self._left_bytes = b"", sys.maxsize
+        self._ctrl_c = InterruptHandler()
+
+    @property
+    def interrupted(self) -> bool:
+        return self._ctrl_c.came
+
+    def open(self, rate_hz: int | None) -> int:
+        """Wait for the first bytes; returns the rate that they, or the user, tell. Raises UnsupportedAudio,
+        OptionError."""
+        while len(self._head) < HEAD_BYTES and self._more():
+            pass
+        container = container_headers.container_name(self._head)
+        if container is None:
+            return rate_hz or RATE_HZ
+        while (wav := container_headers.read_wav_header(self._head)) is None and len(
+            self._head
+        ) < WAV_HEADER_BYTES:
+            if container != "wav" or not self._more():
+                break
+        if wav is None or wav.channels != 1 or wav.bytes_per_s != 2 * wav.rate_hz:
+            raise UnsupportedAudio(
+                f"a {container} file came on stdin",
+                "samples are allowed there, 16-bit mono, raw or as WAV",
+                "name the file; or convert it: ffmpeg -i - -f s16le -ar 16000 -ac 1 - | asr-serve listen -",
+            )
+        if rate_hz not in (None, wav.rate_hz):
+            raise OptionError(f"--rate {rate_hz}", f"the WAV on stdin has {wav.rate_hz} Hz", "leave it out")
+        self._head = self._head[wav.data_start_bytes :]
+        self._left_bytes = wav.data_bytes or sys.maxsize
+        return wav.rate_hz
+
+    def chunks(self, notice: Callable[[str], None] = lambda line: None) -> Iterator[bytes]:
+        with self._ctrl_c:
+            while self._left_bytes and (self._head or self._ctrl_c.unless(self._more)):
+                chunk, self._head = self._head[: self._left_bytes], b""
+                self._left_bytes -= len(chunk)
+                yield chunk
+
+    def overflow_report(self) -> str:
+        return ""
+
+    def _more(self) -> bool:
+        piece = self._stream.read1(READ_BYTES)
+        self._head += piece
+        return bool(piece)

@@ -1,0 +1,320 @@
+"""`asr-serve listen`: words on the screen while they are spoken."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asr_serve import DEFAULT_MODEL
+from asr_serve.api.cli import options as shared
+from asr_serve.api.cli.exit_codes import INTERRUPTED, exit_on_error, print_error
+from asr_serve.api.cli.options import (
+    Device,
+    Dtype,
+    Hotwords,
+    Itn,
+    Language,
+    MaxSpeakers,
+    MinSpeakers,
+    NumSpeakers,
+    Prompt,
+    Set,
+    Speakers,
+    Weights,
+    Words,
+)
+from asr_serve.config import client_key
+from asr_serve.errors import OptionError
+from asr_serve.units import RATE_HZ, ms_to_samples
+
+if TYPE_CHECKING:
+    from asr_serve.api.cli.backends import Audio, LocalTranscriber, RemoteTranscriber
+    from asr_serve.api.cli.io.audio_sources import LiveAudioSource
+    from asr_serve.api.cli.io.captions import TranscriptFile
+    from asr_serve.api.stream import StreamResult
+
+DEFAULT_CHUNK_MS = 720
+
+
+@exit_on_error
+def listen(
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE|-]",
+            help="An audio or video file; or - for samples from stdin: 16-bit mono, raw or as WAV.",
+            show_default=False,
+        ),
+    ] = None,
+    file: Annotated[str | None, typer.Option(metavar="FILE", help="The same as FILE.", show_default=False)] = None,
+    mic: Annotated[bool, typer.Option("--mic", help="The microphone, until ctrl-C.")] = False,
+    chosen_input: Annotated[
+        str | None,
+        typer.Option("--input", metavar="NAME|NUMBER", help="Which microphone.", show_default=False),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="An asr-serve that hears it instead of a model in this process: http://127.0.0.1:8000",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Which model; see: asr-serve models list",
+            show_default=f"{DEFAULT_MODEL}, or the server's own",
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = None,
+    language: Language = None,
+    prompt: Prompt = None,
+    hotwords: Hotwords = None,
+    words: Words = False,
+    speakers: Speakers = False,
+    num_speakers: NumSpeakers = None,
+    min_speakers: MinSpeakers = None,
+    max_speakers: MaxSpeakers = None,
+    itn: Itn = False,
+    chunk_ms: Annotated[
+        int | None,
+        typer.Option(
+            help="How much audio between two looks at the text.",
+            show_default=f"{DEFAULT_CHUNK_MS}, or the server's own",
+        ),
+    ] = None,
+    rate_hz: Annotated[
+        int | None,
+        typer.Option(
+            "--rate", metavar="HZ", help="Of raw samples from stdin. Default: 16000.", show_default=False
+        ),
+    ] = None,
+    silence_schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MS:MS,...",
+            help="How long a pause ends a segment: 5000:1500,20000:800,inf:300 asks for 1.5 s while a "
+            "segment is up to 5 s long, 0.8 s up to 20 s, then 0.3 s.",
+        ),
+    ] = None,
+    real_time: Annotated[
+        bool, typer.Option("--real-time", "--realtime", help="Hear a file as slowly as it was spoken.")
+    ] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="At the end all of it goes there too, as `transcribe` writes it.",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar="FORMAT",
+            help="Of that file: text, json, srt and so on. Default: told by its suffix.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="A JSON object a line, for each chunk, instead of text.")
+    ] = False,
+    more: Set = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only.")] = False,
+) -> int:
+    """Show speech as text while it comes.
+
+    A segment is printed as a line when a pause has ended it. On a terminal
+    the words since then stand below, bright when they are certain, dim as
+    long as they may change, and beside them how loud it is.
+    Results go to stdout, everything else to stderr.
+
+    \b
+    --json     `delta` is what has become fixed since the line before,
+               `unfixed_text` what may still change, `segments` the new ones;
+               the last line has `is_final` true and the whole `text`;
+               with --server there is a line for each change
+               A segment has `words`, `speaker` and `spoken` where they were
+               asked for; the last line tells in `speakers` who said each
+               segment, as all of it shows
+    --speakers a line tells who is known by then to say it; at the end it is
+               told which were somebody else's. In the file of --output they
+               are right
+    --server   a connection that is lost is found again, and nothing of
+               the audio or the text with it
+
+    \b
+    Exit code  0 done, 1 something failed, 2 wrong usage,
+               130 ctrl-C: what came from stdin is still finished,
+               unless there is a second one; --mic ends with it, and with 0
+
+    \b
+    Examples
+      asr-serve listen --mic
+      asr-serve listen --mic --server http://127.0.0.1:8000 > note.txt
+      arecord -f S16_LE -r 16000 | asr-serve listen -
+      ffmpeg -i rtsp://cam -f s16le -ar 16000 -ac 1 - | asr-serve listen -
+      asr-serve listen talk.mp3 --real-time
+      asr-serve listen talk.mp3 --json | jq -j .delta
+      asr-serve listen --mic -m armspeech-hy --set engine.beam=8
+      asr-serve listen talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
+      asr-serve listen meeting.wav --speakers --itn
+      asr-serve listen --mic --speakers -o meeting.vtt
+      asr-serve listen meeting.wav --num-speakers 3 --json | tail -1 | jq .speakers
+      asr-serve listen meeting.wav --words --json | jq -c '.segments[].words'
+    """
+    from asr_serve.api.cli.io.audio_sources import paced_chunks, with_level_meter
+    from asr_serve.api.cli.io.captions import Captions, JsonLineCaptions, LevelMeter
+    from asr_serve.api.cli.progress import ProgressMeter
+
+    path = choose_source(source, file, mic=mic)
+    spoken = real_time or path in ("-", None)
+    check_options(path, rate_hz, chosen_input, real_time=real_time)
+    options: dict[str, Any] = {"language": language, "silence_schedule": silence_schedule, "prompt": prompt}
+    options |= {"hotwords": shared.hotwords(hotwords) or None}
+    options |= {"words": words or None, "speakers": speakers or None, "itn": itn or None}
+    options |= {"num_speakers": num_speakers, "min_speakers": min_speakers, "max_speakers": max_speakers}
+    kept = result_file(output, form, path)
+    options |= {} if kept is None else kept.wants
+    options = {name: value for name, value in options.items() if value is not None}
+    loading = {"device": device, "dtype": dtype, "weights": weights}
+    heard = choose_backend(server, api_key, model, chunk_ms, options, more, **loading)
+    ears = open_source(path, chosen_input)
+    screen = sys.stdout.buffer if sys.stdout.isatty() else None
+    if screen is None and sys.stderr.isatty() and spoken and not quiet:
+        screen = sys.stderr.buffer
+    meter = ProgressMeter()
+    last: StreamResult | None = None
+    with heard:
+        if ears is not None and not quiet:
+            print_error(f"listening{f' to {ears.name}' if ears.name else ''}; ctrl-C ends")
+        rate = RATE_HZ if ears is None else ears.open(rate_hz)
+        level = LevelMeter(rate) if spoken else None
+        shown = JsonLineCaptions(sys.stdout.buffer) if as_json else Captions(sys.stdout.buffer, screen, level)
+
+        def show(result: StreamResult) -> None:
+            nonlocal last
+            last = result
+            shown.show(result)
+            meter.update(ms_to_samples(result.audio_duration_ms), None)
+
+        def notice(line: str) -> None:
+            shown.notice(line, print_error)
+
+        audio: Audio
+        if ears is not None:
+            audio = with_level_meter(ears.chunks(notice), shown.append_audio)
+        else:
+            assert path is not None
+            audio = with_level_meter(paced_chunks(path), shown.append_audio) if real_time else path
+        meter.start()
+        with contextlib.closing(shown):
+            heard.listen(audio, rate, show, notice)
+    if kept is not None and last is not None:
+        kept.write(last, heard.language, heard.model)
+    if ears is not None and (lost := ears.overflow_report()):
+        print_error(f"warning: {lost}")
+    if not quiet:
+        if shown.corrected:
+            said = "line was somebody else's" if len(shown.corrected) == 1 else "lines were somebody else's"
+            print_error(
+                "\n".join([f"{len(shown.corrected)} {said}, as all that was said shows:", *shown.corrected])
+            )
+        print_error(f"{meter.describe_done()}{f' -> {output}' if output else ''}")
+    return INTERRUPTED if ears is not None and ears.interrupted else 0
+
+
+def choose_source(source: str | None, file: str | None, *, mic: bool) -> str | None:
+    """The file's path, `-` for stdin, None for the microphone. Raises OptionError unless it is one."""
+    given = [name for name in (source, file and f"--file {file}", "--mic" if mic else None) if name]
+    if len(given) != 1:
+        raise OptionError(
+            f"{' and '.join(given)} came" if given else "nothing to listen to came",
+            "one of FILE, - and --mic",
+            "see: asr-serve listen --help",
+        )
+    return None if mic else source or file
+
+
+def result_file(output: str | None, form: str | None, path: str | None) -> TranscriptFile | None:
+    """The file that all of it goes into. Raises OptionError."""
+    if output is None:
+        if form is not None:
+            raise OptionError(f"--format {form} without --output", "it is that file's", "add --output FILE")
+        return None
+    from asr_serve.api.cli.io.captions import TranscriptFile
+
+    return TranscriptFile(output, form, path)
+
+
+def check_options(path: str | None, rate_hz: int | None, chosen_input: str | None, *, real_time: bool) -> None:
+    """Raises OptionError for options that say nothing about this source."""
+    what = {"-": "stdin", None: "--mic"}.get(path, "a file")
+    if rate_hz is not None and path != "-":
+        raise OptionError(f"--rate with {what}", "it is the rate of raw samples from stdin", "leave it out")
+    if real_time and path in ("-", None):
+        raise OptionError(
+            f"--real-time with {what}", f"it is for a file: {what} comes when it comes", "leave it out"
+        )
+    if chosen_input is not None and path is not None:
+        raise OptionError(f"--input with {what}", "it says which microphone", "leave it out, or use --mic")
+
+
+def choose_backend(
+    server: str | None,
+    api_key: str | None,
+    model: str | None,
+    chunk_ms: int | None,
+    options: dict[str, Any],
+    more: list[str] | None,
+    **loading: str | None,
+) -> LocalTranscriber | RemoteTranscriber:
+    """A model in this process, or the server. Raises OptionError."""
+    from asr_serve.api.cli.backends import LocalTranscriber, RemoteTranscriber
+
+    if server is None:
+        if api_key is not None:
+            raise OptionError("--api-key without --server", "it is for a server", "leave it out")
+        chunk_ms = DEFAULT_CHUNK_MS if chunk_ms is None else chunk_ms
+        engine = shared.engine(more)
+        return LocalTranscriber(model or DEFAULT_MODEL, options | {"chunk_ms": chunk_ms}, engine=engine, **loading)
+    for name, value in {**loading, "set": more or None}.items():
+        if value not in ("auto", None):
+            raise OptionError(f"--{name} with --server", "the server has the model", "leave it out")
+    if model is not None:
+        options["model"] = model
+    if chunk_ms is not None:
+        options["partial_ms"] = chunk_ms
+    if "hotwords" in options:
+        options["hotwords"] = ",".join(options["hotwords"])
+    options |= {name: "true" for name in ("words", "speakers", "itn") if name in options}
+    return RemoteTranscriber(server, api_key or client_key(), options)
+
+
+def open_source(path: str | None, chosen_input: str | None) -> LiveAudioSource | None:
+    """None for a file. Raises OptionError, UnsupportedOption, SourceNotFound."""
+    if path is None:
+        from asr_serve.api.cli.io.microphone import MicrophoneSource
+
+        return MicrophoneSource(chosen_input)
+    if path == "-":
+        from asr_serve.api.cli.io.audio_sources import StdinSource
+
+        return StdinSource()
+    return None

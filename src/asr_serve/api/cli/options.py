@@ -1,0 +1,131 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asr_serve.config import EngineConfig
+from asr_serve.config_sources import SettingValue, build_config, collect_values
+from asr_serve.errors import OptionError, SourceNotFound
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Which model; see: asr-serve models list")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="auto, fp32 or bf16.")]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|int8|dynamic",
+        help="int8: weights of 8 bits; dynamic: activations too, where that is faster here. Default: none.",
+        show_default=False,
+    ),
+]
+Weights = Annotated[
+    str | None, typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="engine.NAME=VALUE",
+        help="A setting of the engine, like engine.use_chunked_inference=true. May be repeated; "
+        "asr-serve serve --print-config explains them all.",
+        show_default=False,
+    ),
+]
+Language = Annotated[str | None, typer.Option("--language", "-l", help="A code or a name: en, German.")]
+Prompt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help='What was said before, for models that read (a Whisper): --prompt "A talk about Kubernetes." '
+        "Names, spelling and style go on from it. Of a long text the end is read.",
+        show_default=False,
+    ),
+]
+Hotwords = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--hotwords",
+        "--hotword",
+        metavar="WORDS|@FILE",
+        help="Names and words that may come: --hotwords 'Beckett,Ada Lovelace', or @names.txt with one a line. "
+        "May be repeated.",
+        show_default=False,
+    ),
+]
+Words = Annotated[
+    bool,
+    typer.Option(
+        "--words",
+        help="When each word was said, and how sure the model was, in the formats "
+        "that tell. Subtitles follow the words then.",
+    ),
+]
+Speakers = Annotated[bool, typer.Option("--speakers", help="Who says it: SPEAKER_00, SPEAKER_01 and so on.")]
+NumSpeakers = Annotated[
+    int | None, typer.Option(help="How many speak, if that is known; implies --speakers.", show_default=False)
+]
+MinSpeakers = Annotated[int | None, typer.Option(help="At least so many; implies --speakers.", show_default=False)]
+MaxSpeakers = Annotated[int | None, typer.Option(help="At most so many; implies --speakers.", show_default=False)]
+Itn = Annotated[
+    bool,
+    typer.Option(
+        "--itn/--no-itn",
+        help="Numbers, dates and money as one writes them: $25.30 for twenty-five dollars and thirty cents. "
+        "English, Chinese, Japanese; wants the extra itn.",
+    ),
+]
+MOST_HOTWORD_BYTES = 4 << 20
+"""Of a file: more than the words that any request may have."""
+
+
+def hotwords(given: list[str] | None) -> tuple[str, ...]:
+    """The words of --hotwords: lists with commas, and files with a word or phrase a line, in which `#` begins a
+    comment. Raises OptionError, SourceNotFound."""
+    found: list[str] = []
+    for each in given or []:
+        if not each.startswith("@"):
+            found += (part.strip() for part in each.split(","))
+            continue
+        path = Path(each[1:])
+        try:
+            with path.open("rb") as file:
+                content = file.read(MOST_HOTWORD_BYTES + 1)
+            lines = content.decode("utf-8-sig").splitlines()
+        except UnicodeDecodeError:
+            raise OptionError(f"--hotwords {each} is no text", "UTF-8, a word or phrase a line") from None
+        except OSError as error:
+            raise SourceNotFound(f"--hotwords {each}: {error.strerror}", "", "check the path") from None
+        if len(content) > MOST_HOTWORD_BYTES:
+            raise OptionError(f"--hotwords {each} has more than {MOST_HOTWORD_BYTES >> 20} MiB", "a list of words")
+        found += (line.partition("#")[0].strip() for line in lines)
+    return tuple(dict.fromkeys(word for word in found if word))
+
+
+def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
+    """Setting -> text, from the NAME=VALUE of --set. Raises OptionError where one is none, or is given twice."""
+    given: dict[str, SettingValue] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise OptionError(f"--set {pair}", "NAME=VALUE, like --set engine.max_decode_rows=32")
+        if name in given:
+            raise OptionError(f"{name} is given twice with --set", "once")
+        given[name] = SettingValue(value, "flag --set")
+    return given
+
+
+def engine(pairs: list[str] | None, quantize: str | None = None) -> EngineConfig:
+    """What --set and --quantize say of the engine, where there is no server. Raises OptionError."""
+    given = collect_values(
+        None, {}, settings([*(pairs or []), *([f"engine.quantize={quantize}"] if quantize else [])])
+    )
+    for name in given:
+        if not name.startswith("engine."):
+            raise OptionError(
+                f"--set {name}", "settings of the engine, engine.NAME", "it is a server's: asr-serve serve --set"
+            )
+    return build_config(given).engine

@@ -1,0 +1,238 @@
+"""`asr-serve serve`: the settings from everywhere, then the server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+from asr_serve.api.cli.options import settings
+from asr_serve.config import ServeConfig, client_key, environment
+from asr_serve.config_sources import SettingValue, all_settings, build_config, collect_values, config_to_toml
+from asr_serve.errors import OptionError
+from asr_serve.types import SECRETS, is_loopback
+
+FLAGS = {
+    "--host": "host",
+    "--port": "port",
+    "--realtime-port": "realtime_port",
+    "--model": "model",
+    "--voice": "voice",
+    "--alias": "aliases",
+    "--device": "device",
+    "--dtype": "dtype",
+    "--quantize": "engine.quantize",
+    "--weights": "weights",
+    "--role": "engine.role",
+    "--peer": "engine.peers",
+    "--encode-port": "encode_port",
+    "--api-key": "api_keys",
+    "--admin-key": "admin_keys",
+    "--max-concurrent": "max_concurrent",
+    "--log-format": "log_format",
+    "--otel-endpoint": "otel_endpoint",
+}
+"""Flag -> setting. Every other setting goes by --set."""
+
+
+def flag(name: str, *short: str, metavar: str, more: str = "") -> Any:
+    """An option with the help and default of its setting. What it takes is judged with the other sources."""
+    setting = all_settings()[FLAGS[name]]
+    parts = [setting.help, more]
+    if setting.default not in (None, (), {}):
+        parts.append(f"Default: {setting.default}.")
+    return typer.Option(name, *short, metavar=metavar, help=" ".join(filter(None, parts)))
+
+
+@exit_on_error
+def serve(
+    host: Annotated[str | None, flag("--host", metavar="ADDRESS")] = None,
+    port: Annotated[str | None, flag("--port", "-p", metavar="PORT")] = None,
+    realtime_port: Annotated[str | None, flag("--realtime-port", metavar="PORT")] = None,
+    model: Annotated[
+        list[str] | None, flag("--model", "-m", metavar="NAME", more="Again for models to load beside it.")
+    ] = None,
+    voice: Annotated[str | None, flag("--voice", metavar="NAME|none")] = None,
+    alias: Annotated[list[str] | None, flag("--alias", metavar="NAME=MODEL", more="May be repeated.")] = None,
+    device: Annotated[str | None, flag("--device", metavar="DEVICE")] = None,
+    dtype: Annotated[str | None, flag("--dtype", metavar="DTYPE")] = None,
+    quantize: Annotated[str | None, flag("--quantize", metavar="none|int8|dynamic")] = None,
+    weights: Annotated[str | None, flag("--weights", metavar="DIR")] = None,
+    role: Annotated[str | None, flag("--role", metavar="both|encode|decode")] = None,
+    peer: Annotated[
+        list[str] | None, flag("--peer", metavar="HOST:PORT", more="May be repeated; PORT is theirs for encoding.")
+    ] = None,
+    encode_port: Annotated[str | None, flag("--encode-port", metavar="PORT")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        flag(
+            "--api-key",
+            metavar="KEY",
+            more="May be repeated. Anybody on this machine sees flags in ps: better "
+            "ASR_SERVE_API_KEYS, or api_keys_file.",
+        ),
+    ] = None,
+    admin_key: Annotated[list[str] | None, flag("--admin-key", metavar="KEY", more="As --api-key.")] = None,
+    max_concurrent: Annotated[str | None, flag("--max-concurrent", metavar="N")] = None,
+    log_format: Annotated[str | None, flag("--log-format", metavar="text|json")] = None,
+    otel_endpoint: Annotated[str | None, flag("--otel-endpoint", metavar="URL")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option("--config", "-c", metavar="FILE", help="TOML file of settings. Default: ASR_SERVE_CONFIG."),
+    ] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="Any setting, like engine.max_decode_rows=32. May be repeated."
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Print every setting, what it means and where its value comes from; stop."
+        ),
+    ] = False,
+) -> int:
+    """Serve transcription and speech over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
+
+    Settings come from a file (--config), then variables (ASR_SERVE_PORT,
+    ASR_SERVE_ENGINE__MAX_DECODE_ROWS), then flags; a later one replaces an
+    earlier one.
+
+    \b
+    Exit code  0 stopped when asked, 1 something failed, 2 a setting is wrong
+
+    \b
+    Examples
+      asr-serve serve
+      asr-serve serve --realtime-port 10095
+      asr-serve serve --port 9000 --alias whisper-1=moonshine-tiny-en
+      ASR_SERVE_API_KEYS=secret asr-serve serve --host 0.0.0.0
+      asr-serve serve --set max_duration_s=600 --set engine.max_decode_rows=32
+      asr-serve serve --print-config > asr-serve.toml
+      asr-serve serve --config asr-serve.toml
+
+    \b
+    On several machines, or in several processes of one: what is heard is
+    encoded by whoever has room, and whoever encodes may die at any time
+      asr-serve serve --role encode --port 8001 --encode-port 8101
+      asr-serve serve --role encode --port 8002 --encode-port 8102
+      asr-serve serve --role decode --peer 127.0.0.1:8101 --peer 127.0.0.1:8102
+    From elsewhere: --host 0.0.0.0 and the same ASR_SERVE_PEER_KEYS for all
+
+    \b
+    Then, from anywhere that reaches it
+      curl http://127.0.0.1:8000/v1/audio/transcriptions \\
+        -F file=@talk.mp3 -F model=moonshine-tiny-en
+      curl http://127.0.0.1:8000/health
+    """
+    flags = read_flags(
+        {
+            "--host": host,
+            "--port": port,
+            "--realtime-port": realtime_port,
+            "--voice": voice,
+            "--alias": alias,
+            "--device": device,
+            "--dtype": dtype,
+            "--quantize": quantize,
+            "--weights": weights,
+            "--role": role,
+            "--peer": peer,
+            "--encode-port": encode_port,
+            "--api-key": api_key,
+            "--admin-key": admin_key,
+            "--max-concurrent": max_concurrent,
+            "--log-format": log_format,
+            "--otel-endpoint": otel_endpoint,
+        },
+        model or [],
+        more or [],
+    )
+    given = collect_values(config, environment(), flags)
+    chosen = build_config(given)
+    if print_config:
+        print(config_to_toml(chosen, given), end="")
+        return 0
+    for line in setting_warnings(chosen, given):
+        print_error(f"warning: {line}")
+
+    from asr_serve.server.run import serve as run  # FastAPI and all the rest, only where a server starts
+
+    return run(chosen)
+
+
+def read_flags(
+    flags: dict[str, str | list[str] | None], models: list[str], more: list[str]
+) -> dict[str, SettingValue]:
+    """Setting -> text, from the flags that were given and the NAME=VALUE of --set. The first model is the default.
+
+    Raises OptionError where one setting is given twice.
+    """
+    given: dict[str, SettingValue] = {}
+    for name, value in flags.items():
+        if value is not None and value != []:
+            text = value if isinstance(value, str) else ",".join(value)
+            given[FLAGS[name]] = SettingValue(text, f"flag {name}")
+    if models:
+        given["model"] = SettingValue(models[0], "flag --model")
+    if models[1:]:
+        given["more_models"] = SettingValue(tuple(models[1:]), "flag --model")
+    set_by_name = settings(more)
+    for name in set_by_name.keys() & given.keys():
+        raise OptionError(f"{name} is given twice: {given[name].source} and flag --set", "once")
+    return given | set_by_name
+
+
+def setting_warnings(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[str]:
+    """What an operator should know before anybody connects."""
+    found = [
+        f"every user of this machine can see {name} in the list of processes; "
+        f"better {all_settings()[name].variable}, or {name}_file"
+        for name in SECRETS
+        if name in given and given[name].source.startswith("flag")
+    ]
+    if client_key() and not chosen.api_keys:
+        found.append("ASR_SERVE_API_KEY is what a client brings; what a server asks for is ASR_SERVE_API_KEYS")
+    if not chosen.loopback and not chosen.api_keys:
+        found.append(
+            f"listening on {chosen.host} and asking for no key: whoever reaches this machine may use it; "
+            "set api_keys or api_keys_file"
+        )
+    if chosen.engine.role == "decode" and not chosen.engine.peers:
+        found.append("role=decode without peers: this engine encodes everything itself; name some with --peer")
+    if chosen.engine.role == "encode" and not chosen.loopback and not chosen.peer_keys:
+        found.append(
+            f"encoding for others on {chosen.host}:{chosen.encode_port} and asking for no key: whoever reaches "
+            "this machine may ask; set peer_keys or peer_keys_file"
+        )
+    return found + _about_peers(chosen, given)
+
+
+def _about_peers(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[str]:
+    """What goes to them unasked, and what was set for them where there are none."""
+    found = []
+    elsewhere = [peer for peer in chosen.engine.peers if not is_loopback(peer.rpartition(":")[0].strip("[]"))]
+    if elsewhere and not chosen.peer_keys:
+        found.append(
+            f"what callers say goes to {', '.join(elsewhere)}, whoever answers there: without keys a peer proves "
+            "nothing; set peer_keys or peer_keys_file, the same there"
+        )
+    if _is_explicit("encode_port", chosen.encode_port, given) and chosen.engine.role != "encode":
+        found.append(
+            f"encode_port={chosen.encode_port} with role={chosen.engine.role}: nobody listens there, "
+            "only role=encode does"
+        )
+    if not chosen.engine.peers and chosen.engine.role != "encode":
+        road = _is_explicit("engine.peer_road", chosen.engine.peer_road, given)
+        idle = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_road"] * road
+        found += [f"{name} without peers does nothing: name some with --peer, or set role=encode" for name in idle]
+    return found
+
+
+def _is_explicit(name: str, value: object, given: dict[str, SettingValue]) -> bool:
+    """Whether somebody meant it: a file from --print-config sets everything to what it is by itself."""
+    if name not in given:
+        return False
+    return value != all_settings()[name].default or not given[name].source.startswith("file")

@@ -1,0 +1,345 @@
+"""`asr-serve speak`: text to sound, played or written while it is made."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import sys
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from asr_serve.api.cli import options as shared
+from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+from asr_serve.api.cli.options import Device, Dtype, Set, Weights
+from asr_serve.config import client_key
+from asr_serve.errors import OptionError, SourceNotFound
+
+if TYPE_CHECKING:
+    from asr_serve.api.cli.backends import LocalSynthesizer, RemoteSynthesizer
+    from asr_serve.api.cli.io.speech_outputs import SpeechSink
+    from asr_serve.models.registry import TtsCard
+
+STDIN_BYTES = 4_096
+DEFAULT_MANNER = {
+    "speed": 1.0,
+    "pitch": 0.0,
+    "energy": 0.0,
+    "seed": 0,
+    "ssml": False,
+    "phonemes": False,
+    "watermark": False,
+}
+"""What changes nothing, and need not be asked of a server."""
+
+
+@exit_on_error
+def speak(
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TEXT|-]",
+            help="What to say; or - for stdin, which is spoken while it comes.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE|-",
+            help="A file: .wav .mp3 .opus .flac .aac .pcm; or - for stdout. Default: it is played.",
+            show_default=False,
+        ),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar="FORMAT",
+            help="wav, mp3, opus, flac, aac or pcm. Default: told by the suffix of --output, else wav.",
+            show_default=False,
+        ),
+    ] = None,
+    voice: Annotated[
+        str | None, typer.Option(help="Who speaks; see --list-voices.", show_default="the model's first")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="0.25 to 4 times as fast.")] = 1.0,
+    pitch: Annotated[float, typer.Option(help="-12 to 12 semitones higher.")] = 0.0,
+    energy: Annotated[float, typer.Option(help="-12 to 12 dB louder.")] = 0.0,
+    ssml: Annotated[
+        bool,
+        typer.Option("--ssml", help="The text is SSML: <speak>, with break, prosody, say-as, phoneme, sub, p, s."),
+    ] = False,
+    phonemes: Annotated[
+        bool, typer.Option("--phonemes", help="The text is phonemes, in the alphabet of --list-voices.")
+    ] = False,
+    lexicon: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="How words are said: lines of a word and its phonemes, # begins a remark; or a JSON object.",
+            show_default=False,
+        ),
+    ] = None,
+    language: Annotated[
+        str | None,
+        typer.Option(
+            "--language",
+            "-l",
+            help="en or en-gb, as far as the model was taught it. Default: the voice's own.",
+            show_default=False,
+        ),
+    ] = None,
+    words: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="When each word is said: .json; .srt or .vtt for captions.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what is random in a voice: the same gives the same.")] = 0,
+    rate_hz: Annotated[
+        int | None,
+        typer.Option("--rate", metavar="HZ", help="Samples a second.", show_default="the voice's own"),
+    ] = None,
+    watermark: Annotated[
+        bool, typer.Option("--watermark", help="An inaudible mark, by which it can be told later.")
+    ] = False,
+    list_voices: Annotated[bool, typer.Option("--list-voices", help="Who can speak, and stop.")] = False,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="An asr-serve that speaks instead of a model in this process: http://127.0.0.1:8000",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="For that server; better in ASR_SERVE_API_KEY.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Which model; see: asr-serve models list",
+            show_default="the best voice on this machine, or the server's own",
+        ),
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    weights: Weights = None,
+    more: Set = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
+) -> int:
+    """Turn text into speech. It is played, or written with --output, while it
+    is made.
+
+    With - the text is read from stdin as it comes, and the first clause is
+    heard before the last one is written: pipe a language model into it.
+
+    \b
+    Exit code  0 all done, 1 something failed, 2 wrong usage, 130 ctrl-C
+
+    \b
+    Examples
+      asr-serve speak "Hello there."
+      asr-serve speak "It costs $5.20." -o price.mp3
+      asr-serve speak - -o book.opus < book.txt
+      asr-serve speak "Slowly, please." --voice emma --speed 0.8 --pitch -2
+      asr-serve speak '<speak>One.<break time="1s"/>Two.</speak>' --ssml
+      asr-serve speak "Hello there." -o hello.wav --words hello.srt
+      asr-serve speak "[Nguyen](/nwˈɪn/) is here."
+      asr-serve speak "Hello." --server http://127.0.0.1:8000
+      asr-serve speak --list-voices
+      llm "Tell me a story" | asr-serve speak -
+    """
+    from asr_serve.api.cli.io.speech_outputs import check_output, format_of
+    from asr_serve.api.cli.io.speech_report import SpeechProgressMeter, WordTimesFile
+    from asr_serve.api.cli.progress import ProgressBar
+    from asr_serve.text.g2p.frontend import check_text
+
+    manner = {
+        "speed": speed,
+        "pitch": pitch,
+        "energy": energy,
+        "seed": seed,
+        "ssml": ssml,
+        "phonemes": phonemes,
+        "watermark": watermark,
+        "voice": voice,
+        "rate_hz": rate_hz,
+    }
+    beside = {"lexicon": None if lexicon is None else read_lexicon(lexicon), "language": language}
+    loading = {"device": device, "dtype": dtype, "weights": weights}
+    speaker = choose_backend(server, api_key, model, manner, beside, more, **loading)
+    if list_voices:
+        return show_voices(speaker, model)
+    form = format_of(output, form)
+    check_output(output)
+    said = choose_text(text, whole=ssml or phonemes or server is not None)
+    if isinstance(said, str):
+        check_text(said, ssml=ssml, phonemes=phonemes)
+    if output is None:
+        from asr_serve.api.cli.io.loudspeaker import check_player
+
+        check_player()
+    told = None if words is None else WordTimesFile(words)
+    meter = SpeechProgressMeter()
+    place: SpeechSink | None = None
+    with contextlib.ExitStack() as held, ProgressBar(meter, shown=not quiet, stdout_shared=False) as bar:
+        held.enter_context(speaker)
+        meter.start()
+        for spoken in held.enter_context(contextlib.closing(speaker.speak(said))):
+            bar.update(meter.note_audio(spoken), None)
+            if place is None:
+                place = held.enter_context(open_output(output, form, spoken.rate_hz))
+            place.write(spoken.pcm)
+            if told is not None:
+                told.add_chunk(spoken)
+        summary = meter.describe_done()
+        if told is not None:
+            told.write(speaker.model)
+    if not quiet:
+        print_error(f"{summary}{f' -> {output}' if output not in (None, '-') else ''}")
+    return 0
+
+
+def choose_text(text: str | None, *, whole: bool) -> str | Iterator[str]:
+    """The text; or stdin's, as it comes unless all of it is needed at once. Raises OptionError."""
+    if text is None:
+        raise OptionError("nothing to say came", "a text, or - for stdin", "see: asr-serve speak --help")
+    if text != "-":
+        return text
+    if sys.stdin is None or sys.stdin.isatty():
+        raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "write the text in quotes")
+    pieces = read_stdin()
+    return "".join(pieces) if whole else pieces
+
+
+def read_stdin() -> Iterator[str]:
+    """Pieces of text as they come. Raises OptionError for what is no UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        read = cast(BufferedReader, sys.stdin.buffer).read1
+        while data := read(STDIN_BYTES):
+            if text := decoder.decode(data):
+                yield text
+        yield decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise OptionError(f"stdin is no text: {error}", "UTF-8", param="input") from None
+
+
+def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.AbstractContextManager[SpeechSink]:
+    """Where the sound goes. Raises what opening it does."""
+    from asr_serve.api.cli.io import speech_outputs
+
+    if output is None:
+        from asr_serve.api.cli.io.loudspeaker import open_player
+
+        return open_player(rate_hz)
+    if output == "-":
+        return speech_outputs.open_stdout(form, rate_hz, sys.stdout.buffer)
+    return speech_outputs.open_file(Path(output), form, rate_hz)
+
+
+def choose_backend(
+    server: str | None,
+    api_key: str | None,
+    model: str | None,
+    manner: dict[str, Any],
+    beside: dict[str, Any],
+    more: list[str] | None,
+    **loading: str | None,
+) -> LocalSynthesizer | RemoteSynthesizer:
+    """A model in this process, or the server. Raises OptionError."""
+    from asr_serve.api.cli.backends import LocalSynthesizer, RemoteSynthesizer
+    from asr_serve.models.registry import AUTO_VOICE
+
+    if server is None:
+        if api_key is not None:
+            raise OptionError("--api-key without --server", "it is for a server", "leave it out")
+        engine = shared.engine(more)
+        return LocalSynthesizer(voice_model(model or AUTO_VOICE).name, manner, beside, engine=engine, **loading)
+    given = {**loading, "set": more or None, "language": beside["language"]}
+    for name, value in given.items():
+        if value not in ("auto", None):
+            raise OptionError(f"--{name} with --server", "the server has the model", "leave it out")
+    asked = {name: value for name, value in manner.items() if value not in (None, DEFAULT_MANNER.get(name))}
+    asked |= {"model": model} if model is not None else {}
+    asked |= {"lexicon": beside["lexicon"]} if beside["lexicon"] else {}
+    if "rate_hz" in asked:
+        asked["sample_rate"] = asked.pop("rate_hz")
+    return RemoteSynthesizer(server, api_key or client_key(), asked)
+
+
+def voice_model(name: str) -> TtsCard:
+    """The card of a model that speaks; `auto` is the first whose weights are here. Raises UnknownModel,
+    OptionError."""
+    from asr_serve.models.checkpoints.store import auto_voice
+    from asr_serve.models.registry import AUTO_VOICE, TtsCard, engine_card, tts_cards
+
+    if name == AUTO_VOICE:
+        return auto_voice()
+    found = engine_card(name)
+    if not isinstance(found, TtsCard):
+        raise OptionError(f"--model {name}, which hears and has no voice", f"one of: {', '.join(tts_cards())}")
+    return found
+
+
+def show_voices(speaker: LocalSynthesizer | RemoteSynthesizer, model: str | None) -> int:
+    """A table of who can speak: of the server, or of the model here."""
+    from asr_serve.api.cli.backends import RemoteSynthesizer
+    from asr_serve.api.cli.models import print_table
+    from asr_serve.config import voices_dir
+    from asr_serve.models.registry import AUTO_VOICE
+    from asr_serve.voices.voice_store import VoiceStore
+
+    rows: list[tuple[str, ...]]
+    if isinstance(speaker, RemoteSynthesizer):
+        rows = [(each["id"], each["model"], "default" if each.get("default") else "") for each in speaker.voices()]
+        print_table(("VOICE", "MODEL", ""), rows)
+        return 0
+    card = voice_model(model or AUTO_VOICE)
+    cloned = [each for each in VoiceStore(voices_dir(None)).cards() if card.clones and each.model == card.name]
+    rows = [
+        (name, card.name, card.language(name), card.alphabet, "" if at else "default")
+        for at, name in enumerate(card.voices)
+    ]
+    rows += [(each.name, card.name, card.language(each.name), card.alphabet, "cloned") for each in cloned]
+    print_table(("VOICE", "MODEL", "LANGUAGE", "PHONEMES", ""), rows)
+    return 0
+
+
+def read_lexicon(path: Path) -> dict[str, str]:
+    """Word -> phonemes. Raises SourceNotFound, OptionError with the line."""
+    import msgspec
+
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--lexicon {path} is no text: {error}", "UTF-8") from None
+    except OSError as error:
+        raise SourceNotFound(f"--lexicon {path} cannot be read: {error.strerror}") from None
+    if path.suffix.lower() == ".json":
+        try:
+            return msgspec.json.decode(content, type=dict[str, str])
+        except msgspec.DecodeError as error:
+            raise OptionError(f"--lexicon {path}: {error}", 'an object, like {"Nguyen": "nwˈɪn"}') from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not (entry := line.split("#")[0].strip()):
+            continue
+        word, *said = entry.split(maxsplit=1)
+        if not said:
+            raise OptionError(f"{path}, line {number}: {word!r} without phonemes", "a word, a blank, its phonemes")
+        found[word] = said[0].strip()
+    return found

@@ -1,0 +1,293 @@
+"""`asr-serve transcribe`: files, folders, lists or standard input to text, JSON or subtitles."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Protocol, cast, get_args
+
+import msgspec
+import typer
+
+from asr_serve.api.cli import options as shared
+from asr_serve.api.cli.exit_codes import FAILED, exit_on_error, print_error
+from asr_serve.api.cli.options import (
+    Device,
+    Dtype,
+    Hotwords,
+    Itn,
+    Language,
+    MaxSpeakers,
+    MinSpeakers,
+    Model,
+    NumSpeakers,
+    Prompt,
+    Quantize,
+    Set,
+    Speakers,
+    Weights,
+    Words,
+)
+from asr_serve.errors import AsrServeError, OptionError
+
+if TYPE_CHECKING:
+    from asr_serve.api.cli.io.transcript_outputs import TranscriptSink
+    from asr_serve.api.cli.progress import ProgressBar
+    from asr_serve.audio.input_manifest import InputItem
+    from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed, Progress, SegmentDone
+    from asr_serve.pipelines.options import LongForm, TranscribeOptions
+
+
+class Transcriber(Protocol):
+    """What this command needs of a model; `asr_serve.load` returns one."""
+
+    def events(
+        self, items: Iterable[InputItem], options: TranscribeOptions
+    ) -> Generator[SegmentDone | FileDone | FileFailed | Progress, None, None]: ...
+
+
+class TranscribeOutcome(msgspec.Struct):
+    """What became of the inputs."""
+
+    done: int = 0
+    failed: list[tuple[str, AsrServeError]] = []
+
+
+def run(
+    model: Transcriber,
+    items: Sequence[InputItem],
+    options: TranscribeOptions,
+    sink: TranscriptSink,
+    bar: ProgressBar,
+    *,
+    verbose: bool = False,
+) -> TranscribeOutcome:
+    """Transcribe the items into the sink. One that fails is noted and the others go on.
+
+    However it ends (ctrl-C, a sink that breaks), the work not yet done is cancelled.
+    """
+    from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed, Progress, SegmentDone
+
+    outcome = TranscribeOutcome()
+    with contextlib.closing(model.events(items, options)) as events:
+        for event in events:
+            match event:
+                case SegmentDone():
+                    with bar.paused():
+                        sink.segment(items[event.index], event.segment)
+                case FileDone():
+                    with bar.paused(stderr=verbose):
+                        written = sink.done(items[event.index], event.transcript)
+                        if verbose and written is not None:
+                            print_error(f"{event.key} -> {written}")
+                    outcome.done += 1
+                case FileFailed():
+                    outcome.failed.append((event.key, event.error))
+                case Progress():
+                    bar.update(event.audio_samples, event.total_samples)
+    return outcome
+
+
+@exit_on_error
+def transcribe(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATHS...",
+            help="Audio or video files, folders, quoted globs, lists (.scp, .jsonl, .txt), or - for stdin.",
+            show_default=False,
+        ),
+    ],
+    model: Model = "moonshine-tiny-en",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    weights: Weights = None,
+    language: Language = None,
+    translate: Annotated[
+        bool, typer.Option("--translate", help="Into English, by models that can: a multilingual Whisper.")
+    ] = False,
+    beam: Annotated[
+        int, typer.Option(min=1, help="Hypotheses that a decoder follows at once. 1: greedy, and fastest.")
+    ] = 1,
+    prompt: Prompt = None,
+    hotwords: Hotwords = None,
+    words: Words = False,
+    speakers: Speakers = False,
+    num_speakers: NumSpeakers = None,
+    min_speakers: MinSpeakers = None,
+    max_speakers: MaxSpeakers = None,
+    itn: Itn = False,
+    long_form: Annotated[
+        str,
+        typer.Option(
+            metavar="parallel|sequential",
+            help="parallel: segments that pauses cut, all at once, and fastest. sequential: windows one after the "
+            "other, each knowing what was said before, by models that tell times and read: a Whisper.",
+        ),
+    ] = "parallel",
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar="FORMAT",
+            help="text, json, verbose_json (OpenAI's), jsonl (a line for each input); srt, vtt, karaoke (vtt with "
+            "a time before each word); ctm (words), rttm (speakers), textgrid (both, for Praat). "
+            "Default: told by the suffix of --output, else text.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR|FILE",
+            help="A folder, for a file per input; or a file, for one input or jsonl. Default: stdout.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip inputs whose result is there.")] = False,
+    silence_schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MS:MS,...",
+            help="How long a pause ends a segment: 5000:1500,20000:800,inf:300 asks for 1.5 s while a "
+            "segment is up to 5 s long, 0.8 s up to 20 s, then 0.3 s.",
+        ),
+    ] = None,
+    max_segment_ms: Annotated[
+        int | None, typer.Option(min=1, help="Longest segment; longer speech is cut. Default: the model's.")
+    ] = None,
+    no_vad: Annotated[bool, typer.Option("--no-vad", help="Transcribe silence too.")] = False,
+    max_duration_s: Annotated[
+        float | None, typer.Option(help="Refuse inputs longer than this many seconds.")
+    ] = None,
+    more: Set = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what runs where.")] = False,
+) -> int:
+    """Turn speech into text. Results go to stdout or --output, everything else to stderr.
+
+    A file that fails is reported at the end while the others finish.
+
+    \b
+    Exit code  0 all done, 1 something failed, 2 wrong usage,
+               130 ctrl-C: finished results stay, --resume goes on
+
+    \b
+    --words, --speakers and --itn show in every format that has a place for
+    them; karaoke, ctm and textgrid ask for words by themselves, rttm for
+    speakers. With --itn what was said stays beside what is written, as
+    `spoken`, in the JSON formats.
+
+    \b
+    Examples
+      asr-serve transcribe talk.mp3
+      asr-serve transcribe film.mkv --output film.srt
+      asr-serve transcribe calls/ --format srt --output out/ --resume
+      asr-serve transcribe 'calls/**/*.flac' --silence-schedule inf:500
+      asr-serve transcribe wav.scp --output results.jsonl
+      asr-serve transcribe calls/ -m armspeech-hy --set engine.beam=8
+      asr-serve transcribe meeting.m4a --num-speakers 3 -o meeting.vtt
+      asr-serve transcribe meeting.m4a --max-speakers 4 --format rttm
+      asr-serve transcribe lecture.mp4 --words --itn -o lecture.srt
+      asr-serve transcribe interview.wav -o interview.TextGrid
+      asr-serve transcribe talk.mp3 --hotwords 'Kubernetes,Ada Lovelace'
+      asr-serve transcribe calls/ --hotwords @names.txt -o out/
+      asr-serve transcribe book.mp3 -m whisper-tiny-en --long-form sequential
+      ffmpeg -i rtsp://camera -f wav - | asr-serve transcribe -
+    """
+    from asr_serve.api.cli.io import transcript_outputs
+    from asr_serve.api.cli.progress import ProgressBar, ProgressMeter
+    from asr_serve.audio import input_manifest
+    from asr_serve.audio.silence_schedule import SilenceSchedule
+    from asr_serve.text.formats.registry import SPEAKER_FORMATS, WORD_TIMING_FORMATS
+
+    form = transcript_outputs.choose_format(form, output)
+    if "-" in paths and sys.stdin is not None and sys.stdin.isatty():
+        raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "name a file instead")
+    if max_duration_s is not None and not max_duration_s > 0:
+        raise OptionError(f"--max-duration-s {max_duration_s}", "more than 0 seconds")
+    engine = shared.engine(more, quantize)
+    way = choose_long_form(long_form)
+    spelt = shared.hotwords(hotwords)
+    schedule = None if silence_schedule is None else SilenceSchedule.from_text(silence_schedule)
+    items = list(
+        input_manifest.expand_inputs(paths)
+    )  # all of them, so that a malformed list stops us before any work
+    if not items:
+        raise OptionError(f"{', '.join(paths)} lists no audio", "at least one input")
+    lists = [Path(path) for path in paths if Path(path).suffix.lower() in input_manifest.LIST_SUFFIXES]
+    sink = transcript_outputs.choose_sink(form, output, items, lists=lists, resume=resume)
+    left = [item for item in items if not sink.finished(item)]
+    skipped = len(items) - len(left)
+    if not left:
+        if not quiet:
+            print_error(f"nothing to do: all {skipped} results are there")
+        return 0
+
+    meter = ProgressMeter()
+    with ProgressBar(meter, shown=not quiet) as bar:
+        import asr_serve
+        from asr_serve.audio.reader import AudioLimits
+        from asr_serve.pipelines.options import TranscribeOptions
+
+        options = TranscribeOptions(
+            language=language,
+            task="translate" if translate else "transcribe",
+            beam=beam,
+            prompt=prompt or "",
+            hotwords=spelt,
+            words=words or form in WORD_TIMING_FORMATS,
+            speakers=speakers or form in SPEAKER_FORMATS,
+            num_speakers=num_speakers,
+            min_speakers=min_speakers,
+            max_speakers=max_speakers,
+            itn=itn,
+            long_form=way,
+            vad=not no_vad,
+            silence_schedule=schedule,
+            max_segment_ms=max_segment_ms,
+            limits=AudioLimits(max_duration_s=max_duration_s),
+        )
+        with asr_serve.load(
+            model, device=device, dtype=dtype, weights=weights, turn_model="none", engine=engine
+        ) as loaded:
+            if verbose:
+                with bar.paused(stderr=True):
+                    print_error("\n".join(f"{name}: {value}" for name, value in loaded.describe().items()))
+            sink.begin()
+            meter.start()
+            bar.update(0, None)
+            outcome = run(loaded, left, options, sink, bar, verbose=verbose)
+            speed = meter.describe_done()
+    if not quiet:
+        print_error(summary(outcome, skipped, speed, output))
+    for key, error in outcome.failed:
+        print_error(f"failed: {key}: {error}")
+    return FAILED if outcome.failed else 0
+
+
+def choose_long_form(chosen: str) -> LongForm:
+    """Raises OptionError with the nearest name."""
+    from asr_serve.pipelines.options import LongForm
+    from asr_serve.types import unknown_name_error
+
+    for way in get_args(LongForm):
+        if chosen == way:
+            return cast("LongForm", way)
+    raise unknown_name_error("--long-form", chosen, get_args(LongForm))
+
+
+def summary(outcome: TranscribeOutcome, skipped: int, speed: str, output: str | None) -> str:
+    """`3 done, 1 failed, 2 already there; 63.0 s of audio in 2.1 s, 30.0 x real time -> out/`."""
+    counts = [f"{outcome.done} done"]
+    if outcome.failed:
+        counts.append(f"{len(outcome.failed)} failed")
+    if skipped:
+        counts.append(f"{skipped} already there")
+    return f"{', '.join(counts)}; {speed}{f' -> {output}' if output else ''}"

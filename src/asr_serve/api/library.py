@@ -1,0 +1,191 @@
+"""The library's face: one object, thread-safe, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import weakref
+from collections.abc import Generator, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from asr_serve.api.speech import Speech, Text
+from asr_serve.api.stream import Chunks, StreamOptions, TranscriptStream, is_single_source
+from asr_serve.audio.input_manifest import InputItem, expand_inputs
+from asr_serve.audio.reader import Source
+from asr_serve.config import EngineConfig
+from asr_serve.devices.cpu import keep_memory
+from asr_serve.engine import turn_runner as turns
+from asr_serve.engine.builder import AsrCheckpoint, find_checkpoint
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.thread_backend import ThreadBackend, thread_backend
+from asr_serve.models.registry import TtsCard
+from asr_serve.pipelines.offline.transcribe import Event, FileDone, FileFailed, events
+from asr_serve.pipelines.options import SpeakOptions, TranscribeOptions
+from asr_serve.pipelines.tts.frontend import frontend_for
+from asr_serve.text.tokenizers import Tokenizer
+from asr_serve.types import Transcript
+
+
+class Model:
+    """A loaded model and its engine. Any number of threads and tasks may share one."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
+        """`tokenizer`: none of a model that speaks."""
+        assert isinstance(client.backend, ThreadBackend)
+        self.card, self.device = client.backend.card, client.backend.device
+        self._client, self._words = client, tokenizer
+        # Also at exit: a thread inside torch while the interpreter is torn down ends in a crash.
+        self._finalizer = weakref.finalize(self, client.close)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        """Raises WrongModel of a model that speaks."""
+        _ = self._client.card
+        assert self._words is not None
+        return self._words
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        weights: str | os.PathLike[str] | None = None,
+        turn_model: str = "auto",
+        engine: EngineConfig | None = None,
+    ) -> Model:
+        """See asr_serve.load."""
+        config = engine or EngineConfig()
+        checkpoint = find_checkpoint(model, weights, config)
+        turn = turns.load_turn_model(turn_model) if isinstance(checkpoint, AsrCheckpoint) else None
+        if isinstance(checkpoint.card, TtsCard):
+            next(
+                frontend_for(checkpoint.card).passages("One.")
+            )  # what texts are read by, before the first of them comes
+        keep_memory()
+        link = thread_backend(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
+        return cls(
+            EngineClient(config, link), checkpoint.tokenizer if isinstance(checkpoint, AsrCheckpoint) else None
+        )
+
+    def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
+        """The transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
+        (array, rate_hz).
+
+        options: the fields of TranscribeOptions. Raises the first input's error that there is, OptionError.
+        """
+        found: list[Transcript] = []
+        with contextlib.closing(self.events(_items(inputs), TranscribeOptions.of(options))) as stream:
+            for event in stream:
+                if isinstance(event, FileFailed):
+                    raise event.error
+                if isinstance(event, FileDone):
+                    found.append(event.transcript)
+        return found
+
+    async def atranscribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
+        """`transcribe` without blocking the event loop. Cancelling the task cancels the work."""
+        stream = self.events(_items(inputs), TranscribeOptions.of(options))
+        found: list[Transcript] = []
+        step: asyncio.Future[Event | None] | None = None
+        try:
+            while True:
+                # No task: the end of the event loop would cancel it while its thread is in the generator.
+                step = asyncio.get_running_loop().run_in_executor(None, next, stream, None)
+                event = await asyncio.shield(step)
+                if event is None:
+                    return found
+                if isinstance(event, FileFailed):
+                    raise event.error
+                if isinstance(event, FileDone):
+                    found.append(event.transcript)
+        finally:
+            # A generator cannot be closed while a thread is inside it; that one step ends by itself.
+            if step is not None and not step.done():
+                step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no warning
+                step.add_done_callback(lambda _: stream.close())
+            else:
+                stream.close()
+
+    def stream(self, source: Source | Chunks, **options: Any) -> TranscriptStream:
+        """Text while the audio comes: a StreamResult for every `chunk_ms` of it, and a final one. Read it with
+        `for` or `async for`; nothing happens before.
+
+        source: one input as for `transcribe`; or its chunks, from a plain or an asynchronous iterable: (n,)
+        int16 or float arrays at `rate_hz` (16 kHz), or bytes of PCM16. options: the fields of StreamOptions and
+        of ListenOptions. The final text depends on the audio and ListenOptions, not on how the audio was cut.
+
+        Raises OptionError, UnsupportedAudio; reading it raises AtCapacity, EngineClosed, and the source's errors.
+        """
+        return TranscriptStream(self._client, self._tokenizer, source, StreamOptions.of(options), self)
+
+    def events(
+        self, items: Iterable[InputItem], options: TranscribeOptions | None = None
+    ) -> Generator[Event, None, None]:
+        """What happens, as it happens: SegmentDone, FileDone, FileFailed, Progress, files in order.
+
+        Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is under way.
+        """
+        return self._held(events(self._client, self._tokenizer, items, options or TranscribeOptions()))
+
+    def _held(self, stream: Generator[Event, None, None]) -> Generator[Event, None, None]:
+        """The same, keeping the model alive as long as somebody reads."""
+        yield from stream
+
+    def speak(
+        self,
+        text: Text,
+        *,
+        language: str | None = None,
+        lexicon: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Speech:
+        """Sound of `text`, of a model that speaks: read it with `for` or `async for`, each piece as soon as it is
+        made, or have all of it. Nothing happens before.
+
+            model = asr_serve.load("fastpitch-en")
+            model.speak("Hello there.").save("hello.mp3")              # or .wav .opus .flac .aac .pcm
+            samples = model.speak("Hello there.", seed=7).read()       # (n,) int16, at model.card.rate_hz
+            for piece in model.speak("A long story.", speed=1.2):      # while it is made
+                play(piece.pcm, piece.rate_hz)
+                show(piece.words)                                      # where a sentence begins, all of its
+            for piece in model.speak(language_model.stream()):         # begins with the first clause
+                play(piece.pcm, piece.rate_hz)
+
+        text: all of it; or its pieces, from a plain or an asynchronous iterable, as a language model writes them.
+        language: en or en-gb, as far as the model was taught it; None: the voice's own. lexicon: words and their
+        phonemes. options: the fields of SpeakOptions: voice, speed, pitch, energy, ssml, phonemes, seed, rate_hz,
+        watermark, priority.
+
+        Raises OptionError, WrongModel for a model that hears; reading it raises TextError (empty, too long,
+        another script, malformed SSML), UnknownVoice, AtCapacity, EngineClosed, and the text's own errors.
+        """
+        chosen = SpeakOptions.of(options)
+        card = self._client.voice_card
+        front = frontend_for(card, chosen.voice, language, lexicon)
+        return Speech(self._client, front, text, chosen, self)
+
+    def describe(self) -> dict[str, Any]:
+        """Model, device and what the engine has done so far."""
+        return {"model": self.card.name, **self.device.describe(), "engine": self._client.describe()}
+
+    def close(self) -> None:
+        """Stop the engine; requests still in it raise EngineClosed."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _items(inputs: Source | Iterable[Source]) -> Iterable[InputItem]:
+    """One source or several."""
+    several = isinstance(inputs, Iterable) and not is_single_source(inputs)
+    return expand_inputs(inputs if several else [inputs])  # type: ignore[arg-type,list-item]

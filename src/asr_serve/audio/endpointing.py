@@ -1,0 +1,277 @@
+"""Speech probabilities of one caller -> closed spans of samples, in order and never overlapping.
+
+Words used here, all in whole windows of 512 samples:
+
+speech   a window with probability >= `threshold`
+pause    from the first window below `neg_threshold` to the next speech. What lies between the two
+         thresholds continues whatever was going on (hysteresis), so a word may fade without ending.
+
+A segment opens at speech, and closes at a pause once that lasts as long as the schedule asks of a segment
+of that length. Its span is the speech with some padding, but never reaches into the span before, nor past
+the audio known to exist. So a span, once given out, depends on nothing that comes later.
+
+Dropped: a segment whose speech adds up to less than `min_speech_ms`, and which stands alone: before it and
+after it the schedule's whole silence, or the end of the audio. Nothing else that was speech is left out.
+
+Flushed: on request the open segment ends where the audio does, in the middle of a word if need be. The last sound
+of that word, if no more follows, is dropped.
+
+Cut: when one window more would make the span longer than `max_segment_ms`, it ends early, at the longest
+pause in its last 40 %. If that pause is still running, the segment closes there as it would have later.
+If speech has resumed since, both pieces meet in the middle of that pause. Without any pause they meet in
+the quietest 96 ms. Pieces share the cut sample: none is lost or heard twice.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from asr_serve.audio.silence_schedule import OFFLINE_SCHEDULE, SilenceSchedule
+from asr_serve.errors import OptionError
+from asr_serve.types import Span
+from asr_serve.units import ms_to_samples
+
+WINDOW_SAMPLES = 512
+CALM_MS = 192
+"""A pause this long lies between two words; a shorter one may be within one."""
+MIN_MAX_SEGMENT_MS = 1_000
+LOOK_BACK = 0.4
+LEFT_OVER_SAMPLES = 4 * WINDOW_SAMPLES
+"""Speech that goes on behind a flush in its middle, and no longer than this, is what was flushed dying away."""
+NEVER = sys.maxsize
+
+
+class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When speech starts, ends and is too long.
+
+    Raises  OptionError
+    """
+
+    threshold: float = 0.5
+    """Speech starts here. Silero is trained to be read at one half."""
+    neg_threshold: float = 0.35
+    """Speech ends below this: 0.15 lower, as the model's authors use it, so that a fading vowel holds."""
+    min_speech_ms: int = 60
+    """Two windows of 32 ms: a lone one is a click or a breath, two may already be a 'yes'."""
+    pad_before_ms: int = 250
+    """Onsets are quiet: an 's' or 'h' runs 100-200 ms before the first window that is surely speech."""
+    pad_after_ms: int = 250
+    """Endings too; and recognisers drop a last word that touches the end of their audio."""
+    max_segment_ms: int | None = None
+    """The longest the model can take, pads included; None for no limit."""
+    schedule: SilenceSchedule = OFFLINE_SCHEDULE
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise OptionError(f"threshold is {self.threshold}", "it must be above 0 and at most 1", "try 0.5")
+        if not 0 < self.neg_threshold <= self.threshold:
+            raise OptionError(
+                f"neg_threshold is {self.neg_threshold}",
+                f"it must be above 0 and at most threshold, {self.threshold}",
+                f"try {0.7 * self.threshold:.2g}",
+            )
+        for name in ("min_speech_ms", "pad_before_ms", "pad_after_ms"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name} is {getattr(self, name)}", "it must be 0 or more")
+        if self.max_segment_ms is None:
+            return
+        if self.max_segment_ms < MIN_MAX_SEGMENT_MS:
+            raise OptionError(
+                f"max_segment_ms is {self.max_segment_ms}",
+                f"it must be at least {MIN_MAX_SEGMENT_MS}, or None",
+            )
+        if 2 * (self.pad_before_ms + self.pad_after_ms) > self.max_segment_ms:
+            raise OptionError(
+                f"padding of {self.pad_before_ms} + {self.pad_after_ms} ms",
+                f"it may fill at most half of max_segment_ms, {self.max_segment_ms}",
+                "pad less or allow longer segments",
+            )
+
+
+class Endpointer:
+    """The endpointing of one caller: `push` probabilities as they come, `finish` once.
+
+    State   one open segment and, with a length limit, the probabilities of its last 40 %: bounded
+    """
+
+    def __init__(self, config: EndpointConfig) -> None:
+        self.config = config
+        self._schedule = tuple(
+            (np.inf if up_to_ms == np.inf else ms_to_samples(up_to_ms), ms_to_samples(silence_ms))
+            for up_to_ms, silence_ms in config.schedule.rows
+        )
+        self._pad_before = ms_to_samples(config.pad_before_ms)
+        self._pad_after = ms_to_samples(config.pad_after_ms)
+        self._min_speech = ms_to_samples(config.min_speech_ms)
+        limit_ms = config.max_segment_ms
+        self._limit = NEVER if limit_ms is None else ms_to_samples(limit_ms)
+        self.settled_samples = NEVER if limit_ms is None else ms_to_samples(limit_ms * (1 - LOOK_BACK))
+        """Samples at the start of a span in which it is not cut."""
+        look_back = 0 if limit_ms is None else ms_to_samples(limit_ms * LOOK_BACK) // WINDOW_SAMPLES + 1
+
+        self._now = 0
+        """Start of the next window; everything before it is audio that exists."""
+        self._floor = 0
+        """End of the last span given out."""
+        self._alone_from = 0
+        """A segment that starts before this did not have the schedule's silence before it."""
+        self._flushed_at = -WINDOW_SAMPLES
+        """Where a segment was flushed in the middle of speech."""
+        self._finished = False
+        self._open = False
+        self.split_mid_speech = False
+        """The open segment, or else the last one, begins in the middle of speech: no pause to cut at was found."""
+        # of the open segment:
+        self._start = 0
+        self._pause: int | None = None
+        self._speech = 0
+        self._droppable = False
+        self._least = self._min_speech
+        """A droppable one with less speech is dropped."""
+        self._pauses: list[Span] = []
+        """Pauses that ended, where a cut could still fall."""
+        self._recent: deque[float] = deque(maxlen=look_back)
+
+    @property
+    def open_from_samples(self) -> int | None:
+        """Where the open segment starts; None when none is open."""
+        return self._start if self._open else None
+
+    @property
+    def pause_from_samples(self) -> int | None:
+        """Where the pause began that the open segment is in; None when there is speech, or no segment."""
+        return self._pause if self._open else None
+
+    @property
+    def closes_at_samples(self) -> int | None:
+        """Where the pause will have been long enough, if it goes on; None outside of one."""
+        return self._enough_at(self._pause) if self._open and self._pause is not None else None
+
+    @property
+    def is_certain(self) -> bool:
+        """The open segment has enough speech, or company, not to be dropped."""
+        return self._open and not (self._droppable and self._speech < self._least)
+
+    @property
+    def keep_from_samples(self) -> int:
+        """The earliest sample that any span still to come may include; older audio can be let go."""
+        return self._start if self._open else max(self._floor, self._now - self._pad_before)
+
+    def append_probabilities(self, probabilities: NDArray[np.floating]) -> list[Span]:
+        """Take the next windows; give out the spans that they close."""
+        assert not self._finished, "push after finish"
+        assert not np.isnan(probabilities).any(), "a speech probability is NaN"
+        closed: list[Span] = []
+        for probability in probabilities.tolist():
+            if self._open and self._now + WINDOW_SAMPLES - self._start > self._limit:
+                self._cut(closed)
+            if probability >= self.config.threshold:
+                self._hear_speech()
+            elif self._open:
+                self._hear_pause(probability, closed)
+            self._recent.append(probability)
+            self._now += WINDOW_SAMPLES
+        return closed
+
+    def finish(self, total_samples: int) -> list[Span]:
+        """No more audio: give out the open segment. The last window may have been a partial one.
+
+        In      total_samples: the audio's length, which the windows pushed must cover, none to spare
+        """
+        assert not self._finished, "finish twice"
+        assert 0 <= self._now - total_samples < WINDOW_SAMPLES, f"{self._now} samples scored of {total_samples}"
+        self._finished = True
+        closed: list[Span] = []
+        if self._open:
+            self._close(total_samples if self._pause is None else self._pause, total_samples, closed)
+        self._floor = total_samples
+        return closed
+
+    def flush(self, at_samples: int) -> list[Span]:
+        """Give out the open segment now, up to `at_samples`, which lies within the next window; the next segment
+        begins there at the earliest. One that is not `sure` stays open: nobody could say yet whether it is
+        speech."""
+        assert not self._finished, "flush after finish"
+        assert 0 <= at_samples - self._now < WINDOW_SAMPLES, f"{self._now} samples scored, flushed at {at_samples}"
+        closed: list[Span] = []
+        if self.is_certain:
+            if self._pause is None:
+                self._flushed_at = at_samples
+                self._close(at_samples, at_samples, closed)
+            else:
+                self._alone_from = self._enough_at(self._pause)
+                self._close(self._pause, at_samples, closed)
+        return closed
+
+    def _hear_speech(self) -> None:
+        if not self._open:
+            self._begin(max(self._floor, self._now - self._pad_before), droppable=self._now >= self._alone_from)
+        elif self._pause is not None:
+            if self._now > self._start + self.settled_samples:
+                self._pauses.append(Span(self._pause, self._now))
+            self._pause = None
+        self._speech += WINDOW_SAMPLES
+
+    def _hear_pause(self, probability: float, closed: list[Span]) -> None:
+        if self._pause is None:
+            if probability >= self.config.neg_threshold:
+                return
+            self._pause = self._now
+        if self._now + WINDOW_SAMPLES >= self._enough_at(self._pause):
+            self._close(self._pause, self._now, closed)
+
+    def _enough_at(self, pause: int) -> int:
+        """When the pause that started at `pause` will have been long enough."""
+        length = pause - self._start
+        return pause + next(silence for up_to, silence in self._schedule if length <= up_to)
+
+    def _begin(self, start: int, *, droppable: bool) -> None:
+        self._open, self._start, self._droppable, self.split_mid_speech = True, start, droppable, False
+        self._least = self._min_speech
+        if start <= self._flushed_at:
+            self._droppable, self._least = True, LEFT_OVER_SAMPLES
+        self._speech = 0  # asked for only if droppable, so a piece need not count what it inherits
+        self._pauses = [pause for pause in self._pauses if pause.end_samples > start + self.settled_samples]
+
+    def _close(self, end_of_speech: int, known: int, closed: list[Span]) -> None:
+        """Give the span out, unless it is a lone blip. `known`: audio up to here is known to exist."""
+        self._open, self._pause, self._pauses = False, None, []
+        if self._droppable and self._speech < self._least:
+            return
+        self._floor = min(end_of_speech + self._pad_after, known)
+        if self._floor > self._start:  # it may have been flushed up to the very end
+            closed.append(Span(self._start, self._floor))
+
+    def _cut(self, closed: list[Span]) -> None:
+        """End the open segment before the window at `now`, which would make it too long."""
+        earliest = self._start + self.settled_samples
+        pauses = [Span(max(p.start_samples, earliest), p.end_samples) for p in self._pauses]
+        if self._pause is not None:
+            pauses.append(Span(max(self._pause, earliest), self._now))
+        # the later of two equal ones: the longer piece
+        longest = max(pauses, key=lambda p: (p.samples, p.start_samples), default=Span(0, 0))
+        if self._pause is not None and longest.end_samples == self._now:
+            self._droppable = False
+            self._alone_from = self._enough_at(self._pause)
+            self._close(self._pause, self._now, closed)
+            return
+        cut = (
+            (longest.start_samples + longest.end_samples) // 2 if longest.samples > 0 else self._quietest(earliest)
+        )
+        closed.append(Span(self._start, cut))
+        self._floor = cut
+        self._begin(cut, droppable=False)
+        self.split_mid_speech = longest.samples < ms_to_samples(CALM_MS)
+
+    def _quietest(self, earliest: int) -> int:
+        """Middle of the window around which three windows are the quietest, `earliest` up to `now`."""
+        count = min(len(self._recent), (self._now - earliest) // WINDOW_SAMPLES)
+        recent = np.array(self._recent)[len(self._recent) - count :]
+        means = np.convolve(recent, np.full(3, 1 / 3), mode="valid")
+        from_end = int(means[::-1].argmin()) + 1
+        return self._now - from_end * WINDOW_SAMPLES - WINDOW_SAMPLES // 2

@@ -1,0 +1,139 @@
+"""Kaldi's log-mel filter bank, 100 frames a second."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve import units
+
+WindowKind = Literal["povey", "hamming", "hanning", "rectangular"]
+FLOOR = torch.finfo(torch.float32).eps
+"""Least power before the logarithm: Kaldi's, whatever the scale."""
+POVEY_POWER = 0.85
+LONGEST_SAMPLES = 1 << 60
+"""No stream is longer, and twice of it is an int64 still. Sessions that go on have an end far behind."""
+
+
+class FbankOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Kaldi's options, without dither: what is recognised must not depend on chance."""
+
+    mels: int = 80
+    low_hz: float = 20.0
+    high_hz: float = 0.0
+    """Above 0: itself; else counted down from half the rate, as Kaldi does."""
+    window: WindowKind = "povey"
+    preemphasis: float = 0.97
+    remove_dc: bool = True
+    snip_edges: bool = True
+    """Only frames that lie wholly inside the audio; else one for each hop, whose ends see the audio mirrored."""
+    scale: float = 1.0
+    """Samples are multiplied by it first: 32768 where a model was trained on 16-bit numbers."""
+    energy: bool = False
+    """A column before the mels: natural log of the frame's energy, before pre-emphasis and window."""
+    energy_floor: float = 0.0
+    """Least energy, where that column is wanted; 0: none but FLOOR."""
+    window_samples: int = 400
+    hop_samples: int = 160
+
+
+class Fbank:
+    """Log-mel frames of whole clips, or of windows cut out of a stream.
+
+    In      pcm (rows, samples) float32, 16 kHz
+    Out     (rows, frames, mels) float32, natural log of power; a frame depends on its own samples alone
+    Source  Kaldi's compute-fbank-feats; tests/audio/features/test_kaldi_fbank.py: kaldi-native-fbank's numbers
+    """
+
+    def __init__(self, options: FbankOptions | None = None, device: torch.device | None = None) -> None:
+        self.options = options or FbankOptions()
+        self.hop_samples, self.window_samples = self.options.hop_samples, self.options.window_samples
+        self.width = self.options.mels + self.options.energy
+        self.before_samples = 0 if self.options.snip_edges else (self.window_samples - self.hop_samples) // 2
+        """How much earlier than its place, frame * hop_samples, a frame begins."""
+        self.fft_samples = 1 << (self.window_samples - 1).bit_length()
+        self.shape = _window(self.options).to(device, torch.float32)
+        self.filters = mel_filters(self.options, self.fft_samples).to(device, torch.float32)
+
+    def count_frames(self, samples: int) -> int:
+        """Frames of a whole clip of so many samples."""
+        if self.options.snip_edges:
+            return max(0, (samples - self.window_samples) // self.hop_samples + 1)
+        return (samples + self.hop_samples // 2) // self.hop_samples
+
+    def __call__(self, pcm: Tensor) -> Tensor:
+        """Frames of whole clips, frames(samples) of them."""
+        rows, samples = pcm.shape
+        frames = self.count_frames(samples)
+        if not self.options.snip_edges and frames:
+            reach = (frames - 1) * self.hop_samples + self.window_samples
+            padded = F.pad(pcm, (self.before_samples, max(0, reach - self.before_samples - samples)))
+            starts = torch.full((rows,), -self.before_samples, device=pcm.device)
+            pcm = self.mirrored(padded, starts, torch.full_like(starts, samples))[:, :reach]
+        return self.frames_inside(pcm)
+
+    def frames_inside(self, pcm: Tensor) -> Tensor:
+        """Every frame that lies wholly inside a window. One that begins at sample k * hop_samples - before_samples
+        of a stream gives the stream's frames from k on."""
+        if pcm.shape[1] < self.window_samples:
+            return pcm.new_empty(pcm.shape[0], 0, self.width)
+        framed = pcm.unfold(1, self.window_samples, self.hop_samples) * self.options.scale
+        if self.options.remove_dc:
+            framed -= framed.mean(-1, keepdim=True)
+        energy = framed.square().sum(-1, keepdim=True) if self.options.energy else None
+        if self.options.preemphasis:
+            # A frame's first sample has itself for a past.
+            past = torch.cat([framed[..., :1], framed[..., :-1]], dim=-1)
+            framed.sub_(past, alpha=self.options.preemphasis)
+        spectrum = torch.fft.rfft(framed.mul_(self.shape), n=self.fft_samples)
+        power = torch.view_as_real(spectrum).square().sum(-1)
+        mels = (power @ self.filters).clamp_(min=FLOOR).log_()
+        if energy is None:
+            return mels
+        return torch.cat([energy.clamp_(min=max(FLOOR, self.options.energy_floor)).log_(), mels], dim=-1)
+
+    def mirrored(self, pcm: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+        """Windows of streams with what lies outside each stream made of its mirror image, which is what frames at
+        its ends see without snip_edges.
+
+        In      pcm (rows, samples); starts (rows,) int64, place of the window's first sample in the stream, below
+                0 before its start; ends (rows,) int64, the stream's length in samples
+        """
+        at = starts[:, None] + torch.arange(pcm.shape[1], device=pcm.device)
+        period = 2 * ends.clamp(1, LONGEST_SAMPLES)[:, None]
+        bounced = at.remainder(period)
+        bounced = torch.minimum(bounced, period - 1 - bounced)
+        # Far outside the stream the image may lie outside the window too. No frame of the stream reaches there.
+        return pcm.gather(1, (bounced - starts[:, None]).clamp_(0, pcm.shape[1] - 1))
+
+
+def mel_filters(options: FbankOptions, fft_samples: int) -> Tensor:
+    """Triangles on the mel scale, (bins, mels) float64, 1 at the middle of each; the last bin is in none.
+
+    Source: HTK's mel scale, as Kaldi has it.
+    """
+    top_hz = options.high_hz if options.high_hz > 0 else units.RATE_HZ / 2 + options.high_hz
+    low, high = (1127.0 * math.log1p(hz / 700.0) for hz in (options.low_hz, top_hz))
+    step = (high - low) / (options.mels + 1)
+    bins_hz = torch.arange(fft_samples // 2 + 1, dtype=torch.float64) * (units.RATE_HZ / fft_samples)
+    bins = 1127.0 * torch.log1p(bins_hz / 700.0)[:, None]
+    left = low + step * torch.arange(options.mels, dtype=torch.float64)
+    triangles = torch.minimum((bins - left) / step, (left + 2 * step - bins) / step).clamp(min=0)
+    triangles[-1] = 0
+    return triangles
+
+
+def _window(options: FbankOptions) -> Tensor:
+    samples = options.window_samples
+    if options.window == "rectangular":
+        return torch.ones(samples, dtype=torch.float64)
+    cosine = torch.cos(torch.arange(samples, dtype=torch.float64) * (2 * math.pi / (samples - 1)))
+    if options.window == "hamming":
+        return 0.54 - 0.46 * cosine
+    hanning = 0.5 - 0.5 * cosine
+    return hanning if options.window == "hanning" else hanning.pow(POVEY_POWER)

@@ -1,0 +1,241 @@
+"""The door for audio: whatever is handed in, 16 kHz mono float32 chunks come out.
+
+Nothing is ever decoded as a whole: memory is bounded by a second or two of audio, whatever the length.
+Times are counted in samples from the first decoded one; container timestamps only show holes.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack
+from fractions import Fraction
+from types import TracebackType
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from asr_serve.audio.byte_source import ByteSource
+from asr_serve.audio.media_reader import MediaFile
+from asr_serve.audio.pcm import clipped, to_mono
+from asr_serve.audio.resample import Resampler, check_rate_hz
+from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio, UnsupportedAudio
+from asr_serve.units import RATE_HZ, resampled_samples, s_to_samples, samples_to_s
+
+CHUNK_SAMPLES = RATE_HZ
+"""Every chunk but the last has this many samples: one second."""
+
+MAX_ARRAY_CHANNELS = 8
+"""In a 2-D array the axis of at most this many is the channels; the other must be longer than this."""
+
+HEADER_SLACK_S = 0.25
+"""A header that counts padding may announce this much over `max_duration_s`; the samples decide then."""
+
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | np.ndarray | tuple[np.ndarray, int]
+"""What may be handed in. A bare array is at 16 kHz; (array, rate_hz) at any rate."""
+
+
+class AudioLimits(msgspec.Struct, frozen=True):
+    """The most one input may be. None: no limit. Bytes are those of a file, buffer or stream, not arrays."""
+
+    max_duration_s: float | None = None
+    max_bytes: int | None = None
+
+
+NO_LIMITS = AudioLimits()
+
+
+class AudioStream:
+    """Chunks of one input, in order, once.
+
+    Out     chunks (n,) float32, mono, 16 kHz, -1..1, contiguous, 0 < n <= CHUNK_SAMPLES, all but the last
+            CHUNK_SAMPLES; together exactly ceil(samples_in * 16000 / rate) samples. A contiguous float32
+            mono array at 16 kHz comes back as views of itself.
+    Raises  while iterating: TruncatedAudio and CorruptAudio (after the good part), EmptyAudio, AudioTooLong,
+            AudioTooLarge, UnsupportedAudio, SourceNotFound; AudioError when read after `close`
+
+    One thread at a time; different streams in different threads do not meet.
+    """
+
+    duration_hint_samples: int | None
+    """At 16 kHz, as the header tells it: for progress bars, not for arithmetic. None where it does not."""
+
+    def __init__(
+        self,
+        pieces: Iterator[tuple[int, np.ndarray]],
+        hint_samples: int | None,
+        max_samples: int | None,
+        parts: tuple[MediaFile | ByteSource, ...] = (),
+    ) -> None:
+        self.duration_hint_samples = hint_samples
+        self._parts = parts
+        self._closed = False
+        self._chunks = _closing(parts, _rechunked(_limited(_at_16k(pieces), max_samples)))
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self._closed:
+            raise AudioError("audio was read after its stream was closed", "", "read it inside the with block")
+        return next(self._chunks)
+
+    def __enter__(self) -> AudioStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back the decoder and our own file. A stream that was handed in stays open. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._chunks.close()
+            for part in self._parts:
+                part.close()
+
+
+def open_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> AudioStream:
+    """Open whatever holds audio and read no more of it than its header.
+
+    Paths are files of this machine, never addresses: nothing is fetched, playlists are refused. A file with
+    several audio streams gives the one ffmpeg thinks best; channels are averaged.
+
+    Raises  SourceNotFound, EmptyAudio, NotAudio, UnsupportedAudio, TruncatedAudio, CorruptAudio,
+            AudioTooLong (by its header), AudioTooLarge; the rest while iterating, see AudioStream
+    """
+    max_samples = None if limits.max_duration_s is None else s_to_samples(limits.max_duration_s)
+    if isinstance(source, np.ndarray):
+        return _open_array(source, RATE_HZ, max_samples)
+    if isinstance(source, tuple):
+        return _open_array(*_array_and_rate(source), max_samples)
+    opened = ByteSource(source, limits.max_bytes)
+    with ExitStack() as undo:
+        undo.callback(opened.close)
+        media = MediaFile(opened)
+        undo.callback(media.close)
+        if media.announced_samples is not None:
+            _expect_allowed(media.announced_samples, max_samples, s_to_samples(HEADER_SLACK_S))
+        undo.pop_all()
+    return AudioStream(media.audio_chunks(), media.hint_samples, max_samples, (media, opened))
+
+
+def read_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> np.ndarray:
+    """All of it as one (n,) float32 array, for short things. Raises what `open_audio` and its chunks do."""
+    with open_audio(source, limits=limits) as stream:
+        return np.concatenate(list(stream))
+
+
+def _open_array(samples: np.ndarray, rate_hz: int, max_samples: int | None) -> AudioStream:
+    planes = _planes(samples)
+    check_rate_hz(rate_hz)
+    length_samples = resampled_samples(planes.shape[1], rate_hz)
+    _expect_allowed(length_samples, max_samples)
+    to_mono(planes[:, :0])  # refuses a type it cannot do
+    pieces = (
+        (rate_hz, to_mono(planes[:, at : at + CHUNK_SAMPLES])) for at in range(0, planes.shape[1], CHUNK_SAMPLES)
+    )
+    return AudioStream(pieces, length_samples, max_samples)
+
+
+def _planes(samples: np.ndarray) -> np.ndarray:
+    """A view (channels, n) of a 1-D array, or of a 2-D one in either order."""
+    came = f"an array of shape {samples.shape} came"
+    allowed = f"(n,), (n, channels) or (channels, n) with at most {MAX_ARRAY_CHANNELS} channels is allowed"
+    if samples.ndim not in (1, 2):
+        raise UnsupportedAudio(came, allowed, "pass one recording at a time")
+    if samples.ndim == 1:
+        planes = samples[None, :]
+    else:
+        short, long = sorted(samples.shape)
+        if short == 0 and long > MAX_ARRAY_CHANNELS:
+            raise UnsupportedAudio(f"{came}: 0 channels", allowed, "check the shape")
+        if long and not short <= MAX_ARRAY_CHANNELS < long:
+            if short == 0:
+                raise EmptyAudio(f"{came}: 0 samples", "audio needs some", "check how it was made")
+            raise UnsupportedAudio(f"{came}, which may be read two ways", allowed, "average the channels first")
+        planes = samples if samples.shape[0] == short else samples.T
+    if not planes.shape[1]:
+        raise EmptyAudio(f"{came}: 0 samples", "audio needs some", "check how it was made")
+    return planes
+
+
+def _array_and_rate(source: tuple[object, ...]) -> tuple[np.ndarray, int]:
+    if len(source) == 2 and isinstance(source[0], np.ndarray) and not isinstance(source[1], bool):
+        try:
+            return source[0], operator.index(source[1])  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise UnsupportedAudio(
+        f"a tuple of ({', '.join(type(part).__name__ for part in source)}) came",
+        "a tuple is (numpy array, whole number of Hz)",
+        "swap or convert its parts",
+    )
+
+
+def _expect_allowed(samples: int, max_samples: int | None, slack_samples: int = 0) -> None:
+    if max_samples is not None and samples > max_samples + slack_samples:
+        raise AudioTooLong(
+            f"the audio lasts {samples_to_s(samples):.1f} s or more",
+            f"at most {samples_to_s(max_samples):g} s are allowed",
+            "cut it into parts, or raise max_duration_s",
+        )
+
+
+def _at_16k(pieces: Iterator[tuple[int, np.ndarray]]) -> Iterator[np.ndarray]:
+    """One resampler for each run of equal rate; the length is rounded up once, not once for each run."""
+    due, given, now = Fraction(0), 0, None
+    for rate_hz, mono in pieces:
+        if now is None or now.rate_hz != rate_hz:
+            if now is not None:
+                due += Fraction(now.input_samples * RATE_HZ, now.rate_hz)
+                tail = now.finish()[: -int(-due // 1) - given]
+                given += len(tail)
+                yield tail
+            now = Resampler(rate_hz)
+        ready = now.resample(mono)
+        given += len(ready)
+        yield ready
+    if now is not None:
+        due += Fraction(now.input_samples * RATE_HZ, now.rate_hz)
+        yield now.finish()[: -int(-due // 1) - given]
+
+
+def _limited(pieces: Iterator[np.ndarray], max_samples: int | None) -> Iterator[np.ndarray]:
+    """Clip to full scale; stop as soon as the limit is passed."""
+    samples = 0
+    for piece in pieces:
+        samples += len(piece)
+        _expect_allowed(samples, max_samples)
+        yield clipped(piece)
+
+
+def _closing(
+    parts: tuple[MediaFile | ByteSource, ...], chunks: Iterator[np.ndarray]
+) -> Generator[np.ndarray, None, None]:
+    """Close `parts` at the end of `chunks`, good or bad, for callers that use no with block."""
+    try:
+        yield from chunks
+    finally:
+        for part in parts:
+            part.close()
+
+
+def _rechunked(pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Chunks of CHUNK_SAMPLES and a rest; views where a piece holds a whole chunk."""
+    held: list[np.ndarray] = []
+    held_samples = 0
+    for piece in pieces:
+        while held_samples + len(piece) >= CHUNK_SAMPLES:
+            cut = CHUNK_SAMPLES - held_samples
+            yield np.concatenate([*held, piece[:cut]]) if held else piece[:cut]
+            held, held_samples, piece = [], 0, piece[cut:]
+        if len(piece):
+            held.append(piece)
+            held_samples += len(piece)
+    if held:
+        yield np.concatenate(held) if len(held) > 1 else held[0]

@@ -1,0 +1,132 @@
+"""Audio while it is spoken, without I/O: bytes of a stated encoding in, samples out, each piece at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from asr_serve.audio.ogg_opus import OggOpusDecoder, OggPageReader
+from asr_serve.audio.opus_decoder import OPUS_RATE_HZ, OpusPacketDecoder
+from asr_serve.audio.pcm import Pcm16Assembler, alaw_table, clipped, decode_pcm16, mulaw_table
+from asr_serve.audio.resample import Resampler
+from asr_serve.errors import OptionError
+from asr_serve.types import suggest_name
+from asr_serve.units import RATE_HZ
+
+MIN_RATE_HZ, MAX_RATE_HZ = 8_000, 48_000
+DEFAULT_RATES_HZ = {"s16le": RATE_HZ, "mulaw": 8_000, "alaw": 8_000}
+"""Of the encodings that do not tell it themselves."""
+ENCODINGS = (*DEFAULT_RATES_HZ, "opus", "ogg")
+
+
+class LiveAudioDecoder:
+    """Bytes of one caller, in order.
+
+    Out     (n,) float32, mono, 16 kHz, -1..1; n may be 0. After `finish` all together ceil(n * 16000 / rate_hz)
+            samples, bit for bit the same however the bytes were cut
+    Raises  CorruptAudio, UnsupportedAudio; nothing may be put afterwards
+    """
+
+    def __init__(
+        self,
+        rate_hz: int,
+        read: Callable[[bytes | memoryview], Iterable[np.ndarray]],
+        *,
+        rest: Callable[[], np.ndarray] | None = None,
+        has_pending_bytes: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`read`: bytes to samples at `rate_hz`, which do not share memory with them; `rest`: what it still holds
+        at the end; `has_pending_bytes`: whether it waits for more bytes."""
+        self.rate_hz = rate_hz
+        """What the bytes decode to, before it becomes 16 kHz."""
+        self._read, self._flush, self._has_pending, self._resampler = (
+            read,
+            rest,
+            has_pending_bytes,
+            Resampler(rate_hz),
+        )
+
+    @property
+    def has_pending_bytes(self) -> bool:
+        """Some of the bytes wait for more: half a sample, part of a page. At the end they are dropped."""
+        return self._has_pending()
+
+    def decode(self, data: bytes | memoryview) -> np.ndarray:
+        """Cut anywhere; `opus`: one packet. What is returned never shares memory with `data`."""
+        return _joined([self._resampler.resample(pcm) for pcm in self._read(data)])
+
+    def drain_resampler(self) -> np.ndarray:
+        """What the resampler still holds: all that was put is out, as if silence followed. More may be put."""
+        return clipped(self._resampler.finish())
+
+    def finish(self) -> np.ndarray:
+        """What resampler and codec still hold."""
+        return (
+            self.drain_resampler()
+            if self._flush is None
+            else _joined([self._resampler.resample(self._flush()), self.drain_resampler()])
+        )
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    if len(parts) == 1:
+        return clipped(parts[0])
+    return clipped(np.concatenate(parts)) if parts else np.zeros(0, np.float32)
+
+
+def create_live_decoder(encoding: str, rate_hz: int | None = None) -> LiveAudioDecoder:
+    """For one of ENCODINGS: `opus` is one RFC 6716 packet a call, `ogg` a stream with Opus in it.
+
+    `rate_hz` is of the other three; None: 16 kHz, for telephones' mulaw and alaw 8 kHz. Raises OptionError.
+    """
+    if encoding not in ENCODINGS:
+        raise OptionError(
+            f"encoding={encoding[:60]!r}",
+            f"one of: {', '.join(ENCODINGS)}",
+            suggest_name(encoding[:60], ENCODINGS),
+            param="encoding",
+        )
+    if encoding in DEFAULT_RATES_HZ:
+        rate_hz = DEFAULT_RATES_HZ[encoding] if rate_hz is None else rate_hz
+        if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
+            raise OptionError(f"rate={rate_hz}", f"a whole number, {MIN_RATE_HZ} to {MAX_RATE_HZ}", param="rate")
+        return _linear(rate_hz) if encoding == "s16le" else _companded(encoding, rate_hz)
+    if rate_hz is not None:
+        raise OptionError(
+            f"rate={rate_hz} with encoding={encoding}", "Opus tells its rate itself", "leave it out", param="rate"
+        )
+    return _opus() if encoding == "opus" else _ogg()
+
+
+def _linear(rate_hz: int) -> LiveAudioDecoder:
+    """16-bit little-endian samples."""
+    pcm = Pcm16Assembler()
+    return LiveAudioDecoder(
+        rate_hz,
+        lambda data: (decode_pcm16(pcm.take_whole_samples(data)),),
+        has_pending_bytes=lambda: pcm.has_pending_byte,
+    )
+
+
+def _companded(encoding: str, rate_hz: int) -> LiveAudioDecoder:
+    """A sample a byte, which a table tells."""
+    table = mulaw_table() if encoding == "mulaw" else alaw_table()
+    return LiveAudioDecoder(rate_hz, lambda data: (table[np.frombuffer(data, np.uint8)],))
+
+
+def _opus() -> LiveAudioDecoder:
+    """One packet a call."""
+    packets = OpusPacketDecoder()
+    return LiveAudioDecoder(OPUS_RATE_HZ, lambda data: (packets.decode(bytes(data)),), rest=packets.finish)
+
+
+def _ogg() -> LiveAudioDecoder:
+    """Opus in Ogg; one stream may follow another."""
+    pages, opus = OggPageReader(), OggOpusDecoder()
+    return LiveAudioDecoder(
+        OPUS_RATE_HZ,
+        lambda data: (opus.decode_page(page) for page in pages.append_bytes(data)),
+        rest=opus.finish,
+        has_pending_bytes=lambda: pages.has_pending_bytes or opus.has_pending_packet,
+    )

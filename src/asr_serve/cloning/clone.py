@@ -1,0 +1,234 @@
+"""From recordings of somebody to a voice that says anything. START HERE.
+
+1. `material.gather` takes recordings apart, hears what is said where nobody tells, and keeps clips that are good.
+2. `material.written` has the most similar voices of the model's own say the same, and lays the clips upon that.
+3. `tuning` teaches the model one more voice, for as many steps as there is speech.
+4. The voice says the texts of clips that it did not learn from; a speaker encoder tells how like the recordings
+that is, and it is made as loud as the voice that it began as.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from asr_serve import __version__, devices
+from asr_serve.audio.input_manifest import expand_inputs
+from asr_serve.audio.resample import resample_clip
+from asr_serve.cloning.acoustic_training import AcousticItem, acoustic_item
+from asr_serve.cloning.base_model import CloningBaseModel
+from asr_serve.cloning.cloning_recognizer import RECOGNISER, CloningRecognizer, TextPhonemizer
+from asr_serve.cloning.fine_tuning import FineTuningResult, VoiceFineTuning
+from asr_serve.cloning.pitch_tracking import track_pitch
+from asr_serve.cloning.training_material import TrainingMaterial, gather_material, write_material
+from asr_serve.cloning.voice_corpus import RATE_HZ, speech_rms
+from asr_serve.devices.cpu import keep_memory
+from asr_serve.engine.tts.builder import find_codec
+from asr_serve.errors import Cancelled, EmptyAudio, UnsupportedOption, WeightsMissing
+from asr_serve.models.auxiliary import ge2e
+from asr_serve.models.checkpoints import store as weights
+from asr_serve.models.interfaces import Vocoder
+from asr_serve.models.registry import TtsCard as ModelCard
+from asr_serve.models.registry import model_modules, tts_card
+from asr_serve.models.tts.fastpitch_network import LN10_20
+from asr_serve.units import RATE_HZ as HEARD_HZ
+from asr_serve.voices.cloned_voice import ClonedVoiceCard
+from asr_serve.voices.cloning_messages import STAGES, ClipReport, CloneProgress, CloneReport, CloneRequest, Stage
+from asr_serve.voices.voice_store import VoiceStore
+
+ASKED = 5
+"""Of the model's own voices, those that say the clips' texts for comparison: the most similar ones."""
+COMPARED = 4
+"""Clips whose texts are said, to be compared: those that are held out, and as many more as that takes."""
+LOUDER_DB = 8.0
+"""So much louder or less loud a voice is made at most."""
+
+OnCloneProgress = Callable[[CloneProgress], None]
+
+
+class PreparedCloning(NamedTuple):
+    """What there is to learn from."""
+
+    items: list[AcousticItem]
+    verdicts: list[ClipReport]
+    material: TrainingMaterial
+    start: str
+    pitch: tuple[float, float]
+
+
+def clone_voice(
+    order: CloneRequest, told: OnCloneProgress = lambda _: None, stop: Callable[[], bool] = lambda: False
+) -> CloneReport:
+    """The voice is in its folder when this returns. `told` hears of progress; `stop` is asked often.
+
+    Raises OptionError, TooFewClips, UnsupportedOption for a model that learns no voices, UnknownModel,
+    WeightsMissing, WeightsCorrupt, Cancelled.
+    """
+    began = time.monotonic()
+    store = VoiceStore(Path(order.voices_dir))
+    card = tts_card(order.model)
+    if not card.clones:
+        raise UnsupportedOption(f"model={card.name}", "a model that can be taught voices", param="model")
+    store.check_name_free(order.name, card.voices)
+    if order.threads is not None:
+        torch.set_num_threads(order.threads)
+    keep_memory()
+    tell = _ProgressReporter(told, stop)
+    tell("loading", 0.0)
+    folder = weights.published_or_given_folder(card, order.weights)
+    base, encoder = CloningBaseModel(folder), ge2e.load()
+    codec = _codec(order.codec or card.codec)
+    store.check_name_free(order.name, base.config.voices)
+    ready = _prepared(order, base, encoder, card, tell)
+    tell("learning", 0.0)
+    base.norms.pitch[order.name] = ready.pitch
+    tuning = VoiceFineTuning(base, order.name, ready.start, ready.items, order.seed)
+    found = tuning.train(
+        order.minutes,
+        lambda going: tell("learning", going.share, round(going.held_out, 4), round(going.left_s, 1)),
+        stop,
+    )
+    tell("comparing", 0.0)
+    like, gain = (None, 0.0) if codec is None else _heard(tuning, ready, codec, encoder)
+    found.tensors["gain"] = torch.tensor([gain])
+    card_of = _card(order, base, ready, found, like)
+    tell("comparing", 1.0)
+    store.add(*card_of, reserved=base.config.voices)
+    tell("done", 1.0)
+    return CloneReport(
+        card_of[0], ready.verdicts, round(found.before, 4), round(found.after, 4), time.monotonic() - began
+    )
+
+
+def _prepared(
+    order: CloneRequest,
+    base: CloningBaseModel,
+    encoder: ge2e.Ge2eEncoder,
+    card: ModelCard,
+    tell: _ProgressReporter,
+) -> PreparedCloning:
+    """Recordings heard, chosen and laid upon their phonemes. Nothing of them is kept on disk."""
+    recogniser = order.recogniser or RECOGNISER
+    with CloningRecognizer(recogniser) as ear:
+        material = gather_material(expand_inputs(order.audio), order.texts, ear, encoder, tell.of("listening"))
+    heights = np.concatenate([track_pitch(good.clip.pcm) for good in material.clips])
+    near = base.nearest_voices(material.voice, float(np.log(heights[heights > 0]).mean()))[:ASKED]
+    numbers = [base.number(name) for name in near]
+    with tempfile.TemporaryDirectory(prefix="asr-serve-voice-") as folder:
+        voice, verdicts = write_material(
+            material,
+            TextPhonemizer(card, near[0]),
+            lambda said: [base.synthesize_mel(said, number) for number in numbers],
+            Path(folder),
+            "clone",
+            tell.of("aligning"),
+        )
+        items = [acoustic_item(recording, base.speaker, base.config.vocabulary) for recording in voice]
+    return PreparedCloning(items, verdicts, material, near[0], pitch_statistics(items))
+
+
+def pitch_statistics(items: Sequence[AcousticItem]) -> tuple[float, float]:
+    """Mean and deviation of the natural log of F0, over phonemes."""
+    heard = np.concatenate([each.pitch[each.voiced > 0] for each in items])
+    return float(heard.mean()), float(heard.std()) or 1.0
+
+
+def _heard(
+    tuning: VoiceFineTuning, ready: PreparedCloning, codec: Vocoder, encoder: ge2e.Ge2eEncoder
+) -> tuple[float | None, float]:
+    """Cosine of what the voice says to the recordings: None of a voice that cannot be heard; and the natural log
+    of how much louder the voice that it began as says the same. What a model has heard little of it says as a mean
+    of many sounds, in logarithms, and that is fainter than any of them."""
+    base, names = tuning.base, {number: letter for letter, number in tuning.base.config.vocabulary.items()}
+    said, levels = [], []
+    for each in [*tuning.held_out_items, *tuning.training_items][:COMPARED]:
+        phonemes = "".join(names[number] for number in each.ids[1:-1].tolist())
+        mel, f0, _ = base.synthesize_prosody(phonemes, base.speaker, tuning.delta.changes(), ready.pitch)
+        other, other_f0, _ = base.synthesize_prosody(phonemes, base.number(ready.start))
+        own, stock = vocode(mel, f0, codec), vocode(other, other_f0, codec)
+        said.append(resample_clip(own, RATE_HZ, HEARD_HZ))
+        levels.append((speech_rms(own), speech_rms(stock)))
+    whole, whole_stock = np.array(levels).mean(0)
+    gain = math.log(whole_stock / whole) if whole and whole_stock else 0.0
+    most = LOUDER_DB * LN10_20
+    try:
+        like = ge2e.similarity(encoder.embed_speaker(said[: len(tuning.held_out_items)]), ready.material.voice)
+    except EmptyAudio:
+        like = None
+    return like, min(most, max(-most, gain))
+
+
+@torch.no_grad()
+def vocode(mel: Tensor, f0: Tensor, codec: Vocoder) -> np.ndarray:
+    found: np.ndarray = codec.vocode(torch.cat([mel, f0[:, None]], 1)[None])[0].float().numpy()
+    return found
+
+
+def _codec(named: str) -> Vocoder | None:
+    """None where its weights are not on this machine: a voice can be learnt without being heard."""
+    try:
+        card, folder = find_codec(named)
+    except WeightsMissing:
+        return None
+    found: Vocoder = model_modules("codec")[card.kind].load(folder, card, devices.make_device("cpu", "fp32"))
+    return found
+
+
+def _card(
+    order: CloneRequest,
+    base: CloningBaseModel,
+    ready: PreparedCloning,
+    found: FineTuningResult,
+    like: float | None,
+) -> tuple[ClonedVoiceCard, bytes]:
+    """What is known of the voice, and its file."""
+    marks = {"fingerprint": base.fingerprint, "model": order.model, "made_by": f"asr-serve {__version__}"}
+    tensors = save({name: tensor.contiguous() for name, tensor in found.tensors.items()}, marks)
+    used = [verdict for verdict in ready.verdicts if not verdict.left_out]
+    card = ClonedVoiceCard(
+        name=order.name,
+        created=int(time.time()),
+        model=order.model,
+        fingerprint=base.fingerprint,
+        consent=order.consent,
+        clips=len(used),
+        seconds=round(sum(verdict.seconds for verdict in used), 1),
+        start=ready.start,
+        similarity=None if like is None else round(like, 3),
+        ceiling=round(ready.material.ceiling, 3),
+        steps=found.steps,
+        seed=order.seed,
+        sha256=hashlib.sha256(tensors).hexdigest(),
+        release=__version__,
+    )
+    return card, tensors
+
+
+class _ProgressReporter:
+    """Tells how far all of it is; and asks whether to go on."""
+
+    def __init__(self, told: OnCloneProgress, stop: Callable[[], bool]) -> None:
+        self._told, self._stop = told, stop
+
+    def __call__(
+        self, stage: Stage, share: float, held_out: float | None = None, left_s: float | None = None
+    ) -> None:
+        if self._stop():
+            raise Cancelled("the cloning was cancelled")
+        names = list(STAGES)
+        first = STAGES[stage]
+        last = STAGES[names[min(names.index(stage) + 1, len(names) - 1)]]
+        self._told(CloneProgress(stage, round(first + share * (last - first), 4), held_out, left_s))
+
+    def of(self, stage: Stage) -> Callable[[float], None]:
+        return lambda share: self(stage, share)

@@ -1,0 +1,54 @@
+"""What is said in recordings, by a recogniser of our own, and how it is read aloud."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from asr_serve.api.library import Model
+from asr_serve.cloning.clips import RecognizedClipSpan
+from asr_serve.models.registry import TtsCard
+from asr_serve.pipelines.tts.frontend import frontend_for
+from asr_serve.text.g2p.passages import Clause
+
+RECOGNISER = "moonshine-tiny-en"
+SEGMENT_MS = 12_000
+"""Longest clip that is cut of a longer recording."""
+
+
+class TextPhonemizer:
+    """Phonemes of what is said: numbers, dates and all as people read them."""
+
+    def __init__(self, card: TtsCard, voice: str) -> None:
+        """As that voice of the card's model reads it, in its alphabet. Raises OptionError, ProgramMissing."""
+        self._front = frontend_for(card, voice)
+
+    def __call__(self, text: str) -> str:
+        """Raises OptionError for what cannot be read."""
+        found = (each for each in self._front.passages(text) if isinstance(each, Clause))
+        return " ".join(each.phonemes for each in found)
+
+
+class CloningRecognizer:
+    """An Ear. Segments are cut at pauses."""
+
+    def __init__(self, model: str = RECOGNISER, weights: str | None = None) -> None:
+        """Raises UnknownModel, WeightsMissing."""
+        self._model = Model.load(model, device="cpu", weights=weights)
+
+    def __call__(self, pcm: np.ndarray) -> list[RecognizedClipSpan]:
+        (found,) = self._model.transcribe([pcm], max_segment_ms=SEGMENT_MS)
+        return [RecognizedClipSpan(each.start_samples, each.end_samples, each.text) for each in found.segments]
+
+    def close(self) -> None:
+        self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,65 @@
+"""A process that clones one voice, beside a server: an Order in, a line of JSON for whatever happens out.
+
+It is told to stop, and dies with whoever started it, by the end of its standard input. It is nice to everybody
+else.
+
+    python -m asr_serve.cloning.worker < order.json
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import BinaryIO
+
+import msgspec
+
+from asr_serve.config import limit_openmp_spinning
+from asr_serve.errors import AsrServeError
+from asr_serve.voices.cloning_messages import CloneFailed, CloneProgress, CloneRequest, Said
+
+NICE = 10
+
+
+def run(told: Callable[[CloneProgress], None], order: CloneRequest, stop: threading.Event) -> Said:
+    from asr_serve.cloning.clone import clone_voice
+
+    try:
+        return clone_voice(order, told, stop.is_set)
+    except AsrServeError as failure:
+        return CloneFailed(failure.code, str(failure))
+    except OSError as failure:
+        return CloneFailed("system_error", f"{failure.strerror or failure}: {failure.filename or ''}".rstrip(": "))
+
+
+def main() -> None:
+    os.nice(NICE)
+    limit_openmp_spinning()
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no message
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=CloneRequest)
+    stop = threading.Event()
+    threading.Thread(target=_watch, args=(sys.stdin.fileno(), stop), daemon=True).start()
+    say(out, run(lambda progress: say(out, progress), order, stop))
+
+
+def _watch(asked: int, stop: threading.Event) -> None:
+    """Until the other side hangs up. Not through the buffer: its lock, held by a thread that waits, would abort
+    the interpreter's end."""
+    while os.read(asked, 1):
+        pass
+    stop.set()
+
+
+def say(out: BinaryIO, what: Said) -> None:
+    try:
+        out.write(msgspec.json.encode(what) + b"\n")
+        out.flush()
+    except BrokenPipeError:
+        os._exit(1)  # nobody is there any more
+
+
+if __name__ == "__main__":
+    main()

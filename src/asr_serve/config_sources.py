@@ -1,0 +1,312 @@
+"""Where a server's settings come from: defaults, then a file, the environment, flags. A later one replaces an
+earlier one, lists and tables whole.
+
+Nothing is guessed: an unknown name, a wrong type or a number out of range is an OptionError that says where it
+came from.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect as sources
+import itertools
+import json
+import re
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import inspect
+
+from asr_serve import config
+from asr_serve.config import NON_SETTING_VARIABLES, PREFIX, EngineConfig, ServeConfig
+from asr_serve.errors import OptionError
+from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name
+
+SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
+"""What follows the prefix in variables that Kubernetes sets in pods beside a service called asr-serve."""
+
+
+class Setting(NamedTuple):
+    """One setting: `port`, or `engine.max_decode_rows`."""
+
+    name: str
+    kind: inspect.Type
+    default: object
+    help: str
+
+    @property
+    def allowed(self) -> str:
+        """What it takes, in words."""
+        return describe_allowed(self.kind)
+
+    @property
+    def variable(self) -> str:
+        """`ASR_SERVE_PORT`, `ASR_SERVE_ENGINE__MAX_DECODE_ROWS`."""
+        return PREFIX + self.name.replace(".", "__").upper()
+
+
+class SettingValue(NamedTuple):
+    """A value that somebody set, and where: `env ASR_SERVE_PORT`."""
+
+    value: object
+    source: str
+
+
+@cache
+def all_settings() -> dict[str, Setting]:
+    """Every setting by name, in the order of config.py; the engine's last."""
+    helps = setting_docstrings()
+    found = {}
+    for prefix, struct in (("", ServeConfig), ("engine.", EngineConfig)):
+        for field in msgspec.structs.fields(struct):
+            if field.type is EngineConfig:
+                continue
+            made = field.default is msgspec.NODEFAULT
+            default = field.default_factory() if made else field.default
+            help = helps.get((struct.__name__, field.name), "")
+            name = prefix + field.name
+            found[name] = Setting(name, inspect.type_info(field.type), default, help)
+    return found
+
+
+def setting_docstrings() -> dict[tuple[str, str], str]:
+    """(class, field) -> the string below the field in config.py, on one line."""
+    try:
+        tree = ast.parse(sources.getsource(config))
+    except OSError:  # built without sources: no help, and all else works
+        return {}
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for pair in itertools.pairwise(node.body):
+            match pair:
+                case ast.AnnAssign(target=ast.Name(id=field)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[node.name, field] = " ".join(text.split())
+    return found
+
+
+def load_serve_config(
+    file: str | None, environ: Mapping[str, str], flags: Mapping[str, object] | None = None
+) -> ServeConfig:
+    """A server's settings, from a TOML file (else the one ASR_SERVE_CONFIG names), the environment, and `flags`:
+    setting -> value, or its text. Files with keys are read here.
+
+    Raises OptionError.
+    """
+    return build_config(
+        collect_values(file, environ, {name: SettingValue(value, "flag") for name, value in (flags or {}).items()})
+    )
+
+
+def collect_values(
+    file: str | None, environ: Mapping[str, str], flags: Mapping[str, SettingValue]
+) -> dict[str, SettingValue]:
+    """What was set, by setting; the last source wins. Raises OptionError for a name that is no setting."""
+    file = file or environ.get(f"{PREFIX}CONFIG")
+    given = values_from_file(file) if file else {}
+    for name, (value, source) in [*values_from_environ(environ).items(), *flags.items()]:
+        if name not in all_settings():
+            raise unknown_setting_error(name, source)
+        given[name] = SettingValue(
+            parse_value(all_settings()[name], value, source) if isinstance(value, str) else value, source
+        )
+    return given
+
+
+def build_config(given: Mapping[str, SettingValue]) -> ServeConfig:
+    """The one object of what was gathered, with the keys of files in api_keys and admin_keys."""
+    values: dict[str, Any] = {name: value for name, (value, _) in given.items() if "." not in name}
+    engine: dict[str, Any] = {name.partition(".")[2]: value for name, (value, _) in given.items() if "." in name}
+    with with_source(given, "engine."):
+        values["engine"] = EngineConfig(**engine)
+    with with_source(given, ""):
+        made = ServeConfig(**values)
+        for name in SECRETS:
+            if file := getattr(made, f"{name}_file"):
+                keys = dict.fromkeys((*getattr(made, name), *read_keys(file, f"{name}_file")))
+                made = msgspec.structs.replace(made, **{name: tuple(keys)})
+    return made
+
+
+@contextlib.contextmanager
+def with_source(given: Mapping[str, SettingValue], prefix: str) -> Iterator[None]:
+    """An error about a field says where its value came from."""
+    try:
+        yield
+    except OptionError as error:
+        name = f"{prefix}{error.param}"
+        source = f" ({given[name].source})" if name in given else ""
+        raise OptionError(f"{prefix}{error.came}{source}", error.allowed, error.todo, param=name) from None
+
+
+def unknown_setting_error(name: str, source: str) -> OptionError:
+    """The error for a name that is no setting, with the nearest one in whichever table."""
+    return OptionError(
+        f"unknown setting {name!r} ({source})",
+        "asr-serve serve --print-config lists them all",
+        suggest_name(name.rpartition(".")[2], {setting.rpartition(".")[2]: setting for setting in all_settings()}),
+    )
+
+
+# --- sources ----------------------------------------------------------------------------------------------
+
+
+def values_from_file(file: str) -> dict[str, SettingValue]:
+    """The settings in a TOML file."""
+    try:
+        text = Path(file).expanduser().read_text("utf-8")
+        tables = tomllib.loads(text)
+    except OSError as error:
+        raise OptionError(f"config file {file}: {error.strerror}", "a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionError(f"config file {file}: {error}", "a TOML file") from None
+    engine = tables.pop("engine", {})
+    if not isinstance(engine, dict):
+        raise OptionError(f"engine={engine!r} (file {file}{toml_line('engine', text)})", "a table, [engine]")
+    given = {}
+    for name, value in [*tables.items(), *((f"engine.{name}", value) for name, value in engine.items())]:
+        source = f"file {file}{toml_line(name, text)}"
+        if name not in all_settings():
+            raise unknown_setting_error(name, source)
+        given[name] = SettingValue(value, source)
+    return given
+
+
+def toml_line(name: str, text: str) -> str:
+    """`:12`, where a setting or its table stands in TOML; nothing where it is written in an unusual way."""
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([\w.]+)\]", line):
+            section = header[1] + "."
+        entry = re.match(r"""\s*["']?([\w.-]+)["']?\s*=""", line)
+        if section == name + "." or (entry and section + entry[1] == name):
+            return f":{number}"
+    return ""
+
+
+def values_from_environ(environ: Mapping[str, str]) -> dict[str, SettingValue]:
+    """The settings in the environment. Passed over: our variables that are no setting, and those of Kubernetes,
+    which sets ASR_SERVE_PORT=tcp://10.0.0.1:8000 and the like.
+    """
+    names = {setting.variable: name for name, setting in all_settings().items()}
+    others = [PREFIX + name for name in NON_SETTING_VARIABLES]
+    given = {}
+    for variable, text in sorted(environ.items()):
+        rest = variable.removeprefix(PREFIX)
+        link = SERVICE_LINK.fullmatch(rest) or (rest.endswith("PORT") and "://" in text)
+        if rest == variable or variable in others or link:
+            continue
+        if variable not in names:
+            raise OptionError(
+                f"unknown setting {variable} (environment)",
+                "asr-serve serve --print-config lists them all",
+                suggest_name(variable, [*names, *others]),
+            )
+        given[names[variable]] = SettingValue(text, f"env {variable}")
+    return given
+
+
+def parse_value(setting: Setting, text: str, source: str) -> object:
+    """The value that a text stands for; as it came where it stands for none, for the struct to refuse."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise OptionError(f"{setting.name} is not UTF-8 ({source})", setting.allowed) from None
+    kind = setting.kind
+    if isinstance(kind, inspect.UnionType):
+        if text.lower() == "none":
+            return None
+        kind = next(each for each in kind.types if not isinstance(each, inspect.NoneType))
+    kind = kind.type if isinstance(kind, inspect.Metadata) else kind
+    match kind:
+        case inspect.VarTupleType():
+            parts = tuple(part.strip() for part in text.split(",") if part.strip())
+            if setting.name in SECRETS and not parts:  # a variable that was meant to hold a key is empty
+                raise OptionError(f"{setting.name} is empty ({source})", "a key", "unset it to ask for none")
+            return parts
+        case inspect.DictType():
+            pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+            return {k.strip(): v.strip() for k, _, v in pairs} if all(eq for _, eq, _ in pairs) else text
+        case inspect.IntType() | inspect.FloatType() | inspect.BoolType():
+            plain = {inspect.IntType: int, inspect.FloatType: float, inspect.BoolType: bool}[type(kind)]
+            try:
+                return msgspec.convert(text.replace("_", ""), plain, strict=False)
+            except msgspec.ValidationError:
+                return text
+        case _:
+            return text
+
+
+def read_keys(file: str, name: str) -> list[str]:
+    """The keys in a file, one a line; # starts a comment. A file without any is an error, not an open server."""
+    try:
+        lines = Path(file).expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise OptionError(f"{name}={file!r}: {why}", "a file with a key on each line", param=name) from None
+    keys, kind = [], PeerKey if name == "peer_keys_file" else ApiKey
+    for number, line in enumerate(lines, 1):
+        key = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip()
+        if not key:
+            continue
+        try:
+            keys.append(msgspec.convert(key, kind))
+        except msgspec.ValidationError:
+            fitting = describe_allowed(inspect.type_info(kind))
+            raise OptionError(f"{name}={file!r}: line {number} is no key", fitting, param=name) from None
+    if not keys:
+        raise OptionError(f"{name}={file!r} holds no key", "a key on each line", param=name)
+    return keys
+
+
+# --- printed ----------------------------------------------------------------------------------------------
+
+
+def config_to_toml(made: ServeConfig, given: Mapping[str, SettingValue]) -> str:
+    """Everything in force as a file that makes the same server again, but for its keys."""
+    lines = [
+        "# Every setting of this server, and where it comes from.",
+        "# As a --config file it makes the same server, but for the keys: they are not printed.",
+    ]
+    for name, setting in all_settings().items():
+        section, _, field = name.rpartition(".")
+        if section and f"[{section}]" not in lines:
+            lines += ["", f"[{section}]"]
+        value = getattr(made.engine if section else made, field)
+        source = given[name].source if name in given else "default"
+        source = source if source.isprintable() else ascii(source)
+        lines += ["", *textwrap.wrap(setting.help, 100, initial_indent="# ", subsequent_indent="# ")]
+        if name in SECRETS and value:
+            file = f", {name}_file" if getattr(made, f"{name}_file") else ""
+            lines.append(f'# {field} = "***"  # {len(value)} in all: {source}{file}')
+        elif value is None:
+            lines.append(f"# {field} is not set  # {source}")
+        else:
+            lines.append(f"{field} = {toml_value(value)}  # {source}")
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: object) -> str:
+    """A value as TOML writes it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case int() if value >= 100_000:
+            return f"{value:_}"
+        case tuple():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case dict():
+            pairs = ", ".join(f"{toml_value(name)} = {toml_value(of)}" for name, of in value.items())
+            return f"{{ {pairs} }}" if pairs else "{}"
+        case _:
+            return str(value)

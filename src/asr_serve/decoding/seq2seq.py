@@ -1,0 +1,273 @@
+"""Search for attention decoders: greedy first, or along several beams, and sampled again when that answer is no
+speech.
+
+Source  temperature fall-back, its thresholds and that of silence: Whisper, arXiv:2212.04356, section 4.5.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
+
+from asr_serve.errors import OptionError
+from asr_serve.types import EngineTimestamps
+
+if TYPE_CHECKING:
+    from asr_serve.decoding.biasing_list import CompiledBiasingList
+
+Finish = Literal["stop", "length", "repetition"]
+Task = Literal["transcribe", "translate"]
+Reused = Literal["", "audio", "answer"]
+MAX_BEAMS = 64
+MAX_PREFIX_TOKENS = 4_096
+"""Of a prompt or a prefix; models keep the end of the one, and what fits of the other."""
+
+
+class DraftTokens(msgspec.Struct, frozen=True):
+    """What an utterance was heard as before, when less of it was known. It is verified many tokens at a time, as
+    far as it holds; the answer is what decoding without it would have been, but for the first `fixed` tokens:
+    they are taken as they are.
+
+    Source: speculative decoding, arXiv:2211.17192, with greedy choice.
+    """
+
+    tokens: tuple[int, ...] = ()
+    accepted_tokens: int = 0
+
+    def up_to(self, limit: int) -> DraftTokens:
+        """No longer than `limit` tokens."""
+        tokens = self.tokens[:limit]
+        return DraftTokens(tokens, min(self.accepted_tokens, len(tokens)))
+
+
+class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted, and how hard to try. Raises OptionError for values out of range; whether a model has the
+    language, the task and the tokens is its own affair."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6)
+    """Tried in order until an answer passes; 0 is greedy."""
+    min_avg_logprob: float = -1.0
+    max_compression_ratio: float = 2.4
+    """Text that zlib shrinks more than this repeats itself."""
+    seed: int = 0
+    task: Task = "transcribe"
+    """translate: into English."""
+    language: str = ""
+    """What is spoken, as a code. Empty: the model's only language, or the one it hears."""
+    prompt: tuple[int, ...] = ()
+    """Tokens of what was said before, or of words that may come. The answer goes on from them."""
+    prefix: tuple[int, ...] = ()
+    """Tokens that the answer begins with."""
+    timestamps: bool = False
+    """Whether the answer has tokens for the times of what it says."""
+    beam: int = 1
+    """Hypotheses that the first try follows at once, where its temperature is 0; 1 is greedy."""
+    max_no_speech: float = 0.6
+    """Where the model is surer than this that nobody speaks, an answer below `min_avg_logprob` is none."""
+    words: bool = False
+    """Whether it is to be told when each token was said."""
+    bias: str = ""
+    """Hot words, as decoding/bias.packed writes them."""
+    hurried: bool = False
+    """Somebody waits: no higher temperature is tried once the tries together are as long as the longest answer
+    could be."""
+
+    def __post_init__(self) -> None:
+        if not self.temperatures or any(not 0 <= t <= 2 for t in self.temperatures):
+            raise OptionError(f"temperatures={self.temperatures}", "one or more numbers from 0 to 2")
+        if not 0 <= self.seed < 2**63:
+            raise OptionError(f"seed={self.seed}", "a whole number from 0 to 2**63 - 1")
+        if self.task not in get_args(Task):
+            raise OptionError(f"task={self.task!r}", " or ".join(get_args(Task)), param="task")
+        if not isinstance(self.beam, int) or not 1 <= self.beam <= MAX_BEAMS:
+            raise OptionError(f"beam={self.beam}", f"a whole number from 1 to {MAX_BEAMS}", param="beam")
+        if not 0 <= self.max_no_speech <= 1:
+            raise OptionError(f"max_no_speech={self.max_no_speech}", "a number from 0 to 1", param="max_no_speech")
+        for name, tokens in (("prompt", self.prompt), ("prefix", self.prefix)):
+            if len(tokens) > MAX_PREFIX_TOKENS:
+                raise OptionError(f"{name} of {len(tokens)} tokens", f"up to {MAX_PREFIX_TOKENS}", param=name)
+
+
+NO_DRAFT = DraftTokens()
+
+
+class Recognition(msgspec.Struct, frozen=True):
+    """What one utterance was heard as."""
+
+    tokens: tuple[int, ...]
+    avg_logprob: float
+    """Of the tokens after the prefix, and of end-of-text."""
+    temperature: float
+    finish: Finish
+    compression_ratio: float
+    logprobs: tuple[float, ...] = ()
+    """Natural-log probability of each token; end-of-text is not among them."""
+    phases: EngineTimestamps | None = None
+    """When the engine worked on it; the loop fills it in."""
+    language: str = ""
+    """What was spoken: as asked for, or as heard."""
+    language_prob: float = 0.0
+    """How sure the model was of it, among all languages it knows; 0 where it was told."""
+    no_speech_prob: float = 0.0
+    """How sure the model is that nobody speaks; 0 from one that cannot tell."""
+    reused: Reused = ""
+    """What was there already, because the same audio was heard before: nothing; what the encoder makes of it; or
+    all of the answer, to the same options."""
+    times: tuple[tuple[int, int], ...] = ()
+    """Where each token was said, start and end in samples from the start of the utterance's audio, never running
+    backwards; empty unless SearchOptions.words asked for it."""
+
+
+class Hypothesis:
+    """The growing answer of one decoding row."""
+
+    def __init__(
+        self,
+        options: SearchOptions,
+        eos: int,
+        max_tokens: int,
+        text: Callable[[list[int]], str],
+        draft: DraftTokens = NO_DRAFT,
+    ) -> None:
+        self.options, self.eos, self.max_tokens, self.text = options, eos, max_tokens, text
+        self.attempt = 0
+        self.draft = self._first_try(draft)
+        self.fixed = self.draft.accepted_tokens
+        self.words_below: int | None = None
+        """Tokens from here on are no text; None: all are."""
+        self.language, self.language_prob, self.no_speech_prob = options.language, 0.0, 0.0
+        self.rejected: list[Recognition] = []
+        self.spent = 0
+        """Tokens that were said in tries that did not pass."""
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.hotwords: CompiledBiasingList | None = None
+        """Of `options.bias`."""
+
+    def _first_try(self, draft: DraftTokens) -> DraftTokens:
+        """With what the answer begins with, and as far as it can be compared with what is decoded: a row that
+        samples from the start has nothing to compare it with, and one of several beams does not say it alone."""
+        prefix, tokens, fixed = self.options.prefix, draft.tokens, draft.accepted_tokens
+        if prefix and tokens[: len(prefix)] != prefix:
+            tokens, fixed = prefix, 0
+        draft = DraftTokens(tokens, max(fixed, len(prefix))).up_to(len(tokens))
+        compared = self.temperature == 0 and self.beam == 1
+        return draft.up_to(min(self.max_tokens - 1, len(tokens) if compared else draft.accepted_tokens))
+
+    def limit_tokens(self, max_tokens: int) -> None:
+        """No more than so many tokens, told before the first."""
+        assert not self.tokens
+        if max_tokens < self.max_tokens:
+            self.max_tokens, self.draft = max_tokens, self.draft.up_to(max_tokens - 1)
+            self.fixed = self.draft.accepted_tokens
+
+    @property
+    def first_free_position(self) -> int:
+        """Tokens of the prefix: the rules for an answer's start hold after them."""
+        return min(len(self.options.prefix), self.fixed)
+
+    @property
+    def beam(self) -> int:
+        """How many hypotheses this try follows."""
+        return self.options.beam if self.attempt == 0 and self.temperature == 0 else 1
+
+    @property
+    def temperature(self) -> float:
+        return self.options.temperatures[self.attempt]
+
+    def append_token(self, token: int, logprob: float) -> Finish | None:
+        """Take the next token; tells when the row is finished, and why. The first `fixed` must be the draft's."""
+        self.logprobs.append(logprob)
+        if token == self.eos:
+            return "stop"
+        self.tokens.append(token)
+        if (loop := min(repeated_tokens(self.tokens), len(self.tokens) - self.fixed)) > 0:
+            # What is kept says the phrase once; the rest was never spoken.
+            self.spent += loop
+            del self.tokens[-loop:], self.logprobs[-loop:]
+            return "repetition"
+        return "length" if len(self.tokens) >= self.max_tokens else None
+
+    def append_rest(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """All of the rest at once; `logprobs` has one more than `tokens` where end-of-text came after them."""
+        self.tokens += tokens
+        self.logprobs += logprobs
+
+    def finalize(self, finish: Finish) -> Recognition | None:
+        """The answer, or None when the row must be decoded again at the next temperature."""
+        words = self.tokens if self.words_below is None else [t for t in self.tokens if t < self.words_below]
+        answer = Recognition(
+            tuple(self.tokens),
+            sum(self.logprobs[self.first_free_position :]) / max(1, len(self.logprobs) - self.first_free_position),
+            self.temperature,
+            finish,
+            compression_ratio(self.text(words)),
+            tuple(self.logprobs[: len(self.tokens)]),
+            language=self.language,
+            language_prob=self.language_prob,
+            no_speech_prob=self.no_speech_prob,
+        )
+        if self._silent(answer):
+            return msgspec.structs.replace(answer, tokens=(), logprobs=(), compression_ratio=1.0)
+        if is_acceptable(answer, self.options):
+            return answer
+        self.rejected.append(answer)
+        self.spent += len(self.tokens) - self.fixed
+        if self.attempt + 1 < len(self.options.temperatures) and not self._late:
+            self.attempt += 1
+            del self.tokens[self.fixed :], self.logprobs[self.fixed :]
+            return None
+        whole = [r for r in self.rejected if r.finish == "stop"]
+        plain = [r for r in whole if r.compression_ratio <= self.options.max_compression_ratio]
+        return max(plain or whole or self.rejected, key=lambda r: r.avg_logprob)
+
+    def _silent(self, answer: Recognition) -> bool:
+        options = self.options
+        spoken = self.fixed > self.first_free_position  # somebody said what is fixed
+        silent = answer.no_speech_prob > options.max_no_speech and answer.avg_logprob < options.min_avg_logprob
+        return silent and not spoken
+
+    @property
+    def _late(self) -> bool:
+        return self.options.hurried and self.spent >= self.max_tokens
+
+
+def is_acceptable(answer: Recognition, options: SearchOptions | None = None) -> bool:
+    """Whether it is to be taken without another try. `options`: those of the search; None: the defaults.
+
+    A try that samples and finds no end has lost its place, as one that repeats itself has.
+    """
+    options = options or SearchOptions()
+    lost = answer.finish == "repetition" or (answer.finish == "length" and answer.temperature > 0)
+    return (
+        not lost
+        and answer.avg_logprob >= options.min_avg_logprob
+        and answer.compression_ratio <= options.max_compression_ratio
+    )
+
+
+def repeated_tokens(tokens: list[int]) -> int:
+    """How many tokens at the end are needless repeats of a phrase; 0 when it is not looping.
+
+    A phrase of up to 24 tokens said at least four times over at least 16 tokens in a row is a decoder that
+    lost its place: people do say "no, no, no, no", so shorter runs pass.
+    """
+    for width in range(1, 25):
+        enough = max(16, 4 * width)
+        if len(tokens) < enough:
+            break
+        repeats, last = 0, len(tokens) - 1
+        while repeats + width <= last and tokens[last - repeats] == tokens[last - repeats - width]:
+            repeats += 1
+        if repeats + width >= enough:
+            return repeats
+    return 0
+
+
+def compression_ratio(text: str) -> float:
+    """Bytes of the text over bytes zlib needs for it; short texts are not judged."""
+    data = text.encode()
+    return len(data) / len(zlib.compress(data)) if len(data) >= 32 else 1.0

@@ -1,0 +1,379 @@
+"""From a model's name to a loop: what an engine is made of, and how it is put together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from asr_serve import devices, units
+from asr_serve.config import EngineConfig
+from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.decoding.ctc import CtcGreedy, CtcPrefixBeam
+from asr_serve.decoding.rescoring import RescoringSearch
+from asr_serve.decoding.rnnt import TransducerGreedy
+from asr_serve.decoding.rnnt_beam import TransducerBeam
+from asr_serve.devices.interface import Device
+from asr_serve.engine.cache import TieredStore
+from asr_serve.engine.executor import EngineComponents as EngineComponents
+from asr_serve.engine.executor import ModelExecutor
+from asr_serve.engine.loop import Loop
+from asr_serve.engine.remote import roles
+from asr_serve.engine.remote.handshake import HandshakeSettings
+from asr_serve.engine.remote.peer_pool import PeerPool
+from asr_serve.engine.seq2seq.decode_batch import pages_for
+from asr_serve.engine.seq2seq.decoder import DecodeRunner
+from asr_serve.engine.seq2seq.encoder import EncodeRunner
+from asr_serve.engine.seq2seq.encoder_cache import EncoderCache
+from asr_serve.engine.seq2seq.executor import Seq2SeqExecutor
+from asr_serve.engine.stats import EngineStats
+from asr_serve.engine.streaming.executor import StreamingExecutor
+from asr_serve.engine.streaming.incremental_encoder import EncoderFrameStore, IncrementalEncoderExecutor
+from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
+from asr_serve.engine.streaming.search_router import BiasingSearchRouter
+from asr_serve.engine.tts.builder import VoiceCheckpoint, build_tts_executor
+from asr_serve.engine.vad_runner import VadCache, VadRunner
+from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.models.auxiliary import silero
+from asr_serve.models.checkpoints import store as model_weights
+from asr_serve.models.interfaces import StreamingSearch
+from asr_serve.models.registry import (
+    AUTO_VOICE,
+    AnyCard,
+    AsrCard,
+    TimestampTokens,
+    TtsCard,
+    asr_card,
+    engine_card,
+    model_modules,
+)
+from asr_serve.text import tokenizers
+from asr_serve.text.tokenizers import Tokenizer
+from asr_serve.transfer.checksum import checksum, file_checksum
+from asr_serve.types import Quantize
+
+LONGEST_CHUNK_MS = 4_000
+"""Of a step. Nobody wants to wait longer for a word, and what a step takes grows with it."""
+SMALL_CACHE_DIVISOR = 8
+"""Of the memory for what was heard before, one part in so many is for answers and as much for voice activity; the
+rest is for pages, which are large."""
+CHUNK_WAIT_DIVISOR = 8
+"""A session whose chunk is there waits for others an eighth of what the chunk lasts."""
+
+HOT_CTC_BEAM, HOT_RNNT_BEAM, HOT_TOKENS = 16, 4, 16
+"""Of sessions with hot words: entries of a beam, at least; and likeliest tokens of a transducer's entry."""
+CTC_BOOST, RNNT_BOOST = 1.5, 1.0
+"""Natural-log probability that a token of a hot word of weight 1 is given. CTC: chosen on espeak's Armenian voice,
+for armspeech. Of twelve names 1 is found without, 6 with 1.5, 5 beside a thousand others, and the errors in other
+words stay what they were; with 2.0 more are found, and others put where they were not said. RN-T: less, for there
+are no weights here to choose on."""
+
+log = logging.getLogger(__name__)
+
+
+class AsrCheckpoint(NamedTuple):
+    """A model's files, found and read as far as it goes without a tensor."""
+
+    card: AsrCard
+    folder: Path
+    kind: ModuleType
+    config: Any
+    tokenizer: Tokenizer
+
+    @classmethod
+    def find(cls, model: str, weights: str | os.PathLike[str] | None) -> AsrCheckpoint:
+        """Raises UnknownModel, WeightsMissing, WeightsCorrupt."""
+        chosen = asr_card(model)
+        folder = model_weights.resolve(chosen, weights)
+        kind = model_modules()[chosen.kind]
+        try:
+            config = kind.Config.of(json.loads((folder / "config.json").read_text()))
+        except json.JSONDecodeError as failure:
+            raise WeightsCorrupt(f"{folder / 'config.json'} is no JSON: {failure}") from failure
+        return cls(chosen, folder, kind, config, tokenizers.load_tokenizer(folder))
+
+    def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
+        """With another of the look-aheads that a streaming model was trained for, in encoder frames. Raises
+        OptionError."""
+        if frames is None or not self.card.streaming:
+            return self
+        if not hasattr(self.config, "with_right_context"):
+            raise OptionError(
+                f"lookahead_frames={frames}", f"{self.card.name} has no choice of them", param="lookahead_frames"
+            )
+        return self._replace(config=self.config.with_right_context(frames))
+
+    def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
+        """Load and pack the weights: on the thread that is to compute (decision 0005).
+
+        A streaming model computes in fp32 unless told: in bf16 what somebody says may come out otherwise in other
+        company, by a letter where two are equally likely.
+        """
+        picked = devices.make_device(
+            device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize
+        )
+        try:
+            tensors = load_file(self.folder / "model.safetensors")
+        except SafetensorError as failure:
+            raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
+        model, words = self.kind.Model(self.config, tensors, picked), self.tokenizer
+        return EngineComponents(model, silero.load(), picked, words.decode, encode_text=words.encode)
+
+    def fingerprint(self) -> int:
+        """Of all that another engine of the same model must share with one whose callers it takes over: files that
+        were replaced since, not one that somebody forged."""
+        names = ("config.json", "model.safetensors", *tokenizers.TOKENIZER_FILES)
+        found = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
+        return checksum(repr([(name, file_checksum(path)) for name, path in found]).encode())
+
+    def peer_identity(
+        self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]
+    ) -> HandshakeSettings | None:
+        """With what an engine of this checkpoint meets others; None where it has to do with none."""
+        return (
+            HandshakeSettings(roles.checkpoint_digest(self.folder), listen, keys)
+            if roles.uses_peers(config)
+            else None
+        )
+
+
+def find_checkpoint(
+    model: str, weights: str | os.PathLike[str] | None, config: EngineConfig
+) -> AsrCheckpoint | VoiceCheckpoint:
+    """Whatever an engine can run; `auto` is a voice (models/weights.auto_voice). Raises UnknownModel,
+    WeightsMissing, WeightsCorrupt, OptionError."""
+    chosen = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
+    if isinstance(chosen, TtsCard):
+        return VoiceCheckpoint.find(chosen, weights, config.codec)
+    return AsrCheckpoint.find(model, weights).with_lookahead(config.lookahead_frames)
+
+
+def build_loop(
+    parts: EngineComponents,
+    chosen: AnyCard,
+    config: EngineConfig,
+    on_done: Callable[[int], None],
+    on_stop: Callable[[], None],
+    *,
+    on_start: Callable[[list[int]], None] = lambda _: None,
+    stats: EngineStats | None = None,
+    keep_states: bool = False,
+    meeting: HandshakeSettings | None = None,
+) -> Loop:
+    """A loop over these parts. `keep_states`: hand out each caller's state with its probabilities. `meeting`: with
+    what it meets other engines. Raises OptionError, DiskFailed."""
+    model, vad, device, *_ = parts
+    stats = stats or EngineStats()
+    if isinstance(chosen, TtsCard):
+        work = build_tts_executor(parts, chosen, config, on_done, on_start)
+        return Loop(work, None, config.vad_step_windows, on_stop, stats=stats)
+    assert vad is not None
+    peers: PeerPool | None = None
+    if roles.uses_peers(config):
+        roles.validate_roles(chosen, config)
+        if meeting is None:
+            raise OptionError(f"role={config.role} and {len(config.peers)} peers", "asr-serve serve has them")
+        peers = roles.build_peer_pool(model, device, chosen, config, meeting, stats.metrics)
+    with contextlib.ExitStack() as unless_made:
+        tiers = (
+            None
+            if config.role == "encode"
+            else TieredStore.from_config(config, metrics=stats.metrics, pin=device.pin_memory)
+        )
+        if tiers is not None:
+            unless_made.callback(tiers.close)
+        if chosen.streaming:
+            wrapper, sleep = build_chunked(model, chosen, device, config), offload_options(config, tiers)
+            hearing: ModelExecutor = StreamingExecutor(
+                wrapper, config.shares, on_done, on_start, **sleep, spell=stream_biasing(parts, model.vocab_size)
+            )
+        elif config.role == "encode" and meeting is not None:
+            hearing = roles.build_encode_worker(model, device, chosen, config, meeting)
+        elif chosen.incremental_encoder:
+            hearing = build_incremental(parts, chosen, config, on_done, on_start, tiers)
+        else:
+            hearing = build_seq2seq(parts, chosen, config, on_done, on_start, peers, tiers)
+        loop = Loop(
+            hearing,
+            VadRunner(vad, config.max_sessions),
+            config.vad_step_windows,
+            on_stop,
+            stats=stats,
+            keep_states=keep_states,
+            memory=VadCache(config.prefix_bytes // SMALL_CACHE_DIVISOR) if config.prefix_bytes else None,
+            tiers=tiers,
+        )
+        unless_made.pop_all()
+    return loop
+
+
+def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:
+    """For Streams: where and when callers' streams sleep."""
+    return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
+
+
+def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], StreamingBiasingList] | None:
+    """Hot words as a streaming search reads them; None: the vocabulary can only be read."""
+    text, encode = parts.decode_text, parts.encode_text
+    return None if encode is None else lambda bias: StreamingBiasingList(bias, encode, text, vocab)
+
+
+def card_of_loaded(chosen: AnyCard, model: Any) -> AnyCard:
+    """The card of the model that was loaded: a user's checkpoint may have other frames, heads, voices or another
+    rate than the published one."""
+    if isinstance(chosen, TtsCard):
+        voices = tuple(getattr(model, "voices", chosen.voices))
+        return msgspec.structs.replace(chosen, voices=voices, rate_hz=model.rate_hz)
+    if chosen.incremental_encoder:
+        frame_samples = model.encoder.frame_samples
+        longest_ms = int(units.samples_to_ms(model.longest_frames * frame_samples))
+        return msgspec.structs.replace(
+            chosen,
+            frame_samples=frame_samples,
+            past_samples=_past(model.encoder),
+            max_segment_ms=min(chosen.max_segment_ms, longest_ms),
+        )
+    if not chosen.streaming:
+        special = getattr(model, "special", None)
+        times = TimestampTokens(special.timestamp_begin, special.eot) if special else None
+        return msgspec.structs.replace(chosen, times=times)
+    return msgspec.structs.replace(
+        chosen,
+        chunk=_whole_blocks(chosen.chunk, model),
+        frame_samples=model.frame_samples,
+        heads=model.heads,
+        past_samples=_past(model),
+    )
+
+
+def _past(model: Any) -> int:
+    window = model.audio_window(model.frame_block)
+    return int(window.samples - window.left_samples - model.frame_block * model.frame_samples)
+
+
+def _whole_blocks(chunk: int, model: Any) -> int:
+    return int(-(-chunk // model.frame_block) * model.frame_block)
+
+
+def build_incremental(
+    parts: EngineComponents,
+    chosen: AsrCard,
+    config: EngineConfig,
+    on_done: Callable[[int], None],
+    on_start: Callable[[list[int]], None],
+    tiers: TieredStore | None = None,
+) -> IncrementalEncoderExecutor:
+    """Whole utterances, and those that are encoded while they are spoken, over the same pages."""
+    model, _, device, *_ = parts
+    whole = build_seq2seq(parts, chosen, config, on_done, on_start, None, tiers)
+    longest = min(model.longest_frames, model.count_frames(units.ms_to_samples(chosen.max_segment_ms)))
+    frames = EncoderFrameStore(model, whole.decode_runner, config.max_sessions, longest)
+    wrapper = _wrapper(model.encoder, frames, chosen, device, config)
+    return IncrementalEncoderExecutor(
+        wrapper, frames, whole, config.shares, on_done, on_start, **offload_options(config, tiers)
+    )
+
+
+def build_seq2seq(
+    parts: EngineComponents,
+    chosen: AsrCard,
+    config: EngineConfig,
+    on_done: Callable[[int], None],
+    on_start: Callable[[list[int]], None],
+    peers: PeerPool | None = None,
+    tiers: TieredStore | None = None,
+) -> Seq2SeqExecutor:
+    model, _, device, text, *_ = parts
+    longest = model.count_frames(units.ms_to_samples(chosen.max_segment_ms))
+    runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
+    kept: EncoderCache | None = None
+    if config.prefix_bytes:
+        answers = config.prefix_bytes // SMALL_CACHE_DIVISOR
+        kept = EncoderCache(runner, answers, config.prefix_bytes - 2 * answers, tiers)
+        if kept.prefix_cache.max_pages < pages_for(longest):
+            least = -(
+                -pages_for(longest) * runner.kv_cache[0].nbytes * SMALL_CACHE_DIVISOR // (SMALL_CACHE_DIVISOR - 2)
+            )
+            log.warning(
+                "prefix_bytes=%d keeps no recording of %d ms, the longest that %s hears at once: its audio is "
+                "encoded again whenever it comes again; give it %d bytes for one",
+                config.prefix_bytes,
+                chosen.max_segment_ms,
+                chosen.name,
+                least,
+            )
+    return Seq2SeqExecutor(
+        model,
+        EncodeRunner(model, device),
+        runner,
+        config,
+        text,
+        chosen.tokens_per_s,
+        on_done,
+        on_start,
+        incremental=chosen.incremental_encoder,
+        kept=kept,
+        peers=peers,
+        encode_text=parts.encode_text,
+    )
+
+
+def build_chunked(
+    model: Any, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
+) -> ChunkedModelRunner:
+    """A streaming model with room for as many sessions as memory is given, `config.max_sessions` at most. Raises
+    OptionError for a chunk or a head that is none of the model's."""
+    head = config.head or model.heads[0]
+    if head not in model.heads:
+        raise OptionError(f"head={head}", f"{chosen.name} has {', '.join(model.heads)}", param="head")
+    search = _search(model, head, config.beam, device)
+    return _wrapper(model, search, chosen, device, config, aligns=head == "ctc", **options)
+
+
+def _wrapper(
+    model: Any, search: StreamingSearch, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
+) -> ChunkedModelRunner:
+    chunk = config.chunk_frames or _whole_blocks(chosen.chunk, model)
+    chunk_ms = units.samples_to_ms(chunk * model.frame_samples)
+    if chunk % model.frame_block or chunk_ms > LONGEST_CHUNK_MS:
+        raise OptionError(
+            f"chunk_frames={chunk}, {chunk_ms:g} ms",
+            f"{chosen.name} hears {model.frame_block} frames at once: a multiple of that, "
+            f"up to {LONGEST_CHUNK_MS} ms",
+            param="chunk_frames",
+        )
+    return ChunkedModelRunner(
+        model,
+        search,
+        device,
+        kv_bytes=config.kv_bytes,
+        slots=config.max_sessions,
+        chunk=chunk,
+        use_chunked_inference=config.use_chunked_inference,
+        max_rows=config.max_decode_rows,
+        wait_ms=chunk_ms / CHUNK_WAIT_DIVISOR if config.chunk_wait_ms is None else config.chunk_wait_ms,
+        bulk_frames=config.encode_frames,
+        **options,
+    )
+
+
+def _search(model: Any, head: str, beam: int, device: Device) -> StreamingSearch:
+    if head == "ctc":
+        plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
+        either = BiasingSearchRouter(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
+        return RescoringSearch(either, model) if beam > 1 and hasattr(model, "rescore") else either
+    where = device.torch_device
+    greedy = TransducerGreedy(model, device=where) if beam == 1 else TransducerBeam(model, beam, device=where)
+    wide = max(beam, HOT_RNNT_BEAM)
+    return BiasingSearchRouter(
+        greedy, TransducerBeam(model, wide, device=where, boost=RNNT_BOOST, tokens=HOT_TOKENS)
+    )

@@ -1,0 +1,254 @@
+"""Where everything that is asleep lies, what may be given up for what, and in which order.
+
+Knows neither threads nor disks: whoever calls holds the tiers' lock.
+
+    dirty    in memory only                  written when long unused; dropped, where it need not be kept
+    clean    in memory, and the same in the file    its memory is there for whoever wants it, at once
+    neither  in the file only                                     dropped, where it need not be kept
+"""
+
+from __future__ import annotations
+
+import queue
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from asr_serve.engine.cache.entry import EMPTY_VIEW, ReadCallback, StoreEntry, StorePlacement
+from asr_serve.engine.cache.extents import BlockAllocator, BlockExtent
+from asr_serve.engine.cache.integrity import ChunkTag
+from asr_serve.engine.cache.store_stats import Lost, TieredStoreStats
+from asr_serve.transfer.disk import BLOCK, aligned_memory
+
+
+class StoreIndex:
+    """Each of the orders begins with what was used least recently."""
+
+    def __init__(self, memory: memoryview, file_bytes: int, tally: TieredStoreStats) -> None:
+        """`memory`: aligned, of whole blocks."""
+        self.memory, self.stats = memory, tally
+        self.arena, self.file = BlockAllocator(len(memory)), BlockAllocator(file_bytes // BLOCK * BLOCK)
+        self.entries: dict[bytes, StoreEntry] = {}
+        self.dirty: OrderedDict[StoreEntry, None] = OrderedDict()
+        self.clean: OrderedDict[StoreEntry, None] = OrderedDict()
+        self.on_disk: OrderedDict[StoreEntry, None] = OrderedDict()
+        """Those with a place in the file that need not be kept."""
+        self.dirty_bytes = self.kept_in_file = 0
+        self.reserve: tuple[StoreEntry, StorePlacement] | None = None
+        """The one whose memory is not of the arena, as long as anybody uses that."""
+        self.returned: queue.SimpleQueue[StorePlacement] = queue.SimpleQueue()
+        """What is not looked at any more. Whoever lets go may be anywhere, within this lock too."""
+        self._uses = 0
+
+    # --- what comes and goes ------------------------------------------------------------------------
+
+    def add(self, entry: StoreEntry, memory: StorePlacement) -> None:
+        """New, and filled."""
+        entry.memory = memory
+        self.entries[entry.name] = entry
+        self.dirty[entry] = None
+        self.dirty_bytes += entry.nbytes
+        self.touch(entry)
+
+    def touch(self, entry: StoreEntry) -> None:
+        self._uses += 1
+        entry.last_used = self._uses
+        for order in (self.dirty, self.clean, self.on_disk):
+            if entry in order:
+                order.move_to_end(entry)
+
+    def mark_written(self, entry: StoreEntry, file: StorePlacement, marks: list[ChunkTag]) -> None:
+        entry.file, entry.chunk_tags = file, marks
+        del self.dirty[entry]
+        self.dirty_bytes -= entry.nbytes
+        self.clean[entry] = None
+        if entry.pinned:
+            self.kept_in_file += 1
+        else:
+            self.on_disk[entry] = None
+        self.stats.record_move("host", "disk")
+
+    def mark_loaded(self, entry: StoreEntry, memory: StorePlacement) -> None:
+        """Read, and right."""
+        entry.memory = memory
+        self.clean[entry] = None
+        self.stats.record_move("disk", "host")
+
+    def remove(self, entry: StoreEntry) -> list[ReadCallback]:
+        """It is gone. Who is to be told that there is nothing for them: those who wait for it, unless it is being
+        read, when the reader tells them."""
+        del self.entries[entry.name]
+        entry.removed = True
+        if entry in self.dirty:
+            self.dirty_bytes -= entry.nbytes
+        if entry.file is not None and entry.pinned:
+            self.kept_in_file -= 1
+        for order in (self.dirty, self.clean, self.on_disk):
+            order.pop(entry, None)
+        for place in (entry.memory, entry.file):
+            if place is not None:
+                place.release()
+        entry.memory = entry.file = None
+        told = [] if entry.loading else entry.read_callbacks
+        if not entry.loading:
+            entry.read_callbacks = []
+        return told
+
+    def record_loss(self, entry: StoreEntry, reason: Lost) -> None:
+        """Of one that nobody waits for, or whose reader tells them."""
+        self.stats.record_loss(reason)
+        told = self.remove(entry)
+        assert not told, "somebody waits for it"
+
+    def close(self) -> None:
+        """Nothing is kept any more. The memory goes with the last view of it: what is let go from here on is told
+        to nobody who would hold it."""
+        for entry in list(self.entries.values()):
+            self.remove(entry)
+        self.reclaim_returned()
+        self.memory, self.returned = EMPTY_VIEW, queue.SimpleQueue()
+
+    # --- who looks at what --------------------------------------------------------------------------
+
+    def lend_views(self, entry: StoreEntry, bell: queue.SimpleQueue[None] | None) -> list[memoryview]:
+        """Its parts. Their memory is nobody else's until the last view of them is gone, also if it is dropped."""
+        assert entry.memory is not None
+        self.stats.record_move("host", "device")
+        lent = np.frombuffer(entry.memory.data, np.uint8)  # of its own, to see it go
+        weakref.finalize(lent, _on_view_released, self.returned, bell, entry.memory.acquire()).atexit = False
+        whole = lent.data
+        return [whole[part.at : part.end] for part in entry.parts]
+
+    def reclaim_returned(self) -> None:
+        """Take back what is not looked at any more."""
+        while not self.returned.empty():
+            self.returned.get().release()
+        if self.reserve is not None:
+            entry, place = self.reserve
+            if entry.memory is place and place.users == 1:
+                self._release_memory(entry)
+            if not place.users:
+                self.reserve = None
+
+    # --- room in memory -----------------------------------------------------------------------------
+
+    def allocate_memory(self, nbytes: int, *, drop: bool) -> StorePlacement | None:
+        """Memory: free, or what clean entries hold; with `drop` also what dirty ones hold that are not kept."""
+        extent = self.arena.allocate(nbytes) or self._evict_memory(nbytes, drop)
+        return (
+            None if extent is None else StorePlacement(self.arena, (extent,), self.memory[extent.at : extent.end])
+        )
+
+    def allocate_reserve(self, entry: StoreEntry) -> StorePlacement | None:
+        """Memory of its own, for one entry at a time, which nothing can make room for: memory and file may both be
+        full of what must be kept, and then none of it would ever be read again."""
+        if self.reserve is not None:
+            return None
+        place = StorePlacement(
+            BlockAllocator(entry.nbytes, ()), (BlockExtent(0, entry.nbytes),), aligned_memory(entry.nbytes)
+        )
+        self.reserve = entry, place
+        return place
+
+    def _evict_memory(self, nbytes: int, drop: bool) -> BlockExtent | None:
+        """Only what lies in the way is given up, and nothing where that would not do."""
+        trial, tried = self.arena.copy(), []
+        for entry, extent in self._evictable(drop):
+            tried.append((entry, extent))
+            hole = trial.free_extent(extent)
+            if hole.nbytes >= nbytes:
+                break
+        else:
+            return None
+        for entry, extent in tried:
+            if extent.at < hole.at + nbytes and hole.at < extent.end:
+                self._release_memory(entry)
+        return self.arena.allocate_at(hole.at, nbytes)
+
+    def _evictable(self, drop: bool) -> Iterator[tuple[StoreEntry, BlockExtent]]:
+        beside = self.reserve[1] if self.reserve is not None else None
+        for order in (self.clean, self.dirty) if drop else (self.clean,):
+            for entry in order:
+                place = entry.memory
+                assert place is not None
+                if place is not beside and place.users == 1 and (order is self.clean or not entry.pinned):
+                    yield entry, place.extents[0]
+
+    def _release_memory(self, entry: StoreEntry) -> None:
+        """In memory."""
+        assert entry.memory is not None
+        if entry.file is None:
+            self.record_loss(entry, "room")
+            return
+        del self.clean[entry]
+        entry.memory.release()
+        entry.memory = None
+
+    # --- room in the file ---------------------------------------------------------------------------
+
+    def select_writes(self, most_dirty_bytes: int, batch_bytes: int) -> list[tuple[StoreEntry, StorePlacement]]:
+        """What is to be written next, and where to: until no more than so much is dirty, or for one batch."""
+        leaving, planned = [], 0
+        for entry in self.dirty:
+            if planned >= batch_bytes or self.dirty_bytes - planned <= most_dirty_bytes:
+                break
+            assert entry.memory is not None
+            if entry.write_failed or entry.memory.users > 1:
+                continue
+            file = self._allocate_file(entry)
+            if file is not None:
+                leaving.append((entry, file))
+                planned += entry.nbytes
+        return leaving
+
+    def _allocate_file(self, entry: StoreEntry) -> StorePlacement | None:
+        victims, free = [], self.file.free
+        for other in self.on_disk if free < entry.nbytes else ():
+            assert other.file is not None
+            if free >= entry.nbytes or (other.last_used > entry.last_used and not entry.pinned):
+                break
+            if not other.read_callbacks and not other.loading and other.file.users == 1:
+                victims.append(other)
+                free += other.nbytes
+        if free < entry.nbytes:
+            return None
+        for other in victims:
+            self.record_loss(other, "room")
+        extents = self.file.allocate_fragments(entry.nbytes)
+        assert extents is not None
+        return StorePlacement(self.file, extents)
+
+    # --- figures ------------------------------------------------------------------------------------
+
+    def nbytes(self) -> dict[str, int]:
+        beside = self.reserve
+        return {"host": self.arena.used + (beside[0].nbytes if beside else 0), "disk": self.file.used}
+
+    def count(self) -> dict[str, int]:
+        return {"host": len(self.dirty) + len(self.clean), "disk": self.kept_in_file + len(self.on_disk)}
+
+    def check_invariants(self) -> None:
+        """That the books are right."""
+        self.arena.check_invariants()
+        self.file.check_invariants()
+        orders: Sequence[OrderedDict[StoreEntry, None]] = (self.dirty, self.clean, self.on_disk)
+        assert all(self.entries.get(entry.name) is entry for order in orders for entry in order)
+        for entry in self.entries.values():
+            assert not entry.removed
+            assert (entry in self.dirty) == (entry.memory is not None and entry.file is None)
+            assert (entry in self.clean) == (entry.memory is not None and entry.file is not None)
+            assert (entry in self.on_disk) == (entry.file is not None and not entry.pinned)
+            assert entry.memory is not None or entry.file is not None
+        assert self.dirty_bytes == sum(entry.nbytes for entry in self.dirty)
+        assert self.kept_in_file == sum(entry.pinned and entry.file is not None for entry in self.entries.values())
+
+
+def _on_view_released(
+    returned: queue.SimpleQueue[StorePlacement], bell: queue.SimpleQueue[None] | None, place: StorePlacement
+) -> None:
+    """Of a view that was lent. It may be called within any other call, so it takes no lock."""
+    returned.put(place)
+    if bell is not None:
+        bell.put(None)

@@ -1,0 +1,54 @@
+"""What the tiers have done: totals for `describe`, and the metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from asr_serve.engine.cache.index import StoreIndex
+    from asr_serve.metrics import EngineMetrics
+
+Tier = Literal["device", "host", "disk"]
+Lost = Literal["room", "torn", "failed"]
+"""Given up for others; not what was written; the disk could not read it."""
+
+
+class TieredStoreStats:
+    """Written under the tiers' lock."""
+
+    def __init__(self, metrics: EngineMetrics | None = None) -> None:
+        self.metrics = metrics
+        self.counts: Counter[str] = Counter()
+
+    def observe_index(self, shelves: StoreIndex) -> None:
+        """What lies there is read when somebody asks for the metrics."""
+        if self.metrics is not None:
+            for tier in ("host", "disk"):
+                self.metrics.tier_bytes[tier].set_function(partial(_tier_value, shelves.nbytes, tier))
+                self.metrics.tier_entries[tier].set_function(partial(_tier_value, shelves.count, tier))
+
+    def record_move(self, source: Tier, to: Tier) -> None:
+        self.counts[f"{source}_to_{to}"] += 1
+        if self.metrics is not None:
+            self.metrics.tier_moves[source, to].inc()
+
+    def record_loss(self, reason: Lost) -> None:
+        self.counts[f"lost_{reason}"] += 1
+        if self.metrics is not None:
+            self.metrics.tier_lost[reason].inc()
+
+    def record_time(self, work: Literal["read", "write"], seconds: float) -> None:
+        if self.metrics is not None:
+            self.metrics.tier_seconds[work].observe(seconds)
+
+    def record_unwritten(self) -> None:
+        self.counts["failed_writes"] += 1
+        if self.metrics is not None:
+            self.metrics.tier_failed_writes.inc()
+
+
+def _tier_value(figures: Callable[[], dict[str, int]], tier: str) -> float:
+    return figures()[tier]

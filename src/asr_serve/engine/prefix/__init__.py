@@ -1,1 +1,0 @@
-"""What was heard and said before, for whoever brings the same again."""

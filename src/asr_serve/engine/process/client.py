@@ -1,0 +1,200 @@
+"""The loop in a process of its own, kept alive: what the server uses.
+
+What callers give to a process is kept here until it is answered, audio and all. Should the process die, it goes to
+the next: utterances from their start, sessions from the state that came with their last probabilities, sentences
+from where they were last heard. So callers notice a pause and nothing else. What three processes died over is
+given up: it may be what kills them. Questions are not kept: a second later nobody wants to know whose turn it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asr_serve.diarization.local_speakers import LocalSpeakers
+from asr_serve.engine.client import Connect
+from asr_serve.engine.process import messages
+from asr_serve.engine.process.in_flight import (
+    InFlight,
+    InFlightSession,
+    InFlightSpeech,
+    InFlightStream,
+    InFlightUtterance,
+    PendingAnswer,
+    SoundAnswer,
+    unanswered_query,
+)
+from asr_serve.engine.process.process import EngineProcess, RingSize
+from asr_serve.engine.process.supervisor import HandoverResult, Supervisor
+from asr_serve.engine.request import RecognitionRequest, StreamChunk, VadChunk, reject
+from asr_serve.engine.tts.request import TtsRequest
+from asr_serve.errors import AsrServeError, Cancelled
+
+REPORT_TIMEOUT_S = 5.0
+RENEW_S = 30.0
+"""How long a process that another took the place of may take over what it has."""
+
+
+class ProcessBackend:
+    """Speaks with the engine's process, whichever that is. Raises what loading raises."""
+
+    def __init__(
+        self,
+        spec: messages.EngineSpec,
+        ring: RingSize,
+        on_done: Callable[[int], None],
+        on_stop: Callable[[], None],
+    ) -> None:
+        self.ring = ring
+        self._on_done = on_done
+        self._supervisor = Supervisor(spec, ring, self._deliver, on_stop)
+        self._lock = self._supervisor.lock
+        self.ready = self._supervisor.ready
+        self.card, self.turn_card = self.ready.card, self.ready.turn_card
+        self.speakers = self.ready.speakers
+
+    @property
+    def state(self) -> str:
+        return self._supervisor.state
+
+    @property
+    def restarts(self) -> int:
+        return self._supervisor.restarts
+
+    @property
+    def moved(self) -> Counter[tuple[str, str]]:
+        """Sessions and streams that went from one process to another, by what they are and how they went."""
+        return self._supervisor.moved
+
+    @property
+    def moved_s(self) -> float:
+        """How long streams' audio waited meanwhile."""
+        return self._supervisor.moved_s
+
+    @property
+    def ring_depth(self) -> int:
+        return child.writer.depth if (child := self._ready_in_flight) else 0
+
+    @property
+    def ring_full_waits(self) -> int:
+        return child.writer.full_waits if (child := self._ready_in_flight) else 0
+
+    @property
+    def _current(self) -> InFlight:
+        return self._supervisor.current
+
+    @property
+    def _ready_in_flight(self) -> EngineProcess | None:
+        current = self._current
+        return current.current_process if current.process_ready else None
+
+    # --- what callers want ----------------------------------------------------------------------------
+
+    def submit(self, utterance: RecognitionRequest) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            self._current.submit(InFlightUtterance(utterance))
+
+    def synthesize(self, saying: TtsRequest) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            self._current.submit(InFlightSpeech(saying))
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            work = next((work for each in self._supervisor.in_flights if (work := each.cancel(request_id))), None)
+            self._supervisor.changed.notify_all()
+        if work is not None:
+            self._deliver([work.answer(Cancelled("the request was cancelled"))])
+
+    def open_vad_session(self, session: int, live: bool) -> None:
+        self._open(session, InFlightSession(live))
+
+    def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
+        self._open(stream, InFlightStream(live, samples, words, bias))
+
+    def _open(self, number: int, session: InFlightSession) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            self._current.open(number, session)
+
+    def submit_vad_chunk(self, windows: VadChunk | StreamChunk) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            having = next((each for each in self._supervisor.in_flights if windows.session in each.sessions), None)
+            if having is not None:
+                having.append_audio(windows)
+        if having is None:
+            reject(windows.future, Cancelled("the session was closed"))
+
+    submit_stream_chunk = submit_vad_chunk
+
+    def close_session(self, session: int) -> None:
+        with self._lock:
+            ended = next((ended for each in self._supervisor.in_flights if (ended := each.close(session))), None)
+            if self._supervisor.handover is not None:
+                self._supervisor.handover.on_closed(session)
+            self._supervisor.changed.notify_all()
+        for windows in ended.fail_pending() if ended else ():
+            reject(windows.future, Cancelled("the session was closed"))
+
+    close_stream = close_session
+
+    def predict_turn_end(self, pcm: np.ndarray, answer: Future[float]) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            if up := self._current.process_ready:
+                self._current.request_turn(pcm, answer)
+        if not up:
+            answer.set_exception(unanswered_query("is being started again"))
+
+    def diarize_window(
+        self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]
+    ) -> None:
+        with self._lock:
+            self._supervisor.expect_open()
+            if up := self._current.process_ready:
+                self._current.request_speakers(pcm, budget_samples, live, answer)
+        if not up:
+            answer.set_exception(unanswered_query("is being started again"))
+
+    def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> messages.EngineReport | None:
+        """What the engine says of itself; None while there is none, or when it does not answer in time."""
+        answer: Future[messages.EngineReport] = Future()
+        with self._lock:
+            if not self._current.process_ready:
+                return None
+            self._current.request_report(answer)
+        try:
+            return answer.result(timeout_s)
+        except (TimeoutError, AsrServeError):
+            return None
+
+    def describe(self) -> dict[str, Any]:
+        report = self.report()
+        return {"state": self.state, "restarts": self.restarts, **(report.describe if report else {})}
+
+    def renew(self, timeout_s: float = RENEW_S) -> HandoverResult:
+        """Have another process take the place of this one, while people speak. See Processes.renew."""
+        return self._supervisor.renew(timeout_s)
+
+    def close(self) -> None:
+        self._supervisor.close()
+
+    def _deliver(self, answers: Iterable[PendingAnswer | SoundAnswer]) -> None:
+        for answer in answers:
+            if answer.samples is not None:
+                self._on_done(answer.samples)
+            answer.deliver()
+
+
+def process_backend(spec: messages.EngineSpec, ring: RingSize) -> Connect:
+    """For EngineClient: an engine in a process of its own."""
+    return lambda config, on_done, on_stop: ProcessBackend(
+        msgspec.structs.replace(spec, config=config), ring, on_done, on_stop
+    )

@@ -1,0 +1,339 @@
+"""An engine whose role is to encode: it listens for others, and encodes what they all want in batches.
+
+It is the work of an ordinary loop (engine/work), so that what supervises an engine process, asks it for a sign of
+life and reads its metrics knows no other kind. Threads beside the loop read what askers want and send back what
+came of it; which requests make the next batch, and the batch itself, are the loop's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from asr_serve.config import EngineConfig
+from asr_serve.engine.executor import LoopContext, StepGuard
+from asr_serve.engine.remote.encode_client import EncodeClient, EncodeReply, EncodeRequest, EncodeService
+from asr_serve.engine.remote.handshake import HandshakeSettings, PeerDescription, reject_client
+from asr_serve.engine.remote.messages import EncoderIdentity, PeerChannel, decode_to_worker
+from asr_serve.engine.request import RecognitionRequest, reject
+from asr_serve.engine.seq2seq.encoder import EncodeRunner
+from asr_serve.engine.seq2seq.scheduler import ScheduledRequest, Seq2SeqScheduler
+from asr_serve.errors import AsrServeError, MalformedRequest, OptionError
+from asr_serve.transfer import transports
+
+MAX_CLIENTS = 16
+MAX_REJECTING = 4
+"""Askers beyond them that are told so at once; more are hung up on."""
+MAX_REQUESTS = 256
+"""That one asker may have under way."""
+MAX_REQUEST_SAMPLES = 16 << 20
+"""The same: 64 MiB of audio, or one utterance where that is longer."""
+MAX_UNSENT_BYTES_TOTAL = 2 << 30
+"""Bytes that are encoded and not at their askers yet, of all of them together: until some have gone nothing more
+is encoded. A batch may go beyond it. An asker that takes nothing is hung up on after `peer_timeout_s`."""
+ROOM = 1 << 30
+"""Rows and pages: whoever decodes has counted them."""
+AGAIN_S = 1.0
+"""Before the port is listened at again when the system has no descriptor left."""
+
+log = logging.getLogger(__name__)
+
+
+class EncodeWorker:
+    """See engine/work.Work. `samples`: the fewest and the most of an utterance."""
+
+    def __init__(
+        self,
+        runner: EncodeRunner,
+        config: EngineConfig,
+        identity: EncoderIdentity,
+        meeting: HandshakeSettings,
+        samples: tuple[int, int],
+        frame_bytes: dict[str, int],
+    ) -> None:
+        """Raises OptionError where the address cannot be listened at."""
+        self.runner, self.device = runner, runner.device
+        self.scheduler = Seq2SeqScheduler(config, config.encode_frames or runner.device.encode_frames)
+        self._identity, self._handshake, self._timeout_s = identity, meeting, config.peer_timeout_s
+        self._samples, self._frame_bytes = samples, frame_bytes
+        self._waiting: dict[int, EncodeRequest] = {}
+        self._keys = itertools.count()
+        self._frame_s = 0.0
+        """What a frame takes, as the last batches went."""
+        self._lock = threading.Lock()
+        self._clients: dict[EncodeClient, None] = {}
+        """In the order in which they came."""
+        self._turning_away = threading.Semaphore(MAX_REJECTING)
+        self._held_back = False
+        """No batch was begun, since too much of the last ones is not sent yet."""
+        self._closing = threading.Event()
+        self._listener = _listen(*meeting.listen_address)
+        self.port: int = self._listener.getsockname()[1]
+        self.batches = self.encoded = 0
+
+    def attach(self, keeper: LoopContext) -> None:
+        self.keeper = keeper
+        most = max(MAX_REQUEST_SAMPLES, self._samples[1])
+        bounds = PeerDescription(self._identity, transports.available_transports(), MAX_REQUESTS, most)
+        model = self.runner.model
+        windowed = hasattr(model, "window")
+
+        def frames(length: int, whole: bool) -> int:
+            if whole and not windowed:
+                raise MalformedRequest("an utterance with all of its window", "this model has none")
+            return int(model.count_frames(length, *[True] * whole))
+
+        desk = EncodeService(
+            self._identity,
+            self._handshake,
+            bounds,
+            self._samples,
+            frames,
+            max(frames(self._samples[1], whole) for whole in {False, windowed}),
+            self._frame_bytes,
+            self._timeout_s,
+            on_request=lambda request: keeper.call(lambda: self._on_request(request)),
+            on_cancel=lambda request: keeper.call(lambda: self._on_cancel(request)),
+            on_disconnect=lambda asker: keeper.call(lambda: self._on_disconnect(asker)),
+            on_sent=self._on_sent,
+        )
+        threading.Thread(target=self._accept, args=(desk,), name="peer door", daemon=True).start()
+        log.info("this engine encodes %s for others on port %d", self._identity.model, self.port)
+
+    # --- askers, on the door's thread ---------------------------------------------------------------------
+
+    def _accept(self, desk: EncodeService) -> None:
+        while not self._closing.is_set():
+            try:
+                end, address = self._listener.accept()
+            except OSError as failure:
+                if not self._closing.wait(AGAIN_S):
+                    log.warning("nobody can be let in: %s", failure)
+                continue
+            name = f"{address[0]}:{address[1]}"
+            try:
+                self._admit(EncodeClient(PeerChannel(end, decode_to_worker), name, desk))
+            except (OSError, RuntimeError) as failure:  # it has hung up, or no thread is to be had
+                log.warning("%s cannot be let in: %s", name, failure)
+                end.close()
+
+    def _admit(self, asker: EncodeClient) -> None:
+        with self._lock:
+            leaves = self._choose_evicted(asker)
+            if leaves is not asker:
+                self._clients[asker] = None
+        if leaves is not None:
+            log.warning("%s is hung up on: %d connections are open already", leaves.name, MAX_CLIENTS)
+        if leaves is asker:
+            self._reject(asker.channel)
+            return
+        if leaves is not None:
+            leaves.channel.shut_down()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._remove_client, asker)
+            threading.Thread(target=self._serve_client, args=(asker,), name="peer asks", daemon=True).start()
+            undo.pop_all()
+
+    def _reject(self, line: PeerChannel) -> None:
+        """Beside the door, which waits for nobody: it is told why, or it would try again and again."""
+
+        def tell() -> None:
+            try:
+                with contextlib.suppress(AsrServeError):  # it is gone, or says nothing
+                    reject_client(line, f"{MAX_CLIENTS} askers are here already; ask another engine")
+            finally:
+                line.close()
+                self._turning_away.release()
+
+        with contextlib.ExitStack() as undo:
+            undo.callback(line.close)
+            if self._closing.is_set() or not self._turning_away.acquire(blocking=False):
+                return
+            undo.callback(self._turning_away.release)
+            threading.Thread(target=tell, name="peer turned away", daemon=True).start()
+            undo.pop_all()
+
+    def _choose_evicted(self, new: EncodeClient) -> EncodeClient | None:
+        """Where there are too many: the first that has not said who it is, or the one that comes."""
+        if self._closing.is_set():
+            return new
+        if len(self._clients) < MAX_CLIENTS:
+            return None
+        for asker in self._clients:
+            if not asker.welcome:
+                del self._clients[asker]
+                return asker
+        return new
+
+    def _serve_client(self, asker: EncodeClient) -> None:
+        try:
+            asker.run()
+        finally:
+            self._remove_client(asker)
+
+    def _remove_client(self, asker: EncodeClient) -> None:
+        with self._lock:
+            self._clients.pop(asker, None)
+        self._on_sent()  # what was encoded for it is nobody's any more
+
+    def _on_sent(self) -> None:
+        if self._held_back:
+            self.keeper.call(lambda: None)
+
+    # --- on the loop's thread -----------------------------------------------------------------------------
+
+    def _on_request(self, request: EncodeRequest) -> None:
+        """It waits with those of others, each asker's as if it had the engine to itself: who asks for much is
+        late with the last of it, and who asks for little is not."""
+        request.key = next(self._keys)
+        self._waiting[request.key] = request
+        asker, now_s = request.client, time.monotonic()
+        begins_s = max(now_s, asker.finished_s.get(request.priority, 0.0))
+        asker.finished_s[request.priority] = begins_s + request.frames * self._frame_s
+        self.scheduler.enqueue(
+            ScheduledRequest(request.key, request.frames, 1, request.priority, begins_s * 1_000, request.within_ms)
+        )
+
+    def _on_cancel(self, request: EncodeRequest) -> None:
+        if self._waiting.get(request.key) is request:
+            self._schedule_request(request)
+            request.client.enqueue_reply(EncodeReply(request, None, "cancelled"))
+
+    def _on_disconnect(self, asker: EncodeClient) -> None:
+        for request in [request for request in self._waiting.values() if request.client is asker]:
+            self._schedule_request(request)
+
+    def _schedule_request(self, request: EncodeRequest) -> None:
+        self.scheduler.remove(request.key)
+        del self._waiting[request.key]
+        if all(each.client is not request.client for each in self._waiting.values()):
+            request.client.finished_s.clear()  # what was not used is not owed
+
+    def _output_full(self) -> bool:
+        """Whether askers have to take what is encoded before there is more of it."""
+        self._held_back = True  # before it is counted: what is sent from here on wakes this loop
+        with self._lock:
+            unsent = sum(asker.unsent for asker in self._clients)
+        self._held_back = unsent >= MAX_UNSENT_BYTES_TOTAL
+        return self._held_back
+
+    def step(self) -> bool:
+        if self._waiting and self._output_full():
+            return False
+        batch = [self._waiting[key] for key in self.scheduler.schedule(ROOM, ROOM)]
+        for request in batch:
+            self._schedule_request(request)
+        if not batch:
+            return False
+        started_s, started = time.monotonic(), time.perf_counter()
+        for request in batch:
+            self.keeper.stats.record_queue_time(request.priority, started_s - request.arrived_s)
+
+        def fail(error: AsrServeError) -> None:
+            for request in batch:
+                request.client.enqueue_reply(EncodeReply(request, None, str(error)))
+
+        encoded: list[Tensor] = []
+        with StepGuard(self.keeper.stats, "encode", "encoding", fail):
+            encoded = self._encode(batch)
+        if not encoded:
+            return True
+        seconds, frames = time.perf_counter() - started, sum(request.frames for request in batch)
+        self._frame_s = (self._frame_s + seconds / frames) / 2
+        for request, tensor in zip(batch, encoded, strict=True):
+            data = tensor.view(torch.uint8).numpy().reshape(-1)
+            request.client.enqueue_reply(EncodeReply(request, data, "", started_s - request.arrived_s, seconds))
+        self.batches, self.encoded = self.batches + 1, self.encoded + len(batch)
+        self.keeper.stats.record_step(
+            "encode", seconds, len(batch), min(1.0, frames / self.scheduler.encode_frames)
+        )
+        return True
+
+    @torch.inference_mode()
+    def _encode(self, batch: list[EncodeRequest]) -> list[Tensor]:
+        """Of each what its asker takes, (frames, ...) contiguous in the host's memory."""
+        hidden, packing = self.runner.encode_hidden([r.pcm for r in batch], [r.whole for r in batch])
+        carried = {"hidden": hidden}
+        if any(request.client.payload == "cross" for request in batch):
+            carried["cross"] = self.runner.model.cross_keys_values(hidden)
+        return [
+            _own_copy(carried[request.client.payload][offset : offset + frames])
+            for request, offset, frames in zip(batch, packing.offsets, packing.frames, strict=True)
+        ]
+
+    # --- the rest of engine/work.Work -----------------------------------------------------------------------
+
+    def submit(self, utterance: RecognitionRequest) -> None:
+        reject(utterance.future, OptionError("this engine encodes for others", "it answers nobody itself"))
+
+    def cancel(self, request_id: int) -> None:
+        """None was ever taken."""
+
+    @property
+    def due_s(self) -> float | None:
+        return None
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def check(self) -> None:
+        assert len(self.scheduler) == len(self._waiting) == 0, "a request was lost"
+
+    def shutdown(self, error: Exception) -> None:
+        self._closing.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # `accept` would go on waiting
+        self._listener.close()
+        with self._lock:
+            for asker in self._clients:
+                asker.channel.shut_down()
+
+    def report(self) -> dict[str, int]:
+        return {"waiting": len(self._waiting), "decoding": 0, "pages": 0, "pages_used": 0}
+
+    def describe(self) -> dict[str, Any]:
+        with self._lock:
+            askers = len(self._clients)
+        return {
+            "pages": 0,
+            "pages_used": 0,
+            "askers": askers,
+            "peer_batches": self.batches,
+            "peer_requests": self.encoded,
+        }
+
+
+def _own_copy(frames: Tensor) -> Tensor:
+    """In the host's memory, contiguous, and no view: a slow asker keeps its own clip and not the whole batch."""
+    found = frames.contiguous().cpu()
+    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        door = socket.socket(family, kind, protocol)
+        try:
+            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            door.bind(address)
+            door.listen(MAX_CLIENTS)
+        except OSError:
+            door.close()
+            raise
+    except OSError as failure:
+        raise OptionError(
+            f"{host}:{port} cannot be listened at for peers: {failure.strerror or failure}",
+            "an address of this machine and a free port",
+            "choose another with --encode-port",
+            param="encode_port",
+        ) from failure
+    return door

@@ -1,0 +1,441 @@
+"""What decodes: a row, which is one answer in the making, or several that are one request's beams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.decoding.beam_search import BeamSearch
+from asr_serve.decoding.biasing import OPEN
+from asr_serve.decoding.biasing_list import BOOST, CompiledBiasingList
+from asr_serve.decoding.seq2seq import Finish, Hypothesis, SearchOptions
+from asr_serve.decoding.token_rules import PLAIN, TokenRule, TokenRules
+from asr_serve.devices.interface import Device
+from asr_serve.engine.cache.page_pool import PagePool
+from asr_serve.errors import OptionError, UnsupportedOption
+from asr_serve.kernels import PAGE
+
+DRAFT_RESYNC_TOKENS = 4
+"""Tokens of a draft among which the next one is looked for when another was said."""
+VERIFY_AFTER_MISMATCH_TOKENS = 8
+"""Tokens of a draft that are verified at once when it was wrong before."""
+
+
+class DecodeRow:
+    """One decoding sequence: its pages and its hypothesis."""
+
+    def __init__(self, request_id: int, pages: list[int], hypothesis: Hypothesis) -> None:
+        """`pages`: those that it gives back."""
+        self.request_id, self.pages, self.hypothesis = request_id, pages, hypothesis
+        self.block_table: list[int] = []
+        """Pages of its tokens, in order; those before its first own may be others' too."""
+        self.audio_key, self.audio_pages, self.frames = b"", list[int](), 0
+        """What it hears: the name of that, where it is kept; its pages, and how many frames they hold."""
+        self.prompt: tuple[int, ...] = ()
+        """What comes before the answer; empty while the language is to be heard."""
+        self.prefilled = False
+        """Whether the keys and values of all that, but the last, are in its pages."""
+        self.cached_positions = 0
+        """How many of them are there before it begins."""
+        self.beams: BeamGroup | None = None
+        """Those it is one of, and which."""
+        self.beam_index = 0
+        self.finish: Finish | None = None
+        self.alignment_queries: list[Tensor] = []
+        """What its alignment heads asked of the audio for each token of the hypothesis and its end, (heads,
+        head_dim) each, where it is to be told when each was said."""
+        self.draft_remaining = hypothesis.draft.tokens
+        """Of the draft, what may still be said."""
+        self.draft_skip = 0
+        """Tokens at its start that something else was said for."""
+        self.max_verify_tokens = hypothesis.max_tokens
+        """How many tokens of the draft are verified at once: fewer once it was wrong."""
+        self.top_tokens: dict[int, dict[int, float]] = {}
+        """Of a row with hot words: what could have been said in place of each token, and how likely that was."""
+        self.generator = torch.Generator().manual_seed(hypothesis.options.seed)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """What it has said."""
+        fixed = self.hypothesis.tokens
+        return fixed if self.beams is None else (*fixed, *self.beams.search.live[self.beam_index].tokens)
+
+    @property
+    def hotwords(self) -> CompiledBiasingList | None:
+        return self.hypothesis.hotwords
+
+    @property
+    def last_token(self) -> int:
+        """What it is to go on after."""
+        said = self.tokens
+        return said[-1] if said else self.prompt[-1]
+
+    @property
+    def length(self) -> int:
+        """Positions it has, that of `last` among them."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def proposal(self) -> tuple[int, ...]:
+        """What is to be verified next."""
+        room = self.hypothesis.max_tokens - 1 - len(self.hypothesis.tokens)
+        return self.draft_remaining[self.draft_skip : self.draft_skip + min(room, self.max_verify_tokens)]
+
+    @property
+    def forced(self) -> bool:
+        """The next token is fixed."""
+        return len(self.hypothesis.tokens) < self.hypothesis.fixed
+
+    @property
+    def needs_prefill(self) -> bool:
+        """It has to begin, or its draft fixes what comes next, or has more to propose than a step would tell."""
+        return not self.prefilled or bool(self.draft_remaining and (self.forced or len(self.proposal) > 1))
+
+    def prefill_tokens(self) -> tuple[int, ...]:
+        """What a pass that verifies the proposal is given, after what is in its pages."""
+        return (
+            *(self.prompt[self.cached_positions :] if not self.prefilled else (self.last_token,)),
+            *self.proposal,
+        )
+
+    def advance_draft(self, token: int, held: int) -> None:
+        """`held` tokens of the proposal, and then this one: what may come after it? Most often it stands for one
+        of the draft's, or for none of them, or the draft goes on a little later."""
+        if held:
+            self.draft_remaining, self.draft_skip = self.draft_remaining[self.draft_skip + held :], 0
+        self.max_verify_tokens = VERIFY_AFTER_MISMATCH_TOKENS
+        near = self.draft_remaining[:DRAFT_RESYNC_TOKENS]
+        if token in near:
+            self.draft_remaining, self.draft_skip = self.draft_remaining[near.index(token) + 1 :], 0
+        elif self.draft_skip < DRAFT_RESYNC_TOKENS:
+            self.draft_skip += 1
+        else:
+            self.draft_remaining = ()
+
+
+class BeamGroup:
+    """Rows that follow several ways through one request's answer: full pages are shared, and each has the page it
+    writes to itself.
+
+    What all of them could ever need is theirs from the start, so that they never run short.
+    """
+
+    def __init__(self, row: DecodeRow, begun: int, own: list[int], audio: list[int]) -> None:
+        """`begun`: positions before the first token that is searched; `own`: pages for the tokens of every way;
+        `audio`: those of what was heard, if they are to be given back."""
+        hypothesis = row.hypothesis
+        self.rows, self.width = [row], hypothesis.beam
+        graph = hypothesis.hotwords.graph if hypothesis.hotwords is not None else None
+        node = graph.walk(hypothesis.draft.tokens[: hypothesis.fixed]) if graph else OPEN
+        left = hypothesis.max_tokens - hypothesis.fixed
+        self.search = BeamSearch(self.width, hypothesis.eos, left, graph=graph, node=node, boost=BOOST)
+        self.pages = own + audio
+        """That all of them hold."""
+        self._token_pages, self._audio_pages = own, audio
+        self._pool = PagePool(1 + len(own))
+        """Page p of it is `own[p - 1]`."""
+        self._tables = [self._pool.allocate(pages_for(begun))]
+        row.beams, row.pages = self, []
+
+    def block_table(self, lane: int) -> list[int]:
+        return [self._token_pages[page - 1] for page in self._tables[lane]]
+
+    def fork(self, sources: list[int]) -> list[tuple[int, int]]:
+        """Way i goes on from where way `sources[i]` was, and writes to its next position. Pages to copy before
+        that, from and to."""
+        position = self.rows[0].length - 1
+        old, self._tables = self._tables, [list(self._tables[source]) for source in sources]
+        for table in self._tables:
+            self._pool.share(table)
+        for table in old:
+            self._pool.free_pages(table)
+        copies = []
+        for table in self._tables:
+            if position // PAGE == len(table):
+                table += self._pool.allocate(1)
+                continue
+            table[-1], shared = self._pool.copy_on_write(table, len(table) - 1)
+            if shared is not None:
+                copies.append((self._token_pages[shared - 1], self._token_pages[table[-1] - 1]))
+        return copies
+
+    def add_row(self) -> DecodeRow:
+        """One more row, for the way that has none."""
+        first = self.rows[0]
+        row = DecodeRow(first.request_id, [], first.hypothesis)
+        row.prompt, row.prefilled, row.draft_remaining = first.prompt, True, ()
+        row.beams, row.beam_index = self, len(self.rows)
+        self.rows.append(row)
+        return row
+
+    def collapse(self) -> tuple[list[int], list[int]]:
+        """The first row goes on by itself, with pages for whatever it may say: first those that hold what all ways
+        began with. Its table, and the pages that nobody needs any more."""
+        (row,) = self.rows
+        table = self.block_table(0)
+        spare = [page for page in self._token_pages if page not in table]
+        wanted = len(self._token_pages) // self.width - len(table)
+        table += spare[:wanted]
+        row.beams, row.pages = None, table + self._audio_pages
+        return table, spare[wanted:]
+
+
+def pages_for(positions: int) -> int:
+    return -(-positions // PAGE)
+
+
+class ForwardInputs:
+    """What a pass is given of each position: the token; the row's pages of tokens and of audio; how many positions
+    of either hold something, this one counted. `wanted`: which positions it tells something of; None: all."""
+
+    def __init__(
+        self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor
+    ) -> None:
+        self.tokens, self.token_tables, self.token_lengths = tokens, own, own_lengths
+        self.audio_tables, self.audio_lengths = audio, audio_lengths
+        self.logit_positions: Tensor | None = None
+
+
+class DecodeBatch:
+    """Rows are kept dense: the last one moves into the gap of one that leaves."""
+
+    def __init__(self, model: Any, device: Device, max_rows: int, kv_bytes: int, longest_frames: int) -> None:
+        self.device, self.max_rows = device, max_rows
+        shape = (model.layers, 2, model.heads, model.head_dim * PAGE)
+        page_bytes = int(np.prod(shape)) * device.dtype.itemsize
+        own_width, audio_width = pages_for(model.max_tokens), pages_for(longest_frames)
+        # At least one sequence of the greatest length, and the scratch page.
+        pages = max(kv_bytes // page_bytes, 1 + own_width + audio_width)
+        self.page_pool = PagePool(pages)
+        self.kv_cache = device.allocate(pages, *shape)
+        self.kv_cache[0].zero_()
+        rows = device.padded_rows(max_rows)
+        self.rows: list[DecodeRow] = []
+        self.tokens = torch.full((rows,), model.bos, dtype=torch.int64)
+        self.token_tables = torch.zeros(rows, own_width, dtype=torch.int32)
+        self.audio_tables = torch.zeros(rows, audio_width, dtype=torch.int32)
+        self.token_lengths = torch.ones(rows, dtype=torch.int64)
+        self.audio_lengths = torch.ones(rows, dtype=torch.int64)
+
+    @property
+    def free_rows(self) -> int:
+        """Seats that nobody has and no beams will take."""
+        groups = {row.beams for row in self.rows if row.beams is not None}
+        return self.max_rows - len(self.rows) - sum(beams.width - len(beams.rows) for beams in groups)
+
+    def add_row(self, row: DecodeRow) -> None:
+        self.rows.append(row)
+
+    def set_token_pages(self, row: DecodeRow, pages: Sequence[int]) -> None:
+        """Its tokens go there."""
+        row.block_table = [*pages]
+        self.token_tables[self.rows.index(row), : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def set_audio_pages(self, row: DecodeRow, pages: Sequence[int], frames: int) -> None:
+        """Its audio lies there."""
+        row.audio_pages, row.frames = [*pages], frames
+        index = self.rows.index(row)
+        self.audio_lengths[index] = frames
+        self.audio_tables[index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def set_position(self, row: DecodeRow) -> None:
+        """Go on after what the row has said. Keys and values of all but the last token are in its pages."""
+        index = self.rows.index(row)
+        self.tokens[index], self.token_lengths[index] = row.last_token, row.length
+
+    def remove_row(self, row: DecodeRow) -> None:
+        index, last = self.rows.index(row), len(self.rows) - 1
+        for state in (self.tokens, self.token_tables, self.audio_tables, self.token_lengths, self.audio_lengths):
+            state[index] = state[last]
+            state[last] = 0 if state.dim() == 2 else 1
+        self.rows[index] = self.rows[last]
+        self.rows.pop()
+
+    # --- beams ------------------------------------------------------------------------------------------
+
+    def resize_beams(self, beams: BeamGroup, count: int) -> None:
+        """So many rows, each with its table and what it goes on after."""
+        first = beams.rows[0]
+        while len(beams.rows) > count:
+            self.remove_row(beams.rows.pop())
+        while len(beams.rows) < count:
+            row = beams.add_row()
+            self.add_row(row)
+            index, source = self.rows.index(row), self.rows.index(first)
+            for state in (self.audio_tables, self.audio_lengths):
+                state[index] = state[source]
+        for lane, row in enumerate(beams.rows):
+            self.set_token_pages(row, beams.block_table(lane))
+            self.set_position(row)
+
+    def collapse_beams(self, beams: BeamGroup) -> DecodeRow:
+        """Their search is over: one row is left, with room for another try."""
+        while len(beams.rows) > 1:
+            self.remove_row(beams.rows.pop())
+        row = beams.rows[0]
+        table, spare = beams.collapse()
+        self.set_token_pages(row, table)
+        self.page_pool.free_pages(spare)
+        return row
+
+    # --- passes -----------------------------------------------------------------------------------------
+
+    def step_inputs(self) -> ForwardInputs:
+        """One position of every row."""
+        rows = self.device.padded_rows(len(self.rows))
+        return ForwardInputs(
+            self.tokens[:rows],
+            self.token_tables[:rows],
+            self.token_lengths[:rows],
+            self.audio_tables[:rows],
+            self.audio_lengths[:rows],
+        )
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """What each row has said in it."""
+        self.tokens[: len(tokens)] = torch.tensor(tokens)
+        self.token_lengths[: len(tokens)] += 1
+
+    def prefill_inputs(
+        self, rows: Sequence[DecodeRow], feeds: Sequence[Sequence[int]], firsts: Sequence[int]
+    ) -> ForwardInputs:
+        """As many positions of each row as it is fed tokens; `firsts`: how many it has with the first of them."""
+        index = torch.tensor([self.rows.index(row) for row in rows])
+        seated = self.token_tables[index], self.audio_tables[index], self.audio_lengths[index]
+        return self._multi_token_inputs(feeds, firsts, *seated)
+
+    def rescoring_inputs(
+        self, rows: Sequence[DecodeRow], feeds: Sequence[Sequence[int]], firsts: Sequence[int]
+    ) -> ForwardInputs:
+        """The same of rows that may have risen."""
+        own = _pad_tables([row.block_table for row in rows], self.token_tables.shape[1])
+        audio = _pad_tables([row.audio_pages for row in rows], self.audio_tables.shape[1])
+        return self._multi_token_inputs(feeds, firsts, own, audio, torch.tensor([row.frames for row in rows]))
+
+    def _multi_token_inputs(
+        self,
+        feeds: Sequence[Sequence[int]],
+        firsts: Sequence[int],
+        own: Tensor,
+        audio: Tensor,
+        audio_lengths: Tensor,
+    ) -> ForwardInputs:
+        """Tables and lengths: of each row."""
+        counts = torch.tensor([len(feed) for feed in feeds])
+        total = int(counts.sum())
+        padding = self.device.padded_rows(total) - total
+        spread = F.pad(torch.arange(len(feeds)).repeat_interleave(counts), (0, padding))
+        spans = [torch.arange(first, first + len(feed)) for first, feed in zip(firsts, feeds, strict=True)]
+        own, audio = own[spread], audio[spread]
+        own[total:] = audio[total:] = 0
+        return ForwardInputs(
+            F.pad(torch.tensor([token for feed in feeds for token in feed]), (0, padding)),
+            own,
+            F.pad(torch.cat(spans), (0, padding), value=1),
+            audio,
+            audio_lengths[spread],
+        )
+
+    def logit_positions(self, fed: Sequence[int], asked: Sequence[Sequence[int]]) -> Tensor | None:
+        """Positions of rows that are fed so many tokens each, counted over all of them: of row r `asked[r]`.
+        None for all."""
+        if sum(fed) == sum(map(len, asked)):
+            return None
+        starts = accumulate(fed, initial=0)
+        found = [start + each for start, positions in zip(starts, asked, strict=False) for each in positions]
+        return F.pad(torch.tensor(found), (0, self.device.padded_rows(len(found)) - len(found)))
+
+
+def _pad_tables(pages: Sequence[Sequence[int]], width: int) -> Tensor:
+    found = torch.zeros(len(pages), width, dtype=torch.int32)
+    for row, each in enumerate(pages):
+        found[row, : len(each)] = torch.tensor(each, dtype=torch.int32)
+    return found
+
+
+NO_OPTIONS = SearchOptions()
+MAX_CACHED_PROMPTS = 64
+"""Starts that are remembered: requests ask for the same, and each asks more than once."""
+
+
+def rows_for(options: SearchOptions) -> int:
+    """By a request."""
+    return options.beam if options.temperatures[0] == 0 else 1
+
+
+class DecoderPrompts:
+    """Of one model. `special`: its ids by name that are no text; None: a row begins with one token and says text
+    until it ends."""
+
+    def __init__(self, model: Any, device: Device) -> None:
+        self._model = model
+        self.vocab_size = len(model.embedding)
+        self.special: Any = getattr(model, "special", None)
+        self.rules: TokenRules | None = None
+        self.languages: list[str] = []
+        if self.special is not None:
+            where = device.torch_device
+            self.rules = TokenRules(self.special, model.suppress, model.suppress_first, self.vocab_size, where)
+            self.languages = list(self.special.languages)
+            self.language_ids = torch.tensor(list(self.special.languages.values()), device=where)
+        self._cached_prompt = lru_cache(MAX_CACHED_PROMPTS)(self._build_prompt)
+
+    def detects_language(self, options: SearchOptions) -> bool:
+        """Whether the model is to tell it."""
+        return self.special is not None and bool(self.special.multilingual) and not options.language
+
+    def prompt_tokens(self, options: SearchOptions) -> tuple[int, ...]:
+        """Of a row whose language is to be heard, as many as when it is. Raises OptionError."""
+        return self.prompt_in_language(
+            options, self.languages[0] if self.detects_language(options) else options.language
+        )
+
+    def prompt_in_language(self, options: SearchOptions, language: str) -> tuple[int, ...]:
+        return self._cached_prompt(options, language)
+
+    def _build_prompt(self, options: SearchOptions, language: str) -> tuple[int, ...]:
+        start: tuple[int, ...] = self._model.prompt_tokens(msgspec.structs.replace(options, language=language))
+        return start
+
+    def positions_needed(self, options: SearchOptions, max_tokens: int) -> int:
+        """Positions of a row with an answer of `max_tokens` at most, the last of which is never fed."""
+        begins, most = len(self.prompt_tokens(options)), int(self._model.max_tokens)
+        return begins - 1 + min(max_tokens, most - begins)
+
+    def validate(self, options: SearchOptions) -> None:
+        """Raises OptionError for what this model cannot do."""
+        if self.special is None:
+            for name in ("task", "prompt", "timestamps"):
+                if (value := getattr(options, name)) != getattr(NO_OPTIONS, name):
+                    raise UnsupportedOption(f"{name}={value!r}", "this model has no such choice", param=name)
+        for token in options.prefix:
+            if not 0 <= token < self.vocab_size or token == self._model.eos:
+                raise OptionError(f"prefix has token {token}", "tokens that can be said", param="prefix")
+        self.prompt_tokens(options)
+
+    def logit_offsets(self, row: DecodeRow, fed: int, drafted: int) -> list[int]:
+        """Of the positions that a row is fed, those that tell something: after all of its start, and after each
+        token of the draft; first of all, where it has to begin, "start", which tells whether anybody speaks."""
+        tail = range(fed - drafted - 1, fed)
+        if row.prefilled or self.special is None:
+            return [*tail]
+        start = self.tokens_before_sot(row.prompt) - row.cached_positions
+        return [*tail] if start in tail else [start, *tail]
+
+    def tokens_before_sot(self, start: Sequence[int]) -> int:
+        """Tokens of it before "start": what was said before, where something is to be read."""
+        return 0 if self.special is None else len(start) - 1 - start[::-1].index(self.special.sot)
+
+    def rule(self, row: DecodeRow, said: Sequence[int]) -> TokenRule:
+        """For what comes after `said`, which may be more than the row has said yet."""
+        if self.rules is None:
+            return PLAIN
+        return self.rules.after(said[row.hypothesis.first_free_position :], row.hypothesis.options.timestamps)

@@ -1,0 +1,402 @@
+"""Whole utterances, from the queue to their text: plan, encode a batch, decode a token of every row."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from asr_serve.config import EngineConfig
+from asr_serve.engine.executor import CheckThrottle, LoopContext, StepGuard
+from asr_serve.engine.request import RecognitionRequest, reject
+from asr_serve.engine.seq2seq.biasing import BiasingQueue
+from asr_serve.engine.seq2seq.coalescing import RequestCoalescer
+from asr_serve.engine.seq2seq.decode_batch import DecodeRow
+from asr_serve.engine.seq2seq.decoder import MAX_VERIFY_POSITIONS, DecodeRunner
+from asr_serve.engine.seq2seq.encoder import (
+    PEER_LOST_ERRORS,
+    BorrowedPages,
+    EncodeBatch,
+    EncoderPool,
+    EncoderResult,
+    EncodeRunner,
+)
+from asr_serve.engine.seq2seq.encoder_cache import EncoderCache
+from asr_serve.engine.seq2seq.finalize import Finalizer
+from asr_serve.engine.seq2seq.request_table import RequestTable
+from asr_serve.engine.seq2seq.rescoring import HotwordRescorer
+from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION, Seq2SeqScheduler
+from asr_serve.errors import Cancelled, OptionError
+
+if TYPE_CHECKING:
+    from asr_serve.engine.remote.peer_pool import PeerPool
+
+MAX_BULK_ENCODES = 8
+"""Encode batches in a row while only bulk work is there: decoding is cheapest with all rows taken."""
+LIVE_DECODE_STEPS = 6
+"""Decoding steps between two encode batches while callers' rows decode: a verified draft needs a few more
+tokens, and encoding takes much longer than a step."""
+CONCURRENT_BATCH_DIVISOR = 4
+"""So much smaller is a batch that one thread encodes beside the loop."""
+QUIET_S = 5.0
+"""When callers have said nothing for so long, files have the engine to themselves."""
+DECODE_PACE_S, DECODE_PACE_ROWS = 0.02, 8
+"""Decoding steps of fewer rows are at least so far apart while every encoder is busy."""
+
+
+class Seq2SeqExecutor:
+    """Owns the runners and every request that has been let in. See engine/work.Work."""
+
+    def __init__(
+        self,
+        model: Any,
+        encode: EncodeRunner,
+        decode: DecodeRunner,
+        config: EngineConfig,
+        text: Callable[[list[int]], str],
+        tokens_per_s: float,
+        on_done: Callable[[int], None],
+        on_start: Callable[[list[int]], None],
+        *,
+        incremental: bool = False,
+        kept: EncoderCache | None = None,
+        peers: PeerPool | None = None,
+        encode_text: Callable[[str], list[int]] | None = None,
+    ) -> None:
+        """`incremental`: callers' audio is encoded elsewhere, while they speak (see IncrementalEncoderExecutor).
+        `kept`: what was heard before; None: everything is computed for whoever asks. `peers`: engines that
+        encode too. `encode_text`: hot words to tokens."""
+        self.incremental, self.borrowed_page_count = incremental, 0
+        """By whoever does that: pages of the runner's that no row gives back."""
+        self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
+        self.scheduler = Seq2SeqScheduler(config, config.encode_frames or encode.device.encode_frames)
+        self.requests = RequestTable(model, decode, config.window, text, tokens_per_s, on_done, on_start)
+        self.open_requests = self.requests.open
+        self.biasing_queue = BiasingQueue(encode_text, text, lambda job: self.loop.call(job), self._fail)
+        self.coalescer = RequestCoalescer(
+            kept,
+            lambda each, like: self.scheduler.enqueue(self.requests.to_scheduled(each, like)),
+            lambda each: self.scheduler.remove(each.id),
+            lambda ids: self.requests.on_start(ids),
+            self.requests.finish_from_cache,
+            lambda: decode.page_pool.free_count - self.encoder_pool.reserved_pages,
+            lambda job: self.loop.call(job),
+            time.monotonic,
+        )
+        second_look = HotwordRescorer(decode, text)
+        self.finalizer = Finalizer(decode, self.requests, self.coalescer, second_look, self._guard)
+        self._encoded_elsewhere: deque[int] = deque()
+        """Those whose audio lies in pages that somebody lends, without a row."""
+        self._peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
+        self._check_throttle = CheckThrottle()
+
+    def attach(self, keeper: LoopContext) -> None:
+        self.loop, self.requests.stats = keeper, keeper.stats
+        if self.coalescer.cache is not None:
+            self.coalescer.cache.stats = keeper.stats
+        self.encoder_pool = EncoderPool(
+            self.encode_runner,
+            lambda *encoded: keeper.call(lambda: self._on_encoded(*encoded)),
+            self._peers,
+            lambda: keeper.call(lambda: None),
+            alone=self._alone,
+        )
+
+    @property
+    def due_s(self) -> float | None:
+        decoding = self._decoded_s + DECODE_PACE_S if self.decode_runner.all_rows else None
+        return min((due for due in (decoding, self.coalescer.due_s) if due is not None), default=None)
+
+    @property
+    def idle(self) -> bool:
+        return not self.encoder_pool.in_flight
+
+    def check(self) -> None:
+        runner = self.decode_runner
+        if self._check_throttle(runner.page_pool.pages + self.coalescer.check_cost):
+            runner.page_pool.check()
+            self.coalescer.check_cache()
+        if not runner.all_rows:
+            assert runner.page_pool.used_count == self.borrowed_page_count, "no row decodes, yet pages are held"
+        self.encoder_pool.check()
+        self.coalescer.check(idle=not self.open_requests)
+        waiting = (
+            len(self.scheduler)
+            + len(self._encoded_elsewhere)
+            + self.coalescer.waiting
+            + self.biasing_queue.waiting
+        )
+        assert len(self.open_requests) == runner.request_count + waiting, "a request was lost"
+
+    def shutdown(self, error: Exception) -> None:
+        self.encoder_pool.close()
+        self.biasing_queue.close()
+        try:
+            self._fail(list(self.open_requests), error)
+        finally:
+            for utterance in self.open_requests.values():
+                reject(utterance.future, error)
+
+    def report(self) -> dict[str, int]:
+        pages = self.decode_runner.page_pool
+        return {
+            "waiting": len(self.scheduler) + self.coalescer.waiting + self.biasing_queue.waiting,
+            "decoding": len(self.decode_runner.all_rows),
+            "pages": pages.pages,
+            "pages_used": pages.used_count,
+            "kept_bytes": self.coalescer.cache.nbytes if self.coalescer.cache else 0,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        return {"pages": self.decode_runner.page_pool.pages, "pages_used": self.decode_runner.page_pool.used_count}
+
+    # --- messages --------------------------------------------------------------------------------------
+
+    def submit(self, utterance: RecognitionRequest) -> None:
+        self.requests.add(utterance)
+        if not self._reject_unsupported(utterance):
+            self.biasing_queue.when_ready(utterance, lambda: self.coalescer.submit(utterance))
+
+    def submit_encoded(self, utterance: RecognitionRequest, lent: BorrowedPages) -> None:
+        """One whose audio was encoded elsewhere: it joins as there is a row. Its samples are not counted."""
+        self.requests.add(utterance, lent)
+        if not self._reject_unsupported(utterance):
+            self.biasing_queue.when_ready(utterance, lambda: self._encoded_elsewhere.append(utterance.id))
+
+    def _reject_unsupported(self, utterance: RecognitionRequest) -> bool:
+        """Whether it asks for what can never be done; it is told so."""
+        try:
+            self.decode_runner.validate(utterance.options)
+            self.requests.validate_capacity(utterance)
+        except OptionError as error:
+            self._fail([utterance.id], error)
+            return True
+        return False
+
+    def cancel(self, request_id: int) -> None:
+        self._fail([request_id], Cancelled("the request was cancelled"))
+
+    # --- a turn ----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Encoding and decoding."""
+        self.coalescer.schedule_overdue()
+        self._join_encoded_elsewhere()
+        encoded = self._encode_at_peers()
+        if self.encoder_pool.set_concurrent(self._live_active()):
+            started = self._encode_concurrently()
+            decoded = not self._pace_decode() and self._decode()
+            return self.finalizer.rescore() or decoded or started or encoded
+        heard = False
+        for _ in range(MAX_BULK_ENCODES if self.encoder_pool.encodes_locally else 0):
+            if not self._encode(self._schedule()):
+                break
+            encoded = True
+            self.loop.drain()  # whoever comes meanwhile must not wait for all of them
+            heard |= self.loop.step_vad()
+            if self.requests.has_interactive or not self.loop.running:
+                break
+        decoded = self._decode()
+        for _ in range(LIVE_DECODE_STEPS - 1):
+            live = any(self.open_requests[row.request_id].priority == "live" for row in self.decode_runner.rows)
+            if self.finalizer.has_pending or not live:
+                break
+            self.loop.drain()
+            self._decode()
+        return self.finalizer.rescore() or decoded or encoded or heard
+
+    def _live_active(self) -> bool:
+        """Whether anybody on line said something of late: who is silent costs files nothing, and callers whose
+        audio is encoded elsewhere need no encoders."""
+        live = self.loop.vad_scheduler.live_count > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
+        return live and bool(len(self.scheduler) or self.encoder_pool.in_flight or not self.incremental)
+
+    def _pace_decode(self) -> bool:
+        """Whether a few rows wait for more: a step costs as much for one as for PACE_ROWS, and takes it from
+        encoders that all have work."""
+        if self.encoder_pool.thread_available or time.monotonic() - self._decoded_s >= DECODE_PACE_S:
+            return False
+        rows = [self.open_requests[row.request_id] for row in self.decode_runner.rows]
+        return len(rows) < DECODE_PACE_ROWS and not any(row.urgent for row in rows)
+
+    def _schedule(self, frames: int | None = None) -> list[int]:
+        runner, beside = self.decode_runner, self.encoder_pool
+        free_rows = runner.free_rows - beside.reserved_rows
+        kept = (0, 0)
+        busy = runner.all_rows or beside.in_flight
+        if self._live_active() and busy:  # an engine that does nothing gives a file whatever it needs
+            kept = runner.max_rows // LIVE_RESERVE_FRACTION, runner.page_pool.pages // LIVE_RESERVE_FRACTION
+        return self.scheduler.schedule(
+            free_rows, runner.page_pool.free_count - beside.reserved_pages, kept=kept, frames=frames
+        )
+
+    # --- encoding --------------------------------------------------------------------------------------
+
+    def _encode_at_peers(self) -> bool:
+        """Have peers encode what they have room for."""
+        sent = False
+        while self.encoder_pool.peer_available and (ids := self._schedule()):
+            self._submit_batch(ids, away=True)
+            sent = True
+        return sent
+
+    def _encode_concurrently(self) -> bool:
+        """Have batches encoded beside us, while there are threads for it."""
+        started, frames = False, self.scheduler.encode_frames // CONCURRENT_BATCH_DIVISOR
+        while (
+            self.encoder_pool.encodes_locally
+            and self._live_active()
+            and self.encoder_pool.thread_available
+            and (ids := self._schedule(frames))
+        ):
+            self._submit_batch(ids, away=False)
+            started = True
+        return started
+
+    def _submit_batch(self, ids: list[int], *, away: bool) -> None:
+        if not (batch := self._start_requests(ids)):
+            return
+        _, rows, pages = map(sum, zip(*map(self.requests.resources_needed, batch), strict=True))
+        classes = [(u.priority, u.within_ms) for u in batch]
+        pcm, whole = [u.pcm for u in batch if u.pcm is not None], [u.full_window for u in batch]
+        self.encoder_pool.submit(EncodeBatch([u.id for u in batch], rows, pages, classes), pcm, whole, away=away)
+
+    def _on_encoded(self, batch: EncodeBatch, encoded: Future[list[EncoderResult]], seconds: float) -> None:
+        """What was encoded beside us joins; of who has gone meanwhile it is for those who waited with them."""
+        self.encoder_pool.complete(batch)
+        results: dict[int, EncoderResult] = {}
+        if isinstance(encoded.exception(), PEER_LOST_ERRORS):
+            for each in [self.open_requests[i] for i in batch.ids if i in self.open_requests]:
+                self.coalescer.schedule(each)
+        else:
+            with self._guard("encode", "encoding", batch.ids):
+                results = dict(zip(batch.ids, encoded.result(), strict=True))
+        self._join({i: result for i, result in results.items() if i in self.open_requests}, seconds)
+        for i in batch.ids:
+            with self._guard("encode", "keeping", []):
+                self.coalescer.adopt_abandoned(i, results.get(i))
+
+    def _encode(self, ids: list[int]) -> bool:
+        if not ids:
+            return False
+        started = time.perf_counter()
+        if not (batch := self._start_requests(ids)):
+            return True
+        ids, results = [u.id for u in batch], dict[int, EncoderResult]()
+        with self._guard("encode", "encoding", ids):
+            pcm = [u.pcm for u in batch if u.pcm is not None]
+            encoded = self.encode_runner.encode(pcm, [u.full_window for u in batch])
+            results = dict(zip(ids, encoded, strict=True))
+        self._join(results, time.perf_counter() - started)
+        return True
+
+    def _start_requests(self, ids: list[int]) -> list[RecognitionRequest]:
+        """These are worked on: those whose frames are kept join, before others take pages, and the rest is to be
+        encoded."""
+        batch = self.requests.mark_started(ids)
+        self.coalescer.started(batch)
+        return [utterance for utterance in batch if not self._join_cached(utterance)]
+
+    def _join_cached(self, utterance: RecognitionRequest) -> bool:
+        found = False
+        with self._guard("encode", "joining", [utterance.id]):
+            hypothesis = self.requests.hypothesis(utterance)
+            if (held := self.coalescer.cached_frames(utterance)) is not None:
+                found = True
+                self.decode_runner.add_row(utterance.id, held, hypothesis, utterance.encoder_key)
+                self.requests.mark_encoded(utterance)
+        return found or utterance.id not in self.open_requests
+
+    def _join(self, encoded: dict[int, EncoderResult], seconds: float) -> None:
+        """What is encoded is decoded from here on."""
+        if not encoded:
+            return
+        with self._guard("encode", "encoding", list(encoded)):
+            for request_id, result in encoded.items():
+                utterance = self.open_requests[request_id]
+                utterance.encoded = True
+                hypothesis = self.requests.hypothesis(utterance)
+                row = self.decode_runner.add_row(request_id, result, hypothesis, utterance.encoder_key)
+                self.coalescer.publish_frames(utterance, row)
+                self.requests.mark_encoded(utterance)
+            frames = sum(result.frames for result in encoded.values())
+            fill = min(1.0, frames / self.scheduler.encode_frames)
+            self.loop.stats.record_step("encode", seconds, len(encoded), fill)
+
+    def _join_encoded_elsewhere(self) -> None:
+        """Those whose audio is in pages: before any other takes what they need."""
+        runner, beside = self.decode_runner, self.encoder_pool
+        while self._encoded_elsewhere:
+            utterance = self.open_requests[self._encoded_elsewhere[0]]
+            _, rows, pages = self.requests.resources_needed(utterance)
+            if (
+                runner.free_rows - beside.reserved_rows < rows
+                or runner.page_pool.free_count - beside.reserved_pages < pages
+            ):
+                return
+            self._encoded_elsewhere.popleft()
+            with self._guard("decode", "joining", [utterance.id]):
+                utterance.encode_start_ns = utterance.encode_end_ns = time.time_ns()
+                runner.add_row(
+                    utterance.id, self.requests.borrowed_pages[utterance.id], self.requests.hypothesis(utterance)
+                )
+
+    # --- decoding --------------------------------------------------------------------------------------
+
+    def _verify(self, rows: list[DecodeRow]) -> None:
+        """What drafts hold, in one pass over all their positions."""
+        started, runner = time.perf_counter(), self.decode_runner
+        offered, held, fed = runner.positions_verified, runner.positions_accepted, runner.positions_fed
+        ended: list[DecodeRow] | None = None
+        with self._guard("verify", "verifying a draft", [row.request_id for row in rows]):
+            ended = runner.prefill_and_verify(rows)
+        if ended is None:
+            return
+        self.finalizer.finalize(ended)
+        offered, held = runner.positions_verified - offered, runner.positions_accepted - held
+        positions, stats = runner.positions_fed - fed, self.loop.stats
+        stats.record_step(
+            "verify", time.perf_counter() - started, positions, min(1.0, positions / MAX_VERIFY_POSITIONS)
+        )
+        stats.record_verification(offered, held)
+
+    def _decode(self) -> bool:
+        runner = self.decode_runner
+        if drafted := runner.rows_to_prefill():
+            self._verify(drafted)
+        if not runner.rows:
+            return bool(drafted)
+        started, rows = time.perf_counter(), len(runner.rows)
+        self._decoded_s = time.monotonic()
+        ended: list[DecodeRow] | None = None
+        with self._guard("decode", "decoding", list(dict.fromkeys(row.request_id for row in runner.rows))):
+            ended = runner.step()
+        if ended is not None:
+            self.finalizer.finalize(ended)
+            self.loop.stats.record_step("decode", time.perf_counter() - started, rows, rows / runner.max_rows)
+        return True
+
+    # --- endings ---------------------------------------------------------------------------------------
+
+    def _guard(self, stage: str, what: str, ids: list[int]) -> StepGuard:
+        """A step for these requests: it may fail them."""
+        return StepGuard(self.loop.stats, stage, what, lambda error: self._fail(ids, error))
+
+    def _fail(self, ids: list[int], error: Exception) -> None:
+        """Those that are still here."""
+        ids = [i for i in ids if i in self.open_requests]
+        wanted = set(ids)
+        for row in [row for row in self.decode_runner.all_rows if row.request_id in wanted]:
+            self.decode_runner.remove_row(row)
+        for request_id in ids:
+            self.scheduler.remove(request_id)
+            self.biasing_queue.cancel(request_id)
+            if request_id in self._encoded_elsewhere:
+                self._encoded_elsewhere.remove(request_id)
+            utterance = self.requests.remove(request_id)
+            encoding = any(request_id in batch.ids for batch in self.encoder_pool.in_flight)
+            if not self.coalescer.remove(utterance, encoding):
+                self.encoder_pool.cancel(request_id)
+            reject(utterance.future, error)

@@ -1,0 +1,260 @@
+"""What becomes of rows that have ended: they leave with an answer, or are decoded or encoded again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.decoding.dtw import costs, first_frames
+from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.engine.executor import StepGuard
+from asr_serve.errors import OptionError
+from asr_serve.models.packing import PagedKeyValues, pack_clips
+
+if TYPE_CHECKING:
+    from asr_serve.decoding.seq2seq import Recognition, Reused
+    from asr_serve.engine.seq2seq.coalescing import RequestCoalescer
+    from asr_serve.engine.seq2seq.decode_batch import DecodeRow
+    from asr_serve.engine.seq2seq.decoder import DecodeRunner
+    from asr_serve.engine.seq2seq.request_table import RequestTable
+    from asr_serve.engine.seq2seq.rescoring import HotwordRescorer
+
+
+MAX_ALIGN_POSITIONS = 512
+"""In one pass: enough to fill its products, few enough that nobody waits long for it."""
+
+
+class FinishedRow(NamedTuple):
+    """A row with the answer that it leaves with; `samples`: how long its audio is."""
+
+    row: DecodeRow
+    recognition: Recognition
+    samples: int
+
+
+class TokenAligner:
+    """Over the pages of a runner, of which it reads those of audio, and writes none."""
+
+    def __init__(self, runner: DecodeRunner) -> None:
+        self._runner = runner
+
+    @torch.inference_mode()
+    def add_times(self, ended: Sequence[FinishedRow]) -> list[FinishedRow]:
+        """The same, with times in their answers where they want some."""
+        wanted = [each for each in ended if each.row.hypothesis.options.words and each.recognition.tokens]
+        if not wanted:
+            return list(ended)
+        times = {
+            id(each): self._times(each, scores)
+            for each, scores in zip(wanted, self.attention_scores(wanted), strict=True)
+        }
+        return [
+            each._replace(recognition=msgspec.structs.replace(each.recognition, times=times[id(each)]))
+            if id(each) in times
+            else each
+            for each in ended
+        ]
+
+    def attention_scores(self, ended: Sequence[FinishedRow]) -> list[Tensor]:
+        """Where the alignment heads look as each token of text is decided, and what comes after the last: of each
+        (heads, tokens + 1, frames) float32, scaled products; one fewer where there was no room for the end."""
+        found = {id(each): self._scores_from_queries(each) for each in ended if self._has_queries(each)}
+        left = [each for each in ended if id(each) not in found]
+        while left:
+            batch = [left.pop(0)]
+            positions = len(batch[0].recognition.tokens)
+            while left and (positions := positions + len(left[0].recognition.tokens)) <= MAX_ALIGN_POSITIONS:
+                batch.append(left.pop(0))
+            found |= {id(each): scores for each, scores in zip(batch, self._scores_by_forward(batch), strict=True)}
+        return [found[id(each)] for each in ended]
+
+    # --- from what was kept while it was decoded ----------------------------------------------------------
+
+    def _has_queries(self, each: FinishedRow) -> bool:
+        """Whether just this answer was decoded last, along one way."""
+        tokens = each.row.hypothesis.tokens
+        return tuple(tokens) == each.recognition.tokens and len(each.row.alignment_queries) >= len(tokens) > 0
+
+    def _scores_from_queries(self, each: FinishedRow) -> Tensor:
+        model, row, tokens = self._runner.model, each.row, each.recognition.tokens
+        decided = [i for i, token in enumerate(tokens) if self._is_text(token)]
+        decided += [len(tokens)] if len(row.alignment_queries) > len(tokens) else []
+        query = torch.stack([row.alignment_queries[i] for i in decided]).transpose(0, 1)
+        audio, frames, scores, first = self._audio([each]), self._frames(each), [], 0
+        for layer, heads in model.alignment.heads.items():
+            keys = audio.keys(layer, heads, 0, frames)
+            asked = query[first : first + len(heads)]
+            scores.append(asked.float() @ keys.float() * model.decoder[layer].scale)
+            first += len(heads)
+        return torch.cat(scores)
+
+    # --- gone through once more ---------------------------------------------------------------------------
+
+    def _scores_by_forward(self, ended: Sequence[FinishedRow]) -> list[Tensor]:
+        """Their answers are said again, all at once, without what was said before and without tokens for times."""
+        model, device = self._runner.model, self._runner.device
+        starts = [self._prompt(each) for each in ended]
+        fed = [
+            [*start, *(token for token in each.recognition.tokens if self._is_text(token))][: model.max_tokens]
+            for start, each in zip(starts, ended, strict=True)
+        ]
+        packing = pack_clips([len(tokens) for tokens in fed], 1)
+        packing.total = device.padded_rows(packing.total)
+        tokens = torch.tensor([token for each in fed for token in each])
+        tokens = F.pad(tokens, (0, packing.total - len(tokens))).to(device.torch_device)
+        scores = model.align(tokens, packing, self._audio(ended), [self._frames(each) for each in ended])
+        return [each[:, len(start) - 1 :] for start, each in zip(starts, scores, strict=True)]
+
+    def _prompt(self, each: FinishedRow) -> tuple[int, ...]:
+        starts, hypothesis = self._runner.prompts, each.row.hypothesis
+        options = msgspec.structs.replace(hypothesis.options, prompt=(), timestamps=False)
+        return starts.prompt_in_language(options, hypothesis.language)
+
+    def _is_text(self, token: int) -> bool:
+        special = self._runner.prompts.special
+        return special is None or token < special.eot
+
+    def _frames(self, each: FinishedRow) -> int:
+        """Those of its audio: what fills a window is silence."""
+        frame_samples: int = self._runner.model.frame_samples
+        return min(each.row.frames, max(1, -(-each.samples // frame_samples)))
+
+    def _audio(self, ended: Sequence[FinishedRow]) -> PagedKeyValues:
+        pool = self._runner.kv_cache
+        tables = torch.zeros(len(ended), max(len(each.row.audio_pages) for each in ended), dtype=torch.int32)
+        for row, each in enumerate(ended):
+            tables[row, : len(each.row.audio_pages)] = torch.tensor(each.row.audio_pages, dtype=torch.int32)
+        lengths = torch.tensor([each.row.frames for each in ended])
+        return PagedKeyValues(pool, tables.to(pool.device), lengths.to(pool.device))
+
+    # --- times --------------------------------------------------------------------------------------------
+
+    def _times(self, each: FinishedRow, scores: Tensor) -> tuple[tuple[int, int], ...]:
+        """Of all tokens of the answer; those that are no text take no time, where the next one begins."""
+        model = self._runner.model
+        begins = first_frames(costs(scores).cpu().numpy()) * model.frame_samples + model.alignment.shift_samples
+        edges = np.append(begins, scores.shape[2] * model.frame_samples).clip(0, each.samples).tolist()
+        times, at = [], 0
+        for token in each.recognition.tokens:
+            end = at + self._is_text(token)
+            times.append((edges[at], edges[end]))
+            at = end
+        return tuple(times)
+
+
+GuardStep = Callable[[str, str, list[int]], "StepGuard"]
+"""A step, what it does, and the requests that it may fail."""
+
+
+MAX_RESCORE_TOKENS = 64
+"""Tokens of answers that are looked at twice in a turn, or one answer of more: nobody else waits long for that."""
+
+
+class Finalizer:
+    """Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        runner: DecodeRunner,
+        requests: RequestTable,
+        sharing: RequestCoalescer,
+        second_look: HotwordRescorer,
+        attempt: GuardStep,
+    ) -> None:
+        self._runner, self._requests, self._coalescer, self._guard = runner, requests, sharing, attempt
+        self._rescorer, self._aligner = second_look, TokenAligner(runner)
+        self._pending: list[FinishedRow] = []
+        """Those that wait for a second look."""
+        self._oldest_first = True
+
+    def finalize(self, rows: Sequence[DecodeRow]) -> None:
+        """Who has hot words waits for `look`."""
+        ended = [
+            FinishedRow(row, answer, self._requests.open[row.request_id].samples)
+            for row in rows
+            if (answer := self._finish_hypothesis(row)) is not None
+        ]
+        asks = self._rescorer.applies
+        self._complete([each for each in ended if not asks(each)])
+        later = [each for each in ended if asks(each)]
+        for each in later:
+            self._runner.release_row_slot(each.row)
+        self._pending += later
+
+    def rescore(self) -> bool:
+        """A second look at some of those that wait for one. False: nobody did."""
+        open_ = self._requests.open
+        waiting = [each for each in self._pending if each.row.request_id in open_]
+        self._oldest_first = not self._oldest_first
+        if not self._oldest_first:  # callers', but they do not keep a file from ever having its turn
+            waiting.sort(key=lambda each: not open_[each.row.request_id].urgent)
+        sizes = accumulate(len(each.recognition.tokens) for each in waiting)
+        count = max(1, sum(size <= MAX_RESCORE_TOKENS for size in sizes))
+        batch, self._pending = waiting[:count], waiting[count:]
+        if not batch:
+            return False
+        started, looked = time.perf_counter(), list[FinishedRow]()
+        with self._guard("hotwords", "looking twice", [each.row.request_id for each in batch]):
+            looked = self._rescorer.rescore(batch)
+        fill = min(1.0, sum(len(each.recognition.tokens) for each in batch) / MAX_RESCORE_TOKENS)
+        self._requests.stats.record_step("hotwords", time.perf_counter() - started, len(batch), fill)
+        self._complete(looked)
+        return True
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether anybody waits for a second look."""
+        return bool(self._pending)
+
+    def _complete(self, ended: Sequence[FinishedRow]) -> None:
+        requests = self._requests
+        timed = [each.row.request_id for each in ended if each.row.hypothesis.options.words]
+        with self._guard("decode", "aligning", timed):
+            ended = self._aligner.add_times(ended)
+        for row, answer, _ in ended:
+            if (utterance := requests.open.get(row.request_id)) is not None:
+                self._runner.remove_row(row)
+                reused: Reused = "audio" if utterance.answer_digest and not utterance.encoded else ""
+                requests.finish(utterance, answer, reused)
+                self._coalescer.publish_answer(utterance, answer)
+
+    def _finish_hypothesis(self, row: DecodeRow) -> Recognition | None:
+        """None where it has failed, is decoded again, or is to be encoded again."""
+        assert row.finish is not None
+        answer: Recognition | None = None
+        with self._guard("decode", "settling", [row.request_id]):
+            answer = row.hypothesis.finalize(row.finish)
+        if row.request_id not in self._requests.open:
+            return None
+        if len(row.hypothesis.rejected) == 1 and self._reencode_full_window(row):
+            return None
+        if answer is None:
+            self._requests.stats.record_fallback()
+            self._runner.restart_row(row)
+        return answer
+
+    def _reencode_full_window(self, row: DecodeRow) -> bool:
+        """Have it encoded with all of its window. False: nothing was left out, no room, or one fast try wanted."""
+        utterance, options = self._requests.open[row.request_id], row.hypothesis.options
+        if not self._requests.omits_window_silence(utterance) or (
+            options.hurried and len(options.temperatures) == 1
+        ):
+            return False
+        utterance.full_window = True
+        try:
+            self._requests.validate_capacity(utterance)
+        except OptionError:
+            utterance.pcm = None
+            return False
+        self._requests.stats.record_fallback()
+        self._runner.remove_row(row)
+        self._coalescer.request_frames(utterance)
+        return True

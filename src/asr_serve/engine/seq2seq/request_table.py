@@ -1,0 +1,152 @@
+"""Requests that have been let in: what each needs to be heard, what is worked on, and what they are told."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asr_serve import units
+from asr_serve.decoding.seq2seq import Hypothesis, Recognition, Reused
+from asr_serve.engine.request import RecognitionRequest, resolve
+from asr_serve.engine.seq2seq.decode_batch import rows_for
+from asr_serve.engine.seq2seq.decoder import DecodeRunner
+from asr_serve.engine.seq2seq.encoder import BorrowedPages
+from asr_serve.engine.seq2seq.scheduler import ScheduledRequest
+from asr_serve.engine.stats import EngineStats
+from asr_serve.types import EngineTimestamps, Priority
+
+
+class ResourceNeed(NamedTuple):
+    """Frames to encode, rows and pages to decode."""
+
+    frames: int
+    rows: int
+    pages: int
+
+
+class RequestTable:
+    """Of one engine, by number. Belongs to the loop's thread."""
+
+    stats: EngineStats
+    """The loop's."""
+
+    def __init__(
+        self,
+        model: Any,
+        runner: DecodeRunner,
+        window: str,
+        text: Callable[[list[int]], str],
+        tokens_per_s: float,
+        on_done: Callable[[int], None],
+        on_start: Callable[[list[int]], None],
+    ) -> None:
+        """`window`: see EngineConfig."""
+        self._model, self._runner = model, runner
+        self._window = window if hasattr(model, "window") else "packed"
+        self.text, self._tokens_per_s = text, tokens_per_s
+        self._on_done, self.on_start = on_done, on_start
+        self.open: dict[int, RecognitionRequest] = {}
+        self.borrowed_pages: dict[int, BorrowedPages] = {}
+        """Of those whose audio was encoded elsewhere: it lies in pages already."""
+        self.counts: Counter[Priority] = Counter()
+        self.last_live_s = -math.inf
+        """When somebody on line last wanted something."""
+
+    @property
+    def has_interactive(self) -> bool:
+        """Somebody waits for an answer."""
+        return bool(self.counts["live"] or self.counts["interactive"])
+
+    def add(self, utterance: RecognitionRequest, lent: BorrowedPages | None = None) -> None:
+        self.open[utterance.id] = utterance
+        self.counts[utterance.priority] += 1
+        utterance.full_window, utterance.arrived_s = self._window == "whole", time.monotonic()
+        if lent is not None:
+            self.borrowed_pages[utterance.id] = lent
+        if utterance.priority == "live":
+            self.last_live_s = utterance.arrived_s
+
+    def remove(self, request_id: int) -> RecognitionRequest:
+        utterance = self.open.pop(request_id)
+        self.counts[utterance.priority] -= 1
+        if self.borrowed_pages.pop(request_id, None) is None:
+            self._on_done(utterance.samples)
+        return utterance
+
+    def mark_started(self, ids: list[int]) -> list[RecognitionRequest]:
+        """These are worked on."""
+        start_ns = time.time_ns()
+        batch = [self.open[i] for i in ids]
+        new = [utterance for utterance in batch if not utterance.encode_start_ns]
+        for utterance in new:
+            utterance.encode_start_ns = start_ns
+            self.stats.record_queue_time(utterance.priority, max(0, start_ns - utterance.submitted_ns) / 1e9)
+        self.on_start([utterance.id for utterance in new])
+        return batch
+
+    def mark_encoded(self, utterance: RecognitionRequest) -> None:
+        """Its frames are in pages."""
+        if not self.omits_window_silence(utterance):
+            utterance.pcm = None
+        utterance.encode_end_ns = time.time_ns()
+
+    def finish_from_cache(self, utterance: RecognitionRequest, answer: Recognition) -> None:
+        """What somebody else was told."""
+        self.finish(utterance, answer, "answer")
+
+    def finish(self, utterance: RecognitionRequest, answer: Recognition, reused: Reused) -> None:
+        """It is answered, and not here any more."""
+        self.remove(utterance.id)
+        now_ns = time.time_ns()
+        if utterance.answer_digest:
+            self.stats.record_cache_lookup(reused or "none")
+        self.stats.record_recognition(utterance.samples, 0 if reused == "answer" else len(answer.tokens))
+        phases = EngineTimestamps(
+            submitted_ns=utterance.submitted_ns,
+            encode_start_ns=utterance.encode_start_ns or now_ns,
+            encode_end_ns=utterance.encode_end_ns or now_ns,
+            decode_end_ns=now_ns,
+        )
+        resolve(utterance.future, msgspec.structs.replace(answer, phases=phases, reused=reused))
+
+    # --- what one needs -----------------------------------------------------------------------------------
+
+    def resources_needed(self, utterance: RecognitionRequest) -> ResourceNeed:
+        pcm, whole = utterance.pcm, [True] * utterance.full_window
+        frames = 0 if pcm is None else self._model.count_frames(len(pcm), *whole)
+        limit, options = self._max_tokens(utterance.samples), utterance.options
+        return ResourceNeed(frames, rows_for(options), self._runner.pages_needed(frames, limit, options))
+
+    def to_scheduled(self, each: RecognitionRequest, like: RecognitionRequest) -> ScheduledRequest:
+        """As the planner knows it; `like`: as soon as that one."""
+        frames, rows, pages = self.resources_needed(each)
+        return ScheduledRequest(
+            each.id, frames, pages, like.priority, like.arrived_s * 1_000, like.within_ms, rows
+        )
+
+    def validate_capacity(self, utterance: RecognitionRequest) -> None:
+        """Raises OptionError where it asks for what there will never be."""
+        _, rows, pages = self.resources_needed(utterance)
+        self._runner.validate_capacity(rows, pages)
+
+    def hypothesis(self, utterance: RecognitionRequest) -> Hypothesis:
+        limit = self._max_tokens(utterance.samples)
+        hypothesis = Hypothesis(utterance.options, self._model.eos, limit, self.text, utterance.draft)
+        hypothesis.hotwords = utterance.hotwords
+        return hypothesis
+
+    def omits_window_silence(self, utterance: RecognitionRequest) -> bool:
+        """Whether silence is left out of its window that it may yet be heard with."""
+        pcm = None if self._window != "checked" or utterance.full_window else utterance.pcm
+        count = self._model.count_frames
+        return pcm is not None and bool(count(len(pcm)) < count(len(pcm), True))
+
+    def _max_tokens(self, samples: int) -> int:
+        """Nobody says more than this in that time; never past the model's positions, the first being BOS."""
+        most = 4 + int(units.samples_to_s(samples) * self._tokens_per_s)
+        return min(int(self._model.max_tokens) - 1, most)

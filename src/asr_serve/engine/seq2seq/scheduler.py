@@ -1,0 +1,163 @@
+"""What the device does next. Pure: no tensors, no clock of its own.
+
+Every request has work that arrived (frames to encode, then tokens to decode) and work done; a plan closes the
+gap, nearest deadline first, and then fills the batch with requests of about that length. Decoding rows run at
+every step; the plan decides who is encoded, and so who joins them.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+import msgspec
+
+from asr_serve.config import EngineConfig
+from asr_serve.types import Priority
+
+DEADLINE_MS: dict[Priority, int] = {"live": 100, "interactive": 500, "bulk": 60_000}
+"""How long after arrival a request should be encoded, unless it says so itself. Only the order of deadlines
+matters, within a class; the most urgent class comes first."""
+LIVE_RESERVE_FRACTION = 4
+"""While callers are on line, one in so many decoding rows and pages is kept for them: what a file holds it holds
+for seconds."""
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True):
+    """A request that is yet to be encoded."""
+
+    id: int
+    frames: int
+    pages: int
+    priority: Priority
+    arrived_ms: float
+    within_ms: int | None = None
+    rows: int = 1
+    """That it decodes in: one, or as many as it has beams."""
+
+    @property
+    def deadline_ms(self) -> float:
+        within_ms = DEADLINE_MS[self.priority] if self.within_ms is None else self.within_ms
+        return self.arrived_ms + within_ms
+
+
+class Seq2SeqScheduler:
+    """Waiting requests in, encode batches out."""
+
+    def __init__(self, config: EngineConfig, encode_frames: int) -> None:
+        self.config, self.encode_frames = config, encode_frames
+        self._queue: dict[int, ScheduledRequest] = {}
+        # (frames, id) and (deadline_ms, id), sorted
+        self._by_length: dict[Priority, list[tuple[int, int]]] = {p: [] for p in DEADLINE_MS}
+        self._by_deadline: dict[Priority, list[tuple[float, int]]] = {p: [] for p in DEADLINE_MS}
+        # Frames encoded over the share, per class; the one with less is due. `_due` is what the class served
+        # last stood at. Source: start-time fair queueing, Goyal et al., SIGCOMM 1996.
+        self._virtual_time: dict[Priority, float] = dict.fromkeys(DEADLINE_MS, 0.0)
+        self._system_virtual_time = 0.0
+        self._shares = config.shares
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def enqueue(self, request: ScheduledRequest) -> None:
+        if not self._by_deadline[request.priority]:
+            # A class that had nothing to do does not save up service for later.
+            self._virtual_time[request.priority] = max(
+                self._virtual_time[request.priority], self._system_virtual_time
+            )
+        self._queue[request.id] = request
+        bisect.insort(self._by_length[request.priority], (request.frames, request.id))
+        bisect.insort(self._by_deadline[request.priority], (request.deadline_ms, request.id))
+
+    def remove(self, request_id: int) -> bool:
+        """Take a request back; False when it is not waiting here."""
+        request = self._queue.pop(request_id, None)
+        if request is None:
+            return False
+        for order, key in (
+            (self._by_length[request.priority], (request.frames, request.id)),
+            (self._by_deadline[request.priority], (request.deadline_ms, request.id)),
+        ):
+            del order[bisect.bisect_left(order, key)]
+        return True
+
+    def schedule(
+        self, free_rows: int, free_pages: int, *, kept: tuple[int, int] = (0, 0), frames: int | None = None
+    ) -> list[int]:
+        """Ids to encode now, in order of length; they are no longer waiting.
+
+        free_rows: decoding rows without a tenant; free_pages: pages without a holder; kept: how many of both are
+        for live requests alone; frames: the most in this batch, if fewer than ever. Empty when decoding should
+        go on alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
+        """
+        room = {
+            p: (free_rows, free_pages) if p == "live" else _subtract_reserve(free_rows, free_pages, kept)
+            for p in DEADLINE_MS
+        }
+        waiting = [p for p, order in self._by_deadline.items() if order and room[p][0] > 0]
+        if not waiting or not self._worth_encoding(free_rows):
+            return []
+        # The nearest deadline of the class that has had less than its share.
+        chosen = min(waiting, key=lambda p: self._virtual_time[p])
+        head = self._queue[self._by_deadline[chosen][0][1]]
+        if not _fits(head, room[chosen]):
+            # Wait for it rather than let shorter ones pass it for ever; but callers do not wait for a file.
+            if chosen == "live" or "live" not in waiting:
+                return []
+            chosen, room = "live", {p: room[p] if p == "live" else (0, 0) for p in DEADLINE_MS}
+            head = self._queue[self._by_deadline[chosen][0][1]]
+            if not _fits(head, room[chosen]):
+                return []
+        self._system_virtual_time = self._virtual_time[chosen]
+        batch = self._fill(head, room, min(frames or self.encode_frames, self.encode_frames))
+        for request in batch:
+            self._virtual_time[request.priority] += request.frames / self._shares[request.priority]
+            self.remove(request.id)
+        return [request.id for request in sorted(batch, key=lambda r: (r.frames, r.id))]
+
+    def _worth_encoding(self, free_rows: int) -> bool:
+        rows = self.config.max_decode_rows
+        enough = free_rows >= min(len(self._queue), max(1, rows // 4))
+        return enough or bool(self._by_deadline["live"] or self._by_deadline["interactive"])
+
+    def _fill(
+        self, head: ScheduledRequest, room: dict[Priority, tuple[int, int]], most_frames: int
+    ) -> list[ScheduledRequest]:
+        """`head` and its neighbours in length, while the batch stays dense and within every bound.
+
+        The other classes take what room is left: riding along with any would undo the shares.
+        """
+        batch, rows, pages, frames, longest = [head], head.rows, head.pages, head.frames, head.frames
+        for priority in sorted(self._by_length, key=lambda p: p != head.priority):
+            free_rows, free_pages = room[priority]
+            order = self._by_length[priority]
+            above = bisect.bisect_left(order, (head.frames, head.id))
+            below = above - 1
+            above += priority == head.priority  # past the head itself
+            while rows < free_rows and (below >= 0 or above < len(order)):
+                take_below = above >= len(order) or (
+                    below >= 0 and head.frames - order[below][0] <= order[above][0] - head.frames
+                )
+                candidate = self._queue[order[below if take_below else above][1]]
+                below, above = (below - 1, above) if take_below else (below, above + 1)
+                padded = (len(batch) + 1) * max(longest, candidate.frames)
+                dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
+                if padded > most_frames or not dense:
+                    if take_below:
+                        below = -1  # whoever is shorter still would pad more
+                    else:
+                        above = len(order)
+                    continue
+                if not _fits(candidate, (free_rows - rows, free_pages - pages)):
+                    continue
+                batch.append(candidate)
+                rows, pages, frames = rows + candidate.rows, pages + candidate.pages, frames + candidate.frames
+                longest = max(longest, candidate.frames)
+        return batch
+
+
+def _fits(request: ScheduledRequest, room: tuple[int, int]) -> bool:
+    return request.rows <= room[0] and request.pages <= room[1]
+
+
+def _subtract_reserve(free_rows: int, free_pages: int, kept: tuple[int, int]) -> tuple[int, int]:
+    return max(0, free_rows - kept[0]), max(0, free_pages - kept[1])

@@ -1,1 +1,0 @@
-"""Who speaks: models beside what recognises."""

@@ -1,0 +1,403 @@
+"""The work of a streaming model: callers' streams, piece by piece; and utterances, which are there at once."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from asr_serve.decoding.biasing_list import StreamingBiasingList
+from asr_serve.engine.executor import CheckThrottle, LoopContext, StepGuard
+from asr_serve.engine.request import RecognitionRequest, StreamChunk, reject, resolve
+from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView
+from asr_serve.engine.streaming.biasing import StreamBiasingCompiler
+from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession, StreamingStepOutput
+from asr_serve.engine.streaming.offload import MAX_OFFLOADS_PER_STEP, OffloadStore, StreamOffloader
+from asr_serve.engine.streaming.request import ReplayAudioBudget, StreamRequest, stream_state_lost, to_recognition
+from asr_serve.engine.streaming.slot_queue import LIVE_RESERVED_SLOTS, MAX_WAIT_S, MAX_WAITING, SlotQueue
+from asr_serve.errors import Cancelled
+from asr_serve.types import Priority, SearchResult
+
+
+class StreamingExecutor:
+    """Owns the wrapper and everything that goes through it. See engine/work.Work."""
+
+    def __init__(
+        self,
+        wrapper: ChunkedModelRunner,
+        shares: Mapping[Priority, float],
+        on_done: Callable[[int], None],
+        on_start: Callable[[list[int]], None],
+        *,
+        tiers: OffloadStore | None = None,
+        sleep_after_s: float = 10.0,
+        hears_again: bool = False,
+        spell: Callable[[str], StreamingBiasingList] | None = None,
+    ) -> None:
+        """`shares`: of the slots that are given while others wait too, by class. `tiers`: where callers' streams
+        sleep when nothing comes for `sleep_after_s`; None: they never do. `hears_again`: the tiers may lose one;
+        then it is heard again, from audio that is kept. `spell`: hot words as searches read them."""
+        self.model_runner, self.device = wrapper, wrapper.device
+        self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), hears_again
+        self._on_done, self._on_start = on_done, on_start
+        self._streams: dict[int, StreamRequest] = {}
+        self._replay_budget = ReplayAudioBudget(self._streams, self._offloader.offloaded)
+        self._stream_by_session: dict[StreamingSession, int] = {}
+        self._waiting = SlotQueue(shares)
+        """Those without a slot that have something to hear; where nobody sleeps, all without one."""
+        self._recordings = 0
+        """Utterances that have one."""
+        self._biasing = StreamBiasingCompiler(spell, self._fail_stream)
+        self._look_through = CheckThrottle()
+
+    def attach(self, keeper: LoopContext) -> None:
+        self._keeper = keeper
+        self._offloader.attach(keeper)
+        self._biasing.attach(keeper)
+
+    @property
+    def due_s(self) -> float | None:
+        due_ms, longest = self.model_runner.due_ms, self._waiting.longest_waiting
+        due_s = [
+            None if due_ms is None else due_ms / 1_000,
+            None if longest is None else longest[1] + MAX_WAIT_S,
+            self._offloader.due_s(self._slots_wanted),
+        ]
+        return min((due for due in due_s if due is not None), default=None)
+
+    @property
+    def idle(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        states = self.model_runner.states
+        assert states.used == len(self._stream_by_session), "a slot was lost"
+        if not self._look_through(states.slots + len(self._streams)):
+            return
+        states.check()
+        seated, waiting = set(self._stream_by_session.values()), set(self._waiting)
+        assert len(seated) == len(self._stream_by_session), "two slots for one"
+        assert seated.isdisjoint(waiting), "somebody with a slot waits for one"
+        busy = {number for number, stream in self._streams.items() if stream.utterance or stream.pending_chunks}
+        silent = self._streams.keys() - busy
+        assert busy <= seated | waiting <= self._streams.keys(), "somebody is forgotten"
+        self._offloader.check_invariants(silent & seated, silent - seated - waiting)
+        self._replay_budget.check()
+
+    def shutdown(self, error: Exception) -> None:
+        left = list(self._streams.values())
+        try:
+            for number in list(self._streams):
+                self._remove_stream(number)
+        finally:
+            for stream in left:
+                self._reject(stream, error)
+            self._biasing.close()
+
+    def report(self) -> dict[str, int]:
+        states = self.model_runner.states
+        pages = {"pages": states.slots, "pages_used": states.used}
+        return {"waiting": len(self._waiting), "decoding": len(self._stream_by_session), **pages}
+
+    def describe(self) -> dict[str, Any]:
+        held = {"slots": self.model_runner.states.slots, "slots_used": self.model_runner.states.used}
+        return held | {"streams_asleep": len(self._offloader.offloaded)}
+
+    # --- utterances --------------------------------------------------------------------------------------
+
+    def submit(self, utterance: RecognitionRequest) -> None:
+        stream = StreamRequest(utterance.priority, utterance.priority == "live", utterance)
+        self._streams[utterance.id] = stream
+        self._waiting.enqueue(utterance.id, stream.priority)
+        self._biasing.compile(utterance.id, stream)
+
+    def cancel(self, request_id: int) -> None:
+        self._fail_stream(request_id, Cancelled("the request was cancelled"))
+
+    # --- streams -----------------------------------------------------------------------------------------
+
+    def open_stream(
+        self,
+        number: int,
+        live: bool,
+        samples: int | None = None,
+        saved: SessionSnapshot | None = None,
+        words: bool = False,
+        bias: str = "",
+    ) -> None:
+        """Of a caller. `samples`: the most that will come. `saved`: where it stood, here or in another engine of
+        the same model. `words`: pieces may be timed. `bias`: hot words, as SearchOptions has them. Raises
+        ValueError for one that cannot be gone on with."""
+        stream = StreamRequest("live", live, samples=samples, keeps=self._replays, words=words, bias=bias)
+        if saved is not None and (held := stream.load_state(saved)) is not None:
+            self._validate_saved(stream, held)
+            if self._offloader.enabled and self._offloader.offload(number, held):
+                stream.saved_session = None  # as many may come as sleep elsewhere
+        self._streams[number] = stream
+        self._replay_budget.add(stream)
+        if not self._offloader.enabled:  # then who comes first keeps a slot from here on
+            self._waiting.enqueue(number, "live")
+        self._biasing.compile(number, stream)
+
+    def export_stream(self, number: int) -> SessionSnapshot | None:
+        """The stream leaves this engine; all its pieces have been answered. None: it has to be heard from its
+        start, which may be nothing so far: it knows nothing, or what it knew was lost."""
+        held = (stream := self._streams[number]).saved_session
+        assert not stream.pending_chunks, "a stream that is busy"
+        if stream.session is not None and stream.session.audio_buffer.samples:
+            held = self._saved_state(number, stream.session)
+        elif number in self._offloader.offloaded:
+            held = self._offloader.read_blocking(number)
+        saved = stream.save_state(held) if held is not None or stream.replay_audio else None
+        self._remove_stream(number)
+        return saved
+
+    def append_audio(self, piece: StreamChunk) -> None:
+        stream = self._streams.get(piece.session)
+        if stream is None:
+            reject(piece.future, Cancelled("the stream was closed"))
+            return
+        stream.pending_chunks.append(piece)
+        if stream.session is not None:
+            self._offloader.mark_active(piece.session)
+            self._advance_stream(piece.session)
+        elif len(stream.pending_chunks) == 1:
+            self._enqueue_for_slot(piece.session, stream)
+
+    def close_stream(self, number: int) -> None:
+        """At any moment. Idempotent."""
+        self._fail_stream(number, Cancelled("the stream was closed"))
+
+    # --- a turn ------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Slots for those who wait; and a chunk of everybody who is ready, if it is due."""
+        self._offloader.expire_reads()
+        self._assign_slots()
+        slept = self._offload_idle()
+        self._refuse_overdue()
+        started, wrapper = time.perf_counter(), self.model_runner
+        if not (running := wrapper.schedule(1_000 * time.monotonic())):
+            return slept
+
+        def fail(error: Exception) -> None:
+            for session in running:
+                self._fail_stream(self._stream_by_session[session], error)
+
+        done: list[StreamingStepOutput] = []
+        with StepGuard(self._keeper.stats, "chunk", "a chunk", fail):
+            done = wrapper.step(running, 1_000 * time.monotonic())
+        for session, found in done:
+            number = self._stream_by_session[session]
+            self._streams[number].add_found(found)
+            self._advance_stream(number)
+        rows = len(running)
+        self._keeper.stats.record_step("chunk", time.perf_counter() - started, rows, rows / wrapper.max_rows)
+        return True
+
+    def _assign_slots(self) -> None:
+        """Give slots to those who wait. More recordings than share a step would only keep each other, and callers,
+        waiting."""
+        kept = (
+            self.model_runner.states.slots // LIVE_RESERVED_SLOTS if self._keeper.vad_scheduler.live_count else 0
+        )
+        while len(self._waiting) and (free := self._free_slots):
+            crowded = self._recordings >= self.model_runner.max_rows or free <= kept
+            allowed: tuple[Priority, ...] = ("live",) if crowded else ("live", "interactive", "bulk")
+            number = self._waiting.pop(allowed, self._offloader.restoring.keys() | self._biasing.waiting_streams)
+            if number is None:
+                return
+            stream = self._streams[number]
+            session = stream.session = self._open_session(number, stream)
+            self._stream_by_session[session] = number
+            if stream.utterance is not None:
+                self._recordings += 1
+                self._start_utterance(session, stream.utterance)
+            else:
+                self._resume_session(number, stream, session)
+            self._advance_stream(number)
+
+    def _resume_session(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
+        """It goes on where it stood, if it has had a session before."""
+        held, stream.saved_session = stream.saved_session, None
+        with self._isolate_failure(number):
+            if held is not None:
+                self._restore_session(number, session, held)
+            elif stream.not_replayable:
+                self._fail_stream(number, stream_state_lost())
+            else:
+                for pcm in stream.restart_replay():
+                    self._append_to_session(session, pcm, last=False)
+        if number in self._streams:
+            self._offloader.restored(number)
+
+    def _enqueue_for_slot(self, number: int, stream: StreamRequest) -> None:
+        """Its audio does, from now on, for a slot; and if it slept, for what it knew."""
+        self._waiting.enqueue(number, "live", time.monotonic() if stream.live else None)
+        if self._waiting.count("live") > MAX_WAITING:
+            self._fail_stream(number, self._waiting.at_capacity(self.model_runner.states.slots))
+        elif number in self._offloader.offloaded:
+            self._offloader.prefetch(number, self._on_restored)
+
+    def _on_restored(self, number: int, held: SessionSnapshotView | None) -> None:
+        """What a stream knew that was called; None: it is lost."""
+        stream = self._streams[number]
+        with contextlib.suppress(ValueError):  # nobody but us wrote it: whatever holds it is broken
+            if held is not None:
+                self._validate_saved(stream, held)
+                stream.saved_session = held
+        if stream.saved_session is None:
+            self._keeper.stats.record_recompute()
+            if not stream.replay_audio:
+                self._fail_stream(number, stream_state_lost())
+
+    def _refuse_overdue(self) -> None:
+        """Those for whom there is no slot, and whose words would come too late."""
+        while (longest := self._waiting.longest_waiting) and longest[1] + MAX_WAIT_S <= time.monotonic():
+            self._fail_stream(longest[0], self._waiting.at_capacity(self.model_runner.states.slots))
+
+    def _start_utterance(self, session: StreamingSession, utterance: RecognitionRequest) -> None:
+        assert utterance.pcm is not None
+        utterance.encode_start_ns = time.time_ns()
+        waited_s = max(0, utterance.encode_start_ns - utterance.submitted_ns) / 1e9
+        self._keeper.stats.record_queue_time(utterance.priority, waited_s)
+        self._on_start([utterance.id])
+        with self._isolate_failure(utterance.id):
+            self._append_to_session(session, utterance.pcm, last=True)
+            utterance.pcm = None
+
+    def _append_to_session(self, session: StreamingSession, pcm: np.ndarray, last: bool) -> None:
+        now_ms = 1_000 * time.monotonic()
+        self.model_runner.append_audio(session, pcm, now_ms)
+        if last:
+            self.model_runner.finish_audio(session, now_ms)
+
+    def _advance_stream(self, number: int) -> None:
+        """What can be told; and the next piece, when the session has taken all of the first that it can."""
+        if (stream := self._streams.get(number)) is None or (session := stream.session) is None:
+            return
+        with self._isolate_failure(number):
+            while stream.pending_chunks and session.ready_since_ms is None and not stream.answer_requested:
+                if not stream.first_chunk_fed:
+                    self._replay_budget.append_audio(stream, stream.pending_chunks[0].pcm)
+                    self._append_to_session(session, stream.pending_chunks[0].pcm, stream.pending_chunks[0].last)
+                    stream.first_chunk_fed = True
+                    continue
+                stream.answer_requested = True
+                self._request_answer(number, stream, session)
+                if number not in self._streams:
+                    return
+            if stream.utterance is not None and session.finished:
+                self._finish_utterance(number, stream.utterance, stream.take_result(session, timed=True))
+
+    def _request_answer(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
+        """For the answer to its first piece, all of which was heard."""
+        found = stream.take_result(session, stream.pending_chunks[0].with_times)
+        if session.finished:
+            self._keeper.stats.record_recognition(session.audio_buffer.samples, stream.emitted_tokens)
+        self._emit_answer(number, stream, session, found)
+
+    def _emit_answer(self, number: int, stream: StreamRequest, session: StreamingSession, found: Any) -> None:
+        stream.first_chunk_fed = stream.answer_requested = False
+        piece = stream.pending_chunks.popleft()
+        if session.finished:
+            self._remove_stream(number)
+        elif not stream.pending_chunks:
+            self._offloader.mark_idle(number)
+        resolve(piece.future, found)
+
+    def _isolate_failure(self, number: int) -> StepGuard:
+        """What may fail one of them."""
+        return StepGuard(self._keeper.stats, "chunk", "hearing", lambda error: self._fail_stream(number, error))
+
+    def _finish_utterance(self, number: int, utterance: RecognitionRequest, found: SearchResult) -> None:
+        answer = to_recognition(utterance, found, self.model_runner.model.frame_samples)
+        self._remove_stream(number)
+        self._on_done(utterance.samples)
+        self._keeper.stats.record_recognition(utterance.samples, len(answer.tokens))
+        resolve(utterance.future, answer)
+
+    # --- sleep -------------------------------------------------------------------------------------------
+
+    @property
+    def _slots_wanted(self) -> bool:
+        """Somebody waits for a slot, and could be given one."""
+        wants = self._waiting.waiting_priorities(self._offloader.restoring.keys() | self._biasing.waiting_streams)
+        return "live" in wants or (bool(wants) and self._recordings < self.model_runner.max_rows)
+
+    def _offload_idle(self) -> bool:
+        """Those who are quiet, a few at once; the slots are for those who wait."""
+        slept = False
+        for _ in range(MAX_OFFLOADS_PER_STEP):
+            if (number := self._offloader.next_to_offload(self._slots_wanted)) is None:
+                break
+            slept |= self._offload_stream(number)
+            self._assign_slots()
+        return slept
+
+    def _offload_stream(self, number: int) -> bool:
+        """False: there is no room for it."""
+        session = (stream := self._streams[number]).session
+        assert session is not None
+        waiting = ((each, self._streams[each]) for each in self._waiting)
+        if session.audio_buffer.samples and not self._offloader.offload(
+            number, self._saved_state(number, session), waiting
+        ):
+            return False
+        self._release_session(number, stream, session)
+        return True
+
+    def _saved_state(self, number: int, session: StreamingSession) -> SessionSnapshotView:
+        """What a session knows, where it lies."""
+        return self.model_runner.saved_view(session)
+
+    def _validate_saved(self, stream: StreamRequest, held: SessionSnapshotView) -> None:
+        """Raises ValueError for what its session cannot go on from."""
+        self.model_runner.validate_saved(held)
+
+    def _restore_session(self, number: int, session: StreamingSession, held: SessionSnapshotView) -> None:
+        self.model_runner.restore_session(session, held, 1_000 * time.monotonic())
+
+    # --- endings -----------------------------------------------------------------------------------------
+
+    @property
+    def _free_slots(self) -> int:
+        """Slots that may be given."""
+        return self.model_runner.free_sessions
+
+    def _open_session(self, number: int, stream: StreamRequest) -> StreamingSession:
+        return self.model_runner.open_session(live=stream.live, words=stream.words, hot=stream.biasing)
+
+    def _remove_stream(self, number: int) -> StreamRequest:
+        """Nothing is held for it any more, wherever it was."""
+        stream = self._streams.pop(number)
+        self._replay_budget.remove(stream)
+        self._waiting.remove(number, stream.priority)
+        if stream.session is not None:
+            self._release_session(number, stream, stream.session)
+        self._offloader.forget(number)
+        self._biasing.cancel(number)
+        return stream
+
+    def _release_session(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
+        """Its slot is free."""
+        self._offloader.mark_active(number)
+        self._recordings -= stream.utterance is not None
+        stream.session = None
+        del self._stream_by_session[session]
+        self.model_runner.close_session(session)
+
+    def _fail_stream(self, number: int, error: Exception) -> None:
+        """If it is still here."""
+        if number in self._streams:
+            self._reject(self._remove_stream(number), error)
+
+    def _reject(self, stream: StreamRequest, error: Exception) -> None:
+        if stream.utterance is not None:
+            self._on_done(stream.utterance.samples)
+            reject(stream.utterance.future, error)
+        while stream.pending_chunks:
+            reject(stream.pending_chunks.popleft().future, error)

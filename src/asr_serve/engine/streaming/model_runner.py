@@ -1,0 +1,452 @@
+"""A streaming model over many sessions: chunks of whoever is ready go through it as one batch.
+
+The sequential path, one session after another through the same model, is what runs unless chunked inference is
+asked for; it is the reference that the chunked one must equal, numbers and text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
+from asr_serve.devices.interface import Device
+from asr_serve.engine.session_snapshot import BytesLike, SessionSnapshot, SessionSnapshotView, decode_header
+from asr_serve.engine.state_cache import StateCacheManager, StateSlot, state_row_bytes, tensor_bytes
+from asr_serve.engine.streaming.audio_buffer import AudioBuffer, ChunkAudioPosition
+from asr_serve.engine.streaming.search_router import add_prefix, select_prefix
+from asr_serve.engine.streaming.token_alignment import SavedAlignment as KeptEvidence
+from asr_serve.engine.streaming.token_alignment import StreamTokenAligner, compact_posteriors
+from asr_serve.models.interfaces import (
+    NBestHypothesis,
+    SearchResult,
+    StatefulSearch,
+    StateSpec,
+    StreamingChunk,
+    StreamingModel,
+    StreamingSearch,
+)
+
+MAX_BATCH_ROWS = 64
+"""Sessions in one step."""
+WAIT_MS = 10.0
+"""How long who is ready waits for company."""
+MAX_BATCH_WAIT_MS = 1_000.0
+"""The same for who does not speak live: a recording that is there already."""
+BULK_FRAMES = 32
+"""Encoder frames that a recording takes in a step where nobody speaks. All sessions' state has room for them."""
+LIVE_IDLE_MS = 5_000.0
+"""When callers have brought nothing for so long, nobody speaks."""
+
+
+class StreamingSession:
+    """One stream through the model. Belongs to its wrapper."""
+
+    def __init__(
+        self,
+        slot: StateSlot,
+        audio: AudioBuffer,
+        live: bool,
+        evidence: StreamTokenAligner | None,
+        hot: StreamingBiasingList | None = None,
+    ) -> None:
+        self.slot, self.audio_buffer, self.live, self.aligner, self.biasing = slot, audio, live, evidence, hot
+        self.ready_since_ms: float | None = None
+        """Since when its next chunk is there; None: it is not."""
+        self.finished = False
+        """Its last frame was taken."""
+        self.hypotheses: list[NBestHypothesis] = []
+        """Once over: how it may end, best first."""
+
+
+class StreamingStepOutput(NamedTuple):
+    """What a step did for one session."""
+
+    session: StreamingSession
+    found: SearchResult
+
+
+class _SavedSession(NamedTuple):
+    """Of a saved session. Its parts: a row of each tensor of state; the audio that waits; what the search keeps
+    besides, numbers and a tensor."""
+
+    layout: bytes
+    """Equal where rows mean the same, as far as shapes tell."""
+    position: ChunkAudioPosition
+    hypotheses: Annotated[list[NBestHypothesis], msgspec.Meta(max_length=1_024)]
+    """Once over: one at least."""
+    alignment: KeptEvidence | None
+    biasing: bytes = b""
+    """Of its hot words, the digest."""
+
+
+class _StepInput(NamedTuple):
+    """Of a step, on the host: see Chunk."""
+
+    pcm: Tensor
+    seen: Tensor
+    frames: Tensor
+    ends: Tensor
+
+
+class _StepBatch:
+    """The input of every step, whatever its shape, in the same memory."""
+
+    def __init__(self, rows: int, samples: int) -> None:
+        """`rows` and `samples` of the largest."""
+        self._pcm = torch.zeros(rows * samples)
+        self._numbers = torch.zeros(3, rows, dtype=torch.int64)
+
+    def fill(
+        self, rows: int, samples: int, sessions: Sequence[StreamingSession], frames: Sequence[int]
+    ) -> _StepInput:
+        """`rows` of them, those past the sessions empty."""
+        made = _StepInput(
+            self._pcm[: rows * samples].view(rows, samples), *(each[:rows] for each in self._numbers)
+        )
+        pcm, seen, counts, ends = (each.numpy() for each in made)
+        for row, (session, count) in enumerate(zip(sessions, frames, strict=True)):
+            session.audio_buffer.read_window(pcm[row])
+            seen[row], counts[row], ends[row] = (
+                session.audio_buffer.seen_frames,
+                count,
+                session.audio_buffer.is_complete,
+            )
+        seen[len(sessions) :] = counts[len(sessions) :] = ends[len(sessions) :] = 0
+        pcm[len(sessions) :] = 0.0
+        return made
+
+
+class ChunkedModelRunner:
+    """Sessions of one streaming model. Belongs to one thread.
+
+    Whoever is ready runs and others wait; who is ready waits a moment for company, `wait_ms` at most, unless
+    everybody is there or the step is full. Those that have most of a recording to hear take many chunks at once.
+    """
+
+    def __init__(
+        self,
+        model: StreamingModel,
+        search: StreamingSearch,
+        device: Device,
+        *,
+        slots: int,
+        chunk: int,
+        kv_bytes: int | None = None,
+        use_chunked_inference: bool = False,
+        max_rows: int = MAX_BATCH_ROWS,
+        wait_ms: float = WAIT_MS,
+        bulk_frames: int | None = None,
+        aligns: bool = False,
+        graphs: bool = True,
+        poison: bool = False,
+    ) -> None:
+        """`chunk`: encoder frames of a step, a multiple of the model's block. `kv_bytes`: what the sessions' state
+        may take; fewer than `slots` of them are let in where that is not enough. `bulk_frames`: the most, of all
+        rows together, in a step of many chunks; None: as many as the device needs to be busy. `aligns`: the
+        search is over the model's head `ctc`. `graphs`: record steps, on a device that can. `poison`: see
+        StateCacheManager."""
+        assert chunk % model.frame_block == 0, (
+            f"chunks of {chunk} frames, where {model.frame_block} see each other"
+        )
+        self.model, self.search, self.device, self._aligns = model, search, device, aligns
+        self.chunked, self.wait_ms = use_chunked_inference, wait_ms
+        self.sizes = (chunk, max(1, BULK_FRAMES // chunk) * chunk)
+        self._windows = {size: model.audio_window(size).samples for size in self.sizes}
+        for size, samples in self._windows.items():
+            assert samples >= size * model.frame_samples, "a window reaches to where the next one begins"
+        encoder, found = model.state_specs(self.sizes[-1]), search.state_specs()
+        audio = StateSpec((self._windows[self.sizes[-1]],), initial_value=None, on_host=True)
+        specs = {"audio": audio, **add_prefix("encoder", encoder), **add_prefix("search", found)}
+        if kv_bytes is not None:
+            slots = max(1, min(slots, kv_bytes // state_row_bytes(specs)))
+        self.max_rows = min(max_rows, slots) if self.chunked else 1
+        self._bulk_rows = max(1, (bulk_frames or device.encode_frames) // self.sizes[-1])
+        self.states = StateCacheManager(specs, slots, device.torch_device, poison=poison)
+        names = ("frame_samples", "heads", "vocab_size", "blank_id", "durations")
+        told = [getattr(model, name, None) for name in names]
+        facts = [type(model).__module__, type(search).__name__, told, self._windows, list(specs.items())]
+        self._layout = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
+        self._search_keeps_state = search if isinstance(search, StatefulSearch) else None
+        self._expecting = search if isinstance(search, BiasingSearch) else None
+        self._encoder = select_prefix("encoder", self.states.tensors)
+        self._search = select_prefix("search", self.states.tensors)
+        self._sessions: set[StreamingSession] = set()
+        self._ready: set[StreamingSession] = set()
+        self._spoken_ms = -LIVE_IDLE_MS
+        """When a caller last brought audio."""
+        self._batch = _StepBatch(self._padded_rows(self.max_rows), self._windows[self.sizes[-1]])
+        self._shapes: set[tuple[int, int]] = set()
+        """Of steps that were taken before."""
+        self._forward = device.capture(self._step) if graphs else self._step
+
+    # --- sessions --------------------------------------------------------------------------------------
+
+    def open_session(
+        self, *, live: bool = True, words: bool = False, hot: StreamingBiasingList | None = None
+    ) -> StreamingSession:
+        """`words`: somebody will ask when its tokens were said. `hot`: its hot words. Raises AtCapacity."""
+        slot = self.states.allocate()
+        row = self.states.tensors["audio"][slot.row]
+        row.zero_()
+        audio = AudioBuffer(row, self.model.audio_window(self.sizes[0]))
+        session = StreamingSession(slot, audio, live, StreamTokenAligner() if words else None, hot)
+        if self._expecting is not None:
+            self._expecting.set_biasing(slot.row, hot)
+        else:
+            assert hot is None, "hot words for a search that knows none"
+        self._sessions.add(session)
+        return session
+
+    def append_audio(self, session: StreamingSession, pcm: np.ndarray, now_ms: float) -> None:
+        """`pcm` (n,) float32 at 16 kHz, any n. What no chunk has taken is kept: bound it."""
+        if session.live:
+            self._spoken_ms = now_ms
+        session.audio_buffer.append(pcm)
+        self._update_readiness(session, now_ms)
+
+    def finish_audio(self, session: StreamingSession, now_ms: float) -> None:
+        """No more will come: the rest is ready, however short."""
+        session.audio_buffer.ended = True
+        self._update_readiness(session, now_ms)
+
+    def close_session(self, session: StreamingSession) -> None:
+        """At any time."""
+        self._sessions.remove(session)
+        self._ready.discard(session)
+        if self._search_keeps_state is not None:
+            self._search_keeps_state.free(session.slot.row)
+        if self._expecting is not None:
+            self._expecting.set_biasing(session.slot.row, None)
+        self.states.free(session.slot)
+
+    def _update_readiness(self, session: StreamingSession, now_ms: float) -> None:
+        audio = session.audio_buffer
+        if audio.ended and audio.seen_frames >= self.model.count_frames(audio.samples):
+            session.finished = True
+            if not audio.seen_frames:
+                self.states.prepare_rows([session.slot])  # it never ran: its row is somebody else's still
+            session.hypotheses = self.search.finish(session.slot.row, self._search)
+            if session.aligner is not None:
+                session.aligner.append_step(session.hypotheses[0].tokens, None)
+        if not session.finished and (
+            audio.ended or audio.has_window(self._windows[self.sizes[0]], self.model.frame_samples)
+        ):
+            self._ready.add(session)
+            if session.ready_since_ms is None:
+                session.ready_since_ms = now_ms
+        else:
+            self._ready.discard(session)
+            session.ready_since_ms = None
+
+    @property
+    def free_sessions(self) -> int:
+        """Sessions that may still be opened."""
+        return self.states.slots - self.states.used
+
+    # --- saved sessions --------------------------------------------------------------------------------
+
+    def save_session(self, session: StreamingSession) -> SessionSnapshot:
+        """Between two steps: from it `load` makes one that goes on to the bit."""
+        return self.saved_view(session).to_snapshot()
+
+    def saved_view(self, session: StreamingSession) -> SessionSnapshotView:
+        """The same without a copy, until the session's next step."""
+        audio, row = session.audio_buffer, session.slot.row
+        evidence = session.aligner
+        frames = b"" if evidence is None else evidence.frames.tobytes()
+        parts: list[BytesLike] = [
+            *self.states.export_parts(session.slot),
+            tensor_bytes(torch.from_numpy(audio.unbuffered)),
+            frames,
+        ]
+        if self._search_keeps_state is not None:
+            beside, tensor = self._search_keeps_state.export_state(row)
+            parts += [memoryview(beside), tensor_bytes(tensor)]
+        kept = None if evidence is None else evidence.saved
+        hot = session.biasing.digest if session.biasing is not None else b""
+        numbers = _SavedSession(self._layout, audio.position, session.hypotheses, kept, hot)
+        return SessionSnapshotView(msgspec.msgpack.encode(numbers), parts)
+
+    @property
+    def part_sizes(self) -> int:
+        """Of a saved session."""
+        return len(self.states.specs) + (2 if self._search_keeps_state is None else 4)
+
+    def validate_saved(self, saved: SessionSnapshot | SessionSnapshotView) -> ChunkAudioPosition:
+        """Raises ValueError for one of another model, or of other sizes. What its rows say is not looked at. Where
+        it stands."""
+        numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
+        if numbers.layout != self._layout or len(saved.parts) != self.part_sizes:
+            raise ValueError("a session of another model, or of one that was set up in another way")
+        self.states.check_parts(saved.parts[:rows])
+        blank = AudioBuffer(self.states.tensors["audio"][-1], self.model.audio_window(self.sizes[0]))
+        blank.validate(numbers.position, saved.parts[rows], self.model.frame_samples)
+        self._evidence(numbers, saved.parts[rows + 1])
+        if numbers.hypotheses and not numbers.position.ended:
+            raise ValueError("a session that is over, and has not ended")
+        return numbers.position
+
+    @staticmethod
+    def _evidence(numbers: _SavedSession, frames: BytesLike) -> StreamTokenAligner | None:
+        """Of a saved session. Raises ValueError."""
+        if numbers.alignment is None and len(frames):
+            raise ValueError("a saved session with frames that nobody asked for")
+        return (
+            None
+            if numbers.alignment is None
+            else StreamTokenAligner(numbers.alignment, frames, numbers.position.seen_frames)
+        )
+
+    def load_session(
+        self,
+        saved: SessionSnapshot | SessionSnapshotView,
+        live: bool,
+        now_ms: float = 0.0,
+        hot: StreamingBiasingList | None = None,
+    ) -> StreamingSession:
+        """Raises AtCapacity, and ValueError as `expect` does."""
+        self.validate_saved(saved)
+        session = self.open_session(live=live, hot=hot)
+        try:
+            self.restore_session(session, saved, now_ms)
+        except ValueError:
+            self.close_session(session)
+            raise
+        return session
+
+    def restore_session(
+        self, session: StreamingSession, saved: SessionSnapshot | SessionSnapshotView, now_ms: float
+    ) -> None:
+        """Have one that is new stand where that one stood. Raises ValueError; then close it."""
+        numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
+        if numbers.biasing != (session.biasing.digest if session.biasing is not None else b""):
+            raise ValueError("a saved session with other hot words")
+        self.states.import_parts(session.slot, saved.parts[:rows])
+        session.audio_buffer.restore(numbers.position, saved.parts[rows])
+        if self._search_keeps_state is not None:
+            beside: list[BytesLike] = list(saved.parts[rows + 2 :])
+            seen, where = numbers.position.seen_frames, self.device.torch_device
+            self._search_keeps_state.import_state(
+                session.slot.row, bytes(beside[0]), bytes(beside[1]), seen, where
+            )
+        session.aligner = self._evidence(numbers, saved.parts[rows + 1])
+        session.hypotheses, session.finished = numbers.hypotheses, bool(numbers.hypotheses)
+        if not session.finished:
+            self._update_readiness(session, now_ms)
+
+    # --- steps -----------------------------------------------------------------------------------------
+
+    @property
+    def due_ms(self) -> float | None:
+        """When the next step is due, on the clock of `put`; None when nobody is ready."""
+        if not self._ready:
+            return None
+        since = min(self._oldest_ready_ms(session) for session in self._ready)
+        alone = not self.chunked or len(self._ready) >= min(self.max_rows, len(self._sessions))
+        return since if alone else since + self.wait_ms
+
+    def schedule(self, now_ms: float) -> list[StreamingSession]:
+        """Those who take the next step together, as long a one; nobody before it is due."""
+        if (due_ms := self.due_ms) is None or now_ms < due_ms:
+            return []
+        first, *others = sorted(self._ready, key=self._urgency)
+        size = self._step_frames(first, now_ms)
+        fits = [session for session in others if self._step_frames(session, now_ms) == size]
+        rows = self.max_rows if size == self.sizes[0] else min(self.max_rows, self._bulk_rows)
+        return [first, *fits[: rows - 1]]
+
+    @staticmethod
+    def _oldest_ready_ms(session: StreamingSession) -> float:
+        assert session.ready_since_ms is not None
+        return session.ready_since_ms
+
+    def _urgency(self, session: StreamingSession) -> tuple[float, int]:
+        return self._oldest_ready_ms(session) + (0.0 if session.live else MAX_BATCH_WAIT_MS), session.slot.row
+
+    def _step_frames(self, session: StreamingSession, now_ms: float) -> int:
+        """Frames of a step that suits it: many where nobody waits for the first of them, nor for the step to end.
+        The rest of a recording may fill a step of many by half."""
+        one, bulk = self.sizes[0], self.sizes[-1]
+        if session.live or now_ms - self._spoken_ms < LIVE_IDLE_MS:
+            return one
+        if session.audio_buffer.ended:
+            return bulk if 2 * self._remaining_frames(session) > bulk else one
+        return bulk if session.audio_buffer.has_window(self._windows[bulk], self.model.frame_samples) else one
+
+    def step(self, sessions: Sequence[StreamingSession], now_ms: float) -> list[StreamingStepOutput]:
+        """A chunk of these, as `next` chose them. Should it fail, their state is of no more use."""
+        size = min(self._step_frames(session, now_ms) for session in sessions)
+        frames = [min(size, self._remaining_frames(session)) for session in sessions]
+        rows, samples = self._padded_rows(len(sessions)), self._windows[size]
+        if (rows, size) not in self._shapes:
+            self._capture_graph(rows, samples)
+            self._shapes.add((rows, size))
+        given = self._batch.fill(rows, samples, sessions, frames)
+        found = self._advance(given, self.states.prepare_rows([each.slot for each in sessions], rows), sessions)
+        for session, count in zip(sessions, frames, strict=True):
+            session.audio_buffer.advance_frames(count, self.model.frame_samples)
+            session.ready_since_ms = None  # its turn for the next one comes after those who are ready now
+            self._update_readiness(session, now_ms)
+        return [StreamingStepOutput(session, each) for session, each in zip(sessions, found, strict=True)]
+
+    def _remaining_frames(self, session: StreamingSession) -> int:
+        """Frames that its audio still has."""
+        audio = session.audio_buffer
+        return self.model.count_frames(audio.samples) - audio.seen_frames if audio.ended else self.sizes[-1]
+
+    def _padded_rows(self, sessions: int) -> int:
+        """Of a step of so many."""
+        return min(self.device.padded_rows(sessions), self.states.slots + 1)
+
+    @torch.inference_mode()
+    def _capture_graph(self, rows: int, samples: int) -> None:
+        """A shape that is new. Where steps are recorded, the first call runs more than once: it is one of rows
+        that are nobody's."""
+        if self._forward != self._step:
+            pcm, *numbers = self._batch.fill(rows, samples, [], [])
+            self._forward(pcm, self.states.prepare_rows([], rows), *numbers)
+
+    @torch.inference_mode()
+    def _advance(
+        self, given: _StepInput, rows: Tensor, sessions: Sequence[StreamingSession]
+    ) -> list[SearchResult]:
+        pcm, *numbers = given
+        (hidden,) = self._forward(pcm, rows, *numbers)
+        n, device = len(sessions), self.device.torch_device
+        live = StreamingChunk(pcm[:n], rows[:n], *(each[:n].to(device) for each in numbers))
+        found = self.search.step(hidden[:n], live, self._search)
+        self._collect_alignment(hidden, given.frames.tolist(), sessions, found)
+        return found
+
+    def _collect_alignment(
+        self,
+        hidden: Tensor,
+        frames: Sequence[int],
+        sessions: Sequence[StreamingSession],
+        found: Sequence[SearchResult],
+    ) -> None:
+        """What those need of whom words are wanted."""
+        wanted = [row for row, session in enumerate(sessions) if session.aligner is not None]
+        if not wanted:
+            return
+        heard = (
+            compact_posteriors(self.model.ctc_logprobs(hidden[wanted]), self.model.blank_id)
+            if self._aligns
+            else None
+        )
+        for i, row in enumerate(wanted):
+            evidence = sessions[row].aligner
+            assert evidence is not None
+            evidence.append_step(found[row].fixed_tokens, None if heard is None else heard[i, : frames[row]])
+
+    def _step(self, *given: Tensor) -> tuple[Tensor]:
+        return (
+            self.model.step(StreamingChunk(*(each.to(self.device.torch_device) for each in given)), self._encoder),
+        )

@@ -1,0 +1,122 @@
+"""From a voice's name to the work that says sentences with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asr_serve import devices
+from asr_serve.config import EngineConfig, voices_dir
+from asr_serve.engine.executor import EngineComponents
+from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner
+from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
+from asr_serve.engine.tts.executor import TtsExecutor
+from asr_serve.engine.tts.runner import TtsRunner, WholeTtsRunner
+from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.models.checkpoints import store as model_weights
+from asr_serve.models.registry import TtsCard, VocoderCard, model_modules, vocoder_card, vocoder_cards
+from asr_serve.transfer.checksum import checksum, file_checksum
+from asr_serve.types import Quantize
+
+
+class VoiceCheckpoint(NamedTuple):
+    """A voice model's files, and those of the codec that makes sound of its frames."""
+
+    card: TtsCard
+    folder: Path
+    codec: VocoderCard | None
+    codec_folder: Path | None
+
+    @classmethod
+    def find(cls, model: TtsCard, weights: str | os.PathLike[str] | None, codec: str | None) -> VoiceCheckpoint:
+        """`codec`: another one than its card names, by its name or by a folder that asr-serve train vocoder has
+        written. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
+        if codec is not None and not model.codec:
+            raise OptionError(f"codec={codec}", f"{model.name} makes sound by itself", param="codec")
+        chosen, codec_folder = find_codec(codec or model.codec) if model.codec else (None, None)
+        if chosen is not None and chosen.rate_hz != model.rate_hz:
+            raise OptionError(
+                f"codec={chosen.name}, which makes {chosen.rate_hz} Hz",
+                f"one for {model.name}: {model.rate_hz} Hz",
+                param="codec",
+            )
+        return cls(model, model_weights.published_or_given_folder(model, weights), chosen, codec_folder)
+
+    def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
+        """Load and pack the weights: on the thread that is to compute (decision 0005). In fp32 unless told: what
+        is said is the same in any company."""
+        picked = devices.make_device(device, "fp32" if dtype == "auto" else dtype, quantize)
+        codec = None
+        if self.codec is not None:
+            codec = model_modules("codec")[self.codec.kind].load(self.codec_folder, self.codec, picked)
+        model = model_modules("tts")[self.card.kind].load(self.folder, self.card, picked)
+        return EngineComponents(model, None, picked, lambda _: "", codec)
+
+    def fingerprint(self) -> int:
+        """Of all that another engine of the same model must share with one whose callers it takes over."""
+        found = list_files(self.folder, self.card.files)
+        if self.codec is not None and self.codec_folder is not None:
+            found += list_files(self.codec_folder, self.codec.files)
+        return checksum(repr([(name, file_checksum(path)) for name, path in found]).encode())
+
+    def peer_identity(self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]) -> None:
+        """With none."""
+
+
+def list_files(folder: Path, patterns: Iterable[str]) -> list[tuple[str, Path]]:
+    """What lies in a folder, and whatever deeper in it a card names; or the one file. With their names there,
+    sorted."""
+    if not folder.is_dir():
+        return [(folder.name, folder)]
+    named = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    found = {*model_weights.files_of(folder), *named}
+    return sorted((path.relative_to(folder).as_posix(), path) for path in found)
+
+
+def find_codec(named: str) -> tuple[VocoderCard, Path]:
+    """A codec and its files, by its name or by a checkpoint's folder. Raises UnknownModel, WeightsMissing,
+    WeightsCorrupt, OptionError."""
+    folder = Path(named)
+    if not (folder / "config.json").is_file():
+        card = vocoder_card(named)
+        return card, model_weights.verified_published_folder(card)
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as failure:
+        raise WeightsCorrupt(f"{folder / 'config.json'} cannot be read: {failure}") from failure
+    known = {each.kind: each for each in vocoder_cards().values()}
+    if kind not in known:
+        raise OptionError(f"codec={named}, a {kind!r}"[:200], f"one of: {', '.join(known)}", param="codec")
+    return known[kind], folder
+
+
+def build_tts_executor(
+    parts: EngineComponents,
+    chosen: TtsCard,
+    config: EngineConfig,
+    on_done: Callable[[int], None],
+    on_start: Callable[[list[int]], None],
+) -> TtsExecutor:
+    """Raises OptionError for a role that is none of a voice's."""
+    if config.role != "both" or config.peers:
+        raise OptionError(
+            f"role={config.role} and {len(config.peers)} peers for {chosen.name}",
+            "role=both and no peers: a model that speaks has nothing to encode for others",
+            param="role",
+        )
+    voices = CustomVoiceLoader(parts.model, chosen, voices_dir(config.voices_dir))
+    runner: TtsRunner[Any] = WholeTtsRunner(parts.model, voices)
+    if parts.codec is not None:
+        runner = ChunkedTtsRunner(
+            parts.model,
+            parts.codec,
+            voices,
+            parts.device,
+            rows=config.max_speaking_rows,
+            step_rows=config.max_decode_rows,
+            kv_bytes=config.kv_bytes,
+        )
+    return TtsExecutor(runner, parts.device, on_done, on_start)

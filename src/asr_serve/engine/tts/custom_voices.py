@@ -1,0 +1,53 @@
+"""Voices that a model was taught after it was made: a file each, taken in when somebody wants to hear one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from asr_serve.errors import UnknownVoice
+from asr_serve.models.registry import TtsCard
+from asr_serve.types import Sentence, suggest_name
+
+NAME = re.compile(r"\A[a-z0-9][a-z0-9_-]{0,63}\Z")
+"""Of a cloned voice, and so of its file."""
+SUFFIX = ".safetensors"
+
+
+class CustomVoiceLoader:
+    """What there is in a folder, into which others write. Belongs to the loop's thread."""
+
+    def __init__(self, model: Any, card: TtsCard, folder: Path) -> None:
+        """`model`: has `voice(name, path)`, where its card says that it can be taught voices."""
+        self._model, self._card, self._folder = model, card, folder
+        self._built_in = tuple(getattr(model, "voices", card.voices))
+
+    def ensure_for_sentence(self, sentence: Sentence) -> None:
+        """The model knows its voice from here on. Raises UnknownVoice, WeightsCorrupt, OptionError."""
+        self.load_voice(sentence.voice)
+        self._model.validate(sentence)
+
+    def load_voice(self, name: str) -> None:
+        """Have the model know that voice, which reads a file anew when it has changed, and forgets those that were
+        not wanted for long. Raises UnknownVoice where there is no such file, WeightsCorrupt."""
+        if not self._expect_custom_voice(name):
+            return
+        path = self._folder / f"{name}{SUFFIX}"
+        if NAME.match(name) is None or not path.is_file():
+            raise self._unknown_voice(name)
+        self._model.register_voice(name, path)
+
+    def _expect_custom_voice(self, name: str) -> bool:
+        """It is none of the model's own, where it may have others."""
+        return self._card.clones and name not in self._built_in
+
+    def _unknown_voice(self, name: str) -> UnknownVoice:
+        cloned = sorted(path.stem for path in self._folder.glob(f"*{SUFFIX}")) if self._folder.is_dir() else []
+        names = [*self._built_in, *cloned]
+        return UnknownVoice(
+            f"{self._card.name} has no voice {name[:100]!r}",
+            f"voices: {', '.join(names)}",
+            suggest_name(name, names),
+            param="voice",
+        )

@@ -1,0 +1,259 @@
+"""The work of a model that speaks: sentences in, sound out, a piece at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from asr_serve.devices.interface import Device
+from asr_serve.engine.executor import LoopContext, StepGuard
+from asr_serve.engine.request import RecognitionRequest, reject, resolve
+from asr_serve.engine.tts.request import TtsRequest
+from asr_serve.engine.tts.runner import TtsRunner, TtsSequence, TtsStepOutput
+from asr_serve.engine.tts.scheduler import (
+    BULK_RESERVED_ROWS,
+    DEADLINE_S,
+    Playback,
+    StepBudget,
+    TtsDeadline,
+    TtsWaitingQueue,
+    first_deadline_s,
+    select_for_step,
+)
+from asr_serve.errors import AsrServeError, Cancelled, WrongModel
+from asr_serve.types import SentenceAudio
+
+STEP_S = 0.05
+"""How long encoding and a step of chunks may each take, as far as that can be told: somebody who comes meanwhile
+waits for both."""
+ENCODE_ROWS, ENCODE_PHONEMES, LEAST_PHONEMES = 32, 4_096, 128
+"""Sentences and phonemes in one encode batch, however fast it goes; and phonemes however slow."""
+LEAST_ROWS = 2
+"""Of a step of chunks, however slow."""
+PIECE_S = 0.1
+"""Of sound that is there at once, a piece."""
+
+
+class ActiveSentence:
+    """A sentence that has a row."""
+
+    def __init__(self, saying: TtsRequest, row: TtsSequence) -> None:
+        self.request, self.sequence = saying, row
+        self.playback = Playback(_first_sound_deadline_s(saying), DEADLINE_S[saying.priority])
+        self.generated_samples = 0
+        """Samples, those to be skipped included."""
+
+
+class TtsExecutor:
+    """Owns the runner, and every sentence that was let in. See engine/work.Work."""
+
+    def __init__(
+        self,
+        runner: TtsRunner[Any],
+        device: Device,
+        on_done: Callable[[int], None],
+        on_start: Callable[[list[int]], None],
+    ) -> None:
+        self.runner, self.device = runner, device
+        self._on_done, self._on_start = on_done, on_start
+        self._requests: dict[int, TtsRequest] = {}
+        self._waiting = TtsWaitingQueue()
+        self._active: dict[int, ActiveSentence] = {}
+        self._encoding = StepBudget(STEP_S, LEAST_PHONEMES, ENCODE_PHONEMES)
+        self._stepping = StepBudget(STEP_S, min(LEAST_ROWS, runner.step_rows), runner.step_rows)
+
+    def attach(self, keeper: LoopContext) -> None:
+        self._keeper = keeper
+
+    @property
+    def due_s(self) -> float | None:
+        return None
+
+    @property
+    def idle(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        self.runner.check_invariants()
+        assert self.runner.used == len(self._active), "a row was lost"
+        assert len(self._requests) == len(self._waiting) + len(self._active), "a sentence was lost"
+        assert all((number in self._waiting) != (number in self._active) for number in self._requests)
+
+    def shutdown(self, error: Exception) -> None:
+        left = list(self._requests.values())
+        try:
+            for number in list(self._requests):
+                self._remove_request(number)
+        finally:
+            for saying in left:
+                reject(saying.future, error)
+
+    def report(self) -> dict[str, int]:
+        return {
+            "waiting": len(self._waiting),
+            "decoding": 0,
+            "speaking": len(self._active),
+            "pages": self.runner.rows,
+            "pages_used": self.runner.used,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "rows": self.runner.rows,
+            "rows_used": self.runner.used,
+            "sentences_waiting": len(self._waiting),
+        }
+
+    # --- messages --------------------------------------------------------------------------------------
+
+    def submit(self, utterance: RecognitionRequest) -> None:
+        self._on_done(utterance.samples)
+        reject(utterance.future, WrongModel("this model speaks, and hears nothing"))
+
+    def submit_sentence(self, saying: TtsRequest) -> None:
+        """What the model cannot say is refused before it shares anything with others."""
+        self._requests[saying.id] = saying
+        # Also of an engine that is gone: who waited there has waited here.
+        saying.arrived_s = time.monotonic() - _since_s(saying.submitted_ns)
+        with self._isolate_failure("speak", "a sentence", [saying.id]):
+            try:
+                self.runner.validate(saying.sentence)
+            except AsrServeError as error:
+                self._fail_request(saying.id, error)
+        if saying.id in self._requests:
+            phonemes, bulk = len(saying.sentence.phonemes), saying.priority == "bulk"
+            self._waiting.enqueue(saying.id, phonemes, _first_sound_deadline_s(saying), bulk=bulk)
+
+    def cancel(self, request_id: int) -> None:
+        self._fail_request(request_id, Cancelled("the request was cancelled"))
+
+    # --- a turn ----------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Rows for those who wait, a batch of them; and a chunk of those who want one soonest."""
+        began = self._start_waiting()
+        return self._generate_chunks() or began
+
+    def _start_waiting(self) -> bool:
+        free = self.runner.rows - self.runner.used
+        if not free or not len(self._waiting):
+            return False
+        held = sum(each.request.priority == "bulk" for each in self._active.values())
+        bulk = max(0, self.runner.rows - self.runner.rows // BULK_RESERVED_ROWS - held)
+        taken = self._waiting.pop_batch(min(free, ENCODE_ROWS), self._encoding.max_count, bulk)
+        if not taken:
+            return False
+        started = time.perf_counter()
+        sayings = [self._requests[number] for number in taken]
+        phonemes = sum(len(each.sentence.phonemes) for each in sayings)
+        self._on_start(taken)
+        self._encode_batch(sayings)
+        spent_s = time.perf_counter() - started
+        self._encoding.record_step(spent_s, phonemes)
+        self._keeper.stats.record_step("encode", spent_s, len(taken), min(1.0, phonemes / ENCODE_PHONEMES))
+        return True
+
+    def _encode_batch(self, sayings: Sequence[TtsRequest]) -> None:
+        """Of a batch that fails each sentence is tried by itself: nobody pays for another's."""
+
+        def fail(error: AsrServeError) -> None:
+            if len(sayings) > 1:
+                for saying in sayings:
+                    self._encode_batch([saying])
+            else:
+                self._fail_request(
+                    sayings[0].id, error.__cause__ if isinstance(error.__cause__, AsrServeError) else error
+                )
+
+        rows: list[TtsSequence] = []
+        with StepGuard(self._keeper.stats, "encode", "encoding a sentence", fail):
+            rows = list(self.runner.start_sequences([each.sentence for each in sayings]))
+        for saying, row in zip(sayings, rows, strict=False):  # none where it failed
+            self._active[saying.id] = ActiveSentence(saying, row)
+            self._keeper.stats.record_queue_time(saying.priority, _since_s(saying.submitted_ns))
+
+    def _generate_chunks(self) -> bool:
+        playing = ((number, each.playback) for number, each in self._active.items())
+        turns = [TtsDeadline(each.deadline_s, number, each.started) for number, each in playing]
+        chosen = select_for_step(turns, self._stepping.max_count, time.monotonic())
+        if not chosen:
+            return False
+        started = time.perf_counter()
+        rows = [self._active[number] for number in chosen]
+        pieces: list[TtsStepOutput] = []
+        with self._isolate_failure("speak", "speaking", chosen):
+            pieces = list(self.runner.step([each.sequence for each in rows]))
+        spent_s = time.perf_counter() - started
+        self._stepping.record_step(spent_s, len(rows))
+        self._keeper.stats.record_step("speak", spent_s, len(rows), len(rows) / self.runner.step_rows)
+        for number, each, piece in zip(chosen, rows, pieces, strict=False):  # none where it failed
+            with self._isolate_failure("speak", "speaking", [number]):
+                self._deliver(each, piece)
+                if piece.finished:
+                    self._remove_request(number)
+                    resolve(each.request.future, each.generated_samples)
+        return True
+
+    def _deliver(self, active: ActiveSentence, piece: TtsStepOutput) -> None:
+        """What is new of it to who hears it; the rest was heard of another engine."""
+        saying, rate_hz = active.request, self.runner.rate_hz
+        new = piece.pcm[max(0, saying.skip_samples - active.generated_samples) :]
+        active.generated_samples += len(piece.pcm)
+        if not len(new) and not piece.finished:
+            return
+        first = not active.playback.started
+        active.playback.add_audio(len(new) / rate_hz, time.monotonic())
+        if first:
+            self._keeper.stats.record_first_audio(_since_s(saying.submitted_ns))
+        self._keeper.stats.record_synthesis(len(new) / rate_hz)
+        samples = to_int16(new)
+        size = int(PIECE_S * rate_hz)
+        cuts = range(size, len(samples), size) if len(samples) > 2 * size else ()
+        parts = np.split(samples, list(cuts))
+        for at, part in enumerate(parts):
+            ends = tuple(active.sequence.ends) if first and not at and not saying.skip_samples else ()
+            saying.on_sound(SentenceAudio(part.tobytes(), ends, piece.finished and at == len(parts) - 1))
+
+    # --- endings ---------------------------------------------------------------------------------------
+
+    def _isolate_failure(self, stage: str, what: str, sayings: list[int]) -> StepGuard:
+        """What may fail these, and nobody else."""
+
+        def fail(error: AsrServeError) -> None:
+            for number in sayings:
+                self._fail_request(number, error)
+
+        return StepGuard(self._keeper.stats, stage, what, fail)
+
+    def _remove_request(self, number: int) -> TtsRequest:
+        """Nothing is held for it any more, wherever it was."""
+        saying = self._requests.pop(number)
+        self._waiting.remove(number)
+        if (active := self._active.pop(number, None)) is not None:
+            self.runner.free_sequence(active.sequence)
+        self._on_done(saying.samples)
+        return saying
+
+    def _fail_request(self, number: int, error: Exception) -> None:
+        """If it is still here."""
+        if number in self._requests:
+            reject(self._remove_request(number).future, error)
+
+
+def to_int16(pcm: np.ndarray) -> np.ndarray:
+    """(n,) float32 in -1..1, as it goes over wires. Raises ValueError for what is no number: it would be noise."""
+    if not np.isfinite(pcm).all():
+        raise ValueError("samples that are no numbers")
+    samples: np.ndarray = np.rint(np.clip(pcm, -1.0, 1.0) * 32_767).astype("<i2")
+    return samples
+
+
+def _since_s(submitted_ns: int) -> float:
+    return max(0, time.time_ns() - submitted_ns) / 1e9
+
+
+def _first_sound_deadline_s(saying: TtsRequest) -> float:
+    return first_deadline_s(saying.arrived_s, saying.priority, saying.within_ms)

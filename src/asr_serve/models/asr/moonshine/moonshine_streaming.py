@@ -1,0 +1,240 @@
+"""Moonshine Streaming: Moonshine's decoder behind an encoder that hears a window around each frame.
+
+An utterance goes through it whole, as through Moonshine: `encode`, `cross`, `decode`. Or `encoder` takes a session
+chunk by chunk, to the same hidden frames; then `cross(adapt(hidden, positions))` is what the decoder needs of the
+frames of an utterance, and of those that have come since.
+
+Source  arXiv:2602.12241; numbers match transformers' MoonshineStreamingForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.devices.interface import Device
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.models import alignment_heads as again
+from asr_serve.models.alignment_heads import moonshine_alignment
+from asr_serve.models.asr.moonshine import moonshine
+from asr_serve.models.asr.moonshine.window_encoder import WindowEncoder, WindowEncoderConfig
+from asr_serve.models.packing import PackedBatch, PagedKeyValues
+from asr_serve.models.registry import AsrCard
+
+LONGEST_TOKENS = 448
+"""Text has positions for much more than is said in one utterance, and a row's tables are as wide as this needs."""
+_SHARED: dict[str, Any] = {
+    "task": "asr",
+    "kind": "moonshine_streaming",
+    "languages": ("en",),
+    "licence": "MIT",
+    "source": "arXiv:2602.12241",
+    "max_segment_ms": 28_000,
+    "min_segment_ms": 100,
+    "tokens_per_s": 6.5,
+    "chunk": 8,
+    "frame_samples": 320,
+    "past_samples": 3_600,
+}
+CARDS = (
+    AsrCard(
+        name="moonshine-streaming-tiny-en",
+        parameters=34_000_000,
+        hub="UsefulSensors/moonshine-streaming-tiny",
+        **_SHARED,
+    ),
+    AsrCard(
+        name="moonshine-streaming-small-en",
+        parameters=123_000_000,
+        hub="UsefulSensors/moonshine-streaming-small",
+        **_SHARED,
+    ),
+    AsrCard(
+        name="moonshine-streaming-medium-en",
+        parameters=245_000_000,
+        hub="UsefulSensors/moonshine-streaming-medium",
+        **_SHARED,
+    ),
+)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, under the names a checkpoint's config.json uses: the decoder's, and the encoder's apart."""
+
+    vocab_size: int = 32_768
+    hidden_size: int = 320
+    intermediate_size: int = 1_280
+    num_hidden_layers: int = 6
+    num_attention_heads: int = 8
+    max_position_embeddings: int = 4_096
+    partial_rotary_factor: float = 0.8
+    rope_theta: float = 10_000.0
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
+    encoder_config: WindowEncoderConfig = WindowEncoderConfig()
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json; keys that do not change the maths are skipped."""
+        heard = settings.get("encoder_config") or {}
+        for where, act, part in (("encoder_config.", "gelu", heard), ("", "silu", settings)):
+            for name, only in (("hidden_act", act), ("attention_bias", False)):
+                if part.get(name, only) != only:
+                    raise WeightsCorrupt(f"{where}{name}={part[name]}", f"every published checkpoint has {only}")
+            heads = part.get("num_attention_heads", 8)
+            if part.get("num_key_value_heads") not in (None, heads):
+                raise WeightsCorrupt(f"{where}num_key_value_heads={part['num_key_value_heads']}", f"{heads}")
+        rope = settings.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise WeightsCorrupt(f"rope_type={rope['rope_type']}", "every published checkpoint has default")
+        flat = {**settings, **{k: rope[k] for k in ("partial_rotary_factor", "rope_theta") if k in rope}}
+        flat["encoder_config"] = WindowEncoderConfig.of(heard)
+        config = cls(**{name: flat[name] for name in cls.__struct_fields__ if flat.get(name) is not None})
+        heads = config.num_attention_heads
+        if settings.get("head_dim") not in (None, config.head_dim) or config.hidden_size % heads:
+            raise WeightsCorrupt(
+                f"head_dim={settings.get('head_dim')}", f"hidden_size / num_attention_heads: {config.head_dim}"
+            )
+        if not 0 < 2 * config.turns <= config.head_dim:
+            raise WeightsCorrupt(f"partial_rotary_factor={config.partial_rotary_factor}", "a part of a head")
+        return config
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary(self) -> int:
+        """Of a head's dimensions, how many turn; an odd one takes the next with it."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def turns(self) -> int:
+        """Pairs of dimensions that turn."""
+        return (self.rotary + 1) // 2
+
+    @property
+    def decoder(self) -> moonshine.Config:
+        """The decoder is Moonshine's."""
+        return moonshine.Config(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            decoder_num_hidden_layers=self.num_hidden_layers,
+            decoder_num_attention_heads=self.num_attention_heads,
+            max_position_embeddings=self.max_position_embeddings,
+            partial_rotary_factor=(2 * self.turns + 0.5) / self.head_dim,  # the half is lost in rounding down
+            rope_theta=self.rope_theta,
+        )
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests: the encoder's width is not the decoder's, nor its heads'."""
+    return Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        partial_rotary_factor=0.9,
+        encoder_config=WindowEncoderConfig(
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            head_dim=8,
+            sliding_windows=((5, 3), (6, 0), (4, 2), (3, 4)),
+        ),
+    )
+
+
+def rename(key: str) -> str | None:
+    """A checkpoint's key is ours; None for what is no weight of ours."""
+    return key if key.startswith(("model.", "proj_out.")) else None
+
+
+class Model:
+    """Encoder and decoder. They meet only in `cross`: what it returns is all the decoder needs of a clip.
+
+    State   the encoder's, of sessions: rows of `encoder.state`. The decoder's: pages, as Moonshine's.
+    """
+
+    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device, self.kernels = config, device, device.kernels
+        said = config.decoder
+        self.bos, self.eos = moonshine.BOS, moonshine.EOS
+        self.max_tokens = min(said.max_position_embeddings, LONGEST_TOKENS)
+        self.layers, self.heads, self.head_dim = (
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            config.head_dim,
+        )
+        take = moonshine.MoonshineTensors(said, weights, device)
+        self.encoder = WindowEncoder(config.encoder_config, take)
+        self.positions = take.vector("model.decoder.pos_emb.weight")
+        self.longest_frames = len(self.positions)
+        """Of an utterance."""
+        wide = config.encoder_config.hidden_size != config.hidden_size
+        self.narrow = take.linear("model.decoder.proj") if wide else None
+        kinds = [f"{i}.encoder_attn.{kind}_proj" for i in range(self.layers) for kind in "kv"]
+        self.cross_kv = take.linear(*[f"model.decoder.layers.{kind}" for kind in kinds])
+        self.decoder = [moonshine.MoonshineDecoderLayer(take, i) for i in range(self.layers)]
+        self.decoder_norm = take.vector("model.decoder.norm.weight")
+        self.decoder_angles = moonshine.rotary_angles(config.rope_theta, config.rotary, self.max_tokens, device)
+        self.embedding, self.head = take.vocabulary()
+        self.head_weight = self.head.weight
+        self.frame_samples = self.encoder.frame_samples
+        self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
+
+    def prompt_tokens(self, options: object) -> tuple[int, ...]:
+        """The tokens that an answer begins with, whatever is asked for."""
+        return (self.bos,)
+
+    def count_frames(self, samples: int) -> int:
+        """Encoder frames of a clip."""
+        return self.encoder.count_frames(samples)
+
+    def encode(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
+        """Hidden states of several clips end to end, with their positions, each as if it were alone.
+
+        In      batch: clips (samples,) float32 in -1..1, 16 kHz
+        Out     hidden (packing.total, the encoder's hidden_size): clip i is hidden[packing.offsets[i] :][:
+                packing.frames[i]]; what lies past the last clip is noise
+        """
+        hidden, packing = self.encoder.encode_clips(batch)
+        return self.add_positions(hidden, packing.positions(hidden.device)), packing
+
+    def add_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The encoder's output (frames, .), told where in the utterance each is: positions (frames,) int64, below
+        max_position_embeddings."""
+        return hidden + F.embedding(positions, self.positions)
+
+    def cross_keys_values(self, hidden: Tensor) -> Tensor:
+        """Keys and values of every decoder layer: (frames, layers, 2, hidden_size) of adapted (frames, .)."""
+        kv = self.cross_kv(self.narrow(hidden) if self.narrow else hidden)
+        return kv.view(-1, self.layers, 2, self.config.hidden_size)
+
+    def decode(
+        self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """One position of each row, as in Moonshine."""
+        positions = own.lengths - 1
+        x = self.embedding.embed(tokens)
+        asked = []
+        for i, layer in enumerate(self.decoder):
+            x, query = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            asked += [query] if i in self.alignment.heads else []
+        x = x if wanted is None else x[wanted]
+        x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
+        return self.head(x), x, *asked
+
+    def align(
+        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
+    ) -> list[Tensor]:
+        """Where the alignment heads look, as in Moonshine."""
+        return again.alignment_scores(self, self.embedding.embed(tokens), packing, audio, frames)

@@ -1,0 +1,398 @@
+"""FastConformer with caches: NeMo's streaming encoder, read by CTC, by a transducer, or by either.
+
+Source  Noroozi et al. 2023 (arXiv:2312.17279), Rekesh et al. 2023 (arXiv:2305.05084); numbers match NeMo's
+        ConformerEncoder, offline under its streaming mask and with cache_aware_stream_step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.audio.features import nemo_mel
+from asr_serve.devices.interface import Device, Linear
+from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.models.asr.nemo import archive
+from asr_serve.models.asr.nemo.lstm_transducer import LstmTransducer
+from asr_serve.models.asr.nemo.relative_attention import RelativePositionKeys, distances
+from asr_serve.models.asr.nemo.subsampling import Subsampling
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.registry import AsrCard
+
+_SHARED: dict[str, Any] = {
+    "task": "asr",
+    "kind": "fastconformer",
+    "languages": ("en",),
+    "source": "arXiv:2312.17279",
+    "files": ("*.nemo",),
+    "max_segment_ms": 20_000,
+    "min_segment_ms": 100,
+    "tokens_per_s": 12.5,
+    "frame_samples": 1_280,
+    "past_samples": -1_080,
+}
+CARDS = (
+    AsrCard(
+        name="fastconformer-streaming-large-en",
+        parameters=114_000_000,
+        licence="CC-BY-4.0",
+        hub="nvidia/stt_en_fastconformer_hybrid_large_streaming_multi",
+        heads=("rnnt", "ctc"),
+        chunk=14,
+        **_SHARED,
+    ),
+    AsrCard(
+        name="fastconformer-streaming-medium-en",
+        parameters=32_000_000,
+        licence="CC-BY-4.0",
+        hub="nvidia/stt_en_fastconformer_hybrid_medium_streaming_80ms_pc",
+        heads=("rnnt", "ctc"),
+        chunk=2,
+        **_SHARED,
+    ),
+    AsrCard(
+        name="nemotron-streaming-en",
+        parameters=600_000_000,
+        licence="NVIDIA Open Model License",
+        hub="nvidia/nemotron-speech-streaming-en-0.6b",
+        heads=("rnnt",),
+        chunk=14,
+        **_SHARED,
+    ),
+)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, under the names of a checkpoint's section `encoder` where they come from there."""
+
+    feat_in: int = 80
+    d_model: int = 512
+    n_layers: int = 17
+    n_heads: int = 8
+    ff_expansion_factor: int = 4
+    subsampling_factor: int = 8
+    subsampling_conv_channels: int = 256
+    conv_kernel_size: int = 9
+    conv_norm_type: str = "layer_norm"
+    xscaling: bool = True
+    use_bias: bool = True
+    att_context_size: tuple[tuple[int, int], ...] = ((70, 13),)
+    """Encoder frames to the left of a block, and in the block after its first. The first pair is used."""
+    vocab_size: int = 1024
+    """Without the blank."""
+    heads: tuple[str, ...] = ("rnnt", "ctc")
+    pred_hidden: int = 640
+    pred_rnn_layers: int = 1
+    joint_hidden: int = 640
+    joint_activation: str = "relu"
+    durations: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From our config.json, or from what NeMo's model_config.yaml says. Raises WeightsCorrupt for a model that
+        is not computed here."""
+        if "encoder" in settings:
+            nemo_mel.check(settings.get("preprocessor") or {})
+            settings = archive.flatten_settings(settings)
+        try:
+            config = msgspec.convert(
+                {k: settings[k] for k in cls.__struct_fields__ if settings.get(k) is not None}, cls
+            )
+        except msgspec.ValidationError as wrong:
+            raise WeightsCorrupt(f"the checkpoint's settings: {wrong}") from wrong
+        allowed = "one or more [left, right], neither of them -1, and left a multiple of right + 1"
+        for left, right in config.att_context_size or [(-1, -1)]:
+            if left < 0 or right < 0 or left % (right + 1):
+                raise WeightsCorrupt(f"att_context_size=[{left}, {right}]", allowed)
+        return config
+
+    def with_right_context(self, right: int) -> Config:
+        """With another of the contexts that the model was trained for: the one with `right` frames of look-ahead.
+        Raises OptionError."""
+        for pair in self.att_context_size:
+            if pair[1] == right:
+                others = tuple(other for other in self.att_context_size if other != pair)
+                return msgspec.structs.replace(self, att_context_size=(pair, *others))
+        allowed = ", ".join(str(right) for right in sorted(pair[1] for pair in self.att_context_size))
+        raise OptionError(
+            f"lookahead_frames={right}", f"this model was trained for {allowed}", param="lookahead_frames"
+        )
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests."""
+    return Config(
+        feat_in=16,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        ff_expansion_factor=2,
+        subsampling_conv_channels=8,
+        conv_kernel_size=5,
+        att_context_size=((8, 1), (8, 3), (8, 0)),
+        vocab_size=48,
+        pred_hidden=24,
+        joint_hidden=20,
+    )
+
+
+class Model:
+    """Encoder, and what reads it. See models/interfaces.py: StreamingModel, and Transducer.
+
+    State   stem.*: the last frame at the input of each subsampling layer; by layer keys.* and values.*, rings of
+            what attention looks back on, and conv.*, the last inputs of the depthwise convolution
+    """
+
+    def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        self.frame_samples = nemo_mel.HOP_SAMPLES * config.subsampling_factor
+        self.left, self.frame_block = config.att_context_size[0][0], config.att_context_size[0][1] + 1
+        self.vocab_size, self.blank_id = config.vocab_size + 1, config.vocab_size
+        self.heads, self.durations = config.heads, config.durations
+        take = _FastConformerTensors(config, weights, device)
+        self.mel = nemo_mel.NemoMel(config.feat_in, device.torch_device)
+        tools = take.get, take.to_device, device.linear
+        self.stem = Subsampling(
+            tools,
+            factor=config.subsampling_factor,
+            bins=config.feat_in,
+            channels=config.subsampling_conv_channels,
+            width=config.d_model,
+            scale=config.d_model**0.5 if config.xscaling else 1.0,
+        )
+        self.layers = [_FastConformerLayer(take, i) for i in range(config.n_layers)]
+        self.angles: list[RelativePositionKeys] = []
+        """Of distances, by layer, for the longest chunk there was."""
+        if "ctc" in self.heads:
+            self.head = take.linear("ctc")
+        if self.heads[0] != "ctc":
+            self.transducer = LstmTransducer(tools, config.pred_rnn_layers, config.joint_activation)
+            self.predictor_state_specs, self.predict = (
+                self.transducer.predictor_state_specs,
+                self.transducer.predict,
+            )
+            self.project_encoder, self.joint = self.transducer.project_encoder, self.transducer.joint
+
+    def count_frames(self, samples: int) -> int:
+        """Encoder frames of so many samples, the session over: as many as NeMo counts, and none of nothing."""
+        return self.stem.counts(samples // nemo_mel.HOP_SAMPLES)[-1] if samples else 0
+
+    def audio_window(self, chunk: int) -> AudioWindow:
+        before = nemo_mel.HOP_SAMPLES * (self.config.subsampling_factor - 1) + nemo_mel.BEFORE_SAMPLES
+        past_last = nemo_mel.BEFORE_SAMPLES + nemo_mel.WINDOW_SAMPLES // 2 - nemo_mel.HOP_SAMPLES
+        return AudioWindow(before, chunk * self.frame_samples + past_last)
+
+    def state_specs(self, chunk: int) -> dict[str, StateSpec]:
+        self._angles_for(chunk)  # before a step is recorded
+        config, dtype = self.config, self.device.dtype
+        ring = (config.n_heads, self.left + chunk, config.d_model // config.n_heads)
+        specs = self.stem.state()
+        for i in range(config.n_layers):
+            specs[f"keys.{i}"] = specs[f"values.{i}"] = StateSpec(ring, dtype, None)
+            specs[f"conv.{i}"] = StateSpec((config.conv_kernel_size - 1, config.d_model), dtype)
+        return specs
+
+    def step(self, chunk: StreamingChunk, state: State) -> Tensor:
+        rows, frames, kernels = chunk.rows, chunk.frames, self.device.kernels
+        where = rows, chunk.start_frames, frames
+        x = self._front(chunk.pcm, chunk.start_frames, chunk.total_samples, rows, state)
+        mixed = torch.empty_like(x)
+        for i, (layer, angles) in enumerate(zip(self.layers, self._angles_for(x.shape[1]), strict=True)):
+            rings = state[f"keys.{i}"], state[f"values.{i}"]
+            x, qkv = layer.attention_inputs(x)
+            bias = angles.bias(qkv[0], self.left)
+            kernels.window_attention(*qkv, *rings, *where, bias, self.left, self.frame_block, mixed)
+            x, gated = layer.conv_input(x, mixed)
+            taps, tail = (layer.depthwise, layer.depthwise_bias), state[f"conv.{i}"]
+            kernels.causal_conv(gated, *taps, tail, rows, frames, mixed)
+            x = layer.finish(x, mixed)
+        return x
+
+    def encode_utterance(self, pcm: Tensor) -> Tensor:
+        """A whole utterance (samples,) at once, without state, under the mask that steps make: (1, frames, width).
+        To compare with: memory grows with the square of its length."""
+        frames, at = self.count_frames(len(pcm)), self.device.torch_device
+        if not frames:
+            return torch.empty(1, 0, self.config.d_model, dtype=self.device.dtype, device=at)
+        window = self.audio_window(frames)
+        end = window.samples - window.left_samples
+        wide = F.pad(pcm[:end].to(at), (window.left_samples, end - min(len(pcm), end)))[None]
+        zero, ends = torch.zeros(1, dtype=torch.int64, device=at), torch.tensor([len(pcm)], device=at)
+        tails = {k: torch.zeros(1, *s.shape, dtype=s.dtype, device=at) for k, s in self.stem.state().items()}
+        x = self._front(wide, zero, ends, zero, tails)
+        frame = torch.arange(frames, device=at)
+        begin = (frame // self.frame_block * self.frame_block)[:, None]
+        sees = (frame >= begin - self.left) & (frame < begin + self.frame_block)
+        for layer in self.layers:
+            x, (q, k, v) = layer.attention_inputs(x)
+            angles = layer.angles(distances(self.config.d_model, 0, frames))
+            scores = torch.einsum("nqhd,nkhd->nhqk", q, k) + angles.bias(q, 0)
+            scores = (scores.float() * q.shape[3] ** -0.5).masked_fill(~sees, float("-inf"))
+            weights = scores.softmax(dim=-1)
+            mixed = torch.einsum("nhqk,nkhd->nqhd", weights.to(v.dtype), v).flatten(2)
+            x, gated = layer.conv_input(x, mixed)
+            past = F.pad(gated.transpose(1, 2), (self.config.conv_kernel_size - 1, 0))
+            convolved = F.conv1d(past, layer.depthwise[:, None], layer.depthwise_bias, groups=gated.shape[2])
+            x = layer.finish(x, convolved.transpose(1, 2))
+        return x
+
+    def ctc_logprobs(self, hidden: Tensor) -> Tensor:
+        return torch.log_softmax(self.head(hidden).float(), dim=-1)
+
+    def _front(self, pcm: Tensor, seen: Tensor, ends: Tensor, rows: Tensor, tails: State) -> Tensor:
+        mel = self.mel(pcm, self.stem.first(0, seen), ends)
+        return self.stem(mel, seen, ends // nemo_mel.HOP_SAMPLES, rows, tails)
+
+    def _angles_for(self, steps: int) -> list[RelativePositionKeys]:
+        """For chunks of so many frames."""
+        held = self.angles[0].steps(self.left) if self.angles else 0
+        if held < steps:
+            waves = distances(self.config.d_model, self.left, steps)
+            self.angles = [layer.angles(waves) for layer in self.layers]
+        return self.angles if held == steps else [angles.cut(steps, self.left) for angles in self.angles]
+
+
+class _FastConformerTensors:
+    """A checkpoint's tensors by name, laid out for the device."""
+
+    def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
+        self.config, self.tensors, self.device = config, tensors, device
+
+    def get(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a FastConformer's checkpoint has it")
+        return self.tensors[name].float()
+
+    def to_device(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return tensor.to(self.device.torch_device, dtype or self.device.dtype).contiguous()
+
+    def bias(self, name: str) -> Tensor | None:
+        """Of a layer that has one unless the checkpoint was trained without."""
+        return self.get(f"{name}.bias") if self.config.use_bias else None
+
+    def norm(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.to_device(self.get(f"{name}.weight")), self.to_device(self.get(f"{name}.bias"))
+
+    def linear(self, name: str, scale: float = 1.0, biased: bool = True) -> Linear:
+        weight = self.get(f"{name}.weight")
+        bias = self.get(f"{name}.bias") * scale if biased else None
+        return self.device.linear(weight.flatten(1) * scale, bias)
+
+
+class _FastConformerLayer:
+    """Half a feed-forward, attention, convolution, half a feed-forward; what looks back is left to the caller."""
+
+    def __init__(self, take: _FastConformerTensors, index: int) -> None:
+        at, config = f"encoder.layers.{index}", take.config
+        self.heads, self.width = config.n_heads, config.d_model
+        biased = config.use_bias
+        names = "norm_feed_forward1", "norm_self_att", "norm_conv", "norm_feed_forward2", "norm_out"
+        self.norm1, self.norm_look, self.norm_gate, self.norm2, self.norm_out = (
+            take.norm(f"{at}.{name}") for name in names
+        )
+        self.up1, self.up2 = (take.linear(f"{at}.feed_forward{i}.linear1", biased=biased) for i in (1, 2))
+        self.down1, self.down2 = (take.linear(f"{at}.feed_forward{i}.linear2", 0.5, biased) for i in (1, 2))
+        attention = f"{at}.self_attn"
+        # What keys are asked with, u, goes into the query's bias; what distances are asked with, v, differs from
+        # that by the same for every frame.
+        u, v = (take.get(f"{attention}.pos_bias_{kind}") for kind in "uv")
+        biases = torch.zeros(3, self.width)
+        if biased:
+            biases = torch.stack([take.get(f"{attention}.linear_{kind}.bias") for kind in "qkv"])
+        biases[0] += u.flatten()
+        weights = torch.cat([take.get(f"{attention}.linear_{kind}.weight") for kind in "qkv"])
+        self.qkv = take.device.linear(weights, biases.flatten())
+        self.query_bias = (v - u).to(take.device.torch_device)
+        self.of_distances = take.to_device(take.get(f"{attention}.linear_pos.weight"), torch.float32)
+        self.out = take.linear(f"{attention}.linear_out", biased=biased)
+        self.into_gate = take.linear(f"{at}.conv.pointwise_conv1", biased=biased)
+        self.close_gate = take.linear(f"{at}.conv.pointwise_conv2", biased=biased)
+        weight, bias = take.get(f"{at}.conv.depthwise_conv.weight")[:, 0], take.bias(f"{at}.conv.depthwise_conv")
+        self.norm_conv: tuple[Tensor, Tensor] | None = None
+        if config.conv_norm_type == "layer_norm":
+            self.norm_conv = take.norm(f"{at}.conv.batch_norm")
+        else:
+            mean, variance, scale, shift = (
+                take.get(f"{at}.conv.batch_norm.{name}")
+                for name in ("running_mean", "running_var", "weight", "bias")
+            )
+            scale = scale * (variance + 1e-5).rsqrt()
+            weight, bias = weight * scale[:, None], shift + ((0.0 if bias is None else bias) - mean) * scale
+        self.depthwise, self.depthwise_bias = (
+            take.to_device(weight),
+            None if bias is None else take.to_device(bias),
+        )
+
+    def angles(self, waves: Tensor) -> RelativePositionKeys:
+        """What a query finds at each distance."""
+        keys = F.linear(waves.to(self.of_distances), self.of_distances)
+        keys = keys.view(-1, self.heads, self.width // self.heads).permute(1, 2, 0)
+        dtype = self.norm_out[0].dtype
+        return RelativePositionKeys(keys.contiguous().to(dtype), (self.query_bias[:, None] @ keys).to(dtype))
+
+    def attention_inputs(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """x after the first half feed-forward; queries, keys and values (n, frames, heads, head_dim)."""
+        x = self.down1(F.silu(self.up1(_normed(x, self.norm1)), inplace=True), add=x)
+        qkv = self.qkv(_normed(x, self.norm_look)).view(*x.shape[:2], 3, self.heads, -1)
+        return x, (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+
+    def conv_input(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """x after attention; what the depthwise convolution takes."""
+        x = self.out(mixed, add=x)
+        return x, F.glu(self.into_gate(_normed(x, self.norm_gate)), dim=-1)
+
+    def finish(self, x: Tensor, convolved: Tensor) -> Tensor:
+        if self.norm_conv is not None:
+            convolved = _normed(convolved, self.norm_conv)
+        x = self.close_gate(F.silu(convolved), add=x)
+        x = self.down2(F.silu(self.up2(_normed(x, self.norm2)), inplace=True), add=x)
+        return _normed(x, self.norm_out)
+
+
+def _normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
+    return F.layer_norm(x, (x.shape[-1],), *norm)
+
+
+# --- NeMo's archives, read once ------------------------------------------------------------------------
+
+
+def rename(key: str) -> str | None:
+    """A checkpoint's name as ours; None for what is no weight. Raises WeightsCorrupt for a part no Model has."""
+    if key.startswith(("preprocessor.", "spec_augment", "encoder.pos_enc.")) or key.endswith(
+        "num_batches_tracked"
+    ):
+        return None
+    # Behind the activation, and behind dropout where it was trained with that.
+    key = re.sub(r"^joint\.joint_net\.[12]\.", "joint.out.", key)
+    key = re.sub(r"^(ctc_)?decoder\.decoder_layers\.0\.", "ctc.", key)
+    if key.startswith(("encoder.pre_encode.", "encoder.layers.", "decoder.prediction.", "joint.", "ctc.")):
+        return key
+    raise WeightsCorrupt(f"the checkpoint has a tensor {key}", "those of a FastConformer with CTC or a transducer")
+
+
+def is_package_folder(folder: Path) -> bool:
+    """Whether `folder` holds one archive of NeMo, or is one."""
+    return archive.find_archive(folder) is not None
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write the archive at `source` as a checkpoint into `target`: config.json, pieces.json, model.safetensors."""
+    path = archive.find_archive(source)
+    assert path is not None
+    settings = archive.settings(path)
+    config = {"model_type": "fastconformer", **msgspec.to_builtins(Config.of(settings))}
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    (target / "pieces.json").write_text(json.dumps(archive.pieces(settings), ensure_ascii=False))
+    # Layers may share a tensor: each gets its own.
+    ours = {
+        ours: tensor.clone() for name, tensor in archive.tensors(path, target).items() if (ours := rename(name))
+    }
+    save_file(ours, target / "model.safetensors")

@@ -1,0 +1,82 @@
+"""Predictor and joint network of transducers with an LSTM, as NeMo has them.
+
+Source  Graves 2012 (arXiv:1211.3711); with durations Xu et al. 2023 (arXiv:2304.06795). Numbers match NeMo's
+        RNNTDecoder and RNNTJoint; tests/models/test_fastconformer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.models.interfaces import StateSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
+"""Between the sum of the joint network's halves and its output."""
+
+Tools = tuple[
+    Callable[[str], Tensor], Callable[[Tensor, torch.dtype | None], Tensor], Callable[[Tensor, Tensor], Any]
+]
+
+
+class LstmTransducer:
+    """What `models.streaming.Transducer` asks of a model, but for the durations.
+
+    tools   gets a checkpoint's float32 tensor by name (decoder.prediction.*, joint.*); puts a tensor on the
+            device, in a dtype or the device's own; makes a product of a weight (out, in) and a bias (out,)
+    """
+
+    def __init__(self, tools: Tools, layers: int, activation: str) -> None:
+        get, put, linear = tools
+        lstm = "decoder.prediction.dec_rnn.lstm"
+        embedding = get("decoder.prediction.embed.weight").clone()
+        embedding[-1] = 0.0  # blank, and the start: nothing was said
+        self.embedding = put(embedding, None)
+        # Input and memory side by side, so that a step is one product.
+        self.cells = [
+            linear(
+                torch.cat([get(f"{lstm}.weight_ih_l{i}"), get(f"{lstm}.weight_hh_l{i}")], dim=1),
+                get(f"{lstm}.bias_ih_l{i}") + get(f"{lstm}.bias_hh_l{i}"),
+            )
+            for i in range(layers)
+        ]
+        self.width = get(f"{lstm}.weight_hh_l0").shape[1]
+        self.encoder_half, self.predictor_half = (
+            linear(get(f"joint.{name}.weight"), get(f"joint.{name}.bias")) for name in ("enc", "pred")
+        )
+        self.activation = ACTIVATIONS[activation]
+        self.out = linear(get("joint.out.weight"), get("joint.out.bias"))
+
+    def predictor_state_specs(self) -> dict[str, StateSpec]:
+        shape = (len(self.cells), self.width)
+        return {"predictor.h": StateSpec(shape), "predictor.c": StateSpec(shape)}
+
+    def predict(self, tokens: Tensor, memory: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Out     the predictor's half of the joint network (n, joint width): the search asks for the sum with it
+        at frame after frame; and the memory after."""
+        x = self.embedding[tokens]
+        h, c = memory["predictor.h"].unbind(1), memory["predictor.c"].unbind(1)
+        after_h, after_c = [], []
+        for cell, h_before, c_before in zip(self.cells, h, c, strict=True):
+            i, f, g, o = cell(torch.cat([x, h_before.to(x.dtype)], dim=1)).float().chunk(4, dim=1)
+            after_c.append(f.sigmoid() * c_before + i.sigmoid() * g.tanh())
+            after_h.append(o.sigmoid() * after_c[-1].tanh())
+            x = after_h[-1].to(x.dtype)
+        after = {"predictor.h": torch.stack(after_h, 1), "predictor.c": torch.stack(after_c, 1)}
+        return self.predictor_half(x), after
+
+    def project_encoder(self, hidden: Tensor) -> Tensor:
+        projected: Tensor = self.encoder_half(hidden)
+        return projected
+
+    def joint(self, projected: Tensor, predicted: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.activation(projected + predicted))
+        return logits.float()

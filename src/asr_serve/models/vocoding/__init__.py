@@ -1,1 +1,0 @@
-"""What vocoders are made of."""

@@ -1,1 +1,0 @@
-"""What voices that say whole sentences share."""

@@ -1,1 +1,0 @@
-"""Encoders whose frames see a window of what is around them."""

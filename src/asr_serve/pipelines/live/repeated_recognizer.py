@@ -1,0 +1,297 @@
+"""How live segments get their words from a model that hears whole utterances: it is asked again and again.
+
+Of each segment its `Hypotheses` know what is owed, an anchor or the final, and what may be shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from asr_serve import units
+from asr_serve.audio.audio_buffers import AudioHistory
+from asr_serve.audio.endpointing import Endpointer
+from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.engine.client import EngineClient
+from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
+from asr_serve.pipelines.live.events import ListenOptions
+from asr_serve.pipelines.live.segment_encoder import (
+    HypothesisInput,
+    IncrementalSegmentEncoder,
+    WholeSegmentEncoder,
+)
+from asr_serve.pipelines.live.segment_hypotheses import (
+    MAX_TRIES,
+    OVERLAP_SAMPLES,
+    HypothesisKind,
+    PendingHypothesis,
+    RepeatedSegment,
+)
+from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.types import Priority, Segment, Span
+
+DEADLINE_MS: dict[HypothesisKind, int] = {"final": 100, "anchor": 100, "partial": 2_000, "early": 2_000}
+"""How soon each is to be encoded. A final may have to wait for an anchor, never for a partial: cadence keeps
+the queue of those short."""
+FIRST_PARTIAL_DEADLINE_MS = 200
+"""The first partial of a segment: somebody has just begun to speak, and wonders whether anybody hears."""
+URGENT_SAMPLES = units.ms_to_samples(800)
+"""Before a pause will have been long enough, the early final is as urgent as the final."""
+MAX_LIVE_LEAD_S = 5.0
+"""Whoever sends so much more than has passed since it came does not speak: it sends a recording, and others do."""
+
+
+class AudioPosition(NamedTuple):
+    """Where a caller stands, in samples."""
+
+    scored_samples: int
+    """Windows before this have been scored."""
+    decided_samples: int
+    """Audio up to here may be in a segment that is closed."""
+    received_samples: int
+    input_ended: bool
+    """No more will come, and all of it was scored."""
+
+
+class LiveSegment(Protocol):
+    """One live segment, as the caller's pipeline sees it."""
+
+    start: int
+    output_from: int
+    """Where it begins, as it is told."""
+    end: int | None
+    """Where it closed; None while it is open."""
+    decided_samples: int
+    """Audio up to here had been heard when it closed."""
+    cut_off: bool
+    """It closed in the middle of speech."""
+
+    @property
+    def recognized_to(self) -> int:
+        """Audio up to here is in its text."""
+
+    @property
+    def locked_to(self) -> int:
+        """The words of its fixed text were spoken before."""
+
+    @property
+    def audio_from(self) -> int:
+        """What it still needs of the audio begins there."""
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def finished(self) -> bool:
+        """Its words are known, all of them."""
+
+    @property
+    def start_resolved(self) -> bool:
+        """Which of its first words the segment before says is known."""
+
+    @property
+    def busy(self) -> bool:
+        """Something is under way for it."""
+
+    @property
+    def text_to(self) -> int:
+        """There is text for all audio up to here, in a pause."""
+
+    @property
+    def locked_text(self) -> str:
+        """It does not change any more."""
+
+    @property
+    def shown_text(self) -> str:
+        """It starts with `fixed_text`."""
+
+    @property
+    def language_and_prob(self) -> tuple[str, float]:
+        """The language of its words, once it is done, empty where only one is known; and how probable it is, 0
+        where the audio was not asked."""
+
+    def extend_speech(self, end: int, lock: int) -> None:
+        """It is speech up to `end`, for sure."""
+
+    def limit_overlap(self, position: int) -> None:
+        """A flush: past its end it is heard up to there at most."""
+
+    def build_segment(self, quiet: SilenceTracker) -> Segment | None:
+        """Once it is done; None: nothing was said."""
+
+
+class LiveRecognizer(Protocol):
+    """Where a caller's segments get their words from."""
+
+    due_s: float | None
+    """When to ask again although nothing has come; None: never. Set by `ask`."""
+
+    def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> LiveSegment:
+        """A segment that starts there. `torn`: in the middle of speech, where `before` was cut off."""
+
+    def collect_results(self, each: LiveSegment) -> None:
+        """What has come back. Raises an AsrServeError when the segment cannot be heard."""
+
+    def join_segments(self, left: LiveSegment, right: LiveSegment) -> None:
+        """Neighbours, in order."""
+
+    def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
+        """For what is needed next."""
+
+    def discard(self, each: LiveSegment) -> None:
+        """Nobody wants it any more."""
+
+
+class PaceEstimator:
+    """How fast a caller's audio comes."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+
+    def priority(self, received: int) -> Priority:
+        ahead_s = units.samples_to_s(received) - (time.monotonic() - self._began_s)
+        return "live" if ahead_s < MAX_LIVE_LEAD_S else "interactive"
+
+
+class RepeatedRecognizer:
+    """See Words."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        text: Callable[[list[int]], str],
+        options: ListenOptions,
+        prompt: tuple[int, ...],
+        bias: str,
+        endpointer: Endpointer,
+        kept: AudioHistory,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`prompt`: tokens that the model reads before it hears each segment; `bias`: hot words."""
+        self._client, self._text, self._options = client, text, options
+        self._endpointer, self._audio, self._wake, self._clock = endpointer, kept, wake, clock
+        self._partial = units.ms_to_samples(options.partial_ms)
+        self._final_options = SearchOptions(
+            language=client.card.language(options.language), prompt=prompt, bias=bias, hurried=True
+        )
+        self._partial_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
+        """For what is shown for a moment."""
+        self._final_options = msgspec.structs.replace(self._final_options, words=options.words or options.speakers)
+        card, chunk = client.card, client.config.chunk_frames or client.card.chunk
+        limit_ms = endpointer.config.max_segment_ms or card.max_segment_ms
+        self._longest = units.ms_to_samples(limit_ms) + 2 * OVERLAP_SAMPLES
+        self._lag = card.lag_samples(chunk) if card.incremental_encoder else 0
+        """So much audio after a word until all of it is in a hypothesis."""
+        self._pad_after = units.ms_to_samples(endpointer.config.pad_after_ms)
+        self.due_s: float | None = None
+        self._last_submit_s, self._pace = -1e9, PaceEstimator()
+        self._position = AudioPosition(0, 0, 0, False)
+
+    def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> RepeatedSegment:
+        hearing = (
+            IncrementalSegmentEncoder(self._client, self._audio, self._longest)
+            if self._lag
+            else WholeSegmentEncoder(self._client, self._audio)
+        )
+        return RepeatedSegment(start, torn, self._text, hearing, start if before is None else before.start)
+
+    def collect_results(self, each: LiveSegment) -> None:
+        assert isinstance(each, RepeatedSegment)
+        job = each.job
+        if job is None or not job.answer.done():
+            return
+        each.job = None
+        try:
+            each.accept_result(job, job.answer.result())
+        except (StepFailed, EngineCrashed, Cancelled) as failure:
+            each.encoder.close()
+            if job.kind in ("anchor", "final"):
+                if job.tries == MAX_TRIES or isinstance(failure, EngineCrashed):
+                    raise
+                self._submit(each, job.kind, job.span, tries=job.tries + 1)
+
+    def join_segments(self, left: LiveSegment, right: LiveSegment) -> None:
+        assert isinstance(left, RepeatedSegment)
+        assert isinstance(right, RepeatedSegment)
+        if right.waits_for_seam and left.finished:
+            left.join_next(right)
+
+    def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
+        """For what is owed; else for what may be shown."""
+        assert isinstance(each, RepeatedSegment)
+        job, self._position = each.job, at
+        if job is not None and job.kind in ("anchor", "final"):
+            return
+        if each.due_anchors and not each.waits_for_seam:
+            end = each.due_anchors.popleft()
+            self._submit(each, "anchor", Span(each.audio_from, end))
+        elif each.closed and each.final is None and not each.waits_for_seam:
+            self._schedule_final(each, job)
+        elif job is None and not each.closed and not each.waits_for_seam:
+            self._schedule_partial(each)
+
+    def discard(self, each: LiveSegment) -> None:
+        assert isinstance(each, RepeatedSegment)
+        self._cancel_job(each)
+        each.encoder.close()
+
+    @staticmethod
+    def _cancel_job(each: RepeatedSegment) -> None:
+        if each.job is not None:
+            each.job.cancel()
+            each.job = None
+
+    def _schedule_final(self, each: RepeatedSegment, job: PendingHypothesis | None) -> None:
+        span = each.final_span(self._position.decided_samples, all_known=self._position.input_ended)
+        if span is None or (job is not None and job.kind == "early" and job.span == span):
+            return
+        if each.early is not None and each.early[0] == span:
+            each.final = each.early[1]
+            self._wake()
+        else:
+            self._submit(each, "final", span)
+
+    def _schedule_partial(self, each: RepeatedSegment) -> None:
+        now, pause = self._position.scored_samples, self._endpointer.pause_from_samples
+        quiet_from = now if pause is None else pause + self._pad_after + self._lag
+        end = min(now, quiet_from)
+        closes_at = self._endpointer.closes_at_samples
+        early = closes_at is not None and now >= quiet_from and each.start_resolved
+        urgent = False
+        if early:
+            if each.early is not None and each.early[0].end_samples == end:
+                return
+            urgent = closes_at is not None and closes_at - now <= URGENT_SAMPLES
+        elif pause is not None or end - each.recognized_to < self._partial:
+            return
+        wait_ms = self._client.partial_interval_ms(self._options.partial_ms)
+        due_s = self._last_submit_s + wait_ms / 1_000
+        if not each.submitted or urgent or self._clock() >= due_s:
+            self._submit(each, "early" if early else "partial", Span(each.audio_from, end), urgent=urgent)
+        else:
+            self.due_s = due_s
+
+    def _submit(
+        self, each: RepeatedSegment, kind: HypothesisKind, span: Span, tries: int = 1, urgent: bool = False
+    ) -> None:
+        self._cancel_job(each)
+        if not each.closed:
+            self._last_submit_s = self._clock()  # whatever it is for, it will be shown
+        first, each.submitted = not each.submitted, True
+        options = self._final_options if kind in ("final", "early") else self._partial_options
+        if language := each.language_for(kind):
+            options = msgspec.structs.replace(options, language=language)
+        question = HypothesisInput(
+            span,
+            options,
+            self._pace.priority(self._position.received_samples),
+            each.draft,
+            FIRST_PARTIAL_DEADLINE_MS if first and kind == "partial" else DEADLINE_MS["final" if urgent else kind],
+            each.decided_samples if kind == "final" else None,
+        )
+        answer, cancel = each.encoder.submit(question)
+        each.job = PendingHypothesis(kind, span, answer, cancel, tries)
+        answer.add_done_callback(lambda _: self._wake())

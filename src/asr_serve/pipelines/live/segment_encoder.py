@@ -1,0 +1,100 @@
+"""How a model that hears a segment anew for each hypothesis gets its audio: whole each time, or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from asr_serve.audio.audio_buffers import AudioHistory
+from asr_serve.decoding.seq2seq import DraftTokens, Recognition, SearchOptions
+from asr_serve.engine.client import EngineClient, RecognitionStream
+from asr_serve.engine.request import HypothesisRequest
+from asr_serve.pipelines.segments import PADDING_SAMPLES, pad_with_silence
+from asr_serve.types import Priority, Span
+
+
+class HypothesisInput(NamedTuple):
+    """What a segment's audio says."""
+
+    span: Span
+    options: SearchOptions
+    priority: Priority
+    draft: DraftTokens
+    within_ms: int
+    ends_at: int | None = None
+    """It is the last question, and so much audio was known when the segment closed."""
+
+
+class SegmentEncoder(Protocol):
+    """One segment's audio, on its way into the engine."""
+
+    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
+        """The answer to come, and what to call when nobody wants it any more."""
+
+    def close(self) -> None:
+        """Nothing more is asked, or what was asked has failed. `ask` begins anew."""
+
+
+class WholeSegmentEncoder:
+    """All of its audio, for each hypothesis."""
+
+    def __init__(self, client: EngineClient, kept: AudioHistory) -> None:
+        self._client, self._audio = client, kept
+
+    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
+        ticket = self._client.submit(
+            pad_with_silence(self._audio.slice(question.span)),
+            question.options,
+            question.priority,
+            admitted=True,
+            draft=question.draft,
+            within_ms=question.within_ms,
+        )
+        return ticket.future, partial(self._client.cancel, ticket)
+
+    def close(self) -> None:
+        pass
+
+
+class IncrementalSegmentEncoder:
+    """What has come since the last hypothesis: the engine keeps what it has heard. A stream begins where the
+    segment's audio does, and again if that moves."""
+
+    def __init__(self, client: EngineClient, kept: AudioHistory, longest: int) -> None:
+        """`longest`: samples of a segment."""
+        self._client, self._audio = client, kept
+        self._longest = longest + 2 * PADDING_SAMPLES
+        self._stream: RecognitionStream | None = None
+        self._start = self._sent_to = 0
+        self._ended = False
+        """Its last question was asked."""
+
+    def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
+        span, last = question.span, question.ends_at is not None
+        parts = []
+        if self._stream is None or self._ended or self._start != span.start_samples:
+            self.close()
+            self._stream = self._client.open_stream(live=question.priority == "live", samples=self._longest)
+            self._start = self._sent_to = span.start_samples
+            self._ended = False
+            parts.append(np.zeros(PADDING_SAMPLES, np.float32))
+        end = max(self._sent_to, span.end_samples, question.ends_at or 0)
+        if end > self._sent_to:
+            parts.append(self._audio.slice(Span(self._sent_to, end)))
+        if last:
+            parts.append(np.zeros(PADDING_SAMPLES, np.float32))
+        samples = PADDING_SAMPLES + span.samples + (PADDING_SAMPLES if last else 0)
+        wanted = HypothesisRequest(samples, question.options, question.draft, question.priority)
+        pcm = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        answer = self._stream.submit_hypothesis(pcm, wanted, last=last)
+        self._sent_to, self._ended = end, last
+        return answer, lambda: None  # the next one is asked in the same stream, after it
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None

@@ -1,0 +1,369 @@
+"""How live segments get their words from a streaming model: it hears them once, as they are spoken.
+
+A `Stream` goes with the audio; what it says is for ever, but for the tail that a wider search may still change. It
+begins where a segment does, and ends with it. Where a segment is cut off in the middle of speech the stream goes
+on: the words of each side are told apart by when they were said.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from asr_serve import units
+from asr_serve.audio.audio_buffers import AudioHistory
+from asr_serve.audio.endpointing import CALM_MS
+from asr_serve.decoding.seq2seq import Recognition
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.client import RecognitionStream as EngineStream
+from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
+from asr_serve.pipelines.live.repeated_recognizer import AudioPosition, LiveSegment, PaceEstimator
+from asr_serve.pipelines.segments import PADDING_SAMPLES, build_segment
+from asr_serve.pipelines.silence import SilenceTracker
+from asr_serve.text.word_timing import token_times_from_frames
+from asr_serve.types import SearchResult, SearchToken, Segment, Span
+
+MIN_CHUNK_SAMPLES = units.ms_to_samples(80)
+"""What is sent to the engine at once, at least: no chunk is shorter."""
+MAX_STREAM_TRIES = 3
+"""For a stream that a step of the engine failed."""
+MAX_CARRY_AT_PAUSE_SAMPLES = units.s_to_samples(60)
+"""Past this a stream is not carried over a cut that falls into a pause: all its audio is kept, to be heard again
+should an engine die."""
+MAX_STREAM_SAMPLES = units.s_to_samples(300)
+"""And past this over none."""
+PAUSE_MARGIN_SAMPLES = units.ms_to_samples(CALM_MS // 2)
+"""So far on each side of such a cut nobody speaks."""
+WORD_SETTLE_SAMPLES = units.ms_to_samples(1_500)
+"""So much further a stream is heard until the last word before a cut is taken for complete, if no other begins."""
+Detokenize = Callable[[list[int]], str]
+
+
+class _TokenStream:
+    """Audio into a streaming model, from where a segment began; its tokens, at places in the caller's audio."""
+
+    def __init__(self, client: EngineClient, text: Detokenize, start: int, wants_words: bool, bias: str) -> None:
+        """`bias`: hot words, as SearchOptions has them."""
+        self._client, self._text, self._start, self.wants_words = client, text, start, wants_words
+        self._bias = bias
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.token_samples: list[int] = []
+        """Of every token, the sample at which it was said. They rise."""
+        self.word_starts: list[int] = []
+        """The tokens that words begin with."""
+        self.runs: list[tuple[int, int]] = []
+        """Of tokens, as far as they were told: frames."""
+        self.tail: tuple[int, ...] = ()
+        self.recognized_to = start
+        self.pending: Future[SearchResult] | None = None
+        self.stops: deque[int] = deque()
+        """Pieces end there, so that what is known then does not depend on how the audio came."""
+        self._sent_to = start
+        self._received_tokens = self._tries = 0
+        self._stream: EngineStream | None = None
+        self._last = self.finished = False
+
+    @property
+    def start(self) -> int:
+        """Its audio is needed from there on, in case it has to be heard again."""
+        return self._start
+
+    @property
+    def text_to(self) -> int:
+        """What was said before that is among its tokens."""
+        lag = self._client.card.lag_samples(self._client.config.chunk_frames or 0)
+        return self.recognized_to if self.finished else self.recognized_to - lag
+
+    def collect_results(self) -> None:
+        """Raises StepFailed, Cancelled or EngineCrashed when it was tried often enough; AtCapacity at once: there
+        is no slot for it."""
+        if self.pending is None or not self.pending.done():
+            return
+        piece, self.pending = self.pending, None
+        try:
+            found = piece.result()
+        except (StepFailed, Cancelled, EngineCrashed) as failure:  # it is lost, or was while nothing was under way
+            self.close()
+            self._tries += 1
+            if self._tries == MAX_STREAM_TRIES or isinstance(failure, EngineCrashed):
+                raise
+            self._sent_to, self._received_tokens, self._last = self._start, 0, False
+            self.runs.clear()
+            return
+        self.recognized_to, self.finished = max(self.recognized_to, self._sent_to), self._last
+        if self.finished:
+            self.close()
+        for token in found.fixed_tokens:
+            self._received_tokens += 1
+            if self._received_tokens > len(self.tokens):  # not one that was told before a step failed
+                self._append_token(token)
+        self.runs += found.token_runs
+        self.tail = tuple(token.id for token in found.tail_tokens)
+
+    def send_audio(
+        self, kept: AudioHistory, end: int, *, last: bool, live: bool, wake: Callable[[], None]
+    ) -> None:
+        """The audio up to `end`, if nothing is under way and there is enough of it. `last`: and no more."""
+        if self.pending is not None or self._last:
+            return
+        stop = next((at for at in self.stops if self._sent_to < at <= end), None)
+        if stop is not None:
+            end, last = stop, False
+        if end - self._sent_to < MIN_CHUNK_SAMPLES and not last and stop is None:
+            return
+        silence = np.zeros(PADDING_SAMPLES, np.float32)
+        parts = [silence] if self._stream is None else []
+        if end > self._sent_to:
+            parts.append(kept.slice(Span(self._sent_to, end)))
+        if last:
+            parts.append(silence)
+        if self._stream is None:
+            self._stream = self._client.open_stream(live=live, words=self.wants_words, bias=self._bias)
+        timed = self.wants_words and (last or stop is not None)
+        self.pending = self._stream.submit_audio(np.concatenate(parts), last=last, timed=timed)
+        self._sent_to, self._last = max(end, self._sent_to), last
+        self.pending.add_done_callback(lambda _: wake())
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = self.pending = None
+
+    def _append_token(self, token: SearchToken) -> None:
+        count = len(self.tokens)
+        self.tokens.append(token.id)
+        self.logprobs.append(token.logprob)
+        at = self._start - PADDING_SAMPLES + token.frame * self._client.card.frame_samples
+        self.token_samples.append(max(self.token_samples[-1] if self.token_samples else self._start, at))
+        if not self.word_starts or self._begins_word():
+            self.word_starts.append(count)
+
+    def _begins_word(self) -> bool:
+        """The last token does: behind a space, or in a script without any."""
+        alone = self._text(self.tokens[-1:])
+        return bool(alone) and (
+            _unspaced(alone[0]) or len(self._text(self.tokens[self.word_starts[-1] :]).split()) > 1
+        )
+
+    def times(self, own: slice) -> tuple[tuple[int, int], ...]:
+        """When these of its tokens were said, in samples of the caller; empty unless it was told of all."""
+        if len(self.runs) < own.stop:
+            return ()
+        begins = self._start - PADDING_SAMPLES
+        spoken = token_times_from_frames(self.runs, self._client.card.frame_samples, self.recognized_to - begins)
+        return tuple((begins + start, begins + end) for start, end in spoken[own])
+
+    def word_from(self, position: int) -> int:
+        """The token of the first word that was said there, or later."""
+        word = bisect_left(self.word_starts, position, key=self.token_samples.__getitem__)
+        return self.word_starts[word] if word < len(self.word_starts) else len(self.tokens)
+
+
+def _unspaced(letter: str) -> bool:
+    """Whether words of that script stand without spaces: Chinese and Japanese."""
+    return unicodedata.east_asian_width(letter) == "W" and not "가" <= letter <= "힣"
+
+
+class StreamedSegment:
+    """What a stream says of one segment. See Spoken."""
+
+    def __init__(self, start: int, stream: _TokenStream, text: Detokenize, before: StreamedSegment | None) -> None:
+        """`before`: the segment that was cut off where this one begins, in the same stream."""
+        self.start = self.output_from = start
+        self.stream, self._text, self.before = stream, text, before
+        self.after: StreamedSegment | None = None
+        """The one that its stream goes on in."""
+        self.end: int | None = None
+        self.decided_samples = 0
+        self.cut_off = False
+        self.until: int | None = None
+        """Words that were said from there on are the next one's: it was cut for its length."""
+        self._settle_at = 0
+        self._confirmed_to = start
+        """It is speech up to there, and will not be cut before. Until it is, it may still be taken back."""
+        self._first = 0 if before is None else -1
+        self._count = -1
+        """Tokens of the stream up to its own last one; -1: not known yet."""
+        self._texts: dict[tuple[int, int, tuple[int, ...]], str] = {}
+
+    def continue_in(self, after: StreamedSegment) -> None:
+        assert self.end is not None
+        self.after = after
+        self._settle_at = max(self.end + WORD_SETTLE_SAMPLES, self.decided_samples)
+        self.stream.stops.append(self._settle_at)
+
+    @property
+    def closed(self) -> bool:
+        return self.end is not None
+
+    @property
+    def start_resolved(self) -> bool:
+        if self._first < 0 and self.before is not None and self.before.finished:
+            self._first, self.before = self.before.last, None
+        return self._first >= 0
+
+    @property
+    def first(self) -> int:
+        """Of the stream's tokens, its own begin there."""
+        assert self.start_resolved
+        return self._first
+
+    @property
+    def last(self) -> int:
+        """And end there."""
+        assert self._count >= 0
+        return max(self._count, self.first)
+
+    @property
+    def finished(self) -> bool:
+        return self._count >= 0 and self.start_resolved
+
+    def resolve_end(self) -> None:
+        """Look whether its last word is complete: whenever the stream was heard any further."""
+        stream = self.stream
+        if self._count < 0 and self.closed:
+            own = self._words_end
+            known = own < len(stream.tokens) and not stream.wants_words  # when it was said is told as it settles
+            if stream.finished or (self.after is not None and (known or self._end_resolved)):
+                self._count = own
+
+    @property
+    def _end_resolved(self) -> bool:
+        return self.stream.recognized_to >= self._settle_at
+
+    @property
+    def _words_end(self) -> int:
+        """Behind its words, as far as they are known."""
+        return len(self.stream.tokens) if self.until is None else self.stream.word_from(self.until)
+
+    @property
+    def recognized_to(self) -> int:
+        heard = max(self.start, self.stream.recognized_to)
+        return heard if self.end is None else min(heard, self.end)
+
+    @property
+    def text_to(self) -> int:
+        return self.stream.text_to
+
+    @property
+    def busy(self) -> bool:
+        return self.stream.pending is not None
+
+    @property
+    def audio_from(self) -> int:
+        return self.stream.start
+
+    @property
+    def _locked_tokens(self) -> int:
+        """Tokens of words that are complete, for another has begun or nothing more will come; and that no cut can
+        part from it any more."""
+        if self.finished:
+            return self.last
+        words = self.stream.word_starts
+        own = self._words_end if self.closed else self.stream.word_from(self._confirmed_to)
+        return max(self.first, min(own, words[-1])) if words else self.first
+
+    @property
+    def locked_text(self) -> str:
+        return self._text_to(self._locked_tokens)
+
+    @property
+    def locked_to(self) -> int:
+        fixed = self._locked_tokens
+        return max(self.start, self.stream.token_samples[fixed - 1]) if fixed > self.first else self.start
+
+    @property
+    def shown_text(self) -> str:
+        if self.finished:
+            return self._text_to(self.last)
+        return self._text_to(len(self.stream.tokens), self.stream.tail)
+
+    def _text_to(self, end: int, tail: tuple[int, ...] = ()) -> str:
+        """Asked for far more often than anything is said."""
+        key = self.first, end, tail
+        if key not in self._texts:
+            if len(self._texts) == 2:
+                self._texts.clear()
+            self._texts[key] = self._text([*self.stream.tokens[self.first : end], *tail])
+        return self._texts[key]
+
+    @property
+    def language_and_prob(self) -> tuple[str, float]:
+        return "", 0.0  # a streaming model hears the one that was chosen
+
+    def extend_speech(self, end: int, lock: int) -> None:
+        self._confirmed_to = end  # the stream grows by itself
+
+    def limit_overlap(self, position: int) -> None:
+        """It ends where it closed, and so does its stream."""
+
+    def build_segment(self, quiet: SilenceTracker) -> Segment | None:
+        assert self.end is not None
+        own, span = slice(self.first, self.last), Span(self.start, self.end)
+        tokens, logprobs = tuple(self.stream.tokens[own]), tuple(self.stream.logprobs[own])
+        mean = sum(logprobs) / max(1, len(logprobs))
+        times = self.stream.times(own)
+        heard = Recognition(tokens, mean, 0.0, "stop", 1.0, logprobs, times=times)
+        return build_segment(span, heard, self._text, quiet=quiet.silences_in(span))
+
+
+class StreamingRecognizer:
+    """See Words."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        text: Detokenize,
+        kept: AudioHistory,
+        wants_words: bool,
+        wake: Callable[[], None],
+        bias: str = "",
+    ) -> None:
+        self._client, self._text, self._audio, self._wake = client, text, kept, wake
+        self._wants_words, self._bias = wants_words, bias
+        self.due_s: float | None = None
+        self._pace = PaceEstimator()
+
+    def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> StreamedSegment:
+        if before is None:
+            stream = _TokenStream(self._client, self._text, start, self._wants_words, self._bias)
+            return StreamedSegment(start, stream, self._text, None)
+        assert isinstance(before, StreamedSegment)
+        if start - before.stream.start >= (MAX_STREAM_SAMPLES if torn else MAX_CARRY_AT_PAUSE_SAMPLES):
+            before.until = start if torn else start + PAUSE_MARGIN_SAMPLES
+            return self.open_segment(start, torn, None)
+        before.until = start
+        carried = StreamedSegment(start, before.stream, self._text, before)
+        before.continue_in(carried)
+        return carried
+
+    def collect_results(self, each: LiveSegment) -> None:
+        assert isinstance(each, StreamedSegment)
+        each.stream.collect_results()
+        each.resolve_end()
+
+    def join_segments(self, left: LiveSegment, right: LiveSegment) -> None:
+        """They are one stream, or have nothing in common."""
+
+    def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
+        """Once the last segment of a stream closes, that hears what it was closed by, and no more: so its words
+        depend on the audio alone."""
+        assert isinstance(each, StreamedSegment)
+        while each.after is not None:
+            each = each.after
+        live = self._pace.priority(at.received_samples) == "live"
+        end = each.decided_samples if each.closed else min(at.scored_samples, at.received_samples)
+        each.stream.send_audio(self._audio, end, last=each.closed, live=live, wake=self._wake)
+
+    def discard(self, each: LiveSegment) -> None:
+        assert isinstance(each, StreamedSegment)
+        if each.start_resolved:
+            each.stream.close()
+        elif each.before is not None:  # the stream is still the one before's, and all its words
+            each.before.after = each.before.until = None

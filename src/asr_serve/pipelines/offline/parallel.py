@@ -1,0 +1,186 @@
+"""A file cut by voice activity into segments that know nothing of each other: the parallel way.
+
+A decoder may end its answer at a pause, though more is said behind it: Whisper does where speakers change. One
+that says when it heard something shows that it did, so it is always asked for times; a segment whose answer ends
+early is heard on from there. Only where voice activity cut it: then it ends where speech does, so there is some.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asr_serve.audio.audio_buffers import AudioHistory, WindowAlignedBuffer
+from asr_serve.audio.endpointing import WINDOW_SAMPLES, EndpointConfig, Endpointer
+from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.engine.client import VadSession
+from asr_serve.models.registry import AsrCard
+from asr_serve.pipelines.offline.audio_reader import AudioReader
+from asr_serve.pipelines.offline.long_form import (
+    MIN_ANSWER_SAMPLES,
+    TIMESTAMP_SLACK_SAMPLES,
+    SegmentAnswer,
+    SegmentRequest,
+)
+from asr_serve.pipelines.segments import (
+    PADDING_SAMPLES,
+    build_segment,
+    constant_speech_scores,
+    is_speech,
+    pad_with_silence,
+    select_tokens,
+)
+from asr_serve.pipelines.silence import SilenceTracker, silences_by_level
+from asr_serve.types import Span
+
+VAD_BATCH_WINDOWS = 512
+"""Windows handed to voice activity at once: 16 s."""
+MAX_PENDING_VAD_BATCHES = 2
+"""Pieces of one file that may wait for voice activity."""
+MAX_FOLLOW_UPS = 8
+"""So often a segment is heard on; then the model has lost its place."""
+
+
+class ParallelLongForm:
+    """See way.Way. It holds PIECES_AHEAD pieces, the one that is read, and what the open segment may need."""
+
+    def __init__(
+        self,
+        card: AsrCard,
+        endpoint: EndpointConfig,
+        search: SearchOptions,
+        session: VadSession | None,
+        most_windows: int,
+        text: Callable[[list[int]], str],
+        wake: Callable[[Future[Any]], None],
+    ) -> None:
+        """`session`: None where every sample counts as speech. `most_windows`: that it takes at once. `wake` is
+        called when it answers."""
+        self._card, self._endpoint, self._text = card, endpoint, text
+        self._search = msgspec.structs.replace(search, timestamps=card.times is not None)
+        self._session, self._wake = session, wake
+        self._piece_samples = min(VAD_BATCH_WINDOWS, most_windows) * WINDOW_SAMPLES
+        self.read_samples = 0
+        self.finished = False
+        self._reading = True
+        self._unscored = WindowAlignedBuffer()
+        self._audio = AudioHistory()
+        self._scoring: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
+        self._endpointer = Endpointer(endpoint)
+        self._silence = SilenceTracker(endpoint.neg_threshold)
+        self._pending_requests: deque[SegmentRequest] = deque()
+        """Not answered yet."""
+
+    def advance(self, source: AudioReader, room: bool) -> tuple[bool, list[SegmentRequest]]:
+        moved, requests = False, list[SegmentRequest]()
+        while room and self._reading and len(self._scoring) < MAX_PENDING_VAD_BATCHES:
+            if not self._read(source):
+                break
+            moved = True
+        while self._scoring and self._scoring[0][1].done():
+            moved = True
+            pcm, future = self._scoring.popleft()
+            probabilities = future.result()
+            self._audio.append(pcm)
+            if self._search.words and self._session is not None:
+                self._silence.append_scores(probabilities)
+            requests += self._requests_for(self._endpointer.append_probabilities(probabilities))
+        # Not when the last piece is heard: a recording may end where a piece does, and that is seen later.
+        if not self.finished and not self._reading and not self._scoring:
+            moved = self.finished = True
+            requests += self._requests_for(self._endpointer.finish(self.read_samples))
+        return moved, requests
+
+    def accept_answer(self, span: Span, answer: Recognition) -> SegmentAnswer:
+        request = self._pending_requests.popleft()
+        assert request.span == span, "answers come in the order of requests"
+        if not is_speech(answer, self._card, request.search.task):
+            return SegmentAnswer((), span.end_samples, answer.language, answer.phases)
+        then = self._follow_up(request, answer)
+        if then is not None:
+            self._pending_requests.appendleft(then)
+            span = Span(span.start_samples, then.span.start_samples)
+        begins = request.span.start_samples - self._context
+        found = build_segment(span, self._without_times(answer), self._text, begins, request.silences)
+        told = (found,) if found else ()
+        return SegmentAnswer(told, span.end_samples, answer.language, answer.phases, then, answer.language_prob)
+
+    def _follow_up(self, request: SegmentRequest, answer: Recognition) -> SegmentRequest | None:
+        """What the answer says nothing of, at the end of its segment."""
+        times, span = self._card.times, request.span
+        if times is None or self._session is None or request.retries == MAX_FOLLOW_UPS:
+            return None
+        if answer.finish != "stop" or answer.tokens[-1] < times.first:
+            return None
+        heard = (answer.tokens[-1] - times.first) * times.step_samples - PADDING_SAMPLES
+        if heard < MIN_ANSWER_SAMPLES or span.samples - heard <= TIMESTAMP_SLACK_SAMPLES:
+            return None
+        rest = Span(span.start_samples + heard, span.end_samples)
+        spoken = request.pcm[PADDING_SAMPLES + heard : PADDING_SAMPLES + span.samples]
+        search = msgspec.structs.replace(request.search, language=request.search.language or answer.language)
+        return SegmentRequest(rest, pad_with_silence(spoken), search, request.retries + 1, request.silences)
+
+    def _without_times(self, answer: Recognition) -> Recognition:
+        times = self._card.times
+        if times is None:
+            return answer
+        return select_tokens(answer, [i for i, token in enumerate(answer.tokens) if token < times.words_below])
+
+    def close(self) -> None:
+        self._scoring.clear()
+        if self._session is not None:
+            self._session.close()
+
+    def _read(self, source: AudioReader) -> bool:
+        """Hand the next piece to voice activity, or end the reading; False when a slow input has too little.
+
+        What a slow input has is handed on as soon as nothing of it is under way, so that its text comes early.
+        """
+        while self._unscored.samples < self._piece_samples and (chunk := source.next_chunk()) is not None:
+            self._unscored.append(chunk)
+            self.read_samples += len(chunk)
+        self._reading = not source.ended
+        whole_samples = self._unscored.samples // WINDOW_SAMPLES * WINDOW_SAMPLES
+        if self._reading and whole_samples < self._piece_samples and (self._scoring or not whole_samples):
+            return False
+        pcm = self._unscored.take_windows(
+            min(whole_samples, self._piece_samples), WINDOW_SAMPLES, last=not self._reading
+        )
+        if len(pcm):
+            future = self._voice_activity(pcm)
+            self._scoring.append((pcm, future))
+            future.add_done_callback(self._wake)
+        return True
+
+    def _voice_activity(self, pcm: np.ndarray) -> Future[np.ndarray]:
+        if self._session is not None:
+            return self._session.submit_windows(pcm)
+        future: Future[np.ndarray] = Future()
+        future.set_result(constant_speech_scores(pcm, self._endpoint.threshold))
+        return future
+
+    def _requests_for(self, spans: list[Span]) -> list[SegmentRequest]:
+        requests = []
+        for span in spans:
+            pcm = self._audio.slice(span)
+            heard = pcm if self._session is None else pad_with_silence(pcm)
+            requests.append(SegmentRequest(span, heard, self._search, silences=self._silences_in(span, pcm)))
+        self._pending_requests += requests
+        self._audio.drop_before(self._endpointer.keep_from_samples)
+        self._silence.forget_before(self._endpointer.keep_from_samples)
+        return requests
+
+    def _silences_in(self, span: Span, pcm: np.ndarray) -> tuple[Span, ...]:
+        if not self._search.words:
+            return ()
+        return silences_by_level(pcm, span) if self._session is None else self._silence.silences_in(span)
+
+    @property
+    def _context(self) -> int:
+        """Samples of silence on each side of a segment; none where no pauses were looked for."""
+        return 0 if self._session is None else PADDING_SAMPLES

@@ -1,0 +1,32 @@
+"""Which front end reads for a voice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asr_serve.models.registry import TtsCard
+from asr_serve.text.g2p.frontend import TextFrontend
+from asr_serve.types import unknown_name_error
+
+
+def frontend_for(
+    card: TtsCard,
+    voice: str | None = None,
+    language: str | None = None,
+    lexicon: Mapping[str, str] | None = None,
+    *,
+    max_characters: int | None = None,
+) -> TextFrontend:
+    """`language`: one of the card's; None: the voice's own. `lexicon`: words and their phonemes, in
+    the card's alphabet.
+
+    What is large is loaded once for all; a third of a second the first time. Raises OptionError, UnknownPhoneme,
+    ProgramMissing.
+    """
+    if language is not None and language not in card.languages:
+        raise unknown_name_error("language", str(language)[:20], card.languages)
+    spoken = language or card.language(voice)
+    bounds = {} if max_characters is None else {"max_characters": max_characters}
+    return TextFrontend(
+        card.alphabet, lexicon, british=spoken == "en-gb", max_phonemes=card.max_phonemes, **bounds
+    )

@@ -1,0 +1,205 @@
+"""A sentence to clauses: rewritten, read, cut to what a voice can say in one breath, with the place of each
+word."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple, Protocol
+
+from asr_serve.text.g2p.character_folding import has_speech
+from asr_serve.text.g2p.passages import (
+    NEUTRAL_PROSODY,
+    OVERRIDE_PLACEHOLDER,
+    Clause,
+    ClauseWord,
+    PronunciationOverride,
+    ProsodySettings,
+)
+from asr_serve.text.g2p.phoneme_alphabets import PUNCTUATION, Lexicon
+from asr_serve.text.g2p.sentence_splitter import STOPS, BreakKind
+from asr_serve.text.g2p.word_alignment import STROKES, align_spoken_words
+from asr_serve.text.hibari_english import Chunk, PhonemeOverride
+from asr_serve.text.name_pronunciations import possessive
+from asr_serve.text.normalization.verbalize import verbalize
+from asr_serve.types import PhonemeSpan
+
+MAX_CLAUSE_CHARACTERS = 200
+"""Phonemes of a clause, where it can be cut."""
+_chunks = re.compile(rf"{OVERRIDE_PLACEHOLDER}(?:'s\b)?[^\w\s]*|\S+?(?={OVERRIDE_PLACEHOLDER})|\S+")
+_ends = (",", ";", ":", "—", ".", "!", "?", "…", ")")
+
+
+class Pronouncer(Protocol):
+    """Knows how words sound."""
+
+    def pronounce(self, chunks: Sequence[Chunk]) -> list[str]: ...
+
+
+class _PhonemeGroup(NamedTuple):
+    """What cannot be cut: phonemes with the blank behind them."""
+
+    phonemes: str
+    word: int
+    """Which written word, or words, it is of."""
+
+
+class _DisplayedChunk(NamedTuple):
+    text: str
+    manner: ProsodySettings
+
+
+class ClauseBuilder:
+    """Safe for any number of threads."""
+
+    def __init__(self, voice: Pronouncer, lexicon: Lexicon, british: bool, max_phonemes: int) -> None:
+        self._voice, self._lexicon = voice, lexicon
+        self._language = "en-gb" if british else "en"
+        self._most, self._longest = max_phonemes, min(MAX_CLAUSE_CHARACTERS, max_phonemes)
+
+    def clauses_of_text(
+        self,
+        text: str,
+        said: Iterator[PronunciationOverride],
+        manners: Sequence[tuple[int, ProsodySettings]],
+        start: int,
+    ) -> Iterator[tuple[BreakKind, Clause]]:
+        """Clauses of a cleaned piece of text, each with what lies before it. `said`: for its PRESETs, of which it
+        takes as many as it has. `start`: where the piece lies in the text that `manners` is about."""
+        chunks, shown, given, places = [], [], [], [at for at, _ in manners]
+        for found in _chunks.finditer(text):
+            chunk, show = found[0], found[0]
+            if OVERRIDE_PLACEHOLDER in chunk:
+                one = next(said)
+                show = chunk.replace(OVERRIDE_PLACEHOLDER, one.written)
+                given.append(one)
+            elif self._lexicon and (known := self._looked_up(chunk)):
+                chunk = known[0]
+                given.append(known[1])
+            else:
+                show = chunk.strip("*`") if has_speech(chunk) else ""  # a dash is no word
+            manner = manners[bisect_right(places, start + found.start()) - 1][1]
+            chunks.append(chunk)
+            shown.append(_DisplayedChunk(show, manner))
+        if has_speech(text):
+            yield from self._read(chunks, shown, given)
+
+    def clauses_of_phonemes(self, phonemes: str) -> Iterator[tuple[BreakKind, Clause]]:
+        """Clauses of phonemes with blanks between words."""
+        words = phonemes.split()
+        bits = [_PhonemeGroup(f"{word} ", at) for at, word in enumerate(words)]
+        yield from self._composed(bits, [_DisplayedChunk(word, NEUTRAL_PROSODY) for word in words])
+
+    def _looked_up(self, chunk: str) -> tuple[str, PronunciationOverride] | None:
+        bare = chunk.strip(STROKES)
+        for word in (chunk, bare):
+            if phonemes := self._lexicon.get(word):
+                return chunk.replace(word, OVERRIDE_PLACEHOLDER, 1), PronunciationOverride(word, phonemes=phonemes)
+        return None
+
+    def _read(
+        self, chunks: list[str], shown: list[_DisplayedChunk], given: list[PronunciationOverride]
+    ) -> Iterator[tuple[BreakKind, Clause]]:
+        spoken = self._normalised(" ".join(chunks)).split()
+        if sum(chunk.count(OVERRIDE_PLACEHOLDER) for chunk in spoken) != len(given):
+            spoken = list(chunks)
+        groups, words = align_spoken_words(chunks, spoken, self._normalised), []
+        sounds: list[Chunk] = []
+        owners: list[int] = []
+        said = iter(given)
+        for at, group in enumerate(groups):
+            members = shown[group.first : group.end]
+            words.append(
+                _DisplayedChunk(
+                    " ".join(one.text for one in members if one.text),
+                    members[0].manner if members else NEUTRAL_PROSODY,
+                )
+            )
+            for chunk in spoken[group.spoken_first : group.spoken_end]:
+                found = _sounds(chunk, said)
+                sounds += found
+                owners += [at] * len(found)
+        read = self._voice.pronounce(sounds)
+        stop = chunks[-1].rstrip("\"'”)]")[-1:]
+        if stop in STOPS and read and not read[-1].rstrip().endswith(STOPS):
+            read[-1] = f"{read[-1].rstrip()}{stop} "  # that of an abbreviation ends the sentence too
+        yield from self._composed([_PhonemeGroup(*bit) for bit in zip(read, owners, strict=True) if bit[0]], words)
+
+    def _normalised(self, text: str) -> str:
+        return verbalize(text, self._language)
+
+    def _composed(
+        self, bits: list[_PhonemeGroup], words: Sequence[_DisplayedChunk]
+    ) -> Iterator[tuple[BreakKind, Clause]]:
+        before: BreakKind = "none"
+        said: set[int] = set()
+        for part, ends in _fitting(bits, self._longest, self._most):
+            clause = _clause(part, words, said)
+            if clause:
+                yield before, clause
+                before = "none"
+            if ends == "clause":
+                before = ends
+
+
+def _sounds(chunk: str, said: Iterator[PronunciationOverride]) -> list[Chunk]:
+    """A chunk as what reads it takes it, its PRESET replaced: by phonemes, or by words, which are chunks
+    themselves."""
+    if OVERRIDE_PLACEHOLDER not in chunk:
+        return [(chunk,)]
+    front, _, end = chunk.partition(OVERRIDE_PLACEHOLDER)
+    one = next(said)
+    if one.phonemes and end.startswith("'s"):
+        one, end = one._replace(phonemes=possessive(one.phonemes)), end[2:]
+    if one.phonemes:
+        return [tuple(part for part in (front, PhonemeOverride(one.written, one.phonemes), end) if part)]
+    return [(word,) for word in f"{front}{one.words}{end}".split()]
+
+
+def _fitting(
+    bits: list[_PhonemeGroup], longest: int, most: int
+) -> Iterator[tuple[list[_PhonemeGroup], BreakKind]]:
+    """Parts of at most `longest` phonemes, cut where a clause ends, else evenly; with what each ends with. Of a
+    bit that is longer than `most`, there are several."""
+    bits = [
+        _PhonemeGroup(bit.phonemes[at : at + most], bit.word)
+        for bit in bits
+        for at in range(0, len(bit.phonemes), most)
+    ]
+    while bits:
+        ends = list(accumulate(len(bit.phonemes) for bit in bits))
+        if ends[-1] - 1 <= longest:
+            yield bits, "none"
+            return
+        fit = max(bisect_right(ends, longest + 1), 1)
+        cuts = [at for at in range(1, fit + 1) if bits[at - 1].phonemes.rstrip().endswith(_ends)]
+        if cuts and ends[cuts[-1] - 1] >= longest // 4:
+            cut, kind = cuts[-1], "clause"
+        else:
+            even = ends[-1] / -(-ends[-1] // longest)
+            cut, kind = min(range(1, fit + 1), key=lambda at: abs(ends[at - 1] - even)), "none"
+        yield bits[:cut], "clause" if kind == "clause" else "none"
+        bits = bits[cut:]
+
+
+def _clause(bits: list[_PhonemeGroup], written: Sequence[_DisplayedChunk], said: set[int]) -> Clause | None:
+    """None where nothing in it has a sound. `said`: words that an earlier clause began with, and this one."""
+    text = "".join(bit.phonemes for bit in bits)
+    if not set(text) - PUNCTUATION:
+        return None
+    start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+    stretches: list[PhonemeSpan] = []
+    words: list[ClauseWord] = []
+    at = 0
+    for manner, run in groupby(bits, key=lambda bit: written[bit.word].manner):
+        begin = at
+        for word, parts in groupby(run, key=lambda bit: bit.word):
+            first, at = at, at + sum(len(bit.phonemes) for bit in parts)
+            inside = [place for place in range(max(first, start), min(at, end)) if text[place] not in PUNCTUATION]
+            if inside and word not in said and written[word].text:
+                words.append(ClauseWord(written[word].text, inside[0] - start, inside[-1] - start))
+                said.add(word)
+        stretches.append(PhonemeSpan(text[max(begin, start) : min(at, end)], *manner))
+    return Clause(tuple(stretch for stretch in stretches if stretch.phonemes), tuple(words))

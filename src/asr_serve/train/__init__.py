@@ -1,1 +1,0 @@
-"""Training of what nobody publishes: each file is a command, `python -m asr_serve.train.NAME --help`."""

@@ -1,0 +1,69 @@
+"""Opens the disk by the road that was asked for, or by the faster that is here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from asr_serve.errors import OptionError
+from asr_serve.transfer.disk.base import DiskBackend
+from asr_serve.transfer.disk.nameless_file import NamelessFile
+from asr_serve.transfer.disk.nixl import GdsDiskBackend, NixlDiskBackend
+from asr_serve.transfer.disk.thread_pool import ThreadPoolDiskBackend
+from asr_serve.transfer.disk.uring import UringDiskBackend
+from asr_serve.types import DiskBackendName
+
+DISK_BACKENDS: dict[str, type[DiskBackend]] = {
+    "uring": UringDiskBackend,
+    "threads": ThreadPoolDiskBackend,
+    "nixl": NixlDiskBackend,
+    "gds": GdsDiskBackend,
+}
+
+log = logging.getLogger("asr_serve.disk")
+
+
+class Disk(Protocol):
+    """One file of a fixed size, past the page cache. `road.Road` says what each promises."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def write(self, extents: Sequence[tuple[int, memoryview]]) -> Iterator[int]: ...
+    def read(self, extents: Sequence[tuple[int, memoryview]]) -> Iterator[int]: ...
+    def close(self) -> None: ...
+
+
+def open_disk(folder: str | None, nbytes: int, road: DiskBackendName = "auto") -> Disk:
+    """A file of `nbytes` (rounded up to whole blocks) in `folder`, None: the system's folder for temporary files.
+
+    Its room is taken now. auto: uring, or threads where there is no io_uring. What carries is the same kernel and
+    disk by each of them, so they are about equally fast; but uring takes the least of a core, and nixl, which must
+    be asked again and again, the most (bench/swap.py).
+
+    Raises OptionError (that road is not here, or the folder cannot be used), DiskFull.
+    """
+    if nbytes < 1:
+        raise OptionError(f"disk_bytes {nbytes}", "1 or more", param="disk_bytes")
+    file = NamelessFile(folder, nbytes)
+    with contextlib.ExitStack() as undo:
+        undo.callback(file.close)
+        disk = _open_backend(file, road)
+        undo.pop_all()
+    return disk
+
+
+def _open_backend(file: NamelessFile, road: DiskBackendName) -> DiskBackend:
+    if road == "auto":
+        try:
+            return _open_backend(file, "uring")
+        except OptionError as error:
+            log.info("%s The disk goes by threads.", error)
+            road = "threads"
+    made = DISK_BACKENDS[road](file)
+    made.probe()
+    return made

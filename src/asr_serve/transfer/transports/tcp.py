@@ -1,0 +1,295 @@
+"""A connection of its own, for bytes alone: from the sender's memory straight into the spot.
+
+    sender                                            landing
+    HELLO, the token of the offer                     -> b"+", or it hangs up
+    HEAD (at, nbytes), the bytes                      -> b"+" when they are in the spot
+                                                      -> b"-" where no such spot is lent; it hangs up
+
+The checksum of what was put goes with the answer on the control connection, as on every road. The landing listens
+on the address at which its peer reaches it, for one connection that knows the token; then it stops listening. A
+sender learns of the landing's death at once, or by its timeout where a machine or a network vanishes. Socket
+buffers are the system's own, which grow as they must: what one asks for is capped by net.core.wmem_max, and lower.
+Nothing is encrypted: it is for a network that one trusts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import selectors
+import socket
+import struct
+import threading
+import time
+
+import msgspec
+import numpy as np
+
+from asr_serve.errors import OptionError, PeerGone, RoadFailed, RoadTimeout
+from asr_serve.transfer.checksum import checksum
+from asr_serve.transfer.tcp_options import configure_connection, set_timeout
+from asr_serve.transfer.transports import base
+from asr_serve.transfer.transports.base import BufferRegion, ReceiverOffer
+
+HELLO = b"asr-serve road 1"
+HEAD = struct.Struct("!QQ")
+TAKEN, REFUSED = b"+", b"-"
+CALL_BYTES = 64 << 20
+"""In one call of the system: it comes back, with what it has, when the time is over or the other side is gone."""
+HELLO_S, ATTACH_S = 5.0, 5.0
+STALL_S = 60.0
+"""Without a byte in the middle of a message: the sender is taken for dead."""
+STRANGERS = 16
+"""Connections that have not said the token yet; of more, the oldest is cut."""
+
+
+def is_available() -> bool:
+    return True
+
+
+def create_receiver(nbytes: int, host: str) -> TcpReceiver:
+    return TcpReceiver(nbytes, host)
+
+
+def attach_sender(offer: ReceiverOffer, only_at: str | None) -> TcpSender:
+    return TcpSender(offer, only_at)
+
+
+class TcpReceiver(base.Receiver):
+    """A thread of its own waits for the sender, and then for what it sends."""
+
+    def __init__(self, nbytes: int, host: str) -> None:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            listener = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise OptionError(f"host={host!r} ({error})", "an address of this machine", param="host") from error
+        try:
+            listener.bind(address)
+            listener.listen(STRANGERS)
+        except OSError as error:
+            listener.close()
+            raise OptionError(f"host={host!r} ({error})", "an address of this machine", param="host") from error
+        where = msgspec.msgpack.encode(listener.getsockname()[:2])
+        offer = ReceiverOffer("tcp", nbytes, base.new_token(), where)
+        super().__init__(offer, np.empty(nbytes, np.uint8))
+        self._token = offer.token
+        self._closing, self._wake = socket.socketpair()
+        self._sender: socket.socket | None = None
+        self._thread = threading.Thread(target=self._serve, args=(listener,), name="tcp road", daemon=True)
+        self._thread.start()
+
+    def _close_transport(self) -> None:
+        self._wake.close()
+        with self._lock:
+            if self._sender is not None:
+                with contextlib.suppress(OSError):
+                    self._sender.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _serve(self, listener: socket.socket) -> None:
+        with self._closing:
+            with listener:
+                sender = self._accept_sender(listener)
+            if sender is None:
+                return
+            with sender, contextlib.suppress(OSError):
+                with self._lock:
+                    if self._closed:
+                        return
+                    self._sender = sender
+                configure_connection(sender)
+                sender.sendall(TAKEN)
+                while self._receive_message(sender):
+                    pass
+            with self._lock:
+                self._sender = None
+
+    def _accept_sender(self, listener: socket.socket) -> socket.socket | None:
+        """The first connection that says the token; None when this is closed before."""
+        with contextlib.ExitStack() as undo, selectors.DefaultSelector() as selector:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
+            selector.register(self._closing, selectors.EVENT_READ)
+            strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
+
+            def cut_all() -> None:
+                for each in strangers:
+                    each.close()
+
+            undo.callback(cut_all)
+
+            def cut(stranger: socket.socket) -> None:
+                del strangers[stranger]
+                selector.unregister(stranger)
+                stranger.close()
+
+            while True:
+                soonest = min((until for until, _ in strangers.values()), default=None)
+                ready = selector.select(None if soonest is None else max(0.0, soonest - time.monotonic()))
+                for key, _ in ready:
+                    came = key.fileobj
+                    assert isinstance(came, socket.socket)
+                    if came is self._closing:
+                        return None
+                    if came is listener:
+                        with contextlib.suppress(OSError):
+                            stranger, _ = listener.accept()
+                            stranger.setblocking(False)
+                            strangers[stranger] = time.monotonic() + HELLO_S, b""
+                            selector.register(stranger, selectors.EVENT_READ)
+                    elif came in strangers:
+                        said = _read_hello(came, strangers[came][1])
+                        if said is None or (len(said) == _HELLO_BYTES and not self._is_authorized(said)):
+                            cut(came)
+                        elif len(said) == _HELLO_BYTES:
+                            del strangers[came]
+                            return came
+                        else:
+                            strangers[came] = strangers[came][0], said
+                while len(strangers) > STRANGERS:
+                    cut(next(iter(strangers)))
+                for stranger in [each for each, (until, _) in strangers.items() if until <= time.monotonic()]:
+                    cut(stranger)
+
+    def _is_authorized(self, said: bytes) -> bool:
+        return hmac.compare_digest(said, HELLO + self._token)
+
+    def _receive_message(self, sender: socket.socket) -> bool:
+        """One message into its spot. False when nothing can follow it."""
+        head = bytearray(HEAD.size)
+        if not _receive_into(sender, memoryview(head), None):
+            return False
+        spot = BufferRegion(*HEAD.unpack(head))
+        with self._lock:
+            lent = None if self._closed else self._leased_region(spot)
+        if lent is None or lent.sender_done:
+            sender.sendall(REFUSED)
+            return False
+        memory = self._memory[spot.at : spot.at + spot.nbytes].data
+        if not _receive_into(sender, memory, STALL_S):
+            return False
+        sender.sendall(TAKEN)
+        return True
+
+
+class TcpSender(base.TransportSender):
+    def __init__(self, offer: ReceiverOffer, only_at: str | None = None) -> None:
+        super().__init__(offer)
+        self._lock = threading.Lock()
+        self._gone = False
+        try:
+            host, port = msgspec.msgpack.decode(offer.where, type=tuple[str, int])
+            base.expect_address(host, only_at)
+            self._line = _connected(only_at or host, port)
+        except (msgspec.DecodeError, OSError, OverflowError, ValueError) as error:
+            raise RoadFailed(f"a tcp road is offered that leads nowhere ({error})", todo="take another") from error
+        try:
+            configure_connection(self._line)
+            self._line.sendall(HELLO + offer.token)
+            set_timeout(self._line, socket.SO_RCVTIMEO, ATTACH_S)
+            welcome = self._line.recv(1)
+        except OSError as error:
+            self._line.close()
+            raise RoadFailed(
+                f"a tcp road is offered where nobody answers ({error})", todo="take another"
+            ) from error
+        if welcome != TAKEN:
+            self._line.close()
+            raise RoadFailed("a tcp road is offered and its token is not known there, or another took it")
+
+    def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
+        self._validate(spot, data)
+        until = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=timeout_s):
+            raise RoadTimeout(f"a tcp road was taken for {timeout_s:g} s")
+        try:
+            self._send([memoryview(HEAD.pack(spot.at, data.nbytes)), data.data], until)
+            found = checksum(data)  # while the last of it is on its way
+            answer = self._answer(until)
+        except BlockingIOError:  # the socket's own word for time that is over
+            self._hang_up()
+            raise RoadTimeout(f"{data.nbytes} bytes were not there by tcp in {timeout_s:g} s") from None
+        except OSError as error:
+            self._hang_up()
+            raise PeerGone(f"the other end of a tcp road is gone ({error})", todo="ask another engine") from error
+        finally:
+            self._lock.release()
+        if answer == TAKEN:
+            return found
+        self._hang_up()
+        if answer == REFUSED:
+            raise RoadFailed(f"{data.nbytes} bytes for {spot}, which was refused: it is not lent")
+        raise PeerGone("the other end of a tcp road hung up", todo="ask another engine")
+
+    def close(self) -> None:
+        self._hang_up()
+        with self._lock:  # nobody is in `put` any more
+            self._line.close()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, parts: list[memoryview], until: float) -> None:
+        while parts:
+            set_timeout(self._line, socket.SO_SNDTIMEO, _left(until))
+            sent = self._line.sendmsg([part[:CALL_BYTES] for part in parts], (), _NO_SIGNAL)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+
+    def _answer(self, until: float) -> bytes:
+        set_timeout(self._line, socket.SO_RCVTIMEO, _left(until))
+        return self._line.recv(1)
+
+
+_HELLO_BYTES = len(HELLO) + base.TOKEN_BYTES
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+
+
+def _left(until: float) -> float:
+    """Raises BlockingIOError when there is no time left, as the socket does."""
+    left = until - time.monotonic()
+    if left <= 0:
+        raise BlockingIOError
+    return left
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, kind, protocol, _, address = found[0]
+    line = socket.socket(family, kind, protocol)
+    try:
+        line.settimeout(ATTACH_S)
+        line.connect(address)
+    except OSError:
+        line.close()
+        raise
+    return line
+
+
+def _read_hello(stranger: socket.socket, said: bytes) -> bytes | None:
+    """What it has said by now; None when it hung up."""
+    try:
+        more = stranger.recv(_HELLO_BYTES - len(said))
+    except BlockingIOError:
+        return said
+    except OSError:
+        return None
+    return said + more if more else None
+
+
+def _receive_into(line: socket.socket, memory: memoryview, stall_s: float | None) -> bool:
+    """Fill it from a connection. False when that ended, or (with `stall_s`) nothing came for so long."""
+    set_timeout(line, socket.SO_RCVTIMEO, stall_s or 0.0)
+    at = 0
+    while at < len(memory):
+        got = line.recv_into(memory[at:], min(CALL_BYTES, len(memory) - at), socket.MSG_WAITALL)
+        if not got:
+            return False
+        at += got
+    return True

@@ -1,0 +1,204 @@
+"""How good a voice is: whether it is understood, how like another reading it sounds, whether its chunks join, and
+whose it is.
+
+Two readings of one text are never equally long: their frames are laid upon each other first (dynamic time warping
+of cepstra), and compared along that path.
+
+Source  mel-cepstral distortion: Kubichek 1993, "Mel-cepstral distance measure for objective speech quality
+        assessment", here of cepstra of HiFi-GAN's 80 mel bands; F0 error and voicing error as text-to-speech
+        papers have them (Skerry-Ryan et al. 2018, arXiv:1803.09047); round trip through a recogniser: Whisper's
+        normaliser, as evaluate/wer has it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import numpy as np
+import torch
+
+from asr_serve.api.library import Model
+from asr_serve.audio.features.slaney_mel import MELS, RATE_HZ, SlaneyMel
+from asr_serve.audio.resample import resample_clip
+from asr_serve.cloning.phoneme_alignment import dtw_path
+from asr_serve.cloning.pitch_tracking import track_pitch
+from asr_serve.errors import EmptyAudio, OptionError
+from asr_serve.models.auxiliary import ge2e
+from asr_serve.units import RATE_HZ as HEARD_HZ
+from asr_serve_tools.evaluate.wer import ErrorRate, wer
+
+CEPSTRA = 12
+"""That are compared, after the one that is loudness."""
+TO_DB = 10 / math.log(10) * math.sqrt(2)
+"""From the distance of cepstra to decibels: those between two spectra, root mean square over mel."""
+SHORTEST_S = 0.1
+GROSS = 0.2
+"""Of F0: what is further off is an error of the octave, or of the tracker."""
+JOIN_MS = 5
+"""Of sound on either side of a join."""
+FAINT = 1e-6
+"""Added to mean squares before the logarithm: -60 dB of full scale."""
+
+
+class VoiceDistance(msgspec.Struct, frozen=True):
+    """How a reading differs from another of the same text; or the mean over many."""
+
+    mcd_db: float
+    """Mel-cepstral distortion, without loudness."""
+    mel: float
+    """Mean difference of the natural logs of mel magnitudes, once both are equally loud."""
+    f0_cents: float
+    """Root mean square, where both are voiced and no further apart than GROSS. NaN where that is nowhere."""
+    f0_gross_percent: float
+    """Of the frames that both voice, those further apart."""
+    voicing_percent: float
+    """Of all frames, those that one voices and the other does not."""
+
+
+class JoinQuality(msgspec.Struct, frozen=True):
+    """What happens where chunks meet, and does not where the same is said as a whole."""
+
+    places: int
+    jump_db: float
+    """How much more the energy changes over a join than at the same place of the whole: the worst."""
+    apart: float
+    """Largest difference of any sample."""
+
+
+def voice_distance(one: np.ndarray, other: np.ndarray, rate_hz: int = RATE_HZ) -> VoiceDistance:
+    """Two readings (n,) and (m,) float32 of one text, at one rate. Raises EmptyAudio where there is too little."""
+    pcm = [_ready(each, rate_hz) for each in (one, other)]
+    mels = [_mel(each) for each in pcm]
+    cepstra = [mel_cepstra(each) for each in mels]
+    path = _path(*cepstra)
+    a, b = path[:, 0], path[:, 1]
+    apart = cepstra[0][a, 1:] - cepstra[1][b, 1:]
+    bands = mels[0][a] - mels[1][b]
+    heights = [track_pitch(each, len(mel)) for each, mel in zip(pcm, mels, strict=True)]
+    first, second = heights[0][a], heights[1][b]
+    both = (first > 0) & (second > 0)
+    ratio = first[both] / second[both]
+    gross = np.abs(ratio - 1) > GROSS
+    cents = 1_200 * np.log2(ratio[~gross])
+    return VoiceDistance(
+        mcd_db=float(TO_DB * np.sqrt((apart**2).sum(1)).mean()),
+        mel=float(np.abs(bands - bands.mean()).mean()),
+        f0_cents=float(np.sqrt((cents**2).mean())) if len(cents) else math.nan,
+        f0_gross_percent=100.0 * float(gross.mean()) if len(gross) else 0.0,
+        voicing_percent=100.0 * float(((first > 0) != (second > 0)).mean()),
+    )
+
+
+def mean_voice_distance(found: Sequence[VoiceDistance]) -> VoiceDistance:
+    """Of every figure over those that have it."""
+    columns = np.array([msgspec.structs.astuple(each) for each in found], np.float64)
+    if not len(columns):
+        raise OptionError("no readings came", "one pair at least")
+    there = np.isfinite(columns)
+    sums = np.where(there, columns, 0).sum(0)
+    return VoiceDistance(*(float(s / n) if n else math.nan for s, n in zip(sums, there.sum(0), strict=True)))
+
+
+def join_quality(chunked: np.ndarray, whole: np.ndarray, places: Sequence[int], rate_hz: int) -> JoinQuality:
+    """`places`: the samples at which a chunk begins. Both (n,) float32 of the same length. Raises OptionError."""
+    if len(chunked) != len(whole):
+        raise OptionError(
+            f"{len(chunked)} samples in chunks, {len(whole)} as a whole", "as many of one as of the other"
+        )
+    size = rate_hz * JOIN_MS // 1_000
+    inside = [place for place in places if size <= place <= len(whole) - size]
+    more = [_jump(chunked, place, size) - _jump(whole, place, size) for place in inside]
+    apart = float(np.abs(chunked.astype(np.float64) - whole).max()) if len(whole) else 0.0
+    return JoinQuality(len(inside), max(more, default=0.0), apart)
+
+
+def similarity(one: Sequence[np.ndarray], other: Sequence[np.ndarray], rate_hz: int) -> float:
+    """Cosine of two speakers' voices, of some clips of each: see models/speaker/ge2e. Raises WeightsMissing."""
+    network = ge2e.load()
+    voices = [
+        network.embed_speaker(resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips) for clips in (one, other)
+    ]
+    return ge2e.similarity(*voices)
+
+
+class EvaluationRecognizer:
+    """A recogniser that hears what was said, to tell whether it can be understood."""
+
+    def __init__(self, model: str = "whisper-base", weights: str | None = None) -> None:
+        """Raises UnknownModel, WeightsMissing."""
+        self._model = Model.load(model, device="cpu", weights=weights)
+
+    def transcribe(self, clips: Sequence[np.ndarray], rate_hz: int) -> list[str]:
+        """The text of each. Every clip is heard as a whole."""
+        pcm = [resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips]
+        return [found.text for found in self._model.transcribe(pcm, vad=False, language="en")]
+
+    def errors(self, texts: Sequence[str], clips: Sequence[np.ndarray], rate_hz: int) -> ErrorRate:
+        """Of the round trip: text, speech, text."""
+        return wer(texts, self.transcribe(clips, rate_hz))
+
+    def close(self) -> None:
+        self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def mel_cepstra(mel: np.ndarray) -> np.ndarray:
+    """(frames, 80) natural log -> (frames, 1 + CEPSTRA) c, so that a spectrum is c0 + c1 cos(w) + c2 cos(2 w) and
+    so on, as mel-cepstra are counted: smoother than the spectrum, where that has more."""
+    found: np.ndarray = mel @ _cosines()
+    return found
+
+
+def _ready(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
+    if len(pcm) < SHORTEST_S * rate_hz or not np.abs(pcm).max() > 0:
+        raise EmptyAudio(f"{len(pcm)} samples came, or silence", f"{SHORTEST_S} s of speech at least")
+    return resample_clip(pcm, rate_hz, RATE_HZ)
+
+
+def _path(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Which frames are the same sound: (steps, 2). One reading may be louder."""
+    one, other = (each - np.eye(1, each.shape[1]) * each[:, 0].mean() for each in (one, other))
+    squares = (one**2).sum(1)[:, None] - 2 * one @ other.T + (other**2).sum(1)
+    distance = np.sqrt(np.maximum(0, squares))
+    return dtw_path(distance / (float(distance.mean()) or 1.0))
+
+
+def _mel(pcm: np.ndarray) -> np.ndarray:
+    """(frames, 80) float64."""
+    with torch.inference_mode():
+        found: np.ndarray = _spectrogram()(torch.from_numpy(pcm)[None])[0].double().numpy()
+    return found
+
+
+@cache
+def _spectrogram() -> SlaneyMel:
+    return SlaneyMel()
+
+
+@cache
+def _cosines() -> np.ndarray:
+    """DCT-II: (80, 1 + CEPSTRA)."""
+    angles = (np.arange(MELS) + 0.5)[:, None] * np.arange(1 + CEPSTRA) * np.pi / MELS
+    found = np.cos(angles) * 2 / MELS
+    found[:, 0] /= 2
+    return np.asarray(found)
+
+
+def _jump(pcm: np.ndarray, place: int, size: int) -> float:
+    """By how many dB the energy changes there, up or down."""
+    before, after = (
+        np.square(part, dtype=np.float64).mean() for part in (pcm[place - size : place], pcm[place : place + size])
+    )
+    return abs(10 * math.log10((after + FAINT) / (before + FAINT)))

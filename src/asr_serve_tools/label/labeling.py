@@ -1,0 +1,149 @@
+"""START HERE: two models hear the same recordings; what they agree on is kept as labels.
+
+A word that two different models hear alike is seldom wrong, and where they differ one of them is: so the
+character error rate between their hypotheses tells, without any reference, what to learn from (NVIDIA calls it
+CER-Hypo). Both cut by the same voice activity and the same limit, so that their segments have the same times.
+
+Source  pseudo-labels, and why to filter them: Kahn et al., "Self-training for end-to-end speech recognition",
+        arXiv:1909.09116
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Literal, Protocol, get_args
+
+import msgspec
+
+from asr_serve.audio.input_manifest import InputItem
+from asr_serve.errors import AsrServeError, OptionError, WrongModel
+from asr_serve.models.registry import AsrCard, TtsCard
+from asr_serve.pipelines.offline.transcribe import Event, FileDone, FileFailed, Progress
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.segments import PADDING_MS
+from asr_serve.types import Segment, Transcript, unknown_name_error
+from asr_serve.units import samples_to_s
+from asr_serve_tools.label.error_rate import error_rate, plain_text
+from asr_serve_tools.label.label_store import LabelRow, LabelStore
+
+LabelUnit = Literal["segment", "file"]
+
+
+class LabelingModel(Protocol):
+    """What is needed of a model; `asr_serve.load` returns one."""
+
+    def events(
+        self, items: Iterable[InputItem], options: TranscribeOptions | None = None
+    ) -> Generator[Event, None, None]: ...
+
+
+class LabelingFailure(msgspec.Struct, frozen=True):
+    key: str
+    error: AsrServeError
+
+
+def check_label_options(names: Sequence[str], threshold: float, unit: str) -> None:
+    """Raises OptionError."""
+    if len(names) != 2 or names[0] == names[1]:
+        raise OptionError(
+            f"--models {','.join(names)}", "two different models, like moonshine-tiny-en,whisper-tiny-en"
+        )
+    if not 0 <= threshold <= 1:
+        raise OptionError(f"--threshold {threshold}", "a character error rate from 0 to 1")
+    if unit not in get_args(LabelUnit):
+        raise unknown_name_error("--per", unit, get_args(LabelUnit))
+
+
+def split_writable_items(items: Iterable[InputItem]) -> tuple[list[InputItem], list[LabelingFailure]]:
+    """Those whose paths a manifest can hold, which is UTF-8, as not every file's name is; and the others."""
+    good, failures = list[InputItem](), list[LabelingFailure]()
+    for item in items:
+        try:
+            str(item.source).encode()
+        except UnicodeEncodeError:
+            error = OptionError("a name that is not UTF-8", "a path that a manifest can hold", "rename the file")
+            failures.append(LabelingFailure(item.key, error))
+        else:
+            good.append(item)
+    return good, failures
+
+
+def max_segment_ms(cards: Iterable[AsrCard | TtsCard]) -> int:
+    """The longest segment that all models hear. Raises WrongModel for one that speaks."""
+    limits = []
+    for card in cards:
+        if not isinstance(card, AsrCard):
+            raise WrongModel(f"the model {card.name} speaks, and hears nothing", "two models that hear")
+        limits.append(card.max_segment_ms)
+    return min(limits) - 2 * PADDING_MS
+
+
+def label_recordings(
+    models: Sequence[LabelingModel],
+    names: Sequence[str],
+    items: Sequence[InputItem],
+    options: TranscribeOptions,
+    record: LabelStore,
+    unit: LabelUnit,
+    progress: Callable[[int, int | None], None] = lambda done, total: None,
+) -> list[LabelingFailure]:
+    """Each recording's rows go into the record when both models have heard it, in order. One that cannot be read
+    is told at the end, and the others go on. Holds one recording's text at a time."""
+    failures: list[LabelingFailure] = []
+    with contextlib.ExitStack() as held:
+        first, second = (held.enter_context(contextlib.closing(each.events(items, options))) for each in models)
+        for item in items:
+            ended = [_file(first, progress), _file(second, lambda done, total: None)]
+            failed = next((event for event in ended if isinstance(event, FileFailed)), None)
+            if failed is not None:
+                failures.append(LabelingFailure(item.key, failed.error))
+                continue
+            one, other = (event.transcript for event in ended if isinstance(event, FileDone))
+            path = item.source if isinstance(item.source, str) else str(item.source)
+            found = _of_file if unit == "file" else _of_segments
+            record.append_file(path, one.duration_s, list(found(path, names, one, other)))
+    return failures
+
+
+def _file(events: Iterator[Event], progress: Callable[[int, int | None], None]) -> FileDone | FileFailed:
+    """The end of the next file."""
+    for event in events:
+        if isinstance(event, Progress):
+            progress(event.audio_samples, event.total_samples)
+        elif isinstance(event, FileDone | FileFailed):
+            return event
+    raise AssertionError("a model ends every file")
+
+
+def _of_segments(path: str, names: Sequence[str], one: Transcript, other: Transcript) -> Iterator[LabelRow]:
+    """A row for each segment that either has words for."""
+    texts = [{(s.start_samples, s.end_samples): s for s in each.segments} for each in (one, other)]
+    for span in sorted(texts[0].keys() | texts[1].keys()):
+        said, heard = (_text(each.get(span)) for each in texts)
+        start, end = map(samples_to_s, span)
+        yield _row(path, start, end - start, names, said, heard, error_rate(plain_text(said), plain_text(heard)))
+
+
+def _of_file(path: str, names: Sequence[str], one: Transcript, other: Transcript) -> Iterator[LabelRow]:
+    """One row. Its rate is that over all characters of its segments, so that no text is too long to compare."""
+    rows = list(_of_segments(path, names, one, other))
+    if not rows:
+        return
+    lengths = [len(plain_text(row.text)) for row in rows]
+    errors = sum(
+        row.cer * length if length else len(plain_text(row.hypotheses[names[1]]))
+        for row, length in zip(rows, lengths, strict=True)
+    )
+    cer = errors / sum(lengths) if sum(lengths) else 1.0
+    yield _row(path, 0.0, one.duration_s, names, one.text, other.text, cer)
+
+
+def _row(
+    path: str, offset: float, duration: float, names: Sequence[str], said: str, heard: str, cer: float
+) -> LabelRow:
+    return LabelRow(path, offset, duration, said, round(cer, 4), {names[0]: said, names[1]: heard})
+
+
+def _text(segment: Segment | None) -> str:
+    return "" if segment is None else segment.text

@@ -1,0 +1,163 @@
+"""`asr-serve train`: voices of our own, from a clean machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asr_serve.api.cli.exit_codes import exit_on_error, print_error
+
+app = typer.Typer(no_args_is_help=True, help="Teach models: voices, and what makes sound of their frames.")
+
+Texts = Annotated[
+    list[Path],
+    typer.Option(
+        "--sentences", metavar="FILE", help="A text in UTF-8 to read sentences from. May be repeated.", exists=True
+    ),
+]
+
+
+@app.command("voice")
+@exit_on_error
+def voice(
+    sentences: Texts,
+    run: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")
+    ],
+    speech_minutes: Annotated[
+        float, typer.Option("--speech-minutes", metavar="N", help="That each of Kokoro's voices reads.", min=0.5)
+    ] = 20.0,
+    heart_minutes: Annotated[
+        float, typer.Option("--heart-minutes", metavar="N", help="That hibari's voice reads.", min=1)
+    ] = 300.0,
+    minutes: Annotated[float, typer.Option("--minutes", metavar="N", help="Of training.", min=0.1)] = 60.0,
+    start: Annotated[
+        Path | None,
+        typer.Option("--start", metavar="DIR", help="A checkpoint to go on from. Default: from nothing."),
+    ] = None,
+    width: Annotated[
+        int, typer.Option("--width", metavar="N", help="Of the network: more for a GPU and more hours.", min=32)
+    ] = 256,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="To train on.")] = "cpu",
+    processes: Annotated[
+        int, typer.Option("--processes", metavar="N", help="That read, and threads that train.", min=1)
+    ] = 1,
+    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+) -> int:
+    """Teach the acoustic model of a voice what other voices say.
+
+    First hibari's voice and Kokoro's 28 English ones read sentences, with the
+    times of all sounds; then a FastPitch learns from them. A run that is stopped goes
+    on with the speech there is. What is held out is never trained on.
+
+    \b
+    It needs  pip install 'asr-serve\\[voice]' and resemblyzer --no-deps
+              asr-serve models fetch kokoro
+
+    \b
+    Examples
+      asr-serve train voice --sentences book.txt --run runs/voice
+      asr-serve train voice --sentences book.txt --run runs/gpu --device cuda
+        --width 384 --minutes 240
+      asr-serve serve --model fastpitch-en --weights runs/voice/model
+    """
+    from asr_serve import devices
+    from asr_serve.models.tts.fastpitch import ENGLISH
+    from asr_serve.models.tts.fastpitch_network import FastPitchSizes
+    from asr_serve_tools.train import speaker_similarities
+    from asr_serve_tools.train.voice.acoustic_model import AcousticTrainingOptions as VocoderTrainingOptions
+    from asr_serve_tools.train.voice.acoustic_model import train_acoustic_model
+    from asr_serve_tools.train.voice.model_card import write_card
+    from asr_serve_tools.train.voice.requirements import check_requirements, lock_run_folder
+    from asr_serve_tools.train.voice.synthesize_corpus import SynthesisJob, synthesize_corpus
+    from asr_serve_tools.train.voice.teacher_voices import ENGLISH as TEACHERS
+    from asr_serve_tools.train.voice.teacher_voices import vocabulary
+
+    job = SynthesisJob(
+        texts=tuple(sentences),
+        folder=run / "speech",
+        heart_minutes=heart_minutes,
+        minutes=speech_minutes,
+        voices=tuple(TEACHERS.split()),
+        processes=processes,
+    )
+    phonemes = vocabulary()
+    options = VocoderTrainingOptions(
+        speech=job.folder,
+        out=run / "model",
+        minutes=minutes,
+        start=start,
+        speakers=tuple(ENGLISH.split()),
+        phonemes=phonemes,
+        seed=seed,
+        threads=processes,
+        device=str(devices.make_device(device).torch_device),
+        sizes=FastPitchSizes(
+            phonemes=max(phonemes.values()) + 1, speakers=len(ENGLISH.split()), width=width, inner=3 * width
+        ),
+    )
+    check_requirements(job, options)
+    with lock_run_folder(run):
+        synthesize_corpus(job, print_error)
+        found = train_acoustic_model(options, print_error)
+        write_card(job, options, found)
+        speaker_similarities.write_speaker_similarities(job.folder, options.out)
+    print(run / "model")
+    return 0
+
+
+@app.command("vocoder")
+@exit_on_error
+def vocoder(
+    speech: Annotated[
+        Path, typer.Option("--speech", metavar="DIR", help="What asr-serve train voice has recorded.")
+    ],
+    run: Annotated[
+        Path, typer.Option("--run", metavar="DIR", help="Log, checkpoint and all that it goes on from.")
+    ],
+    steps: Annotated[int, typer.Option("--steps", metavar="N", help="When to stop.", min=1)] = 8_000,
+    judged_from: Annotated[
+        int, typer.Option("--judged-from", metavar="N", help="The step from which critics join.", min=1)
+    ] = 4_000,
+    start: Annotated[
+        Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to begin with.")
+    ] = None,
+    acoustic: Annotated[
+        Path | None,
+        typer.Option("--acoustic", metavar="DIR", help="A voice's model, whose frames half of all are."),
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Crops of 0.7 s in a step.", min=1)] = 12,
+    device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",
+    threads: Annotated[int, typer.Option("--threads", metavar="N", help="0: a thread for every core.", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N")] = 0,
+) -> int:
+    """Teach the light vocoder to sound like recorded speech.
+
+    By the distance between spectra first, then by critics too, which tell it
+    from the recordings. The same command goes on where it was stopped.
+
+    \b
+    Examples
+      asr-serve train vocoder --speech runs/voice/speech --run runs/vocoder
+      asr-serve train vocoder --speech runs/voice/speech --run runs/after
+        --start runs/vocoder/checkpoint --acoustic runs/voice/model
+    """
+    from asr_serve_tools.train.vocoder import VocoderTrainingOptions, train_vocoder
+
+    options = VocoderTrainingOptions(
+        speech=speech,
+        run=run,
+        steps=steps,
+        judged_from=min(judged_from, steps),
+        start=start,
+        acoustic=acoustic,
+        batch=batch,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+    train_vocoder(options, print_error)
+    print(run / "checkpoint")
+    return 0

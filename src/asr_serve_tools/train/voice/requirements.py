@@ -1,0 +1,63 @@
+"""What a run needs is looked at before it begins: speech takes hours to make, and what is missing stays so."""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from asr_serve.errors import OptionError
+from asr_serve.models.auxiliary import ge2e
+from asr_serve.models.checkpoints.store import verified_published_folder
+from asr_serve.models.registry import tts_card
+from asr_serve_tools.train.voice.acoustic_model import AcousticTrainingOptions
+from asr_serve_tools.train.voice.sentences import sentences
+from asr_serve_tools.train.voice.synthesize_corpus import SynthesisJob
+from asr_serve_tools.train.voice.teacher_voices import TeacherPhonemizer
+
+LOCK = ".lock"
+CHECKPOINT = ("config.json", "model.safetensors")
+
+
+def check_requirements(job: SynthesisJob, options: AcousticTrainingOptions) -> None:
+    """Raises OptionError, WeightsMissing, WeightsCorrupt, OSError of a folder that cannot be written."""
+    sizes = options.sizes
+    if sizes.width % (2 * sizes.heads):
+        raise OptionError(f"width {sizes.width}", f"a multiple of {2 * sizes.heads}: {sizes.heads} heads share it")
+    if options.start is not None:
+        for name in CHECKPOINT:
+            if not (options.start / name).is_file():
+                raise OptionError(
+                    f"{options.start} has no {name}", "a folder that a run before has made as model/"
+                )
+    sentences(job.texts, min(job.characters, job.heart_characters))
+    for folder in (job.folder, options.out):
+        _expect_writable(folder)
+    TeacherPhonemizer()
+    if job.voices:
+        verified_published_folder(tts_card("kokoro"))
+    ge2e.load()
+
+
+def _expect_writable(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+@contextmanager
+def lock_run_folder(run: Path) -> Iterator[None]:
+    """Nobody else writes into that folder meanwhile. Raises OptionError where somebody does."""
+    with (run / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OptionError(
+                f"another run writes into {run}",
+                "one at a time",
+                "wait for it, or take another folder",
+                param="run",
+            ) from None
+        yield

@@ -1,0 +1,88 @@
+"""What is kept of rows while they decode, to tell when their tokens were said: that of each token, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import tiny_moonshine
+import torch
+from tiny_moonshine import WAIT_S, clip, held
+
+from asr_serve.decoding.seq2seq import Recognition, SearchOptions
+from asr_serve.engine.cache.lru import LruCache
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.seq2seq import encoder_cache
+from asr_serve.engine.seq2seq.finalize import FinishedRow, TokenAligner
+
+PLAIN = SearchOptions(temperatures=(0.0,), min_avg_logprob=-1e9, max_compression_ratio=1e9)
+WORDS = msgspec.structs.replace(PLAIN, words=True)
+
+
+def ask(client: EngineClient, pcm: Any, options: SearchOptions) -> Recognition:
+    return client.submit(pcm, options).future.result(WAIT_S)
+
+
+def test_of_an_answer_sampled_after_beams_each_token_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    look = TokenAligner.attention_scores
+
+    def looks(self: TokenAligner, ended: list[FinishedRow]) -> list[torch.Tensor]:
+        for each in ended:
+            if self._has_queries(each):
+                mine, theirs = self._scores_from_queries(each), self._scores_by_forward([each])[0]
+                torch.testing.assert_close(mine, theirs[:, : mine.shape[1]], atol=1e-3, rtol=1e-3)
+                compared.append(len(each.recognition.tokens))
+        return look(self, ended)
+
+    monkeypatch.setattr(TokenAligner, "attention_scores", looks)
+    client = tiny_moonshine.start()
+    for seed in range(8):
+        options = SearchOptions(
+            words=True, temperatures=(0.0, 1.5), beam=2, prefix=(9,), min_avg_logprob=0.0, max_no_speech=1.0
+        )
+        ask(client, clip(seed, 3_000 * (seed + 1)), options)
+    client.close()
+    assert compared
+
+
+def test_a_row_that_wants_words_holds_nothing_of_those_that_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = tiny_moonshine.start(max_decode_rows=8)
+    held_bytes: list[tuple[int, int]] = []
+    timed = TokenAligner.add_times
+
+    def counted(self: TokenAligner, ended: list[FinishedRow]) -> list[FinishedRow]:
+        for each in ended:
+            blocks = {
+                a.untyped_storage().data_ptr(): a.untyped_storage().nbytes() for a in each.row.alignment_queries
+            }
+            held_bytes.append((sum(blocks.values()), sum(a.nbytes for a in each.row.alignment_queries)))
+        return timed(self, ended)
+
+    monkeypatch.setattr(TokenAligner, "add_times", counted)
+    with held(client):
+        tickets = [client.submit(clip(i, 16_000), WORDS if i == 3 else PLAIN) for i in range(8)]
+    answers = [ticket.future.result(WAIT_S) for ticket in tickets]
+    client.close()
+    assert [bool(answer.times) for answer in answers] == [i == 3 for i in range(8)]
+    assert sorted(held_bytes)[:-1] == [(0, 0)] * 7
+    all_of_it, its_own = max(held_bytes)
+    assert 0 < all_of_it == its_own
+
+
+def test_answers_with_times_count_for_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: dict[bool, int] = {}
+    put = LruCache.insert
+
+    def counting(self: LruCache[Any], name: bytes, value: Any, nbytes: int) -> None:
+        if isinstance(value, Recognition):
+            counted[bool(value.times)] = nbytes
+        put(self, name, value, nbytes)
+
+    monkeypatch.setattr(LruCache, "insert", counting)
+    client = tiny_moonshine.start(prefix_bytes=1 << 20)
+    tokens = [len(ask(client, clip(1, 16_000), each).tokens) for each in (PLAIN, WORDS)]
+    client.close()
+    assert tokens[0] == tokens[1] > 0
+    assert counted[True] - counted[False] == tokens[0] * encoder_cache.TIMES_BYTES

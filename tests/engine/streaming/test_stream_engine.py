@@ -1,0 +1,459 @@
+"""Streams through the engine's door: on a thread and in a process, through its death and a step that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_moonshine import WAIT_S, clip, held, on_loop
+
+from asr_serve.config import EngineConfig
+from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.engine.builder import AsrCheckpoint
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.process.client import ProcessBackend, process_backend
+from asr_serve.engine.process.in_flight import MAX_DEATHS
+from asr_serve.engine.process.messages import EngineSpec, ErrorMessage, RequestFailed
+from asr_serve.engine.process.process import RingSize
+from asr_serve.engine.streaming import executor, slot_queue
+from asr_serve.engine.thread_backend import thread_backend
+from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, EngineCrashed, OptionError, StepFailed
+from asr_serve.text.tokenizers import SentencePieceTokenizer
+from asr_serve.text.word_timing import token_times_from_frames
+from asr_serve.types import SearchResult
+
+MODEL = "fastconformer-streaming-medium-en"
+NEMO = Path(__file__).parents[2] / "models" / "fixtures" / "fastconformer_hybrid.nemo"
+CONFIG = {"use_chunked_inference": True, "max_sessions": 6, "chunk_wait_ms": 1.0}
+CLIPS = [clip(seed, 12_000 + 9_001 * seed) for seed in range(6)]
+Begin = Callable[..., EngineClient]
+
+
+@pytest.fixture(params=["thread", "process"])
+def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
+    started: list[EngineClient] = []
+
+    def starting(**settings: Any) -> EngineClient:
+        config = EngineConfig(**(CONFIG | settings))
+        if request.param == "thread":
+            found = AsrCheckpoint.find(MODEL, NEMO).with_lookahead(config.lookahead_frames)
+            connect = thread_backend(found.card, lambda: found.build("cpu", "fp32"))
+        else:
+            spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(NEMO), threads=1)
+            connect = process_backend(spec, RingSize(64, 16_384))
+        started.append(EngineClient(config, connect))
+        return started[-1]
+
+    yield starting
+    for client in started:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def want() -> list[tuple[int, ...]]:
+    """What each clip says, one after another."""
+    found = AsrCheckpoint.find(MODEL, NEMO)
+    client = EngineClient(EngineConfig(), thread_backend(found.card, lambda: found.build("cpu", "fp32")))
+    answers = [client.submit(pcm).future.result(WAIT_S).tokens for pcm in CLIPS]
+    client.close()
+    assert sum(map(len, answers)) > 10
+    return answers
+
+
+def said(found: list[SearchResult]) -> tuple[int, ...]:
+    return tuple(token.id for each in found for token in each.fixed_tokens)
+
+
+def pieces(pcm: np.ndarray, size: int) -> list[np.ndarray]:
+    return [pcm[at : at + size] for at in range(0, len(pcm), size)]
+
+
+@pytest.mark.slow
+def test_streams_say_what_utterances_say(begin: Begin, want: list[tuple[int, ...]]):
+    client = begin()
+    assert client.card.frame_samples == 1_280
+    streams = [client.open_stream(live=number % 2 == 0) for number in range(len(CLIPS))]
+    futures: list[list[Future[SearchResult]]] = []
+    for stream, pcm in zip(streams, CLIPS, strict=True):
+        futures.append([stream.submit_audio(piece) for piece in pieces(pcm, 2_000)])
+    for stream, own in zip(streams, futures, strict=True):
+        own.append(stream.submit_audio(np.zeros(0, np.float32), last=True))
+    tickets = [client.submit(pcm) for pcm in CLIPS]
+    found = [[each.result(WAIT_S) for each in own] for own in futures]
+    assert [said(each) for each in found] == want
+    assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == want
+    frames = [token.frame for each in found[4] for token in each.fixed_tokens]
+    assert frames == sorted(frames)
+    assert max(frames) <= len(CLIPS[4]) // 1_280 + 1
+    assert client.describe()["slots_used"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["rnnt", "ctc"])
+def test_hot_words_change_their_own_streams_only(begin: Begin, head: str) -> None:
+    """What a stream and an utterance say with them is the same; what others say is what they say without."""
+    client = begin(head=head)
+    options = SearchOptions(bias="ab bag\t10\nmad\t10\ndew\t10")
+    alone = [client.submit(pcm).future.result(WAIT_S).tokens for pcm in CLIPS[:4]]
+    streams = [client.open_stream(live=True, bias=options.bias if number % 2 else "") for number in range(4)]
+    futures = [
+        [stream.submit_audio(part) for part in pieces(pcm, 4_000)]
+        for stream, pcm in zip(streams, CLIPS, strict=False)
+    ]
+    for stream, own in zip(streams, futures, strict=True):
+        own.append(stream.submit_audio(np.zeros(0, np.float32), last=True))
+    found = [said([each.result(WAIT_S) for each in own]) for own in futures]
+    assert found[0::2] == alone[0::2]
+    whole = [client.submit(pcm, options).future.result(WAIT_S).tokens for pcm in CLIPS[:4]]
+    assert found[1::2] == whole[1::2]
+    assert whole != alone, "they are heard"
+    assert client.describe()["slots_used"] == 0
+
+
+def test_hot_words_that_cannot_be_spelt_fail_their_own_stream(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SentencePieceTokenizer, "encode", lambda *_: 1 / 0)
+    client = begin()
+    if isinstance(client.backend, ProcessBackend):
+        pytest.skip("the other process has its own")
+    other = client.open_stream(live=True)
+    with pytest.raises(StepFailed, match="spelling hot words failed: ZeroDivisionError"):
+        client.submit(CLIPS[0], SearchOptions(bias="bad\t1")).future.result(WAIT_S)
+    other.submit_audio(CLIPS[0], last=True).result(WAIT_S)
+    assert client.describe()["slots_used"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["rnnt", "ctc"])
+def test_a_stream_tells_when_each_token_was_said(begin: Begin, head: str) -> None:
+    """As often as it is asked; and an utterance does, as the stream."""
+    client = begin(head=head)
+    pcm, options = CLIPS[5], SearchOptions(words=True)
+    stream = client.open_stream(live=True, words=True)
+    parts = pieces(pcm, 9_000)
+    found = [stream.submit_audio(part, timed=number == 2).result(WAIT_S) for number, part in enumerate(parts)]
+    found.append(stream.submit_audio(np.zeros(0, np.float32), last=True, timed=True).result(WAIT_S))
+    runs = [run for each in found for run in each.token_runs]
+    assert len(runs) == len(said(found)) > (3 if head == "rnnt" else 0)
+    assert [bool(each.token_runs) for each in found[:2]] == [False, False]
+    assert len(found[2].token_runs) == len(said(found[:3])), "all that had been said by then"
+    assert all(0 <= first < behind <= len(pcm) // 1_280 + 2 for first, behind in runs)
+    assert runs == sorted(runs)
+    whole = client.submit(pcm, options).future.result(WAIT_S)
+    assert whole.tokens == said(found)
+    starts = [start for start, _ in token_times_from_frames(runs, 1_280, len(pcm))]
+    assert [start for start, _ in whole.times] == starts, (
+        "what is told early may go on, but begins where it begins"
+    )
+    assert client.submit(pcm).future.result(WAIT_S).times == ()
+
+
+def test_more_streams_than_slots_wait(begin: Begin, want: list[tuple[int, ...]]):
+    client = begin(max_sessions=2)
+    tickets = [client.submit(pcm) for pcm in CLIPS]
+    stream = client.open_stream(live=True)
+    heard = stream.submit_audio(CLIPS[2], last=True)
+    assert said([heard.result(WAIT_S)]) == want[2]
+    assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == want
+
+
+def test_who_leaves_is_forgotten(begin: Begin, want: list[tuple[int, ...]]):
+    client = begin(max_sessions=1)
+    first, second = client.open_stream(live=True), client.open_stream(live=True)
+    answered = first.submit_audio(CLIPS[3][:8_000])
+    answered.result(WAIT_S)
+    waiting = second.submit_audio(CLIPS[3])
+    second.close()
+    with pytest.raises(Cancelled):
+        waiting.result(WAIT_S)
+    ticket = client.submit(CLIPS[1])
+    client.cancel(ticket)
+    with pytest.raises(Cancelled):
+        ticket.future.result(WAIT_S)
+    first.close()
+    first.close()
+    assert client.submit(CLIPS[1]).future.result(WAIT_S).tokens == want[1]
+    assert client.describe()["slots_used"] == 0
+
+
+def test_a_closing_engine_leaves_nobody_waiting(begin: Begin):
+    client = begin(max_sessions=1)
+    stream, late = client.open_stream(live=True), client.open_stream(live=True)
+    stream.submit_audio(CLIPS[0]).result(WAIT_S)
+    waiting = late.submit_audio(CLIPS[1])
+    client.close()
+    with pytest.raises(EngineClosed):
+        waiting.result(WAIT_S)
+    with pytest.raises(EngineClosed):
+        client.open_stream(live=True)
+
+
+def test_any_number_of_pieces_may_wait(begin: Begin, want: list[tuple[int, ...]]):
+    client = begin(max_sessions=1)
+    first, second = client.open_stream(live=True), client.open_stream(live=True)
+    first.submit_audio(CLIPS[0][:8_000]).result(WAIT_S)
+    futures = [second.submit_audio(piece) for piece in pieces(CLIPS[1], 10)]
+    futures += [second.submit_audio(np.zeros(0, np.float32)) for _ in range(1_500)]
+    futures.append(second.submit_audio(np.zeros(0, np.float32), last=True))
+    empty = [client.open_stream(live=True) for _ in range(400)]
+    futures += [each.submit_audio(np.zeros(0, np.float32), last=True) for each in empty]
+    first.close()
+    assert said([each.result(WAIT_S) for each in futures]) == want[1]
+    assert client.describe()["slots_used"] == 0
+
+
+def on_thread(**settings: Any) -> EngineClient:
+    found = AsrCheckpoint.find(MODEL, NEMO)
+    return EngineClient(
+        EngineConfig(**(CONFIG | settings)), thread_backend(found.card, lambda: found.build("cpu", "fp32"))
+    )
+
+
+def test_one_caller_more_than_may_wait_is_refused(begin: Begin, want: list[tuple[int, ...]]):
+    client = begin(max_sessions=1)
+    first = client.open_stream(live=True)
+    first.submit_audio(CLIPS[0][:8_000]).result(WAIT_S)
+    waiting = [client.open_stream(live=True) for _ in range(executor.MAX_WAITING)]
+    futures = [stream.submit_audio(CLIPS[0][:100]) for stream in waiting]
+    late = client.open_stream(live=False)
+    with pytest.raises(AtCapacity, match="513 callers wait for one of 1 slots") as refused:
+        late.submit_audio(CLIPS[1]).result(WAIT_S)
+    assert refused.value.retry_after_ms == slot_queue.RETRY_MS
+    assert not any(future.done() for future in futures), "those who were there before wait on"
+    for stream in waiting[1:]:
+        stream.close()
+    first.close()
+    futures[0].result(WAIT_S)
+    waiting[0].close()
+    again = client.open_stream(live=True).submit_audio(CLIPS[1], last=True)
+    assert said([again.result(WAIT_S)]) == want[1], "there is room again"
+
+
+def test_who_speaks_is_told_when_no_slot_is_to_be_had(
+    want: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(executor, "MAX_WAIT_S", 0.05)
+    client = on_thread(max_sessions=1)
+    first, unheard, hasty = (client.open_stream(live=live) for live in (True, True, False))
+    first.submit_audio(CLIPS[0][:8_000]).result(WAIT_S)
+    recording, sent = client.submit(CLIPS[2]), hasty.submit_audio(CLIPS[1], last=True)
+    pieces_of = [unheard.submit_audio(CLIPS[3][:4_000]), unheard.submit_audio(CLIPS[3][4_000:])]
+    for future in pieces_of:  # all of them: no audio is lost without a word
+        with pytest.raises(AtCapacity, match="wait for one of 1 slots"):
+            future.result(WAIT_S)
+    with pytest.raises(Cancelled):
+        unheard.submit_audio(CLIPS[3]).result(WAIT_S)
+    assert not sent.done()
+    assert first.submit_audio(CLIPS[0][8_000:], last=True).result(WAIT_S), "who has a slot keeps it, however long"
+    assert said([sent.result(WAIT_S)]) == want[1], "who is not in real time waits as a recording does"
+    assert recording.future.result(WAIT_S).tokens == want[2]
+    on_loop(client, lambda loop: loop.check())
+    client.close()
+
+
+def test_waiting_for_a_first_piece_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executor, "MAX_WAIT_S", WAIT_S)
+    client = on_thread(max_sessions=1, host_bytes=0)
+    first, silent = client.open_stream(live=True), client.open_stream(live=True)
+    first.submit_audio(CLIPS[0][:8_000]).result(WAIT_S)
+    on_loop(client, lambda loop: loop.executor.step())
+    assert on_loop(client, lambda loop: loop.executor.due_s) is None, "nobody waits, nothing is due"
+    refused = silent.submit_audio(CLIPS[1])
+    assert on_loop(client, lambda loop: loop.executor.due_s) is not None, "it is refused without anybody calling"
+    monkeypatch.setattr(executor, "MAX_WAIT_S", 0.0)
+    on_loop(client, lambda loop: loop.executor.step())  # it sleeps until what was due before
+    with pytest.raises(AtCapacity):
+        refused.result(WAIT_S)
+    assert on_loop(client, lambda loop: loop.executor.due_s) is None
+    client.close()
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_callers_do_not_wait_for_recordings_to_end(want: list[tuple[int, ...]], live: bool):
+    client = on_thread(max_sessions=6, max_decode_rows=3)
+    ended: list[str] = []
+    with held(client):
+        tickets = [client.submit(pcm) for pcm in CLIPS for _ in range(2)]
+        for ticket in tickets:
+            ticket.future.add_done_callback(lambda _: ended.append("recording"))
+        # They have taken what slots they may before the caller comes.
+        client.backend.call(lambda loop: loop.executor.step())
+        stream = client.open_stream(live=live)
+        heard = stream.submit_audio(CLIPS[0][:8_000])
+        heard.add_done_callback(lambda _: ended.append("caller"))
+    heard.result(WAIT_S)
+    assert [ticket.future.result(WAIT_S).tokens for ticket in tickets] == [w for w in want for _ in range(2)]
+    assert ended.index("caller") <= (0 if live else 6)
+    stream.close()
+    client.close()
+
+
+@pytest.mark.parametrize("slots", [1, 6])
+def test_who_waits_for_an_answer_goes_before_jobs_that_came_earlier(want: list[tuple[int, ...]], slots: int):
+    client = on_thread(max_sessions=slots, use_chunked_inference=False)
+    ended: list[str] = []
+    with held(client):
+        for priority, count in (("bulk", 8), ("interactive", 3), ("bulk", 2)):
+            for _ in range(count):
+                future = client.submit(CLIPS[0], priority=priority).future
+                future.add_done_callback(lambda _, priority=priority: ended.append(priority))
+    assert client.submit(CLIPS[1], priority="bulk").future.result(WAIT_S).tokens == want[1]
+    client.close()
+    assert ended[:4].count("interactive") == 3
+    assert len(ended) == 13, "and nobody waits for ever"
+
+
+def test_an_ending_that_cannot_be_told_fails_its_own_stream(want: list[tuple[int, ...]]):
+    client = on_thread()
+    search = client.backend.loop.executor.model_runner.search
+    finish, failures = search.finish, iter([True, True])
+
+    def failing(*arguments: Any) -> Any:
+        if next(failures, False):
+            raise RuntimeError("on purpose")
+        return finish(*arguments)
+
+    search.finish = failing
+    nothing = client.open_stream(live=True).submit_audio(np.zeros(0, np.float32), last=True)
+    with pytest.raises(StepFailed, match="on purpose"):
+        nothing.result(WAIT_S)
+    with pytest.raises(StepFailed, match="on purpose"):
+        client.submit(CLIPS[2]).future.result(WAIT_S)
+    assert client.submit(CLIPS[2]).future.result(WAIT_S).tokens == want[2]
+    on_loop(client, lambda loop: loop.check())
+    client.close()
+
+
+def test_an_engine_that_ends_broken_leaves_nobody_waiting():
+    client = on_thread(max_sessions=2)
+    streams = [client.open_stream(live=True) for _ in range(3)]
+    futures = [stream.submit_audio(CLIPS[0][:100]) for stream in streams]
+
+    def broken(session: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    with held(client):
+        client.backend.loop.executor.model_runner.close_session = broken
+        futures += [stream.submit_audio(CLIPS[5]) for stream in streams]
+        client.backend.loop.inbox.put(lambda loop: loop.stop())
+    outcomes = [type(future.exception(WAIT_S)) for future in futures[3:]]
+    assert outcomes == [EngineClosed] * 3
+    client.close()
+
+
+@pytest.fixture
+def in_process() -> Iterator[EngineClient]:
+    spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(NEMO), threads=1)
+    client = EngineClient(EngineConfig(**CONFIG), process_backend(spec, RingSize(64, 16_384)))
+    yield client
+    client.close()
+
+
+def test_of_streams_that_are_over_nothing_is_kept(in_process: EngineClient, want: list[tuple[int, ...]]):
+    link = in_process.backend
+    assert isinstance(link, ProcessBackend)
+    stream = in_process.open_stream(live=True)
+    found = [stream.submit_audio(piece).result(WAIT_S) for piece in pieces(CLIPS[2], 4_000)]
+    assert len(link._current.sessions) == 1
+    found.append(stream.submit_audio(np.zeros(0, np.float32), last=True).result(WAIT_S))
+    assert said(found) == want[2]
+    assert link._current.sessions == {}
+    stream.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["a step failed", "a step failed when it was heard again", "it kills engines"])
+def test_a_stream_that_is_lost_is_lost_as_a_whole(in_process: EngineClient, how: str):
+    """What came after a gap would be heard as if nothing were missing."""
+    link = in_process.backend
+    assert isinstance(link, ProcessBackend)
+    stream, other = in_process.open_stream(live=True), in_process.open_stream(live=True)
+    stream.submit_audio(CLIPS[0][:4_000]).result(WAIT_S)
+    os.kill(link._current.process.pid, signal.SIGSTOP)
+    (number, _) = link._current.sessions
+    waiting = [stream.submit_audio(CLIPS[0]), stream.submit_audio(CLIPS[0])]
+    error: type[Exception] = StepFailed
+    if how == "it kills engines":
+        error = EngineCrashed
+        for _ in range(MAX_DEATHS):
+            link._deliver(link._current.record_death("on purpose"))
+    else:
+        failure = ErrorMessage.from_error(StepFailed("on purpose"))
+        link._deliver(
+            link._current.handle_message(RequestFailed(number, failure, 1 if how == "a step failed" else 0))
+        )
+    for future in waiting:
+        with pytest.raises(error):
+            future.result(WAIT_S)
+    os.kill(link._current.process.pid, signal.SIGCONT)
+    with pytest.raises(Cancelled):
+        stream.submit_audio(CLIPS[0]).result(WAIT_S)
+    assert len(link._current.sessions) == 1, "the other one's"
+    assert other.submit_audio(CLIPS[1], last=True).result(WAIT_S).fixed_tokens
+    assert link._current.sessions == {}
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_takes_nothing_along(want: list[tuple[int, ...]]):
+    spec = EngineSpec(model=MODEL, device="cpu", dtype="fp32", weights=str(NEMO), threads=1)
+    client = EngineClient(EngineConfig(**CONFIG), process_backend(spec, RingSize(64, 16_384)))
+    link = client.backend
+    assert isinstance(link, ProcessBackend)
+    stream, found = client.open_stream(live=True), []
+    cut = pieces(CLIPS[5], 4_000)
+    for number, piece in enumerate(cut):
+        if number in (3, 9):
+            os.kill(link._current.process.pid, signal.SIGKILL)
+        found.append(stream.submit_audio(piece, last=number == len(cut) - 1).result(WAIT_S))
+    assert said(found) == want[5]
+    assert link.restarts == 2
+    client.close()
+
+
+def test_a_step_that_fails_takes_its_own_along(want: list[tuple[int, ...]]):
+    found = AsrCheckpoint.find(MODEL, NEMO)
+    client = EngineClient(EngineConfig(**CONFIG), thread_backend(found.card, lambda: found.build("cpu", "fp32")))
+    wrapper = client.backend.loop.executor.model_runner
+    step, failures = wrapper.step, iter([True])
+
+    def failing(sessions: Any, now_ms: float) -> Any:
+        if next(failures, False):
+            raise RuntimeError("on purpose")
+        return step(sessions, now_ms)
+
+    wrapper.step = failing
+    stream = client.open_stream(live=True)
+    with pytest.raises(StepFailed, match="on purpose"):
+        stream.submit_audio(CLIPS[3]).result(WAIT_S)
+    with pytest.raises(Cancelled):
+        stream.submit_audio(CLIPS[3]).result(WAIT_S)
+    assert client.submit(CLIPS[3]).future.result(WAIT_S).tokens == want[3]
+    on_loop(client, lambda loop: loop.check())
+    client.close()
+
+
+def test_chunks_and_look_ahead_are_the_models(begin: Begin, request: pytest.FixtureRequest):
+    if "process" in request.node.name:
+        pytest.skip("the same code")
+    with pytest.raises(OptionError, match="chunk_frames=3"):
+        begin(chunk_frames=3)
+    with pytest.raises(OptionError, match="lookahead_frames=11"):
+        begin(lookahead_frames=11)
+    with pytest.raises(OptionError, match="up to 4000 ms"):
+        begin(chunk_frames=100_000)
+    with pytest.raises(OptionError, match="head=tdt"):
+        begin(head="tdt")
+    by_ctc = begin(head="ctc")
+    assert (
+        by_ctc.submit(CLIPS[3]).future.result(WAIT_S).tokens
+        != begin().submit(CLIPS[3]).future.result(WAIT_S).tokens
+    )
+    right = begin(lookahead_frames=3, chunk_frames=8)
+    assert right.backend.loop.executor.model_runner.model.frame_block == 4

@@ -1,0 +1,892 @@
+"""Streams that nothing comes for give up their slots and sleep; and say what they would have said.
+
+On a clock that is set by hand, with poison in every row that nobody has.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_offload import Bench, Caller, Clock, Keeper, Shelf, clock
+from tiny_streaming import clips
+
+from asr_serve.decoding.ctc import CtcPrefixBeam
+from asr_serve.decoding.rescoring import RescoringSearch
+from asr_serve.decoding.seq2seq import SearchOptions
+from asr_serve.engine.request import RecognitionRequest, StreamChunk
+from asr_serve.engine.session_snapshot import SessionSnapshot, SessionSnapshotView
+from asr_serve.engine.streaming import executor, offload, request
+from asr_serve.engine.streaming.offload import MAX_OFFLOADS_PER_STEP, StreamOffloader
+from asr_serve.errors import AtCapacity, Cancelled, EngineClosed, StepFailed
+
+CASES = [
+    ("fastconformer 8,1", "ctc"),
+    ("fastconformer 8,1", "ctc beam"),
+    ("tdt 8,1", "rnnt"),
+    ("fastconformer 8,3", "rnnt beam"),
+    ("u2pp 2", "rescored"),
+    ("deepspeech", "ctc"),
+]
+PCM = np.concatenate(clips(3))[:48_000]
+ALONE: dict[tuple[Any, ...], Caller] = {}
+"""What was heard, and by whom: it is heard once."""
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def now() -> Iterator[Clock]:
+    with clock() as made:
+        yield made
+
+
+def bench(now: Clock, name: str = "deepspeech", search: str = "ctc", **options: Any) -> Bench:
+    if search == "rescored":
+        options["make"] = lambda network: RescoringSearch(CtcPrefixBeam(network, 4), network)
+    return Bench(now, name, search, **options)
+
+
+def alone(name: str, search: str, pcm: np.ndarray, cuts: list[int], **options: Any) -> Caller:
+    """Cut there, and never asleep."""
+    known = (name, search, pcm.tobytes(), *cuts, *options.items())
+    if known not in ALONE:
+        with clock() as now:
+            made = bench(now, name, search, slots=1, **options)
+            caller = ALONE[known] = Caller(made, 0, pcm)
+            for cut in cuts:
+                caller.write(cut)
+                made.settle()
+            made.expect_empty()
+    return ALONE[known]
+
+
+# --- parity ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["memory", "disk", "lost"])
+@pytest.mark.parametrize(("name", "search"), CASES)
+def test_it_says_the_same_and_knows_the_same_to_the_bit(now: Clock, name: str, search: str, how: str) -> None:
+    said = 0
+    for seed in range(2):
+        chance = random.Random(seed)
+        pcm, shelf = clips(seed)[4 * seed][:24_000], Shelf(disk=how != "memory")
+        here = bench(now, name, search, slots=1, tiers=shelf, hears_again=how == "lost")
+        there = bench(now, name, search, slots=1)
+        sleeps, wakes = Caller(here, 7, pcm), Caller(there, 7, pcm)
+        while not sleeps.over:
+            cut = chance.choice((1, 700, 5_120, 9_000))
+            for made, caller in ((here, sleeps), (there, wakes)):
+                caller.write(cut)
+                made.settle()
+                while shelf.read():
+                    made.settle()
+                assert caller.answered
+            if not sleeps.over and chance.random() < 0.7:
+                here.idle(10.0)
+                assert here.asleep == {7}
+                assert here.wrapper.free_sessions == 1, "a sleeper holds no slot"
+                if how == "lost":
+                    shelf.lost = set(shelf.held)
+        assert sleeps.tokens() == wakes.tokens()
+        assert sleeps.tails() == wakes.tails()
+        said += len(sleeps.tokens())
+        here.expect_empty(shelf)
+    assert said > 0
+
+
+@pytest.mark.parametrize(("name", "search"), CASES)
+def test_what_it_knows_after_sleep_is_what_it_would_have_known(now: Clock, name: str, search: str) -> None:
+    shelf = Shelf()
+    here, there = bench(now, name, search, tiers=shelf), bench(now, name, search)
+    sleeps, wakes = Caller(here, 0, PCM), Caller(there, 0, PCM)
+    for cut in (8_000, 5_001, 12_345):
+        for made, caller in ((here, sleeps), (there, wakes)):
+            caller.write(cut)
+            made.settle()
+        here.idle(10.0)
+        assert here.asleep == {0}
+        other = Caller(here, 1, PCM)  # it has the row meanwhile, and spoils it
+        other.write(20_000)
+        here.settle()
+        here.streams.close_stream(1)
+    sleeps.write(3_000)
+    wakes.write(3_000)
+    here.settle()
+    there.settle()
+    ours, theirs = here.streams.export_stream(0), there.streams.export_stream(0)
+    assert ours is not None
+    assert ours == theirs
+    here.expect_empty(shelf)
+
+
+Op = tuple[str, int, int]
+
+
+@st.composite
+def schedules(draw: Any) -> tuple[int, int, list[Op]]:
+    callers = draw(st.integers(2, 6))
+    slots = draw(st.integers(2, 3))
+    op = st.one_of(
+        st.tuples(st.just("put"), st.integers(0, callers - 1), st.sampled_from((1, 640, 2_561, 8_000))),
+        st.tuples(st.just("idle"), st.just(0), st.sampled_from((0, 1, 11))),
+        st.tuples(st.just("turn"), st.just(0), st.just(0)),
+        st.tuples(st.just("read"), st.just(0), st.just(0)),
+        st.tuples(st.just("close"), st.integers(0, callers - 1), st.just(0)),
+        st.tuples(st.just("lose"), st.integers(0, callers - 1), st.just(0)),
+        st.tuples(st.just("move"), st.integers(0, callers - 1), st.just(0)),
+    )
+    return callers, slots, draw(st.lists(op, min_size=10, max_size=40))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["ctc", "ctc beam"])
+@pytest.mark.parametrize("disk", [False, True])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    schedule=schedules(),
+    room=st.sampled_from((1 << 30, 60_000, 0)),
+    kept=st.sampled_from((1 << 30, 4 * 15_000)),
+)
+def test_whatever_comes_everybody_says_what_they_say_alone(
+    search: str, disk: bool, schedule: tuple[int, int, list[Op]], room: int, kept: int
+) -> None:
+    callers, slots, ops = schedule
+    with clock() as now, mock.patch.object(request, "MAX_REPLAY_BYTES", kept):
+        shelf = Shelf(room, disk=disk)
+        made = bench(now, "deepspeech", search, slots=slots, tiers=shelf, hears_again=disk, chunked=True)
+        pcm = {number: clips(number)[2][:20_000] for number in range(callers)}
+        heard = {number: Caller(made, number, pcm[number]) for number in range(callers)}
+        cuts: dict[int, list[int]] = {number: [] for number in range(callers)}
+        gone: set[int] = set()
+        for op, number, much in ops:
+            if op == "put" and number not in gone and not heard[number].over:
+                heard[number].write(much)
+                cuts[number].append(much)
+            elif op == "idle":
+                now.now_s += much
+                made.step()
+            elif op == "turn":
+                made.step()
+            elif op == "read":
+                shelf.read()
+            elif op == "close":
+                made.streams.close_stream(number)
+                gone.add(number)
+            elif op == "lose" and disk:
+                shelf.lost.add(b"stream %d" % number)
+            elif op == "move" and number not in gone and heard[number].answered and not heard[number].over:
+                if number in refused(heard):
+                    continue
+                if b"stream %d" % number in shelf.held and disk:
+                    continue  # it would wait for a disk that nobody turns
+                saved = made.streams.export_stream(number)
+                made.streams.open_stream(number, True, saved=saved)
+            made.streams.check()
+        for number, caller in heard.items():
+            if number not in gone | refused(heard) and not caller.over:
+                caller.write(len(caller.pcm))
+                cuts[number].append(len(caller.pcm))
+            while shelf.read() or made.step():
+                pass
+            now.now_s += offload.IDLE_WHEN_PRESSED_S
+        while not all(caller.answered for caller in heard.values()):
+            while shelf.read() or made.step():
+                pass
+            due_s = made.streams.due_s
+            assert due_s is not None, "somebody waits for ever"
+            now.now_s = max(now.now_s, due_s)
+        assert kept < 1 << 30 or not refused(heard, StepFailed), "its audio was kept"
+        for number in set(heard) - gone - refused(heard):
+            want = alone("deepspeech", search, pcm[number], cuts[number], chunked=True)
+            assert heard[number].tokens() == want.tokens(), (number, cuts[number])
+            assert heard[number].tails() == want.tails()
+        made.expect_empty(shelf)
+
+
+def refused(heard: dict[int, Caller], *why: type[Exception]) -> set[int]:
+    """Who was told that there is no slot, or that what it had heard is lost."""
+    found = set()
+    for number, caller in heard.items():
+        errors = [future.exception() for _, future in caller.told if future.done()]
+        if any(isinstance(error, why or (AtCapacity, StepFailed)) for error in errors):
+            found.add(number)
+    return found
+
+
+# --- who sleeps, and when -------------------------------------------------------------------------------
+
+
+def test_who_is_quiet_for_long_sleeps_though_nobody_waits(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, tiers=shelf, after_s=10.0)
+    caller = Caller(made, 0, PCM)
+    caller.write(8_000)
+    made.settle()
+    assert made.streams.due_s == now.now_s + 10.0, "the loop wakes by itself"
+    made.idle(9.9)
+    assert (made.asleep, made.wrapper.free_sessions) == (set(), 1)
+    caller.write(800)
+    made.settle()
+    made.idle(9.9)
+    assert made.asleep == set(), "it counts from what came last"
+    made.idle(0.2)
+    assert (made.asleep, made.wrapper.free_sessions) == ({0}, 2)
+    assert made.streams.due_s is None, "nothing is due: the loop sleeps"
+    assert made.metric("asr_serve_streams_asleep") == 1
+    assert made.metric("asr_serve_stream_sleeps_total") == 1
+    assert made.streams.describe()["streams_asleep"] == 1
+    made.streams.close_stream(0)
+    made.expect_empty(shelf)
+
+
+def test_under_pressure_the_longest_quiet_goes_first_and_only_as_many_as_are_needed(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, slots=3, tiers=shelf)
+    callers = [Caller(made, number, PCM) for number in range(5)]
+    for number in (2, 0, 1):
+        callers[number].write(8_000)
+        made.settle()
+        now.now_s += 0.2
+    callers[3].write(8_000)
+    made.settle()
+    assert not callers[3].answered, "nobody was quiet for long enough"
+    assert made.streams.due_s == pytest.approx(now.now_s - 0.6 + offload.IDLE_WHEN_PRESSED_S)
+    made.idle(offload.IDLE_WHEN_PRESSED_S - 0.6)
+    assert callers[3].answered
+    assert made.asleep == {2}
+    now.now_s += 0.05
+    made.settle()
+    assert made.asleep == {2}, "nobody waits any more"
+    for number in (0, 1, 3):
+        made.streams.close_stream(number)
+    callers[2].write(100)
+    made.settle()
+    assert callers[2].answered
+    made.streams.close_stream(2)
+    made.streams.close_stream(4)
+    made.expect_empty(shelf)
+
+
+@pytest.mark.parametrize("recording", [False, True])
+def test_who_waits_for_hot_words_wants_no_slot_of_others(now: Clock, recording: bool) -> None:
+    go = threading.Event()
+    made = bench(now, slots=3, tiers=Shelf(), spell=lambda bias: go.wait(WAIT_S))
+    caller = Caller(made, 0, PCM)
+    caller.write(8_000)
+    made.settle()
+    if recording:
+        options = SearchOptions(bias="ab\t1")
+        made.streams.submit(RecognitionRequest(1, PCM, len(PCM), options, "bulk", Future()))
+    else:
+        made.streams.open_stream(1, True, bias="ab\t1")
+        made.streams.append_audio(StreamChunk(1, PCM[:800], False, Future()))
+    made.idle(2 * offload.IDLE_WHEN_PRESSED_S)
+    assert (made.asleep, made.wrapper.free_sessions) == (set(), 2)
+    made.streams.cancel(1)
+    made.idle(2 * offload.IDLE_WHEN_PRESSED_S)
+    go.set()
+    made.streams.close_stream(0)
+    made.expect_empty()
+    made.streams.shutdown(EngineClosed("the test is over"))
+
+
+def test_recordings_make_callers_sleep_and_never_sleep(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, slots=1, tiers=shelf)
+    made.keeper.vad_scheduler.live_count = 0
+    caller = Caller(made, 0, PCM)
+    caller.write(8_000)
+    made.settle()
+    future: Any = Future()
+    made.streams.submit(RecognitionRequest(9, PCM[:16_000], 16_000, SearchOptions(), "bulk", future))
+    made.settle()
+    assert not future.done()
+    made.idle(offload.IDLE_WHEN_PRESSED_S)
+    assert future.done()
+    assert made.asleep == {0}
+    caller.write(len(PCM))
+    made.settle()
+    assert caller.tokens() == alone("deepspeech", "ctc", PCM, [8_000, len(PCM)]).tokens()
+    made.expect_empty(shelf)
+
+
+def test_more_streams_than_slots_as_long_as_only_some_speak(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, slots=2, tiers=shelf)
+    callers = [Caller(made, number, PCM[: 16_000 + 700 * number]) for number in range(8)]
+    assert made.wrapper.free_sessions == 2, "who has not said anything has no slot"
+    for turn in range(3):
+        for first in range(0, 8, 2):
+            for caller in callers[first : first + 2]:
+                caller.write(5_000 + turn)
+            made.settle()
+            now.now_s += offload.IDLE_WHEN_PRESSED_S
+    for caller in callers:
+        caller.write(len(PCM))
+        made.settle()
+        now.now_s += offload.IDLE_WHEN_PRESSED_S
+    for caller in callers:
+        cuts = [5_000, 5_001, 5_002, len(PCM)]
+        assert caller.tokens() == alone("deepspeech", "ctc", caller.pcm, cuts).tokens()
+    assert made.metric("asr_serve_wake_seconds_count") >= 20
+    made.expect_empty(shelf)
+
+
+def test_without_tiers_nobody_sleeps(now: Clock) -> None:
+    made = bench(now, slots=1)
+    first, second = Caller(made, 0, PCM), Caller(made, 1, PCM)
+    made.settle()
+    second.write(100)
+    first.write(8_000)
+    made.settle()
+    assert first.answered, "who came first has the slot, before any audio"
+    made.idle(executor.MAX_WAIT_S)
+    with pytest.raises(AtCapacity):
+        second.told[0][1].result(0)
+    made.idle(100.0)
+    assert made.wrapper.free_sessions == 0
+    assert made.streams.due_s is None
+    made.streams.close_stream(0)
+    made.expect_empty()
+
+
+def test_where_there_is_no_room_it_stays_awake_and_the_loop_does_not_spin(now: Clock) -> None:
+    shelf = Shelf(0)
+    made = bench(now, slots=2, tiers=shelf)
+    callers = [Caller(made, number, PCM) for number in range(3)]
+    for caller in callers[:2]:
+        caller.write(8_000)
+    made.settle()
+    callers[2].write(8_000)
+    made.idle(offload.IDLE_WHEN_PRESSED_S)
+    assert made.asleep == set()
+    due_s = made.streams.due_s
+    assert due_s is not None
+    assert due_s >= now.now_s + offload.STORE_FULL_RETRY_S, "it is tried again later"
+    shelf.most_bytes = 1 << 30
+    made.idle(offload.IDLE_WHEN_PRESSED_S + offload.STORE_FULL_RETRY_S)
+    assert callers[2].answered, "there was room again"
+    for caller in callers:
+        made.streams.close_stream(caller.number)
+    made.expect_empty(shelf)
+
+
+def test_nothing_heard_is_nothing_to_keep(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, slots=1, tiers=shelf)
+    silent, other = Caller(made, 0, PCM), Caller(made, 1, PCM)
+    silent.write(0)
+    made.settle()
+    assert silent.answered
+    assert made.wrapper.free_sessions == 0
+    other.write(8_000)
+    made.idle(offload.IDLE_WHEN_PRESSED_S)
+    assert other.answered
+    assert not shelf.held
+    assert made.streams.export_stream(0) is None
+    made.streams.close_stream(1)
+    made.expect_empty(shelf)
+
+
+def test_few_are_put_to_sleep_between_two_steps(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, slots=10, tiers=shelf)
+    for number in range(10):
+        Caller(made, number, PCM).write(2_000)
+    made.settle()
+    now.now_s += 11.0
+    assert made.step()
+    assert len(made.asleep) == MAX_OFFLOADS_PER_STEP
+    made.settle()
+    assert len(made.asleep) == 10
+    made.streams.shutdown(EngineClosed("closed"))
+    made.expect_empty(shelf)
+
+
+# --- waking ---------------------------------------------------------------------------------------------
+
+
+def slept(made: Bench, *numbers: int) -> list[Caller]:
+    """Callers that sleep."""
+    callers = [Caller(made, number, PCM) for number in numbers]
+    for caller in callers:
+        caller.write(8_000)
+        made.settle()
+        made.idle(offload.IDLE_WHEN_PRESSED_S)
+    made.idle(11.0)
+    assert made.asleep == set(numbers)
+    return callers
+
+
+def test_the_disk_is_asked_at_once_and_others_are_not_kept_waiting(now: Clock) -> None:
+    shelf = Shelf(disk=True)
+    made = bench(now, slots=1, tiers=shelf)
+    (sleeper,) = slept(made, 0)
+    other = Caller(made, 1, PCM)
+    sleeper.write(8_000)
+    assert len(shelf._reading) == 1, "before any turn of the loop"
+    other.write(8_000)
+    made.settle()
+    assert other.answered, "a slot is not held for what the disk has not read"
+    assert not sleeper.answered
+    now.now_s += 0.5
+    assert shelf.read()
+    made.settle()
+    assert not sleeper.answered, "now it waits for a slot like anybody"
+    made.idle(0.5)
+    assert sleeper.answered, "and others sleep for it"
+    assert made.asleep == {1}
+    assert made.metric("asr_serve_wake_seconds_count") == 1
+    assert made.metric("asr_serve_wake_seconds_sum") == 1.0
+    for number in (0, 1):
+        made.streams.close_stream(number)
+    made.expect_empty(shelf)
+
+
+def test_who_wakes_and_finds_no_slot_is_told_so(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, slots=1, tiers=shelf)
+    (sleeper,) = slept(made, 0)
+    shelf.most_bytes = 0
+    busy = Caller(made, 1, PCM)
+    busy.write(8_000)
+    made.settle()
+    futures = [sleeper.write(800), sleeper.write(800)]
+    made.idle(executor.MAX_WAIT_S)
+    for future in futures:
+        with pytest.raises(AtCapacity, match="wait for one of 1 slots"):
+            future.result(0)
+    assert not shelf.held
+    made.streams.close_stream(1)
+    made.expect_empty(shelf)
+
+
+@pytest.mark.parametrize("name", ["deepspeech", "u2pp 2"])
+def test_where_all_room_is_taken_who_wakes_and_who_sleeps_change_places(now: Clock, name: str) -> None:
+    """One slot, room for one more to sleep, and two who speak in turn."""
+    shelf = Shelf()
+    made = bench(now, name, slots=1, tiers=shelf)
+    cuts = [16_000, 9_000, 12_000, len(PCM)]
+    callers = [Caller(made, number, PCM) for number in range(2)]
+    for caller in callers:
+        caller.write(cuts[0])
+        made.idle(11.0)
+    assert made.asleep == {0}
+    (parts,) = shelf.held.values()
+    one = sum(map(len, parts))
+    shelf.most_bytes = one + one // 2
+    for cut in cuts[1:]:
+        for caller in callers:
+            caller.write(cut)
+            for _ in range(3):
+                made.idle(executor.MAX_WAIT_S / 4)
+            assert caller.answered, "who has the slot waits for room, and who has room for the slot"
+    want = alone(name, "ctc", PCM, cuts)
+    for caller in callers:
+        assert caller.tokens() == want.tokens()
+    made.expect_empty(shelf)
+
+
+def test_too_many_may_not_wake_at_once(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "MAX_WAITING", 2)
+    shelf = Shelf()
+    made = bench(now, slots=1, tiers=shelf)
+    sleepers_ = slept(made, 0, 1, 2)
+    Caller(made, 3, PCM).write(8_000)
+    made.settle()
+    futures = [caller.write(800) for caller in sleepers_]
+    with pytest.raises(AtCapacity):
+        futures[2].result(0)
+    assert set(shelf.held) == {b"stream 0", b"stream 1"}
+    for number in range(4):
+        made.streams.close_stream(number)
+    made.expect_empty(shelf)
+
+
+@pytest.mark.parametrize("when", ["asleep", "reading", "read", "waiting"])
+def test_who_is_closed_leaves_nothing(now: Clock, when: str) -> None:
+    shelf = Shelf(disk=True)
+    made = bench(now, slots=1, tiers=shelf)
+    (sleeper,) = slept(made, 0)
+    Caller(made, 1, PCM).write(8_000)
+    made.settle()
+    if when != "asleep":
+        future = sleeper.write(800)
+    if when in ("read", "waiting"):
+        shelf.read()
+    if when == "waiting":
+        made.settle()
+    made.streams.close_stream(0)
+    made.streams.close_stream(0)
+    while shelf.read():
+        pass
+    made.settle()
+    if when != "asleep":
+        with pytest.raises(Cancelled):
+            future.result(0)
+    assert not shelf.held
+    made.streams.close_stream(1)
+    made.expect_empty(shelf)
+
+
+def test_an_engine_that_ends_leaves_no_sleeper(now: Clock) -> None:
+    shelf = Shelf(disk=True)
+    made = bench(now, slots=1, tiers=shelf)
+    first, _ = slept(made, 0, 1)
+    future = first.write(800)
+    made.streams.shutdown(EngineClosed("closed"))
+    with pytest.raises(EngineClosed):
+        future.result(0)
+    shelf.read()
+    made.expect_empty(shelf)
+
+
+# --- what is lost ---------------------------------------------------------------------------------------
+
+
+def test_what_was_told_is_not_told_twice(now: Clock) -> None:
+    shelf = Shelf(disk=True)
+    made = bench(now, "u2pp 2", "ctc", tiers=shelf, hears_again=True)
+    caller = Caller(made, 0, PCM)
+    cuts = [24_000, 12_001, len(PCM)]
+    for cut in cuts:
+        caller.write(cut)
+        made.settle()
+        while shelf.read():
+            made.settle()
+        if not caller.over:
+            made.idle(11.0)
+            shelf.lost = set(shelf.held)
+            assert shelf.lost
+    want = alone("u2pp 2", "ctc", PCM, cuts)
+    assert len(want.told[0][1].result(0).fixed_tokens) > 2, "nothing was told before it slept"
+    assert caller.tokens() == want.tokens()
+    assert made.metric("asr_serve_recomputed_streams_total") == 2
+    made.expect_empty(shelf)
+
+
+def test_audio_is_kept_only_where_it_may_be_needed_and_not_for_ever(
+    now: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench(now, tiers=Shelf())
+    caller = Caller(made, 0, PCM)
+    caller.write(8_000)
+    made.settle()
+    assert made.streams._streams[0].replay_audio is None
+    monkeypatch.setattr(request, "MAX_REPLAY_SAMPLES", 10_000)
+    shelf = Shelf(disk=True)
+    made = bench(now, tiers=shelf, hears_again=True)
+    (caller,) = slept(made, 0)
+    caller.write(1_000)
+    while shelf.read() or made.step():
+        pass
+    kept = made.streams._streams[0].replay_audio
+    assert kept is not None
+    assert sum(map(len, kept)) == 9_000
+    caller.write(5_000)
+    made.settle()
+    made.idle(11.0)
+    assert made.asleep == {0}
+    assert made.streams._streams[0].replay_audio is None
+    shelf.lost = set(shelf.held)
+    future = caller.write(800)
+    while shelf.read() or made.step():
+        pass
+    with pytest.raises(StepFailed, match="lost"):
+        future.result(0)
+    made.expect_empty(shelf)
+
+
+def test_what_came_back_broken_is_lost(now: Clock) -> None:
+    shelf = Shelf()
+    made = bench(now, tiers=shelf, hears_again=True)
+    (caller,) = slept(made, 0)
+    (name,) = shelf.held
+    shelf.held[name][1] = shelf.held[name][1][:-4]
+    caller.write(len(PCM))
+    made.settle()
+    assert caller.tokens() == alone("deepspeech", "ctc", PCM, [8_000, len(PCM)]).tokens()
+    assert made.metric("asr_serve_recomputed_streams_total") == 1
+    made.expect_empty(shelf)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_who_cannot_be_read_in_time_is_heard_again(now: Clock, live: bool) -> None:
+    """The disk stalls: it neither brings anything nor says that it cannot. What it brings later is nobody's."""
+    shelf = Shelf(disk=True)
+    made = bench(now, tiers=shelf, hears_again=True)
+    caller = Caller(made, 0, PCM, live=live)
+    caller.write(8_000)
+    made.settle()
+    made.idle(11.0)
+    future = caller.write(9_000)
+    made.idle(offload.READ_TIMEOUT_S / 2)
+    assert not future.done()
+    assert made.streams.due_s == now.now_s + offload.READ_TIMEOUT_S / 2, "the loop wakes by itself"
+    made.idle(offload.READ_TIMEOUT_S / 2)
+    assert future.done()
+    made.idle(11.0)
+    assert made.asleep == {0}
+    caller.write(len(PCM))
+    shelf.lost = {b"stream 0"}
+    assert shelf.read(), "that from before, which is lost, while the next one is under way"
+    made.settle()
+    shelf.lost = set()
+    assert shelf.read()
+    made.settle()
+    want = alone("deepspeech", "ctc", PCM, [8_000, 9_000, len(PCM)])
+    assert caller.tokens() == want.tokens()
+    assert caller.tails() == want.tails()
+    assert made.metric("asr_serve_recomputed_streams_total") == 1
+    made.expect_empty(shelf)
+
+
+def test_only_those_are_given_up_whose_time_is_over_and_without_audio_they_are_told(now: Clock) -> None:
+    shelf = Shelf(disk=True)
+    made = bench(now, slots=3, tiers=shelf)
+    first, second = slept(made, 0, 1)
+    late = first.write(8_000)
+    made.idle(offload.READ_TIMEOUT_S - 0.5)
+    second.write(8_000)
+    made.idle(0.5)
+    with pytest.raises(StepFailed, match="lost"):
+        late.result(0)
+    assert set(shelf.held) == {b"stream 1"}
+    assert not second.answered
+    while shelf.read():
+        made.settle()
+    second.write(len(PCM))
+    made.settle()
+    assert second.tokens() == alone("deepspeech", "ctc", PCM, [8_000, 8_000, len(PCM)]).tokens()
+    assert made.metric("asr_serve_recomputed_streams_total") == 1
+    made.expect_empty(shelf)
+
+
+class Slow(Shelf):
+    """A disk on which every read takes a while, or stalls for ever."""
+
+    stalls = False
+
+    def get(self, name: bytes, done: Any) -> None:
+        super().get(name, done)
+        if not self.stalls:
+            threading.Timer(0.05, self.read).start()
+        else:
+            self._reading.clear()
+
+
+def test_one_slow_read_does_not_have_all_be_lost_that_come_after_it(
+    now: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the loop waits for them, as it does when they leave for another engine."""
+    shelf, held = Slow(disk=True), SessionSnapshotView(b"numbers", (b"part",))
+    made = StreamOffloader(shelf, 10.0)
+    made.attach(Keeper())
+    for number in range(5):
+        assert made.offload(number, held)
+
+    def read(number: int, *, stalls: bool, whole_s: float, haste_s: float) -> bool:
+        monkeypatch.setattr(offload, "READ_TIMEOUT_S", whole_s)
+        monkeypatch.setattr(offload, "HASTE_S", haste_s)
+        shelf.stalls = stalls
+        return made.read_blocking(number) is not None
+
+    assert not read(0, stalls=True, whole_s=0.01, haste_s=WAIT_S)
+    now.now_s += 1.0
+    assert read(1, stalls=False, whole_s=WAIT_S, haste_s=WAIT_S), "the disk is asked again, and waited for"
+    assert not read(2, stalls=True, whole_s=WAIT_S, haste_s=0.01), "not for long, within so long"
+    now.now_s += WAIT_S - 1.0
+    assert read(3, stalls=False, whole_s=WAIT_S, haste_s=0.0), "what was not waited for for long says nothing"
+    assert read(4, stalls=False, whole_s=WAIT_S, haste_s=0.0)
+
+
+# --- how much audio is kept -----------------------------------------------------------------------------
+
+
+def kept(made: Bench) -> set[int]:
+    """Of whom there is audio."""
+    return {number for number, each in made.streams._streams.items() if each.replay_audio}
+
+
+def test_so_much_audio_is_kept_and_who_sleeps_longest_gives_way_then_the_longest(
+    now: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 20_000)
+    shelf = Shelf(disk=True)
+    made = bench(now, slots=3, tiers=shelf, hears_again=True)
+    cuts = {number: [8_000] for number in (2, 0, 1)}
+    callers = {number: Caller(made, number, PCM[:16_000]) for number in cuts}
+
+    def put(number: int, samples: int) -> Any:
+        cuts[number].append(samples)
+        future = callers[number].write(samples)
+        while shelf.read() or made.step():
+            pass
+        made.settle()
+        return future
+
+    for number in (2, 0):
+        callers[number].write(8_000)
+        made.settle()
+        made.idle(11.0)
+    assert made.asleep == {0, 2}
+    assert (kept(made), made.kept_bytes) == ({0, 2}, 4 * 16_000)
+    callers[1].write(8_000)
+    made.settle()
+    assert (kept(made), made.kept_bytes) == ({0, 1}, 4 * 16_000), "the longest asleep gave way"
+    shelf.lost = set(shelf.held)
+    with pytest.raises(StepFailed, match="lost"):
+        put(2, 800).result(0)
+    put(0, 100)
+    assert made.metric("asr_serve_recomputed_streams_total") == 2
+    put(1, 100)
+    assert made.kept_bytes == 4 * 16_200
+    put(1, 4_000)
+    assert made.asleep == set()
+    assert (kept(made), made.kept_bytes) == ({0}, 4 * 8_100), "nobody sleeps: that with the most did"
+    shelf.lost = set()
+    made.idle(11.0)
+    assert made.asleep == {0, 1}
+    for number in (0, 1):
+        put(number, 16_000)
+        assert callers[number].tokens() == alone("deepspeech", "ctc", PCM[:16_000], cuts[number]).tokens()
+    made.expect_empty(shelf)
+
+
+def test_who_waits_to_be_heard_again_keeps_its_audio_longest_and_is_told_if_that_goes_too(
+    now: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf()
+    made = bench(now, slots=1, tiers=shelf, hears_again=True)
+    (sleeper,) = slept(made, 0)
+    other = Caller(made, 1, PCM)
+    other.write(4_000)
+    made.settle()
+    shelf.lost = set(shelf.held)
+    future = sleeper.write(800)
+    made.settle()
+    assert not future.done(), "it waits for a slot"
+    monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 11_000)
+    other.write(4_000)
+    made.settle()
+    assert kept(made) == {0}, "though it has no less"
+    monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 7_000)
+    Caller(made, 2, PCM)
+    assert kept(made) == set()
+    assert not future.done(), "it still waits for a slot"
+    made.streams.close_stream(1)
+    made.settle()
+    with pytest.raises(StepFailed, match="lost"):
+        future.result(0)
+    made.streams.close_stream(2)
+    made.expect_empty(shelf)
+
+
+def test_audio_that_comes_from_another_engine_is_counted(now: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = bench(now, tiers=Shelf(), hears_again=True)
+    there = bench(now, tiers=Shelf(), hears_again=True)
+    monkeypatch.setattr(request, "MAX_REPLAY_BYTES", 4 * 20_000)
+    for number in range(3):
+        caller = Caller(here, number, PCM)
+        caller.write(9_000)
+        here.settle()
+        saved = here.streams.export_stream(number)
+        assert saved is not None
+        there.streams.open_stream(number, True, saved=saved)
+        assert there.kept_bytes == 4 * 9_000 * min(2, number + 1)
+    here.expect_empty()
+    assert kept(there) == {1, 2}
+    for number in range(3):
+        there.streams.close_stream(number)
+    there.expect_empty()
+
+
+# --- to another engine ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["awake", "asleep", "never begun there", "lost"])
+@pytest.mark.parametrize(("name", "search"), CASES)
+def test_it_goes_on_in_another_engine(now: Clock, name: str, search: str, state: str) -> None:
+    shelf, other = Shelf(), Shelf()
+    here = bench(now, name, search, tiers=shelf, hears_again=True)
+    there = bench(now, name, search, tiers=other, hears_again=True)
+    caller = Caller(here, 3, PCM)
+    cuts = [20_000, 15_001, len(PCM)]
+    for cut in cuts[:2]:
+        caller.write(cut)
+        here.settle()
+    if state in ("asleep", "lost"):
+        here.idle(11.0)
+        assert here.asleep == {3}
+    if state == "lost":
+        shelf.lost = set(shelf.held)
+    saved = here.streams.export_stream(3)
+    assert saved is not None
+    here.expect_empty(shelf)
+    there.streams.open_stream(3, True, saved=saved)
+    assert there.asleep == ({3} if state != "lost" else set()), "as many may come as sleep elsewhere"
+    if state == "never begun there":
+        there.settle()
+        assert there.wrapper.free_sessions == there.wrapper.states.slots, "it takes no slot before anything comes"
+        again = there.streams.export_stream(3)
+        assert again == saved
+        there.streams.open_stream(3, True, saved=again)
+    caller._bench = there
+    caller.write(cuts[2])
+    there.settle()
+    want = alone(name, search, PCM, cuts)
+    assert caller.tokens() == want.tokens()
+    assert caller.tails() == want.tails()
+    there.expect_empty(other)
+
+
+def test_what_no_engine_can_go_on_from_is_refused_and_opens_nothing(now: Clock) -> None:
+    here, there = bench(now), bench(now, "fastconformer 8,1", "ctc")
+    caller = Caller(here, 3, PCM)
+    caller.write(20_000)
+    here.settle()
+    saved = here.streams.export_stream(3)
+    assert saved is not None
+    broken = [
+        SessionSnapshot(b"", saved.parts),
+        SessionSnapshot(saved.header, ()),
+        SessionSnapshot(saved.header, (b"x", *saved.parts[1:])),
+        SessionSnapshot(saved.header, saved.parts[:-1]),
+        SessionSnapshot(saved.header, (*saved.parts, b"")),
+    ]
+    for each in broken:
+        with pytest.raises(ValueError, match=r"saved|session"):
+            here.streams.open_stream(3, True, saved=each)
+    with pytest.raises(ValueError, match="another model"):
+        there.streams.open_stream(3, True, saved=saved)
+    here.expect_empty()
+    there.expect_empty()
+
+
+def test_who_is_busy_is_not_to_be_moved(now: Clock) -> None:
+    made = bench(now)
+    Caller(made, 0, PCM).write(8_000)
+    with pytest.raises(AssertionError, match="busy"):
+        made.streams.export_stream(0)
+    made.streams.append_audio(StreamChunk(5, PCM, True, Future()))  # of nobody
+    made.streams.close_stream(0)
+    made.expect_empty()

@@ -1,0 +1,331 @@
+"""The house rules of docs/architecture.md, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src"
+PACKAGE, TOOLS = SRC / "asr_serve", SRC / "asr_serve_tools"
+SOURCES = sorted(path for package in (PACKAGE, TOOLS) for path in package.rglob("*.py"))
+
+BROAD_EXCEPT = {
+    "engine/loop.py",
+    "engine/remote/encode_client.py",
+    "engine/remote/peer_pool.py",
+    "engine/remote/connection.py",
+    "engine/process/main.py",
+    "engine/process/supervisor.py",
+    "server/layers/replies.py",
+}
+"""The engine's loop, the middleware that answers every request, and the tops of the threads that speak for another
+process. A step that fails its own requests only is guarded by StepGuard (engine/executor.py)."""
+
+LEAVES = {
+    # files, packets, what is written; the doctor lists its codecs
+    "av": {
+        "audio/media_reader.py",
+        "audio/opus_decoder.py",
+        "audio/encode/packet_encoder.py",
+        "api/cli/doctor.py",
+    },
+    "soxr": {"audio/resample.py"},
+    "onnx": {
+        "models/checkpoints/onnx_graph.py",
+        "models/checkpoints/onnx_session.py",
+    },  # read as weights; run as they are
+    "onnxruntime": {"models/checkpoints/onnx_graph.py", "models/checkpoints/onnx_session.py"},
+    # speaks; reads; and teaches
+    "hibari": {"models/tts/hibari.py", "text/hibari_english.py", "asr_serve_tools/train/voice/teacher_voices.py"},
+    "huggingface_hub": {"models/checkpoints/store.py"},
+    "tokenizers": {"text/tokenizers.py"},
+    "jiwer": {"asr_serve_tools/evaluate/wer.py"},
+    "kaldifst": {"text/normalization/wetext_grammar.py"},  # what wetext reads its graphs with
+    "whisper_normalizer": {"asr_serve_tools/evaluate/wer.py"},
+    "rich": {"api/cli/progress.py"},
+    "granian": {"server/run.py"},
+    "opentelemetry": {"server/telemetry/tracing.py"},
+    "prometheus_client": {"metrics.py"},
+    "nixl": {"transfer/nixl_agent.py"},
+    "cryptography": {"engine/cache/integrity.py"},
+    "python_multipart": {"server/bodies/form.py"},
+    "sounddevice": {"api/cli/io/microphone.py", "api/cli/io/loudspeaker.py"},  # what is heard, what is played
+    "websockets": {"api/client/connection.py"},
+    "wetext": {"text/normalization/wetext_grammar.py"},
+    "xxhash": {"transfer/checksum.py"},
+    "yaml": {"models/asr/nemo/archive.py"},
+}
+"""A heavy or optional package is loaded by one file."""
+
+TYPE_ONLY_BACK_IMPORTS = {
+    ("asr_serve.engine.request", "asr_serve.engine.vad_runner"),
+    ("asr_serve.server.speaking.voices", "asr_serve.server.engines"),
+}
+"""Imports against the map's order that exist under TYPE_CHECKING only. This list must shrink: move what both files
+need to the lower one, and add nothing."""
+
+MODEL_FILE_NAMES = {"Config", "Model"}
+"""Every model file defines these two (models/registry.py), so they repeat within models/."""
+
+SHARED_CLASS_NAMES = {
+    "Ask": 4,
+    "Asked": 2,
+    "Caller": 2,
+    "Clonings": 2,
+    "Desk": 4,
+    "Dialogue": 2,
+    "Ears": 2,
+    "End": 2,
+    "Error": 2,
+    "Event": 2,
+    "Flush": 2,
+    "Flushed": 2,
+    "Job": 2,
+    "Line": 4,
+    "Microphone": 2,
+    "Segment": 2,
+    "Sentence": 3,
+    "Speech": 2,
+    "Start": 2,
+    "TimedWord": 2,
+    "Word": 2,
+}
+"""Public class names that more than one file defines, and how many do. This list may only shrink."""
+
+
+def name_of(path: Path) -> str:
+    """A file's path as the map writes it: relative to src/asr_serve, or to src where it is one of the tools."""
+    return path.relative_to(PACKAGE if PACKAGE in path.parents else SRC).as_posix()
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_of(module: str, packages: list[str]) -> str | None:
+    """The map's entry for a dotted module name: the longest that holds it. `asr_serve` itself belongs to api."""
+    parts = module.split(".")
+    parts = (parts[1:] or ["api"]) if parts[0] == "asr_serve" else parts
+    names = ("/".join(parts[:depth]) for depth in range(len(parts), 0, -1))
+    return next((name for name in names if name in packages), None)
+
+
+def the_map() -> list[str]:
+    """The packages of the map in docs/architecture.md, top to bottom."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    found = re.search(r"## The map\n.*?```text\n(.*?)```", text, re.DOTALL)
+    assert found, "docs/architecture.md has no map"
+    packages: list[str] = []
+    for line in found[1].splitlines():
+        if line.startswith("  "):
+            packages += [name.strip("/") for name in re.split(r"\s{2,}", line.strip())[0].split()]
+    return packages
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names a file imports, those under TYPE_CHECKING too; `from package import module` as the module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module, f"{name_of(path)}: a relative import"
+            assert node.level == 0, f"{name_of(path)}: a relative import"
+            for alias in node.names:
+                inner = SRC.joinpath(*node.module.split("."), alias.name)
+                is_module = inner.is_dir() or inner.with_suffix(".py").is_file()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+def type_only_imports(path: Path) -> set[str]:
+    """Dotted names that a file imports under TYPE_CHECKING and nowhere else."""
+    tree = ast.parse(path.read_text())
+    guards = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]
+    guarded = {id(inner) for guard in guards for node in guard.body for inner in ast.walk(node)}
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    only = {node.module for node in nodes if id(node) in guarded}
+    return {module for module in only - {node.module for node in nodes if id(node) not in guarded} if module}
+
+
+def test_the_map_names_every_package() -> None:
+    """Folders of the first two levels stand on the map; deeper ones belong to the folder above them."""
+    folders = {name_of(path.parent) for path in SOURCES if path.name == "__init__.py" and path.parent != PACKAGE}
+    files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
+    packages = the_map()
+    assert len(packages) == len(set(packages))
+    modules = {name_of(path).removesuffix(".py") for path in SOURCES}
+    assert {name for name in folders if name.count("/") < 2} | files <= set(packages) <= folders | modules
+
+
+def test_imports_follow_the_order_of_the_map() -> None:
+    packages = the_map()
+    wrong, allowed = [], set()
+    for path in SOURCES:
+        here = module_of(path)
+        package = package_of(here, packages)
+        assert package, f"{name_of(path)} is in no package of the map"
+        for module in imports(path):
+            if module.split(".")[0] not in (PACKAGE.name, TOOLS.name):
+                continue
+            other = package_of(module, packages)
+            assert other, f"{name_of(path)} imports {module}, which is in no package of the map"
+            if packages.index(other) <= packages.index(package):
+                continue
+            if (here, module) in TYPE_ONLY_BACK_IMPORTS and module in type_only_imports(path):
+                allowed.add((here, module))
+            else:
+                wrong.append(f"{name_of(path)} imports {module}: {other} is below {package}")
+    assert not wrong, "\n".join(wrong)
+    assert allowed == TYPE_ONLY_BACK_IMPORTS, "these are gone: take them off TYPE_ONLY_BACK_IMPORTS"
+
+
+def test_the_product_does_not_import_its_tools() -> None:
+    """Training, labelling and evaluation need the product, which runs without them."""
+    product = [path for path in SOURCES if PACKAGE in path.parents]
+    assert [name_of(path) for path in product if any(m.split(".")[0] == TOOLS.name for m in imports(path))] == []
+
+
+def test_public_class_names_are_unique() -> None:
+    found: dict[str, int] = {}
+    for path in SOURCES:
+        shared = MODEL_FILE_NAMES if name_of(path).startswith("models/") else set()
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in shared:
+                found[node.name] = found.get(node.name, 0) + 1
+    repeated = {name: count for name, count in found.items() if count > 1}
+    grown = {name: count for name, count in repeated.items() if count > SHARED_CLASS_NAMES.get(name, 1)}
+    assert not grown, f"these class names need a word more: {grown}"
+    assert repeated == SHARED_CLASS_NAMES, "some of these are unique by now: shorten SHARED_CLASS_NAMES"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    """Paths in a page are relative to src/asr_serve, src or the repository."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.py)`", text))
+    bases = (PACKAGE, SRC, ROOT)
+    assert sorted(name for name in named if not any((base / name).is_file() for base in bases)) == []
+
+
+def test_classes_that_the_architecture_names_exist() -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / "architecture.md").read_text(), flags=re.DOTALL)
+    named = set(re.findall(r"`([A-Z][a-z]\w*[A-Z]\w*)`", text))
+    defined = {name for path in SOURCES for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
+    assert sorted(named - defined) == []
+
+
+def test_heavy_packages_are_loaded_by_one_leaf() -> None:
+    found: dict[str, set[str]] = {package: set() for package in LEAVES}
+    for path in SOURCES:
+        for module in imports(path):
+            if module.split(".")[0] in LEAVES:
+                found[module.split(".")[0]].add(name_of(path))
+    assert found == LEAVES
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    script = "import sys, asr_serve, asr_serve.api.cli; sys.exit('torch' in sys.modules)"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environ, check=False).returncode == 0
+
+
+def test_broad_except_stands_where_it_may() -> None:
+    broad = set()
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler):
+                caught = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"all"}
+                if caught & {"all", "Exception", "BaseException"}:
+                    broad.add(name_of(path))
+    assert broad == BROAD_EXCEPT
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = {name_of(p) for p in SOURCES if re.search(r"\bos\.(environ|getenv)\b", p.read_text())}
+    assert readers == {"config.py"}
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name == "__init__.py"], ids=name_of)
+def test_all_is_exactly_the_public_names(path: Path) -> None:
+    listed: list[str] = []
+    public: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                listed = ast.literal_eval(value)
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                public.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                public.add(name)
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("asr_serve"):
+                public.update(alias.asname or alias.name for alias in names)
+    if not listed and path.parent != PACKAGE:
+        return  # a package that offers its modules, not names
+    # The version is public by custom, whatever its underscores say.
+    assert set(listed) == {n for n in public if not n.startswith("_")} | (public & {"__version__"})
+
+
+def test_one_version() -> None:
+    import asr_serve
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert asr_serve.__version__ == project["version"]
+    assert sorted(asr_serve.__all__) == ["DEFAULT_MODEL", "__version__", "load"]
+
+
+def test_files_are_named_after_what_they_define() -> None:
+    assert not [name_of(p) for p in SOURCES if p.name in ("utils.py", "common.py", "helpers.py", "misc.py")]
+
+
+def committed() -> list[Path]:
+    """Text files that are, or would be, committed."""
+    asked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=False
+    )
+    if asked.returncode:
+        pytest.skip("not a git checkout: no telling which files are committed")
+    paths = [ROOT / os.fsdecode(name) for name in asked.stdout.split(b"\0") if name]
+    return [path for path in paths if path.is_file() and b"\0" not in path.read_bytes()[:8_192]]
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports them by their names alone: two of one name fail where they meet, and not before."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+def test_no_file_knows_the_machine_it_was_written_on() -> None:
+    # In pieces, so that this file does not find itself.
+    telling = ["/" + "work/", "work/" + "shared", "/" + "root/", "/opt/" + "wheels", "/opt/" + "pypi"]
+    telling += ["pypi" + ".org", "python" + "hosted.org", "download." + "pytorch.org"]
+    found = []
+    for path in committed():
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            found += [f"{path.relative_to(ROOT)}:{number}: {word}" for word in telling if word in line]
+            if re.search(r"(?<![\w.~])/home/\w", line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: a home folder")
+    assert not found, "\n".join(found)
+
+
+def test_the_pins_are_plain_versions_of_what_the_project_asks_for() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", line) for line in lines), lines
+    pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    asked = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    for extra in project["project"]["optional-dependencies"].values():
+        asked += extra
+    names = {re.sub(r"[-_.]+", "-", re.match(r"[A-Za-z0-9._-]+", line)[0]).lower() for line in asked}
+    assert names - {"asr-serve"} <= pinned

@@ -1,0 +1,188 @@
+"""Words that two hypotheses agree on, and the seam between two that overlap."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from asr_serve.text.hypothesis_agreement import (
+    GARBLED_WORDS,
+    SEAM_WORDS,
+    agreed_prefix_tokens,
+    merge_overlap,
+    word_ends,
+)
+
+PIECES = [" the", " be", "st", " of", " times", ",", " it", " was", "n't", ".", " age", "s", " ", "-", "é"]
+
+
+def text(tokens: list[int]) -> str:
+    return "".join(PIECES[t] for t in tokens).strip()
+
+
+tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=25)
+
+
+# --- words of tokens ------------------------------------------------------------------------------
+
+
+def test_ends_of_words():
+    assert word_ends([], text) == []
+    assert word_ends([0, 1, 2, 3], text) == [1, 3, 4]  # the / be st / of
+    assert word_ends([4, 5, 6], text) == [2, 3], "a mark belongs to its word"
+    assert word_ends([12, 12, 0], text) == [3], "what comes before the first word belongs to it"
+
+
+@given(tokens)
+def test_ends_rise_to_the_last_token_one_per_word(said):
+    ends = word_ends(said, text)
+    words = text(said).split()
+    assert len(ends) == len(words)
+    assert ends == sorted(set(ends))
+    assert not ends or ends[-1] == len(said)
+    for count, end in enumerate(ends, 1):
+        assert len(text(said[:end]).split()) == count
+
+
+# --- agreement ------------------------------------------------------------------------------------
+
+
+@given(tokens, tokens)
+def test_what_is_agreed_is_whole_words_that_both_begin_with(before, after):
+    count = agreed_prefix_tokens(before, after, text)
+    assert before[:count] == after[:count]
+    assert count == 0 or count in word_ends(after, text)
+    words, agreed = text(after).split(), text(after[:count]).split()
+    assert words[: len(agreed)] == agreed
+
+
+@given(tokens, tokens)
+def test_nothing_more_could_have_been_agreed(before, after):
+    count = agreed_prefix_tokens(before, after, text)
+    longer = [end for end in word_ends(after, text) if end > count]
+    assert all(before[:end] != after[:end] for end in longer)
+
+
+@given(tokens)
+def test_one_agrees_with_itself(said):
+    assert agreed_prefix_tokens(said, said, text) == (len(said) if text(said) else 0)
+
+
+def test_a_word_that_may_go_on_is_not_agreed():
+    assert agreed_prefix_tokens([0, 1], [0, 1, 2], text) == 1, "'be' became 'best'"
+    assert agreed_prefix_tokens([0, 4], [0, 4, 5], text) == 1, "'times' became 'times,'"
+    assert agreed_prefix_tokens([0, 1, 2], [0, 1, 2, 3], text) == 3
+
+
+# --- seams ----------------------------------------------------------------------------------------
+
+
+def words(line: str) -> list[str]:
+    return line.split()
+
+
+WORDS = words("alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima mike november oscar papa")
+
+
+def joined(left: list[str], right: list[str]) -> list[str]:
+    met = merge_overlap(left, right)
+    assert met is not None
+    return left[: met[0]] + right[met[1] :]
+
+
+def test_nothing_meets_anything():
+    assert merge_overlap([], ["a"]) == (0, 0)
+    assert merge_overlap(["a", "b"], []) == (2, 0)
+    assert merge_overlap([], []) == (0, 0)
+
+
+def test_no_common_words_no_seam():
+    assert merge_overlap(WORDS[:5], WORDS[6:10]) is None
+
+
+@given(st.permutations(WORDS), st.integers(0, 13), st.integers(2, 6))
+def test_two_halves_that_overlap_make_the_whole(order, start, overlap):
+    whole = list(order)
+    cut = min(start + overlap, len(whole))
+    assume(cut - start >= 2)
+    assert joined(whole[:cut], whole[start:]) == whole
+
+
+@settings(max_examples=300)
+@given(
+    st.permutations(WORDS),
+    st.integers(3, 12),
+    st.integers(3, 6),
+    st.integers(0, 2),
+    st.integers(0, 2),
+)
+def test_a_few_garbled_words_at_the_edges_are_left_out(order, start, overlap, at_end, at_start):
+    """The cut-off end of one, and the beginning of the other that starts in a word, are heard wrongly."""
+    whole = list(order)
+    left, right = whole[: start + overlap], whole[start:]
+    assume(start + overlap <= len(whole))
+    assume(overlap - at_end - at_start >= 2)
+    left = left[: len(left) - at_end] + ["uh"] * at_end
+    right = ["eh"] * at_start + right[at_start:]
+    assert joined(left, right) == whole
+
+
+def test_case_and_marks_do_not_matter():
+    assert joined(["It", "was", "the", "Age,"], ["the", "age", "of", "wisdom."]) == [
+        "It",
+        "was",
+        "the",
+        "Age,",
+        "of",
+        "wisdom.",
+    ]
+
+
+def test_a_word_heard_otherwise_in_the_overlap_does_not_part_them():
+    left = words("we had everything before us we had nothing")
+    right = words("everything befall us we had nothing before us")
+    assert joined(left, right) == words("we had everything before us we had nothing before us")
+
+
+def test_a_repeated_phrase_meets_where_the_most_words_do():
+    left = words("it was the age of wisdom it was the age")
+    right = words("wisdom it was the age of foolishness")
+    assert joined(left, right) == words("it was the age of wisdom it was the age of foolishness")
+
+
+def test_one_short_word_is_no_telling_match():
+    assert merge_overlap(["they", "saw", "a"], ["a", "house"]) is None
+    assert merge_overlap(["they", "saw", "november"], ["november", "rain"]) == (3, 1)
+
+
+def test_words_without_letters_match_nothing():
+    assert merge_overlap(["-", "..."], ["-", "..."]) is None
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_seam_lies_within_reach_on_both_sides(data):
+    some = st.lists(st.sampled_from(["a", "the", "age", "of", "wisdom", "was", "-"]), max_size=30)
+    left, right = data.draw(some), data.draw(some)
+    met = merge_overlap(left, right)
+    if met is None or not left or not right:
+        return
+    keep, skip = met
+    assert 0 < skip <= min(len(right), SEAM_WORDS)
+    assert len(left) - GARBLED_WORDS <= keep <= len(left)
+    assert left[keep - 1] == right[skip - 1]
+
+
+def test_it_is_quick_on_long_texts():
+    chance = random.Random(2)
+    left, right = ([chance.choice(["the", "age"]) for _ in range(5_000)] for _ in range(2))
+    assert merge_overlap(left, right) is not None
+
+
+@pytest.mark.parametrize("garbled", [GARBLED_WORDS, GARBLED_WORDS + 1])
+def test_too_much_at_an_edge_is_no_garbling(garbled):
+    left = [*WORDS[:6], *["uh"] * garbled]
+    assert (merge_overlap(left, WORDS[2:]) is not None) is (garbled <= GARBLED_WORDS)

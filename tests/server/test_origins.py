@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from asr_serve.errors import NotAllowed
-from asr_serve.server.layers.origins import expect_readable
+from asr_serve.server.layers.gate import origin_host
 
 ROUTE = "/v1/audio/transcriptions"
 UNREADABLE = ["http://[", "http://[::1", "http://]:8000"]
@@ -21,12 +21,12 @@ UNREADABLE = ["http://[", "http://[::1", "http://]:8000"]
 @pytest.mark.parametrize("origin", UNREADABLE)
 def test_what_cannot_be_read(origin):
     with pytest.raises(NotAllowed, match="is no URL"):
-        expect_readable(origin)
+        origin_host(origin)
 
 
 @pytest.mark.parametrize("origin", [None, "", "null", "https://example.org", "http://[::1]:8000"])
 def test_what_can_be(origin):
-    expect_readable(origin)
+    origin_host(origin)
 
 
 @pytest.mark.parametrize("origin", UNREADABLE)

@@ -21,7 +21,6 @@ from asr_serve.server.engines import Engines
 from asr_serve.server.jobs import Jobs
 from asr_serve.server.layers import replies
 from asr_serve.server.layers.gate import OPEN, Gate, Guard
-from asr_serve.server.layers.origins import ReadableOrigin
 from asr_serve.server.layers.visits import Visits
 from asr_serve.server.telemetry.tracing import Tracer
 from asr_serve.server.voices import routes as voices
@@ -91,7 +90,6 @@ def create_app(
 
     # From the inside out.
     app.add_middleware(Guard, gate=gate, origins=config.cors_origins)
-    app.add_middleware(ReadableOrigin)
     app.add_middleware(replies.Replies)
     if config.cors_origins:
         app.add_middleware(

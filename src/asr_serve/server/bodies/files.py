@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +17,8 @@ from asr_serve.server.bodies.uploads import UploadLimits, expect_allowed
 
 UNFIT = re.compile(r"[^\w.-]+")
 NAME_CHARACTERS = 80
+NAME_BYTES = 200
+"""Length in UTF-8 of a file name that every disk takes, with the number in front that it gets here."""
 
 
 class Files(Form):
@@ -57,7 +60,17 @@ class Files(Form):
         fit = UNFIT.sub("_", Path(label).name)[-NAME_CHARACTERS:].lstrip(".") or "recording"
         path = self._folder / f"{len(self.names):03}-{fit}"
         self._field, self.has_file, self.names[path] = None, True, label
-        self._file = path.open("wb")
+        try:
+            self._file = path.open("wb")
+        except OSError as failure:
+            if failure.errno != errno.ENAMETOOLONG:
+                raise
+            # A disk counts bytes, and a letter of a name has up to four.
+            raise MalformedRequest(
+                "the file name of a recording is too long for the server's disk",
+                f"names of up to {NAME_BYTES} bytes in UTF-8",
+                "send the recording under a shorter name",
+            ) from failure
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._file is None:

@@ -300,11 +300,29 @@ class Guard:
         """Browsers let any page open WebSockets and post forms to anywhere, unasked; what it cannot do is read the
         answer of a form. It is left to the server to refuse them."""
         origin = headers.get("origin")
+        host = origin_host(origin)
         if origin is None or "*" in self.origins or origin in self.origins:
             return
-        if urlsplit(origin).netloc != headers.get("host"):
+        if host != headers.get("host"):
             raise NotAllowed(
                 f"a page of {origin[:100]} called",
                 f"pages of: {', '.join(('this server', *self.origins))}",
                 "allow others with the setting cors_origins",
             )
+
+
+def origin_host(origin: str | None) -> str | None:
+    """Host, with its port, of an Origin header; None for a client that is no page and sends none.
+
+    Raises NotAllowed for an origin that is no URL, such as `http://[`.
+    """
+    if origin is None:
+        return None
+    try:
+        return urlsplit(origin).netloc
+    except ValueError as error:
+        raise NotAllowed(
+            f"the Origin header {origin[:100]!r} is no URL: {error}",
+            "an origin like https://example.org, or no such header",
+            "send the origin that the page has",
+        ) from error

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,8 +38,6 @@ from asr_serve.voices.voice_store import VoiceStore
 
 MOST_FILES = 400
 MOST_BODY_BYTES = 1 << 20
-NAME_BYTES = 200
-"""Of a file name that every disk takes, with the number in front that it gets here."""
 KEEP_ALIVE_S = 15.0
 KEEP_ALIVE = b": still learning\n\n"
 REPEAT_S = 0.5
@@ -103,8 +99,7 @@ def routes(desk: Desk) -> APIRouter:
             form = Files(
                 request.headers.get("content-type", ""), folder.path, voices.FILES, MOST_FILES, desk.uploads
             )
-            with _long_names_refused():
-                await received(_body(request.receive), form, desk.uploads)
+            await received(_body(request.receive), form, desk.uploads)
             asked = voices.read(form.fields, len(form.names), by)
             order = await asyncio.to_thread(_order, desk, asked, form)
             job = desk.clonings.write(order, folder.path, len(form.names), folder.remove)
@@ -177,22 +172,6 @@ def routes(desk: Desk) -> APIRouter:
         return Response(data, media_type="application/zip", headers=headers)
 
     return router
-
-
-@contextlib.contextmanager
-def _long_names_refused() -> Iterator[None]:
-    """Turn the disk's refusal of a recording's file name into MalformedRequest. A disk counts bytes, and a letter
-    of a name has up to four."""
-    try:
-        yield
-    except OSError as failure:
-        if failure.errno != errno.ENAMETOOLONG:
-            raise
-        raise MalformedRequest(
-            "the file name of a recording is too long for the server's disk",
-            f"names of up to {NAME_BYTES} bytes in UTF-8",
-            "send the recording under a shorter name",
-        ) from failure
 
 
 def _order(desk: Desk, asked: voices.Asked, form: Files) -> CloneRequest:

@@ -96,7 +96,7 @@ def start(**settings: Any) -> EngineClient:
 
 
 def limit(index: int) -> int:
-    """As engine/utterances/work has it: tokens that a clip's answer may have, before what it begins with."""
+    """As engine/seq2seq/executor has it: tokens that a clip's answer may have, before what it begins with."""
     return 4 + int(len(CLIPS[index]) / 16_000 * CARD.tokens_per_s)
 
 

@@ -1,4 +1,4 @@
-"""In the place of train/cloning/worker where a test is about the queue: what happens is what the recordings' names
+"""In the place of cloning/worker where a test is about the queue: what happens is what the recordings' names
 ask for."""
 
 from __future__ import annotations

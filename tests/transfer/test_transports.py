@@ -237,7 +237,7 @@ def test_part_by_part(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None
 
 @here_and_there
 def test_a_session_that_moves_is_bytes_in_a_spot(kind: str, peer: Peer, undo: contextlib.ExitStack) -> None:
-    """What `engine/saved` makes of a stream: numbers, and parts of any length, none included."""
+    """What `engine/session_snapshot` makes of a stream: numbers, and parts of any length, none included."""
     sender = attach(peer.submit("land", kind, 1 << 20), undo)
     parts = [secrets.token_bytes(nbytes) for nbytes in (211, 70_001, 1)]
     parts[2] = b""

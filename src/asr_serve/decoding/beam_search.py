@@ -107,7 +107,7 @@ def top_tokens(logits: Tensor, hidden: Tensor, weight: Tensor | None, count: int
     In      logits (rows, vocabulary), hidden (rows, width) they were made from, weight (vocabulary, width), which
             bf16 logits need
 
-    As where the likeliest one is picked (native/twins.pick), bf16 logits are computed again in float32.
+    As where the likeliest one is picked (kernels/reference.pick), bf16 logits are computed again in float32.
     """
     values = logits.float()
     total = values.logsumexp(dim=-1, keepdim=True)

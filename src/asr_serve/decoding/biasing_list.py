@@ -52,7 +52,7 @@ class CompiledBiasingList:
 
 
 class BiasingTensors(NamedTuple):
-    """In the order in which the CTC search takes them; `native/search_twin.Bias` tells what they are."""
+    """In the order in which the CTC search takes them; `kernels/ctc_search_reference.Bias` tells what they are."""
 
     firsts: Tensor
     tokens: Tensor

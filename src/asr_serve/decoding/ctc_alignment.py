@@ -58,7 +58,7 @@ def align(
 def _align_batch(
     logprobs: Tensor, frames: Sequence[int], tokens: Sequence[Sequence[int]], blank: int
 ) -> list[CtcAlignment]:
-    """The same answers as those of native/align_twin, frame after frame, all rows and states at once."""
+    """The answers of kernels/ctc_alignment_reference, frame after frame, all rows and states at once."""
     n, most, _ = logprobs.shape
     where, longest = logprobs.device, max((len(said) for said in tokens), default=0)
     states = 2 * longest + 1

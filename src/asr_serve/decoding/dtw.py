@@ -20,7 +20,7 @@ LEAST = 1e-3
 
 def first_frames(cost: np.ndarray) -> np.ndarray:
     """Where each row of `cost` (rows, frames) float32 begins on the cheapest way through it: (rows,) int64, see
-    native/dtw_twin. Raises ValueError where there is nothing to go through."""
+    kernels/dtw_reference. Raises ValueError where there is nothing to go through."""
     found: np.ndarray = kernels.dtw().first_frames(np.ascontiguousarray(cost, np.float32))
     return found
 

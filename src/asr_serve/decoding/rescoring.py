@@ -46,7 +46,7 @@ class RescoringModel(Protocol):
 
 
 class RescoringSearch:
-    """Another search, whose last answer is chosen with `rescore`. See models/streaming.Search.
+    """Another search, whose last answer is chosen with `rescore`. See models/interfaces.StreamingSearch.
 
     What was fixed on the way stays: the choice is among what the search had not decided at the end. Unlike the
     search's own state the encoder output of a session grows with it, and is kept here until its row is used again.

@@ -70,7 +70,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
     words: bool = False
     """Whether it is to be told when each token was said."""
     bias: str = ""
-    """Hot words, as decoding/bias.packed writes them."""
+    """Hot words, as decoding/biasing.pack_phrases writes them."""
     hurried: bool = False
     """Somebody waits: no higher temperature is tried once the tries together are as long as the longest answer
     could be."""

@@ -149,7 +149,7 @@ class AsrCheckpoint(NamedTuple):
 def find_checkpoint(
     model: str, weights: str | os.PathLike[str] | None, config: EngineConfig
 ) -> AsrCheckpoint | VoiceCheckpoint:
-    """Whatever an engine can run; `auto` is a voice (models/weights.auto_voice). Raises UnknownModel,
+    """Whatever an engine can run; `auto` is a voice (models/checkpoints/store.auto_voice). Raises UnknownModel,
     WeightsMissing, WeightsCorrupt, OptionError."""
     chosen = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
     if isinstance(chosen, TtsCard):

@@ -226,8 +226,7 @@ class EngineClient:
     """Lets work in, up to the bounds of its configuration. Every method may be called from any thread."""
 
     def __init__(self, config: EngineConfig, connect: Connect) -> None:
-        """`connect`: `local(...)` of engine/local for a thread, `remote(...)` of engine/process/link for a
-        process. What it raises is raised here."""
+        """`connect`: `thread_backend(...)` or `process_backend(...)`. What it raises is raised here."""
         self.config = config
         self._ids = itertools.count()
         self._room = threading.Condition()

@@ -1,4 +1,4 @@
-"""The one loop of a device: drain, hear, step, emit. What a step is, is its work's affair (engine/work)."""
+"""The one loop of a device: drain, hear, step, emit. What a step is, is its work's affair (engine/executor)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Loop:
         self.states = vad.states if vad is not None else StateCacheManager({}, 0)
         """Of voice activity."""
         self.uses_digests = memory is not None
-        """Whether what comes should have a name (engine/prefix/names)."""
+        """Whether what comes should have a name (engine/cache/digest)."""
         self.inbox: queue.SimpleQueue[LoopJob] = queue.SimpleQueue()
         self.vad_scheduler = VadScheduler(self.states, step_windows, memory)
         self.stats, self.running = stats, True

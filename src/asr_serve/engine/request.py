@@ -49,7 +49,7 @@ class RecognitionRequest(msgspec.Struct):
     full_window: bool = False
     """Whether all of the silence is encoded that fills its window, of a model that has one."""
     audio_digest: bytes = b""
-    """Its audio's name, where what was heard is kept (engine/prefix/names)."""
+    """Its audio's name, where what was heard is kept (engine/cache/digest)."""
     answer_digest: bytes = b""
     """That of the answer."""
     encoded: bool = False
@@ -75,7 +75,7 @@ class VadChunk(msgspec.Struct):
     pcm: np.ndarray
     future: Future[np.ndarray]
     audio_digest: bytes = b""
-    """The piece's name, where voice activity is kept (engine/prefix/names)."""
+    """The piece's name, where voice activity is kept (engine/cache/digest)."""
     history_digest: bytes = b""
     """That of all pieces up to this one."""
     state: bytes | None = None

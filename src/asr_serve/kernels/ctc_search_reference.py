@@ -62,7 +62,7 @@ class CtcBiasing(NamedTuple):
     fails: Tensor
     """(nodes,) int64: where a part that does not go on goes back to."""
     pending: Tensor
-    """(nodes,) float64, and `gives` too: see decoding/bias.Graph."""
+    """(nodes,) float64, and `gives` too: see decoding/biasing.BiasingGraph."""
     refunds: Tensor
     word_starts: Tensor
     """(vocab,) uint8: behind this token a word may begin that has no space of its own."""

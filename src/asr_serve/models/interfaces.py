@@ -2,7 +2,7 @@
 
 A session's audio is cut into encoder frames of `frame_samples`. A step takes the same number of frames, a
 chunk, of every session in it, wherever each of them stands. What a session must remember between steps lies in
-its row of tensors that somebody else owns (`engine/states`): a step reads and writes rows in place, and keeps
+its row of tensors that somebody else owns (`engine/state_cache`): a step reads and writes rows in place, and keeps
 nothing.
 """
 

@@ -1,9 +1,9 @@
-"""What every model file offers, and how the folder is read.
+"""Model cards, and how model files are found.
 
-A model file `models/<task>/<kind>.py` holds CARDS, one for each published size. One of `asr` has Config, Model,
-rename and tiny beside them, and is_package_folder and convert where weights come in another form than ours; one of
-`turn` has Model; one of `tts` has load, which makes what models/speaking says. There is no list to edit: a file in
-the folder is a model.
+A model file holds CARDS, one for each published size. One of `asr` has Config, Model, rename and tiny beside them,
+and is_package_folder and convert where weights come in another form than ours; one of `turn` has Model; one of
+`tts` has load, which returns a model of models/interfaces. There is no list to edit: a file with CARDS in the
+folder of its task is a model.
 """
 
 from __future__ import annotations

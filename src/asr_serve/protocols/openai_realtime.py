@@ -43,7 +43,7 @@ CODES: dict[type[Exception], str] = {
 """OpenAI's names for errors that have others elsewhere."""
 
 FORMATS = {"audio/pcm": ("s16le", 24_000), "audio/pcmu": ("mulaw", 8_000), "audio/pcma": ("alaw", 8_000)}
-"""A format to its encoding and rate, as `audio/live.decoder` takes them."""
+"""A format to its encoding and rate, as `audio/stream_decoder.decoder` takes them."""
 BETA_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 LOGPROBS = "item.input_audio_transcription.logprobs"
 COMMITTED_BY_CLIENT = ("gpt-realtime-whisper", "gpt-live-transcribe")

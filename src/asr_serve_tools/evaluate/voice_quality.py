@@ -7,7 +7,7 @@ of cepstra), and compared along that path.
 Source  mel-cepstral distortion: Kubichek 1993, "Mel-cepstral distance measure for objective speech quality
         assessment", here of cepstra of HiFi-GAN's 80 mel bands; F0 error and voicing error as text-to-speech
         papers have them (Skerry-Ryan et al. 2018, arXiv:1803.09047); round trip through a recogniser: Whisper's
-        normaliser, as evaluate/wer has it
+        normaliser, as asr_serve_tools/evaluate/wer has it
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def join_quality(chunked: np.ndarray, whole: np.ndarray, places: Sequence[int], 
 
 
 def similarity(one: Sequence[np.ndarray], other: Sequence[np.ndarray], rate_hz: int) -> float:
-    """Cosine of two speakers' voices, of some clips of each: see models/speaker/ge2e. Raises WeightsMissing."""
+    """Cosine of two speakers' voices, of some clips of each: see models/auxiliary/ge2e. Raises WeightsMissing."""
     network = ge2e.load()
     voices = [
         network.embed_speaker(resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips) for clips in (one, other)

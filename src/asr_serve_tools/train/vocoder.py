@@ -1,7 +1,7 @@
-"""Teaches the light vocoder (models/codec/source_filter) to say what recorded speech says, from its mel and pitch.
+"""Training of the light vocoder, models/tts/vocoders/source_filter, on recorded speech, from its mel and pitch.
 
 First by the distance between spectra alone; then, beside that, by networks that learn to tell it from the
-recordings (train/spectra). Noise can be no nearer to a recording's than another noise is: so everything is said
+recordings (spectral_losses). Noise can be no nearer to a recording's than another noise is: so everything is said
 twice, and the distance between the two is subtracted. What is kept is the running mean of the weights.
 """
 
@@ -82,7 +82,7 @@ FIXED = ("batch", "crop_frames", "judged_frames", "lr", "width", "inner", "block
 
 
 class TrainableProducts:
-    """The products of what is being taught: its tensors as they are. A part of devices/base.Device."""
+    """The products of what is being taught: its tensors as they are. A part of devices/interface.Device."""
 
     dtype = torch.float32
 

@@ -65,7 +65,7 @@ class Shelf:
 
 
 class Engine:
-    """What engine/utterances/work does with it, without a model."""
+    """What engine/seq2seq/executor does with it, without a model."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)

@@ -1,7 +1,7 @@
 """What the server and its engine process say to each other: msgspec structs over a pipe, PCM over the ring.
 
 Order is all the agreement there is: the samples that messages announce lie in the ring in the order of the
-messages, and nothing else does. A parcel (transfer/parcel) follows its message in the pipe.
+messages, and nothing else does. A parcel (transfer/sealed_buffer) follows its message in the pipe.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An engine whose role is to encode: it listens for others, and encodes what they all want in batches.
 
-It is the work of an ordinary loop (engine/work), so that what supervises an engine process, asks it for a sign of
+A ModelExecutor of an ordinary loop, so that what supervises an engine process, asks it for a sign of
 life and reads its metrics knows no other kind. Threads beside the loop read what askers want and send back what
 came of it; which requests make the next batch, and the batch itself, are the loop's.
 """
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class EncodeWorker:
-    """See engine/work.Work. `samples`: the fewest and the most of an utterance."""
+    """See engine/executor.ModelExecutor. `samples`: the fewest and the most of an utterance."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class EncodeWorker:
             for request, offset, frames in zip(batch, packing.offsets, packing.frames, strict=True)
         ]
 
-    # --- the rest of engine/work.Work -----------------------------------------------------------------------
+    # --- the rest of engine/executor.ModelExecutor ----------------------------------------------------------
 
     def submit(self, utterance: RecognitionRequest) -> None:
         reject(utterance.future, OptionError("this engine encodes for others", "it answers nobody itself"))

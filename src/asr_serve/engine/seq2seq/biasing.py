@@ -128,7 +128,7 @@ def pick_and_record(row: DecodeRow, logits: Tensor, hidden: Tensor, weight: Tens
     else may be said there is remembered for the second look. Greedy cannot go back: a token that is made likelier
     than what was heard costs other words more than it finds.
 
-    In      logits (vocabulary,), hidden (width,), weight: as decoding/beam.leading has them
+    In      logits (vocabulary,), hidden (width,), weight: as decoding/beam_search.top_tokens has them
     """
     likeliest = top_tokens(logits[None], hidden[None], weight, MAX_RECORDED_TOKENS)[0]
     row.top_tokens[len(row.tokens)] = dict(likeliest)

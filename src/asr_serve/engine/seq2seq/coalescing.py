@@ -104,7 +104,7 @@ class RequestCoalescer:
     asks just now waits for that, and who brings audio that is about to be encoded waits for its frames. Whoever
     goes first and leaves is followed by the next; whoever has less time than the first goes before it.
 
-    Belongs to the loop's thread. Requests without a name (engine/prefix/names) share nothing.
+    Belongs to the loop's thread. Requests without a name (engine/cache/digest) share nothing.
     """
 
     def __init__(

@@ -84,7 +84,8 @@ def tensor_from_array(array: np.ndarray) -> Tensor:
 ENCODER_NICENESS = 5
 """How much nicer than the loop encoders are: under Linux they get a third of its share where both want a core."""
 MAX_LOST_PEERS = 2
-"""Peers that may be lost over one request; then it is encoded here, where it may be given up (process/link)."""
+"""Peers that may be lost over one request; then it is encoded here, where it may be given up
+(engine/process/client)."""
 PEER_LOST_ERRORS = (PeerGone, RoadTimeout, Torn)
 """What a peer encoded did not come: it is encoded again."""
 MAX_TRACKED_REQUESTS = 4_096

@@ -47,7 +47,7 @@ DECODE_PACE_S, DECODE_PACE_ROWS = 0.02, 8
 
 
 class Seq2SeqExecutor:
-    """Owns the runners and every request that has been let in. See engine/work.Work."""
+    """Owns the runners and every request that has been let in. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,

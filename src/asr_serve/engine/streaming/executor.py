@@ -23,7 +23,7 @@ from asr_serve.types import Priority, SearchResult
 
 
 class StreamingExecutor:
-    """Owns the wrapper and everything that goes through it. See engine/work.Work."""
+    """Owns the wrapper and everything that goes through it. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,

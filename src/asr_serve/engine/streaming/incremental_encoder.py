@@ -82,7 +82,7 @@ class EncoderFrameStore:
 
 
 class IncrementalEncoderExecutor(StreamingExecutor):
-    """Owns whole utterances too. See engine/work.Work."""
+    """Owns whole utterances too. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,

@@ -31,7 +31,8 @@ class BiasableSearch(Protocol):
 
 
 class BiasingSearchRouter:
-    """See models/streaming.Search. A session's search is chosen before its first step, and again where a session
+    """See models/interfaces.StreamingSearch.
+    A session's search is chosen before its first step, and again where a session
     that was saved goes on: `expect`."""
 
     def __init__(self, plain: StreamingSearch, biased: BiasableSearch) -> None:

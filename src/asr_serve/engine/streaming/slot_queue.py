@@ -23,7 +23,7 @@ RETRY_MS = 5_000
 class SlotQueue:
     """Who waits for a slot: each class gets its share of the slots that are given, in the order of coming.
 
-    Source  start-time fair queueing, Goyal et al., SIGCOMM 1996, as for whole utterances (utterances/planner)
+    Source  start-time fair queueing, Goyal et al., SIGCOMM 1996, as in engine/seq2seq/scheduler
     """
 
     def __init__(self, shares: Mapping[Priority, float]) -> None:

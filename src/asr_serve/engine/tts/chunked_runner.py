@@ -37,7 +37,7 @@ class ChunkedTtsSequence:
 
 
 class ChunkedTtsRunner:
-    """See engine/speaking/runner.Runner."""
+    """See engine/tts/runner.TtsRunner."""
 
     def __init__(
         self,

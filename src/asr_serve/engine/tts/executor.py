@@ -48,7 +48,7 @@ class ActiveSentence:
 
 
 class TtsExecutor:
-    """Owns the runner, and every sentence that was let in. See engine/work.Work."""
+    """Owns the runner, and every sentence that was let in. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ struct Row {
   double* gains = nullptr;
 };
 
-// Hot words: decoding/bias.Graph, as decoding/biasing_list.py lays it out.
+// Hot words: decoding/biasing.BiasingGraph, as decoding/biasing_list.py lays it out.
 struct Graph {
   int64_t count = 0;
   const int64_t *firsts, *tokens, *nexts, *fails;

@@ -1,1 +1,1 @@
-"""Models that tell who of a few speaks when, in a short stretch of audio. A model file each, see models/card."""
+"""Auxiliary models, one file each: voice activity, end of turn, speaker embedding, speaker segmentation."""

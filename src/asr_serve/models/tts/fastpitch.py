@@ -9,7 +9,7 @@ row of a batch.
 The network hears a pause before the first phoneme and after the last. They are kept short, and of the first one
 only the end is heard.
 
-Source   FastPitch (arXiv:2006.06873), made incremental in models/acoustic/network
+Source   FastPitch (arXiv:2006.06873), made incremental in models/tts/fastpitch_network
 Weights  our own, taught by Kokoro's and hibari's voices: docs/voices.md. They ship with this package
 """
 
@@ -83,7 +83,7 @@ KEPT_VOICES = 64
 
 
 class FeatureNorms(msgspec.Struct, frozen=True):
-    """Of config.json, what numbers are told from (train/voice/acoustic.Norms)."""
+    """Of config.json, what numbers are told from (cloning/acoustic_training.AcousticNorms)."""
 
     mel: tuple[float, float]
     energy: tuple[float, float]
@@ -145,7 +145,7 @@ class FastPitchSentence(NamedTuple):
 
 
 class Model:
-    """See models/speaking.Incremental."""
+    """See models/interfaces.StreamingTtsModel."""
 
     hop_samples, frame_width, rate_hz = HOP_SAMPLES, FRAME_WIDTH, RATE_HZ
 

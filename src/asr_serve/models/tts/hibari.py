@@ -62,7 +62,7 @@ PAUSE = 0
 
 
 class Model:
-    """The network with its weights. See models/speaking.Whole."""
+    """The network with its weights. See models/interfaces.WholeSentenceTtsModel."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
         """Raises WeightsMissing when one of the packages that it needs is not installed, WeightsCorrupt."""

@@ -94,7 +94,7 @@ IDS = {
 
 
 class Model:
-    """The network with its weights, and the voices. See models/speaking.Whole."""
+    """The network with its weights, and the voices. See models/interfaces.WholeSentenceTtsModel."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
         """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""

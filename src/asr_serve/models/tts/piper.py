@@ -91,7 +91,7 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class Model:
-    """The network with its weights. See models/speaking.Whole."""
+    """The network with its weights. See models/interfaces.WholeSentenceTtsModel."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
         """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""

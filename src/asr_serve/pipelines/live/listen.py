@@ -6,9 +6,9 @@ server's socket drive it alike. Positions are samples since the caller's start.
 
 1. Whole windows go to voice activity, one piece at a time: what comes meanwhile is the next piece.
    The engine's loop takes the pieces of all callers in one step.
-2. `vad/endpoint.Endpointer` opens and closes segments, by the streaming schedule.
+2. `audio/endpointing.Endpointer` opens and closes segments, by the streaming schedule.
 3. Each segment has its `Hypotheses`: anchors and a final, which are owed, and partials as often as
-   `engine/cadence` allows. In a pause the final is made early: it is there when the pause has been long enough.
+   `engine/partial_rate` allows. In a pause the final is made early: it is there when the pause was long enough.
 4. `SegmentDone` comes in order and is for ever; `Partial` tells what is known of the rest.
 5. `Turns` tells whose turn it is. `flush` ends what is open where the audio does.
 """

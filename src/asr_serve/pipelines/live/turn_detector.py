@@ -1,6 +1,6 @@
 """Whose turn it is: when a speaker has begun, may have finished, and has.
 
-The silence rule is `vad/endpoint`'s schedule: a pause that ends the last open segment ends the turn. A turn
+The silence rule is `audio/endpointing`'s schedule: a pause that ends the last open segment ends the turn. A turn
 model is asked once in each pause, and may end it sooner. While it answers no further window is looked at: what
 it decides depends on the audio alone, never on how fast the answer came.
 """

@@ -9,7 +9,7 @@ socket drive it alike.
 2. The engine has the clause that sounds, and the next one once less than AHEAD_S of sound is left untaken. So a
    speech has no gaps, and for whoever does not take the engine does not work.
 3. What comes is joined with the silence between, resampled and marked where that was asked for
-   (`speaking/sound`), and goes out in order, with the times of its words.
+   (`pipelines/tts/output`), and goes out in order, with the times of its words.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class SpoolReader(io.RawIOBase):
     """A spool as a binary stream. It can seek once all bytes are here, and not before."""
 
     seekable_when_read = True
-    """For audio/sources: who has read it to its end may seek in it."""
+    """For audio/byte_source: who has read it to its end may seek in it."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool, self._at = spool, 0

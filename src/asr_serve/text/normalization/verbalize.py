@@ -1,7 +1,7 @@
 """Text as it is written to text as it is read: no digits, no signs, only words and punctuation.
 
-Three steps: our rules for what stands in signs (`words/rules`); the library's, for dates, titles, units,
-abbreviations and Roman numbers (`sounds/english.expanded`); then the numbers that are left (`words/numerals`).
+Three steps: our rules for what stands in signs (verbalization_rules); the library's, for dates, titles, units,
+abbreviations and Roman numbers (expand_abbreviations); then the numbers that are left (verbalize_numbers).
 
 Which library: both hibari-tts's and WeTextProcessing's runtime (wetext 0.1.8) were given the table of
 tests/text/normalization/test_verbalize.py, of 132 rows then. Alone, hibari sounds as it says in 77 of

@@ -44,7 +44,7 @@ TESTED = 48
 
 class AcousticTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     speech: Path
-    """Folder of recorded speech (train/voice/recorded)."""
+    """Folder of recorded speech (cloning/voice_corpus)."""
     out: Path
     """Where the checkpoint goes: config.json and model.safetensors."""
     minutes: float = math.inf

@@ -35,7 +35,7 @@ class SynthesisJob(msgspec.Struct, frozen=True, kw_only=True):
     texts: tuple[Path, ...]
     """Any texts in UTF-8."""
     folder: Path
-    """Where the speech goes (train/voice/recorded)."""
+    """Where the speech goes (cloning/voice_corpus)."""
     heart_minutes: float = 300.0
     """Of hibari's voice, which reads fastest: most sentences are learnt from
     it."""

@@ -30,7 +30,7 @@ class CheckpointTensors(Protocol):
     """A checkpoint's tensors by name. Raises WeightsCorrupt for one that is not there."""
 
     device: Any
-    """devices/base.Device."""
+    """devices/interface.Device."""
 
     def get(self, name: str) -> Tensor:
         """In float32, where it was loaded to."""
@@ -39,7 +39,7 @@ class CheckpointTensors(Protocol):
         """On the device, in its dtype."""
 
     def linear(self, *names: str, bias: bool = False) -> Any:
-        """devices/base.Linear of several matrices of the same input, stacked."""
+        """devices/interface.Linear of several matrices of the same input, stacked."""
 
 
 class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):

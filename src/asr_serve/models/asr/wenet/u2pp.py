@@ -133,7 +133,7 @@ def tiny() -> Config:
 
 
 class Model:
-    """Encoder, CTC head and decoders. See models/streaming.StreamingModel.
+    """Encoder, CTC head and decoders. See models/interfaces.StreamingModel.
 
     State   of each layer: keys and values of the last chunks, and the last inputs of its convolution.
     """

@@ -91,7 +91,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     alignment_heads: tuple[tuple[int, int], ...] = ()
     """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
     silence_stride: int = SILENCE_STRIDE
-    """See models/whisper_window. 1: every position of the window is encoded, as in training."""
+    """See models/asr/whisper/encoder_window. 1: every position of the window is encoded, as in training."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:

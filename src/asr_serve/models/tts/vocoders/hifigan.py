@@ -207,9 +207,9 @@ class UpsamplingStage(NamedTuple):
 
 
 class Model:
-    """A codec (models/speaking.Codec).
+    """A codec (models/interfaces.Vocoder).
 
-    In      frames (n, T, at least 80): natural-log mel as features/slaney_mel has it; what follows is not read
+    In      frames (n, T, at least 80): natural-log mel as audio/features/slaney_mel has it; the rest is not read
     Out     (n, 256 T) float32 in -1..1, 22.05 kHz
     State   by name, (positions, width) of a layer's past input, in the device's dtype
     """

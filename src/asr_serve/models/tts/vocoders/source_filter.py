@@ -197,9 +197,9 @@ class SpectralEnvelope(NamedTuple):
 
 
 class Model:
-    """A codec (models/speaking.Codec).
+    """A codec (models/interfaces.Vocoder).
 
-    In      frames (n, T, 81): natural-log mel as features/slaney_mel has it, F0 in Hz, 0 where there is no voice
+    In      frames (n, T, 81): natural-log mel of audio/features/slaney_mel, F0 in Hz, 0 where there is no voice
     Out     (n, 256 T) float32 in -1..1, 22.05 kHz
     State   `Carried`, float32 but for the phase
     """

@@ -41,7 +41,7 @@ def begin() -> Iterator[Callable[..., Pair]]:
 
 def kept(client: EngineClient) -> int:
     """Batches whose audio is held."""
-    return int(on_loop(client, lambda loop: len(loop.executor.encoders._remote)))
+    return int(on_loop(client, lambda loop: len(loop.executor.encoder_pool._remote)))
 
 
 @pytest.mark.parametrize("carries", ["cross", "hidden"])

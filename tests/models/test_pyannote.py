@@ -44,28 +44,31 @@ def test_probabilities_are_the_graphs(model, speech, samples):
 def test_sixteen_bits_decide_alike(model, speech):
     rounded = pyannote.Segmentation(pyannote.load(), make_device("cpu", "bf16"))
     windows = np.stack([speech[at : at + 80_000] for at in (0, 20_000, 80_000)])
-    exact, found = model.heard(windows).astype(int), rounded.speaker_probabilities(windows).astype(int)
+    exact, found = (
+        model.speaker_probabilities(windows).astype(int),
+        rounded.speaker_probabilities(windows).astype(int),
+    )
     assert np.abs(found - exact).mean() < 0.01 * 255
     assert ((found > 127) != (exact > 127)).mean() < 0.005
 
 
 def test_a_window_does_not_know_of_the_others(model, speech):
     windows = np.stack([speech[at : at + 80_000] for at in (0, 40_000, 80_000)])
-    together = model.heard(windows)
+    together = model.speaker_probabilities(windows)
     for row, window in zip(together, windows, strict=True):
-        assert np.abs(model.heard(window[None])[0].astype(int) - row).max() < 20
+        assert np.abs(model.speaker_probabilities(window[None])[0].astype(int) - row).max() < 20
 
 
 def test_one_reader_is_one_speaker_and_silence_nobody(model, speech):
-    heard = model.heard(speech[None, :160_000])[0] > 127
+    heard = model.speaker_probabilities(speech[None, :160_000])[0] > 127
     alone = heard & (heard.sum(1, keepdims=True) == 1)
     assert alone.mean(0).max() > 0.7
     assert np.mean(heard.sum(1) > 1) < 0.02
-    assert (model.heard(np.zeros((1, 160_000), np.float32)) < 128).all()
+    assert (model.speaker_probabilities(np.zeros((1, 160_000), np.float32)) < 128).all()
 
 
 def test_what_is_too_short_has_no_frames(model):
-    assert model.heard(np.zeros((2, pyannote.LEAST_SAMPLES - 1), np.float32)).shape == (2, 0, 3)
+    assert model.speaker_probabilities(np.zeros((2, pyannote.LEAST_SAMPLES - 1), np.float32)).shape == (2, 0, 3)
 
 
 def test_missing_weights_say_how_to_get_them(monkeypatch, tmp_path):

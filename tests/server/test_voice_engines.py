@@ -68,7 +68,7 @@ def test_engines_find_who_speaks_and_who_hears(both: Running) -> None:
     with pytest.raises(WrongModel):
         _ = engines.voice().tokenizer
     sound: list[bytes] = []
-    ticket = engines.voice().client.say(
+    ticket = engines.voice().client.synthesize(
         Sentence((PhonemeSpan("həlˈO"),), "heart"), lambda piece: sound.append(piece.pcm)
     )
     assert ticket.future.result(WAIT_S) == len(b"".join(sound)) // 2

@@ -46,7 +46,7 @@ def test_every_native_module_is_looked_for(tmp_path: Path, monkeypatch: pytest.M
     recipe = (Path(doctor.__file__).parents[2] / "kernels" / "CMakeLists.txt").read_text()
     assert re.findall(r"^nanobind_add_module\((\w+)", recipe, re.MULTILINE) == list(doctor.NATIVE)
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    folder = tmp_path / "native"
+    folder = tmp_path / "kernels"
     folder.mkdir()
     package = importlib.machinery.ModuleSpec("asr_serve", None, is_package=True)
     package.submodule_search_locations = [str(tmp_path)]

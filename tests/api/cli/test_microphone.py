@@ -138,8 +138,8 @@ def test_one_that_is_not_there(card: Card) -> None:
 HEARD = """
 import sys, time
 from asr_serve.api.cli.io import microphone
-microphone.MOST_WAITING_S = float(sys.argv[1])
-mic = microphone.Microphone()
+microphone.MAX_BUFFERED_S = float(sys.argv[1])
+mic = microphone.MicrophoneSource()
 slept = False
 got, told = b"", []
 for chunk in mic.chunks(told.append):
@@ -149,7 +149,7 @@ for chunk in mic.chunks(told.append):
     if slept:
         break
     slept = True
-sys.stderr.write(f"{len(got)} {mic.lost_samples} {len(told)} {mic.lost()}")
+sys.stderr.write(f"{len(got)} {mic.lost_samples} {len(told)} {mic.overflow_report()}")
 """
 
 

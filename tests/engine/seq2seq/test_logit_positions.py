@@ -44,7 +44,7 @@ def told(client: EngineClient) -> list[int]:
 def test_a_prompt_is_fed_and_not_told(client, told, asked, most):
     options = SearchOptions(**ONCE, prompt=PROMPT, **asked)
     came = client.submit(CLIPS[1], options).future.result(60)
-    assert max(told) <= client.backend.device.rows(most)
+    assert max(told) <= client.backend.device.padded_rows(most)
     if "beam" not in asked:
         expect_same(came, expected(1, options))
     assert client.backend.loop.executor.decode_runner.positions_fed > len(PROMPT)
@@ -70,8 +70,8 @@ def test_rows_that_begin_beside_drafts_are_told_apart(client, told):
 def test_what_rows_begin_with_is_made_once(client):
     """However many ask for the same, and however often each is asked for it."""
     model, made = client.backend.loop.executor.model, []
-    begin = model.start
-    model.start = lambda options: made.append(options) or begin(options)
+    begin = model.prompt_tokens
+    model.prompt_tokens = lambda options: made.append(options) or begin(options)
     for _ in range(3):
         client.submit(CLIPS[1], SearchOptions(**ONCE, prompt=PROMPT, language="en")).future.result(60)
     assert len(made) == 1

@@ -32,34 +32,34 @@ class Shelf:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.answers: dict[bytes, Recognition] = {}
-        self.tree: dict[bytes, bytes] = {}
+        self.prefix_cache: dict[bytes, bytes] = {}
         self.tiers: dict[bytes, bytes] = {}
         self.coming: list[tuple[bytes, Callable[[Any], None]]] = []
         self.room = True
 
-    def audio(self, root: bytes) -> bytes | None:
-        return self.tree.get(root)
+    def lookup_audio(self, root: bytes) -> bytes | None:
+        return self.prefix_cache.get(root)
 
-    def below(self, root: bytes) -> bool:
+    def is_offloaded(self, root: bytes) -> bool:
         return root in self.tiers
 
-    def fetch(self, root: bytes, came: Callable[[Any], None]) -> None:
+    def fetch_offloaded(self, root: bytes, came: Callable[[Any], None]) -> None:
         self.coming.append((root, came))
 
-    def restore(self, root: bytes, parts: bytes | None, room: int) -> None:
+    def insert_fetched(self, root: bytes, parts: bytes | None, room: int) -> None:
         if parts is not None and self.room:
-            self.tree[root] = parts
+            self.prefix_cache[root] = parts
 
-    def heard(self, row: bytes) -> None:
+    def store_row_audio(self, row: bytes) -> None:
         if self.room:
-            self.tree[row] = row
+            self.prefix_cache[row] = row
 
-    def encoded(self, root: bytes, result: object) -> None:
+    def store_encoder_result(self, root: bytes, result: object) -> None:
         if result == "unkept":
             raise RuntimeError("the device hiccuped")
-        self.heard(root)
+        self.store_row_audio(root)
 
-    def answered(self, wanted: bytes, answer: Recognition) -> None:
+    def store_answer(self, wanted: bytes, answer: Recognition) -> None:
         if self.room:
             self.answers[wanted] = answer
 
@@ -201,9 +201,9 @@ class Engine:
         )
 
     def evict(self, into_tiers: bool) -> None:
-        if self.kept.tree:
-            root = self.chance.choice(sorted(self.kept.tree))
-            found = self.kept.tree.pop(root)
+        if self.kept.prefix_cache:
+            root = self.chance.choice(sorted(self.kept.prefix_cache))
+            found = self.kept.prefix_cache.pop(root)
             if into_tiers:
                 self.kept.tiers[root] = found
 
@@ -369,6 +369,6 @@ def test_what_comes_late_is_used_and_plans_nobody_twice(when: str) -> None:
         engine.turn(1, beside=True)
     engine.come(lost=False)
     assert [*engine.planned] == ([first.id] if when == "planned" else [])
-    assert b"clip0" in engine.kept.tree
+    assert b"clip0" in engine.kept.prefix_cache
     engine.end()
     assert engine.encodes == ([] if when == "planned" else [b"clip0"])

@@ -168,7 +168,7 @@ def _expect_together(fields: Fields, form: str, stream: bool, granularities: Seq
             param=GRANULARITIES,
         )
     wanted = "spk" if fields.flag("spk") else next((name for name in SPEAKER_COUNT_FIELDS if name in fields), "")
-    if wanted and (form in ("json", "ctm") or (form == "text" and stream)):
+    if wanted and (form == "json" or (form == "text" and stream)):
         raise OptionError(
             f"{wanted}={fields.text(wanted)} with {'a stream of ' if stream else ''}response_format={form}",
             "one that has a place for who speaks",

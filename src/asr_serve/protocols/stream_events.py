@@ -29,7 +29,7 @@ class Told(NamedTuple):
         return b"event: %s\n%sdata: %s\n\n" % (self.type.encode(), number, self.json)
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower):
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Times `*_s` are seconds since the session's first sample, each a whole number of samples at 16 kHz."""
 
     @property
@@ -40,7 +40,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str
         return Told(self.type, None, msgspec.json.encode(self))
 
 
-class Session(Event, frozen=True):
+class Session(Event, frozen=True, tag="session"):
     """The first of every connection."""
 
     session_id: str
@@ -54,7 +54,7 @@ class Session(Event, frozen=True):
     resume_s: float
 
 
-class Partial(Event, frozen=True):
+class Partial(Event, frozen=True, tag="partial"):
     """What is known beyond segments and locked text; it replaces the one before. The open segment begins at
     `start_s`, and audio up to `end_s` has been heard."""
 
@@ -63,14 +63,14 @@ class Partial(Event, frozen=True):
     text: str
 
 
-class Ack(Event, frozen=True):
+class Ack(Event, frozen=True, tag="ack"):
     """So much audio was taken: none of it need be kept for a resume."""
 
     received_bytes: int
     received_s: float
 
 
-class Error(Event, frozen=True, omit_defaults=True):
+class Error(Event, frozen=True, omit_defaults=True, tag="error"):
     code: str
     message: str
     retry_after_ms: int | None = None
@@ -86,7 +86,7 @@ class Numbered(Event, frozen=True, kw_only=True):
         return Told(self.type, self.seq, msgspec.json.encode(self))
 
 
-class Locked(Numbered, frozen=True, kw_only=True):
+class Locked(Numbered, frozen=True, kw_only=True, tag="locked"):
     """Text that the open segment will keep, behind what was locked of it before. Its words were spoken between
     `start_s`, where the segment begins, and `end_s`."""
 
@@ -109,7 +109,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The words that were said for it, where it was written in another form."""
 
 
-class Segment(Numbered, frozen=True, kw_only=True, omit_defaults=True):
+class Segment(Numbered, frozen=True, kw_only=True, omit_defaults=True, tag="segment"):
     """Its text begins with all that was locked since the segment before; its `spoken` does, where it has one.
     Where the speaker changes several end at once, and the texts of all begin so together."""
 
@@ -134,19 +134,19 @@ class SaidBy(msgspec.Struct, frozen=True, kw_only=True):
     speaker: str
 
 
-class Speakers(Numbered, frozen=True, kw_only=True):
+class Speakers(Numbered, frozen=True, kw_only=True, tag="speakers"):
     """Segments that somebody else said than they told, as the whole session shows. At its end, where speakers
     were wanted; more than MOST_SAID_BY of them come in several of these."""
 
     segments: list[SaidBy]
 
 
-class Flushed(Numbered, frozen=True, kw_only=True):
+class Flushed(Numbered, frozen=True, kw_only=True, tag="flushed"):
     id: str
     position_s: float
 
 
-class Turn(Numbered, frozen=True, kw_only=True):
+class Turn(Numbered, frozen=True, kw_only=True, tag="turn"):
     state: events.TurnState
     position_s: float
     probability: float | None

@@ -130,14 +130,14 @@ def _start(members: Members) -> Start:
 # --- what a client is told --------------------------------------------------------------------------------
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower, omit_defaults=True):
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
     """Times are seconds since the speech's first sample."""
 
     def text(self) -> str:
         return msgspec.json.encode(self).decode()
 
 
-class Started(Event, frozen=True, kw_only=True):
+class Started(Event, frozen=True, kw_only=True, tag="started"):
     """What speaks, and how its sound is sent."""
 
     model: str
@@ -147,7 +147,7 @@ class Started(Event, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
 
 
-class Sentence(Event, frozen=True, kw_only=True):
+class Sentence(Event, frozen=True, kw_only=True, tag="sentence"):
     """Before its sound, which begins at `start`."""
 
     index: int
@@ -155,14 +155,14 @@ class Sentence(Event, frozen=True, kw_only=True):
     words: tuple[SpeechWord, ...] = ()
 
 
-class Flushed(Event, frozen=True, kw_only=True):
+class Flushed(Event, frozen=True, kw_only=True, tag="flushed"):
     """All that came before the flush has been said; the sound so far is so long."""
 
     id: str
     seconds: float
 
 
-class Done(Event, frozen=True, kw_only=True):
+class Done(Event, frozen=True, kw_only=True, tag="done"):
     """The speech is over; another may start. `seconds` of sound were sent."""
 
     reason: Literal["end", "cancelled", "failed"]
@@ -171,7 +171,7 @@ class Done(Event, frozen=True, kw_only=True):
     characters: int
 
 
-class Error(Event, frozen=True, kw_only=True):
+class Error(Event, frozen=True, kw_only=True, tag="error"):
     code: str
     message: str
     param: str | None = None

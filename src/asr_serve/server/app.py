@@ -15,38 +15,47 @@ from starlette.types import Scope
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import documents, health, models, openai_live, sockets, speech, streaming, transcribe
+from asr_serve.server import openapi
 from asr_serve.server.console import pages
-from asr_serve.server.engines import Engines
-from asr_serve.server.jobs import Jobs
-from asr_serve.server.layers import replies
-from asr_serve.server.layers.gate import OPEN, Gate, Guard
-from asr_serve.server.layers.visits import Visits
+from asr_serve.server.engine_registry import EngineRegistry
+from asr_serve.server.middleware import error_handlers
+from asr_serve.server.middleware.admission import PUBLIC_PATHS, AdmissionController, AdmissionMiddleware
+from asr_serve.server.middleware.request_context import RequestContextMiddleware
+from asr_serve.server.realtime.endpoint import LiveDependencies
+from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
+from asr_serve.server.realtime.openai import endpoint as openai_endpoint
+from asr_serve.server.realtime.stream import endpoint as stream_endpoint
+from asr_serve.server.routes import health, models, speech, transcriptions
 from asr_serve.server.telemetry.tracing import Tracer
+from asr_serve.server.transcription_job import TranscriptionExecutor
 from asr_serve.server.voices import routes as voices
 
-UNMATCHED = "unmatched"
+UNMATCHED_ROUTE = "unmatched"
 """The route of requests that match none."""
 
 
 def create_app(
-    config: ServeConfig, engines: Engines, metrics: ServerMetrics, gate: Gate, tracer: Tracer | None = None
+    config: ServeConfig,
+    engines: EngineRegistry,
+    metrics: ServerMetrics,
+    gate: AdmissionController,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """`gate` is the caller's to drain. Whoever gave `engines` and `tracer` closes them, after the last request."""
-    jobs = Jobs(config.max_concurrent)
-    desk = sockets.Desk(config, engines, gate, jobs, metrics)
-    streams = streaming.sessions(desk)
+    jobs = TranscriptionExecutor(config.max_concurrent)
+    desk = LiveDependencies(config, engines, gate, jobs, metrics)
+    streams = stream_endpoint.create_session_manager(desk)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        with gate.warned(streams.drain), gate.warned(cloning.clonings.drain):
+        with gate.on_drain(streams.drain), gate.on_drain(cloning.clonings.drain):
             yield
         await cloning.clonings.close()
         await streams.close()
         jobs.close()
 
-    cloning = voices.Desk.of(config, engines)
-    speaking = speech.Desk.of(config, engines, gate, jobs)
+    cloning = voices.VoiceDependencies.create(config, engines)
+    speaking = speech.SpeechDependencies.create(config, engines, gate, jobs)
     hears = config.engine.role != "encode"
     docs = config.docs and hears
     app = FastAPI(
@@ -58,23 +67,26 @@ def create_app(
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        exception_handlers={HTTPException: replies.not_found, RequestValidationError: replies.invalid},
+        exception_handlers={
+            HTTPException: error_handlers.handle_http_exception,
+            RequestValidationError: error_handlers.handle_validation_error,
+        },
     )
     of_health = health.routes(engines, gate, metrics, with_metrics=config.metrics)
     if hears:
         routers = [
-            transcribe.routes(transcribe.Desk.of(config, engines, jobs)),
+            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, jobs)),
             speech.routes(speaking),
             voices.routes(cloning),
             models.routes(engines, admins=bool(config.admin_keys)),
             of_health,
-            streaming.commands(streams),
+            stream_endpoint.commands(streams),
         ]
         live = [
-            *sockets.routes(desk),
-            openai_live.route(desk),
+            *funasr_endpoint.routes(desk),
+            openai_endpoint.route(desk),
             speech.route(speaking),
-            *streaming.routes(streams, config.max_frame_bytes),
+            *stream_endpoint.routes(streams, config.max_frame_bytes),
         ]
     else:
         routers, live = [of_health], []
@@ -85,25 +97,27 @@ def create_app(
         app.include_router(router)
     app.router.routes += [*live, *console]
     if not hears:
-        app.router.routes += health.deaf_elsewhere()
-    app.openapi = documents.openapi(app, OPEN, keys=gate.keys.needed)  # type: ignore[method-assign]
+        app.router.routes += health.encoder_only_routes()
+    app.openapi = openapi.openapi_builder(app, PUBLIC_PATHS, keys=gate.keys.required)  # type: ignore[method-assign]
 
     # From the inside out.
-    app.add_middleware(Guard, gate=gate, origins=config.cors_origins)
-    app.add_middleware(replies.Replies)
+    app.add_middleware(AdmissionMiddleware, gate=gate, origins=config.cors_origins)
+    app.add_middleware(error_handlers.ErrorMiddleware)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],  # OpenAI's client for JavaScript sends many of its own
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *speech.HEADERS],
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *speech.SPEECH_HEADERS],
         )
-    app.add_middleware(Visits, metrics=metrics, tracer=tracer or Tracer(), template=_template(own))
+    app.add_middleware(
+        RequestContextMiddleware, metrics=metrics, tracer=tracer or Tracer(), template=_route_template(own)
+    )
     return app
 
 
-def _template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
+def _route_template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
     """Scope -> the path of the route it matches, as it was declared."""
     known = {
         kind: [(route.path_regex, route.path) for route in routes if isinstance(route, of)]
@@ -111,6 +125,8 @@ def _template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
     }
 
     def template(scope: Scope) -> str:
-        return next((path for pattern, path in known[scope["type"]] if pattern.match(scope["path"])), UNMATCHED)
+        return next(
+            (path for pattern, path in known[scope["type"]] if pattern.match(scope["path"])), UNMATCHED_ROUTE
+        )
 
     return template

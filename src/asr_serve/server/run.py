@@ -26,8 +26,8 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server.app import create_app
-from asr_serve.server.engines import Engines
-from asr_serve.server.layers.gate import Gate
+from asr_serve.server.engine_registry import EngineRegistry
+from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
 
@@ -39,7 +39,7 @@ SPARE_CONNECTIONS = 1_024
 """Over the limits: those that wait between two requests, and those that will be told to come again."""
 FILES = 256
 """Open files that are no connections."""
-LAST_ANSWERS_S = 0.5
+FINAL_RESPONSES_S = 0.5
 """After the last request: for its bytes to leave."""
 STOP_S = 3.0
 """For requests that are broken off to be told so; and for granian, which waits for every open connection."""
@@ -54,16 +54,16 @@ def serve(config: ServeConfig) -> int:
     """
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
-    config = _for_others(config)
-    _keep_memory()
-    _allow_files(config)
+    config = _with_peer_port(config)
+    _tune_malloc()
+    _raise_file_limit(config)
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
     return asyncio.run(_serve(config, ports))
 
 
-def _for_others(config: ServeConfig) -> ServeConfig:
+def _with_peer_port(config: ServeConfig) -> ServeConfig:
     """The port for peers too is chosen before anything else: an engine that starts anew listens there again.
     Raises OptionError."""
     if config.engine.role != "encode":
@@ -84,7 +84,7 @@ def _for_others(config: ServeConfig) -> ServeConfig:
     return msgspec.structs.replace(config, encode_port=port)
 
 
-def _allow_files(config: ServeConfig) -> None:
+def _raise_file_limit(config: ServeConfig) -> None:
     """Have room for every connection: many systems allow 1024 open files unless asked."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES + 2 * _connections(config)  # a recording may be on disk
@@ -97,7 +97,7 @@ def _connections(config: ServeConfig) -> int:
     return config.max_concurrent + config.max_live_sessions + SPARE_CONNECTIONS
 
 
-def _keep_memory() -> None:
+def _tune_malloc() -> None:
     """Have glibc keep the buffers audio passes through, on few heaps. By default each is mapped, zeroed page by
     page and unmapped again, for a tenth of what a short request costs; and every thread gets a heap that grows."""
     library = ctypes.CDLL(None)
@@ -153,7 +153,7 @@ def _certificate(config: ServeConfig) -> dict[str, Any]:
 async def _serve(config: ServeConfig, ports: list[int]) -> int:
     """`ports`: the server's own, and perhaps that for FunASR's realtime clients."""
     told = asyncio.Event()
-    metrics, gate, engines = ServerMetrics(__version__), Gate(config), Engines(config)
+    metrics, gate, engines = ServerMetrics(__version__), AdmissionController(config), EngineRegistry(config)
     tracer = Tracer.create(config.otel_endpoint, "asr-serve")
     app = create_app(config, engines, metrics, gate, tracer)
     servers = [
@@ -180,7 +180,7 @@ async def _serve(config: ServeConfig, ports: list[int]) -> int:
             await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and not stop.done() and not any(task.done() for task in listening):
                 loading.result()
-                _announce(config, ports, time.perf_counter() - started, engines.own_voice)
+                _announce(config, ports, time.perf_counter() - started, engines.default_tts_model)
                 await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 await _drain(config, gate)
@@ -192,15 +192,15 @@ async def _serve(config: ServeConfig, ports: list[int]) -> int:
             loading.cancel()
             for server in servers:
                 server.stop()  # type: ignore[no-untyped-call]
-            late |= await _ended({loading, *listening}, STOP_S)
-            late |= await _ended({asyncio.create_task(engines.close())}, CLOSE_S)
+            late |= await _wait_tasks({loading, *listening}, STOP_S)
+            late |= await _wait_tasks({asyncio.create_task(engines.close())}, CLOSE_S)
             tracer.close()
             if late:
-                _leave(code)
+                _exit_now(code)
     return code
 
 
-async def _ended(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[asyncio.Task[Any]]:
+async def _wait_tasks(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[asyncio.Task[Any]]:
     """Wait for them; returns those that go on. What a task fails with is logged, unless somebody was told."""
     done, late = await asyncio.wait(tasks, timeout=wait_s)
     for task in done:
@@ -210,26 +210,28 @@ async def _ended(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[asyncio.Ta
     return late
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """End now, and wait for nothing: an orderly exit joins threads, whatever they wait for."""
     logging.shutdown()
     os._exit(code)
 
 
-async def _drain(config: ServeConfig, gate: Gate) -> None:
+async def _drain(config: ServeConfig, gate: AdmissionController) -> None:
     """Take nothing new, and finish what was accepted."""
     gate.drain()
-    log.info("stopping: %d requests are still answered, for up to %g s", gate.inside, config.drain_s)
+    log.info("stopping: %d requests are still answered, for up to %g s", gate.in_flight_requests, config.drain_s)
     try:
         async with asyncio.timeout(config.drain_s):
-            await gate.idle()
+            await gate.wait_idle()
     except TimeoutError:
-        log.warning("%d requests were not answered in %g s and are broken off", gate.inside, config.drain_s)
-        gate.break_off()
+        log.warning(
+            "%d requests were not answered in %g s and are broken off", gate.in_flight_requests, config.drain_s
+        )
+        gate.cancel_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                await gate.idle()
-    await asyncio.sleep(LAST_ANSWERS_S)
+                await gate.wait_idle()
+    await asyncio.sleep(FINAL_RESPONSES_S)
 
 
 @contextlib.contextmanager
@@ -268,7 +270,9 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str |
             f"  ask it    asr-serve serve --role decode --model {config.model} --peer {at}",
             health,
         ]
-        _say(config, lines, {"encode_at": at, "url": url, "model": config.model, "load_s": round(took_s, 2)})
+        _print_facts(
+            config, lines, {"encode_at": at, "url": url, "model": config.model, "load_s": round(took_s, 2)}
+        )
         return
     live = f"ws{secure}://{host}:{ports[-1]}"
     if voice == config.model:  # it speaks, and hears nothing
@@ -290,14 +294,14 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str |
         health,
     ]
     facts = {"url": url, "model": config.model, "voice": voice, "load_s": round(took_s, 2)}
-    _say(config, lines, {name: fact for name, fact in facts.items() if fact is not None})
+    _print_facts(config, lines, {name: fact for name, fact in facts.items() if fact is not None})
 
 
 def _speak(url: str, key: str) -> str:
     return f"curl {url}/v1/audio/speech{key} -d " + """'{"input":"Hello."}' -o hello.mp3"""
 
 
-def _say(config: ServeConfig, lines: list[str], facts: dict[str, Any]) -> None:
+def _print_facts(config: ServeConfig, lines: list[str], facts: dict[str, Any]) -> None:
     if config.log_format == "json":
         log.info("ready", extra=facts)
     else:

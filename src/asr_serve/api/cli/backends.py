@@ -24,10 +24,10 @@ from asr_serve.audio.pcm import Pcm16Assembler
 from asr_serve.audio.reader import open_audio
 from asr_serve.errors import OptionError, OutOfTurn, Refused, ServerError, Unreachable
 from asr_serve.pipelines.options import AudioChunk, SpeakOptions, SpokenWord
-from asr_serve.protocols.speech.openai import PATH
-from asr_serve.protocols.stream_events import Error, Session
-from asr_serve.protocols.stream_events import Segment as ToldSegment
-from asr_serve.protocols.stream_events import Speakers as ToldSpeakers
+from asr_serve.protocols.openai.speech import PATH
+from asr_serve.protocols.stream.server_events import SegmentEvent as ToldSegment
+from asr_serve.protocols.stream.server_events import SessionEvent, StreamErrorEvent
+from asr_serve.protocols.stream.server_events import SpeakersEvent as ToldSpeakers
 from asr_serve.types import Segment, Word
 from asr_serve.units import s_to_samples, samples_to_ms
 
@@ -87,16 +87,16 @@ class RemoteTranscriber:
         stream = StreamClient(self._server, api_key=self._key, encoding="s16le", rate=rate_hz, **self._query)
         self.model, self.language = stream.session.model, stream.session.language
 
-        def read() -> Error | None:
+        def read() -> StreamErrorEvent | None:
             """The last complaint, if there was one."""
             results, complaint = StreamResultBuilder(itn="itn" in self._query), None
             for event in stream:
                 match event:
                     case ConnectionLost(reason):
                         notice(f"{reason}; trying again")
-                    case Session(resumed=True):
+                    case SessionEvent(resumed=True):
                         notice("connected again: nothing is lost")
-                    case Error(message=message):
+                    case StreamErrorEvent(message=message):
                         complaint = event
                         notice(f"warning: {message}")
                 if (result := results.apply_event(event)) is not None:

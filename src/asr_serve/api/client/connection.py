@@ -12,21 +12,32 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.sync.client import connect
 
 from asr_serve.errors import OptionError, Refused, Unreachable
-from asr_serve.protocols.stream import PATH, START
-from asr_serve.protocols.stream_events import (
-    Ack,
-    Ended,
-    Error,
-    Flushed,
-    Locked,
-    Partial,
-    Segment,
-    Session,
-    Speakers,
-    Turn,
+from asr_serve.protocols.stream.client_messages import PATH, START
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EndEvent,
+    FlushedEvent,
+    LockedTextEvent,
+    PartialEvent,
+    SegmentEvent,
+    SessionEvent,
+    SpeakersEvent,
+    StreamErrorEvent,
+    StreamTurnEvent,
 )
 
-ServerEvent = Session | Partial | Ack | Error | Locked | Segment | Flushed | Turn | Speakers | Ended
+ServerEvent = (
+    SessionEvent
+    | PartialEvent
+    | AckEvent
+    | StreamErrorEvent
+    | LockedTextEvent
+    | SegmentEvent
+    | FlushedEvent
+    | StreamTurnEvent
+    | SpeakersEvent
+    | EndEvent
+)
 
 OPEN_S = 10.0
 """A server that takes longer to answer is none."""
@@ -60,7 +71,7 @@ class WebSocketConnection:
     Raises, as all its methods do, Unreachable; opening it, Refused too
     """
 
-    session: Session
+    session: SessionEvent
 
     def __init__(self, server: str, query: Mapping[str, str], api_key: str | None = None) -> None:
         """What is too long for an address goes into the first message."""
@@ -104,9 +115,9 @@ class WebSocketConnection:
                     ) from None
                 raise
             match first:
-                case Session() as session:
+                case SessionEvent() as session:
                     self.session = session
-                case Error() as told:
+                case StreamErrorEvent() as told:
                     raise error_from_event(told)
                 case came:
                     raise Unreachable(f"the server began with {came!r}", "it begins with its session", "update it")
@@ -138,7 +149,7 @@ class WebSocketConnection:
         self._held.close()
 
 
-def error_from_event(told: Error) -> Refused:
+def error_from_event(told: StreamErrorEvent) -> Refused:
     """The error for an `error` event."""
     return Refused(told.message, told.code, told.retry_after_ms)
 

@@ -24,7 +24,15 @@ import msgspec
 from asr_serve.api.client.connection import CLOSE_S, WebSocketConnection, error_from_event
 from asr_serve.api.client.connection import ServerEvent as Told
 from asr_serve.errors import AsrServeError, OptionError, OutOfTurn, Refused, Unreachable
-from asr_serve.protocols.stream_events import Ack, Ended, Error, Flushed, Numbered, Partial, Session
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EndEvent,
+    FlushedEvent,
+    NumberedEvent,
+    PartialEvent,
+    SessionEvent,
+    StreamErrorEvent,
+)
 
 BUFFER_BYTES = 8 << 20
 """Audio that the server has not acknowledged: four minutes of PCM16 at 16 kHz."""
@@ -75,7 +83,7 @@ class StreamClient:
     ended: then the rest of the text still follows
     """
 
-    session: Session
+    session: SessionEvent
 
     def __init__(
         self,
@@ -276,22 +284,24 @@ class StreamClient:
                     return None
                 self._apply_event(event)
             refused = (
-                error_from_event(event) if isinstance(event, Error) and event.code != DUPLICATE_CODE else None
+                error_from_event(event)
+                if isinstance(event, StreamErrorEvent) and event.code != DUPLICATE_CODE
+                else None
             )
-            if isinstance(event, Ended):
+            if isinstance(event, EndEvent):
                 return None
 
     def _apply_event(self, event: Told) -> None:
-        if isinstance(event, Numbered):
+        if isinstance(event, NumberedEvent):
             if event.seq <= self._last_seq:
                 return
             self._last_seq = event.seq
         match event:
-            case Ack():
+            case AckEvent():
                 self._acknowledge(event.received_bytes)
-            case Error(code=code) if code == DUPLICATE_CODE:
+            case StreamErrorEvent(code=code) if code == DUPLICATE_CODE:
                 return  # nothing but our own repetitions can be out of turn
-            case Flushed():
+            case FlushedEvent():
                 if event.id not in self._flushing:
                     return  # asked for again after a resume, and answered twice
                 self._flushing.discard(event.id)
@@ -299,7 +309,7 @@ class StreamClient:
 
     def _enqueue_event(self, event: ClientEvent) -> None:
         """A partial or an acknowledgement replaces one that nobody has read."""
-        if self._events and isinstance(event, Partial | Ack) and type(self._events[-1]) is type(event):
+        if self._events and isinstance(event, PartialEvent | AckEvent) and type(self._events[-1]) is type(event):
             self._events.pop()
         self._events.append(event)
         self._changed.notify_all()

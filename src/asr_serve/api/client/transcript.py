@@ -5,7 +5,14 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from asr_serve.api.client.stream import ClientEvent
-from asr_serve.protocols.stream_events import Ack, Ended, Locked, Partial, Segment, Speakers
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EndEvent,
+    LockedTextEvent,
+    PartialEvent,
+    SegmentEvent,
+    SpeakersEvent,
+)
 
 
 class SessionTranscript:
@@ -14,7 +21,7 @@ class SessionTranscript:
     def __init__(self, *, itn: bool = False) -> None:
         """`itn`: the session was opened with it. Then what is locked is as it was said, and not yet certain."""
         self._itn = itn
-        self.segments: list[Segment] = []
+        self.segments: list[SegmentEvent] = []
         self.locked = self.partial = ""
         self.heard_s = 0.0
         """Audio that the server is known to have."""
@@ -23,26 +30,26 @@ class SessionTranscript:
     def note(self, event: ClientEvent) -> bool:
         """Whether the text has changed, or who said it."""
         match event:
-            case Segment():
+            case SegmentEvent():
                 self.segments.append(event)
                 said = event.spoken or event.text
                 # Of two who were heard as one, the second's words are the next segment's.
                 self.locked = self.locked[len(said) :].lstrip() if self.locked.startswith(said) else ""
                 self.partial = ""
-            case Speakers(segments=others):
+            case SpeakersEvent(segments=others):
                 for other in others:
                     self.segments[other.index] = replace(self.segments[other.index], speaker=other.speaker)
                 return bool(others)
-            case Locked(text=text):
+            case LockedTextEvent(text=text):
                 self.locked += text
                 self.partial = ""
-            case Partial(text=text):
+            case PartialEvent(text=text):
                 changed, self.partial = text != self.partial, text
                 return changed
-            case Ack(received_s=received_s):
+            case AckEvent(received_s=received_s):
                 self.heard_s = received_s
                 return False
-            case Ended(duration_s=duration_s):
+            case EndEvent(duration_s=duration_s):
                 self.heard_s, self.ended = duration_s, True
             case _:
                 return False

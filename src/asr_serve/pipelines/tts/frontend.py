@@ -30,3 +30,12 @@ def frontend_for(
     return TextFrontend(
         card.alphabet, lexicon, british=spoken == "en-gb", max_phonemes=card.max_phonemes, **bounds
     )
+
+
+def preload_frontend(card: TtsCard) -> None:
+    """Loads the dictionaries and rules of every language of a card, which would delay its first text by a second.
+
+    Raises ProgramMissing.
+    """
+    for voice in {card.language(voice): voice for voice in card.voices}.values():
+        next(frontend_for(card, voice).passages("One."))

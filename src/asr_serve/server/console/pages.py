@@ -25,7 +25,7 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-POLICY = "; ".join(
+CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
@@ -38,8 +38,8 @@ POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-SECURITY = {
-    "Content-Security-Policy": POLICY,
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -50,7 +50,7 @@ _GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 """Taken: named, and not with the weight 0."""
 
 
-class Page(msgspec.Struct, frozen=True):
+class ConsolePage(msgspec.Struct, frozen=True):
     """A file as it is sent, plain and packed."""
 
     body: bytes
@@ -58,10 +58,10 @@ class Page(msgspec.Struct, frozen=True):
     headers: dict[str, str]
 
     @classmethod
-    def read(cls, path: Path) -> Page:
+    def load(cls, path: Path) -> ConsolePage:
         body = path.read_bytes()
         headers = {
-            **SECURITY,
+            **SECURITY_HEADERS,
             "Cache-Control": (
                 "public, max-age=31536000, immutable" if _HASHED.fullmatch(path.name) else "no-cache"
             ),
@@ -71,7 +71,7 @@ class Page(msgspec.Struct, frozen=True):
         }
         return cls(body, gzip.compress(body, mtime=0), headers)
 
-    def answer(self, asked: Headers) -> Response:
+    def response(self, asked: Headers) -> Response:
         tags = {tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")}
         if tags & {self.headers["ETag"].removeprefix("W/"), "*"}:
             return Response(status_code=304, headers=self.headers)
@@ -81,16 +81,16 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def routes() -> list[Route]:
-    pages = {path: Page.read(STATIC / name) for path, name in PAGES.items()}
-    assets = {path.name: Page.read(path) for path in sorted((STATIC / "assets").iterdir())}
+    pages = {path: ConsolePage.load(STATIC / name) for path, name in PAGES.items()}
+    assets = {path.name: ConsolePage.load(path) for path in sorted((STATIC / "assets").iterdir())}
 
     async def page(request: Request) -> Response:
-        return pages[request.scope["path"]].answer(request.headers)
+        return pages[request.scope["path"]].response(request.headers)
 
     async def asset(request: Request) -> Response:
         found = assets.get(request.path_params["name"])
         if found is None:
             raise HTTPException(404)
-        return found.answer(request.headers)
+        return found.response(request.headers)
 
     return [*(Route(path, page) for path in PAGES), Route(ASSETS, asset)]

@@ -16,17 +16,17 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-Form = Literal["text", "json"]
-Level = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Of the request this task works for; every record made meanwhile carries it."""
 
-OURS = ("asr_serve", "_granian", "granian.access")
+LOGGER_NAMES = ("asr_serve", "_granian", "granian.access")
 GRANIAN: dict[str, Any] = {
     "formatters": {},
     "handlers": {},
-    "loggers": {name: {"handlers": [], "propagate": True} for name in OURS[1:]},
+    "loggers": {name: {"handlers": [], "propagate": True} for name in LOGGER_NAMES[1:]},
 }
 """Granian's `log_dictconfig`: it sets up logging of its own when it starts, and this leaves that to us."""
 
@@ -35,25 +35,25 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _access = logging.getLogger("asr_serve.access")
 
 
-def setup(form: Form = "text", level: Level = "info") -> None:
+def setup(form: LogFormat = "text", level: LogLevel = "info") -> None:
     """Send every logger of this process through one handler."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text())
-    handler.addFilter(_stamp)
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    handler.addFilter(_add_request_id)
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
     root.addHandler(handler)
     number = logging.getLevelNamesMapping()[level.upper()]
     root.setLevel(max(number, logging.WARNING))
-    for name in OURS:
+    for name in LOGGER_NAMES:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(number)
 
 
-def access(
+def log_access(
     *,
     method: str,
     route: str,
@@ -86,14 +86,14 @@ def access(
     )
 
 
-def _stamp(record: logging.LogRecord) -> bool:
+def _add_request_id(record: logging.LogRecord) -> bool:
     """Write the request's id into a record that does not bring one along."""
     if not hasattr(record, "request_id") and (current := request_id.get()):
         record.request_id = current
     return True
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
         if record.exc_info:
@@ -101,7 +101,7 @@ class _Json(logging.Formatter):
         return json.dumps(fields)
 
 
-class _Text(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
         first, *more = fields.pop("message").split("\n")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EXPORT_S = 5.0
 """One export, its repetitions included."""
-CLOSE_S = 5.0
+TRACER_CLOSE_S = 5.0
 """The most that a shutdown waits for a collector that does not answer."""
 
 
@@ -50,10 +50,10 @@ class RequestTrace:
     def engine_phases(self, phases: EngineTimestamps) -> None:
         """One utterance came back from the engine."""
 
-    def note(self, **attributes: str | int | float) -> None:
+    def set_attributes(self, **attributes: str | int | float) -> None:
         """Facts about the request: model, request_id, audio_ms."""
 
-    def answered(self, route: str, status: int) -> None:
+    def set_response(self, route: str, status: int) -> None:
         """`route`: the template the request matched."""
 
 
@@ -80,7 +80,7 @@ class Tracer:
         url = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
         return OtelTracer(OTLPSpanExporter(url, timeout=EXPORT_S), service_name)
 
-    def request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
+    def start_request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
         """Begin now. `headers` in lower case, or of a kind that does not care: a valid `traceparent` among
         them is continued."""
         return RequestTrace()
@@ -106,7 +106,7 @@ class OtelTracer(Tracer):
         self._tracer = self._provider.get_tracer("asr_serve")
         self._propagator = TraceContextTextMapPropagator()
 
-    def request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
+    def start_request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
@@ -116,16 +116,16 @@ class OtelTracer(Tracer):
             kind=SpanKind.SERVER,
             attributes={"http.request.method": method, "process": "server"},
         )
-        return _OtelRequest(self._tracer, span, method)
+        return _OtelRequestTrace(self._tracer, span, method)
 
     def close(self) -> None:
         # The SDK waits for half a minute while a collector is away.
         closing = Thread(target=self._provider.shutdown, name="asr-serve traces", daemon=True)
         closing.start()
-        closing.join(CLOSE_S)
+        closing.join(TRACER_CLOSE_S)
 
 
-class _OtelRequest(RequestTrace):
+class _OtelRequestTrace(RequestTrace):
     def __init__(self, tracer: trace.Tracer, span: trace.Span, method: str) -> None:
         from opentelemetry import trace
 
@@ -164,10 +164,10 @@ class _OtelRequest(RequestTrace):
         context = self._api.set_span_in_context(parent)
         return self._tracer.start_span(name, context=context, start_time=start_ns, attributes={"process": process})
 
-    def note(self, **attributes: str | int | float) -> None:
+    def set_attributes(self, **attributes: str | int | float) -> None:
         self._span.set_attributes(attributes)
 
-    def answered(self, route: str, status: int) -> None:
+    def set_response(self, route: str, status: int) -> None:
         self._span.update_name(f"{self._method} {route}")
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
         if status >= 500:

@@ -1,0 +1,123 @@
+"""One transcription for one request: the pipeline on a thread, its events on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import AsyncIterator, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+from asr_serve.audio.input_manifest import InputItem
+from asr_serve.errors import AsrServeError
+from asr_serve.pipelines.offline import transcribe
+from asr_serve.pipelines.offline.transcribe import (
+    Event,
+    FileDone,
+    FileFailed,
+    Progress,
+    SegmentDone,
+    TranscribeCanceller,
+)
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.server.engine_registry import ModelEngine
+from asr_serve.types import Transcript
+
+UNNAMED_RECORDING = "audio"
+MAX_KEY_CHARACTERS = 200
+
+
+class TranscriptionExecutor:
+    """The threads that transcriptions run on: one each, as many as requests may be in work. What speaks takes one
+    while it waits for a voice."""
+
+    def __init__(self, max_concurrent: int) -> None:
+        self.threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
+
+    def start(
+        self, engine: ModelEngine, audio: BinaryIO, options: TranscribeOptions, name: str | None = None
+    ) -> TranscriptionJob:
+        """Hear `audio`, from its first byte, while the caller holds the engine's `used`. `name`: what its file is
+        called where it comes from. Raises OptionError for what this model cannot do."""
+        return TranscriptionJob(self.threads, engine, InputItem(recording_key(name), audio), options)
+
+    def close(self) -> None:
+        """Begin no more. A job under way ends with its engine, if not before."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+class TranscriptionJob:
+    """A transcription under way. Its segments are iterated over once; `transcript` is at the end of them.
+
+    All methods belong to the event loop's thread. Whoever begins a job waits for `over`, having called `cancel`
+    and closed the audio where its end is not wanted.
+    """
+
+    def __init__(
+        self, threads: ThreadPoolExecutor, engine: ModelEngine, item: InputItem, options: TranscribeOptions
+    ) -> None:
+        self._stop = TranscribeCanceller()
+        stream = transcribe.events(engine.client, engine.tokenizer, [item], options, self._stop)
+        self._loop = asyncio.get_running_loop()
+        self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
+        self.transcript: asyncio.Future[Transcript] = self._loop.create_future()
+        """Raises what the pipeline does."""
+        self.transcript.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: no warning
+        context = contextvars.copy_context()  # the request's id, for what is logged there
+        self._thread = self._loop.run_in_executor(threads, context.run, self._run, stream)
+        self._thread.add_done_callback(self._on_thread_done)
+
+    async def __aiter__(self) -> AsyncIterator[SegmentDone]:
+        while (event := await self._segments.get()) is not None:
+            yield event
+
+    @property
+    def failed(self) -> bool:
+        return self.transcript.done() and self.transcript.exception() is not None
+
+    def cancel(self) -> None:
+        """Stop the work in the engine; the transcript raises Cancelled."""
+        self._stop.cancel()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing of it is left, in the engine or on a thread."""
+        await asyncio.wait({self._thread})
+
+    def _run(self, stream: Generator[Event, None, None]) -> None:
+        with contextlib.closing(stream):
+            for event in stream:
+                if not isinstance(event, Progress):
+                    self._loop.call_soon_threadsafe(self._on_event, event)
+
+    def _on_event(self, event: Event) -> None:
+        match event:
+            case SegmentDone():
+                self._segments.put_nowait(event)
+            case FileDone():
+                self._resolve(event.transcript)
+            case FileFailed():
+                self._resolve(event.error)
+
+    def _resolve(self, outcome: Transcript | BaseException) -> None:
+        if self.transcript.done():
+            return
+        if isinstance(outcome, Transcript):
+            self.transcript.set_result(outcome)
+        else:
+            self.transcript.set_exception(outcome)
+        self._segments.put_nowait(None)
+
+    def _on_thread_done(self, thread: asyncio.Future[None]) -> None:
+        failure = None if thread.cancelled() else thread.exception()
+        self._resolve(failure or AsrServeError("the transcription ended without a result"))
+
+
+def recording_key(name: str | None) -> str:
+    r"""What a recording is called in its transcript: as its file, without the folders that some clients send.
+
+    >>> recording_key("C:\\calls\\monday 7.wav"), recording_key("calls/a.wav"), recording_key("/"), recording_key(None)
+    ('monday 7.wav', 'a.wav', 'audio', 'audio')
+    """
+    label = (name or "").replace("\\", "/").rpartition("/")[2]
+    return "".join(c for c in label if c.isprintable()).strip()[-MAX_KEY_CHARACTERS:] or UNNAMED_RECORDING

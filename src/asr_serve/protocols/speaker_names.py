@@ -45,8 +45,10 @@ def funasr_speaker(speaker: str) -> str:
 def openai_speaker(speaker: str, known: Collection[str] = ()) -> str:
     """OpenAI's name. `known`: names that the caller gave, which no other speaker gets.
 
-    >>> openai_speaker("SPEAKER_01"), openai_speaker("SPEAKER_26"), openai_speaker("SPEAKER_01", ["A"]), openai_speaker("agent", ["agent"])
-    ('B', 'AA', 'C', 'agent')
+    >>> openai_speaker("SPEAKER_01"), openai_speaker("SPEAKER_26")
+    ('B', 'AA')
+    >>> openai_speaker("SPEAKER_01", ["A"]), openai_speaker("agent", ["agent"])
+    ('C', 'agent')
     """
     index = speaker_number(speaker)
     if index is None:

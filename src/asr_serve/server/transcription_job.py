@@ -114,10 +114,10 @@ class TranscriptionJob:
 
 
 def recording_key(name: str | None) -> str:
-    r"""What a recording is called in its transcript: as its file, without the folders that some clients send.
+    r"""Name of a recording in its transcript: its file name, without the folders that some clients send.
 
-    >>> recording_key("C:\\calls\\monday 7.wav"), recording_key("calls/a.wav"), recording_key("/"), recording_key(None)
-    ('monday 7.wav', 'a.wav', 'audio', 'audio')
+    >>> recording_key("C:\\calls\\monday 7.wav"), recording_key("calls/a.wav"), recording_key("/")
+    ('monday 7.wav', 'a.wav', 'audio')
     """
     label = (name or "").replace("\\", "/").rpartition("/")[2]
     return "".join(c for c in label if c.isprintable()).strip()[-MAX_KEY_CHARACTERS:] or UNNAMED_RECORDING

@@ -18,7 +18,7 @@ from asr_serve.audio.endpointing import WINDOW_SAMPLES as VAD_WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, SearchOptions
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, WINDOW_SAMPLES, LocalSpeakers
-from asr_serve.engine.partial_rate import PartialRateController
+from asr_serve.engine.partial_rate import LiveAdmission, PartialRateController
 from asr_serve.engine.request import HypothesisRequest, RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.tts.request import SoundCallback, SoundDelivery, TtsRequest, validate_sentence
 from asr_serve.errors import (
@@ -77,7 +77,7 @@ class AuxiliaryQueue:
             while wait and not closed() and self.waiting >= most:
                 check()  # under the lock, so that no notification is missed
                 self._room.wait()
-            if self.waiting >= most:
+            if self.waiting >= most and not closed():
                 raise AtCapacity(f"{self.waiting} {self._what} wait", f"up to {most}", self._retry_ms)
             self.waiting += 1
         answer: Future[Any] = Future()
@@ -116,7 +116,10 @@ class VadSession:
                 f"{self._client.config.vad_windows * VAD_WINDOW_SAMPLES}",
             )
         chunk = VadChunk(self._id, pcm, Future())
+        submitted_s = self._client.clock()
         self._client.backend.submit_vad_chunk(chunk)
+        if self._live:
+            chunk.future.add_done_callback(partial(self._client._record_vad, self._id, submitted_s))
         return chunk.future
 
     def close(self) -> None:
@@ -155,9 +158,10 @@ class RecognitionStream:
         assert self._open, "put after the last piece"
         self._open = not last
         chunk = StreamChunk(self._number, pcm, last, Future(), wanted, timed)
-        if self._live:
-            chunk.future.add_done_callback(partial(self._client._record_turnaround, time.monotonic()))
+        submitted_s = self._client.clock()
         self._client.backend.submit_stream_chunk(chunk)
+        if self._live:
+            self._client._measure(chunk.future, submitted_s)
         return chunk.future
 
     def close(self) -> None:
@@ -176,6 +180,8 @@ def validate_samples(pcm: np.ndarray) -> None:
         )
 
 
+SPEECH_PROBABILITY = 0.5
+"""Voice-activity probability from which a window counts as speech for admission."""
 INITIAL_SPEED = 50.0
 """Assumed speed in seconds of audio per second, until the engine's own speed is measured."""
 SPEED_OVER_S = 10.0
@@ -229,9 +235,12 @@ ended, and the third when it accepts no more work."""
 class EngineClient:
     """Admits requests up to the limits of its configuration. Every method may be called from any thread."""
 
-    def __init__(self, config: EngineConfig, connect: Connect) -> None:
-        """`connect`: `thread_backend(...)` or `process_backend(...)`; its errors are raised here."""
-        self.config = config
+    def __init__(
+        self, config: EngineConfig, connect: Connect, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`connect`: `thread_backend(...)` or `process_backend(...)`; its errors are raised here. `clock`: of all
+        measurements, in seconds."""
+        self.config, self.clock = config, clock
         self._ids = itertools.count()
         self._room = threading.Condition()
         self._turns = AuxiliaryQueue(self._room, MAX_TURN_REQUESTS, "questions to the turn model", TURN_RETRY_MS)
@@ -242,7 +251,7 @@ class EngineClient:
         self._requests = self._samples = self._sessions = self._live = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
-        self.partial_rate = PartialRateController()
+        self.partial_rate, self._admission = PartialRateController(), LiveAdmission()
         self.backend = connect(config, self._done, self._stopped)
         card = self.backend.card if isinstance(self.backend.card, AsrCard) else None
         self.max_samples = units.ms_to_samples(card.max_segment_ms) if card else 0
@@ -306,11 +315,12 @@ class EngineClient:
         utterance = RecognitionRequest(
             next(self._ids), pcm, samples, options or SearchOptions(), priority, future, draft, within_ms
         )
-        if priority == "live":
-            future.add_done_callback(partial(self._record_turnaround, time.monotonic()))
+        submitted_s = self.clock()
         self._admit(samples, admitted, wait, check)
         utterance.submitted_ns = time.time_ns()
         self._send(samples, lambda: self.backend.submit(utterance))
+        if priority == "live":
+            self._measure(future, submitted_s)
         return Ticket(utterance.id, future)
 
     def synthesize(
@@ -354,7 +364,7 @@ class EngineClient:
                 check()  # under the lock, so that no notification is missed
                 self._room.wait()
             if not self._requests:
-                self._busy_since = time.monotonic()
+                self._busy_since = self.clock()
             self._requests += 1
             self._samples += samples
 
@@ -373,28 +383,31 @@ class EngineClient:
     def open_vad_session(
         self, *, live: bool = False, wait: bool = False, check: Callable[[], None] = lambda: None
     ) -> VadSession:
-        """Opens a voice-activity session. Full, or `live` and overloaded: raises AtCapacity; or waits for a place
-        with `wait`, as in `submit`. Raises WrongModel, EngineClosed."""
+        """Opens a voice-activity session. Full: raises AtCapacity, or waits for a place with `wait`, as `submit`.
+        `live` and overloaded, or one of more new callers than are known to fit (`LiveAdmission`): raises
+        AtCapacity. Raises WrongModel, EngineClosed."""
         _ = self.card  # raises WrongModel
-        if live and self._live:  # without live callers no live request is waiting
-            self.partial_rate.check_overload(1_000 * time.monotonic())
         session_id = next(self._ids)
         with self._room:
+            if live and self._live:  # without live callers no live request is waiting
+                self.partial_rate.check_overload(1_000 * self.clock())
             while wait and not self._closed and self._sessions >= self.config.max_sessions:
                 check()
                 self._room.wait()
-            if self._sessions >= self.config.max_sessions:
+            if self._sessions >= self.config.max_sessions and not self._closed:
                 raise AtCapacity(
                     f"{self._sessions} sessions are open",
                     f"up to {self.config.max_sessions}",
                     self.retry_after_ms(),
                 )
+            if live:
+                self._admission.admit(session_id, 1_000 * self.clock())
             self._sessions += 1
             self._live += live
         try:
             self.backend.open_vad_session(session_id, live)
         except EngineClosed:
-            self._session_ended(live)
+            self._session_ended(session_id, live)
             raise
         return VadSession(self, session_id, live)
 
@@ -486,7 +499,7 @@ class EngineClient:
         speed = INITIAL_SPEED
         with self._room:
             waiting_s = units.samples_to_s(self._samples)
-            busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._requests else 0.0)
+            busy_s = self._busy_s + (self.clock() - self._busy_since if self._requests else 0.0)
             if busy_s > 1 and self._done_samples:
                 speed = units.samples_to_s(self._done_samples) / busy_s
         return max(100, int(100 * waiting_s / speed))
@@ -503,22 +516,41 @@ class EngineClient:
         # The backend keeps the order of calls: a session admitted after this opens when this one is closed.
         with contextlib.suppress(EngineClosed):
             self.backend.close_session(session_id)
-        self._session_ended(live)
+        self._session_ended(session_id, live)
 
-    def _session_ended(self, live: bool) -> None:
+    def _session_ended(self, session_id: int, live: bool) -> None:
         with self._room:
+            self._admission.release(session_id)
             self._sessions -= 1
             self._live -= live
             self._room.notify_all()
 
     def partial_interval_ms(self, partial_ms: float) -> float:
         """Minimum time between two partials of a caller who requests one every `partial_ms`."""
-        return self.partial_rate.interval_ms(partial_ms, 1_000 * time.monotonic())
+        return self.partial_rate.interval_ms(partial_ms, 1_000 * self.clock())
 
-    def _record_turnaround(self, asked_s: float, future: Future[Any]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            now_s = time.monotonic()
-            self.partial_rate.record_turnaround(1_000 * (now_s - asked_s), 1_000 * now_s)
+    def _measure(self, future: Future[Any], submitted_s: float) -> None:
+        """Measures the turnaround of a live request that was submitted; its future is always resolved."""
+        request = next(self._ids)
+        with self._room:
+            self.partial_rate.record_request(request, 1_000 * submitted_s)
+        future.add_done_callback(partial(self._record_turnaround, request, submitted_s))
+
+    def _record_turnaround(self, request: int, submitted_s: float, future: Future[Any]) -> None:
+        with self._room:
+            self.partial_rate.record_end(request)
+            if not future.cancelled() and future.exception() is None:
+                now_s = self.clock()
+                self.partial_rate.record_turnaround(1_000 * (now_s - submitted_s), 1_000 * now_s)
+
+    def _record_vad(self, session_id: int, submitted_s: float, future: Future[np.ndarray]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        speech_samples = VAD_WINDOW_SAMPLES * int(np.count_nonzero(future.result() >= SPEECH_PROBABILITY))
+        now_s = self.clock()
+        with self._room:
+            wait_ms = max(1_000 * (now_s - submitted_s), self.partial_rate.wait_ms(1_000 * now_s))
+            self._admission.record_answer(session_id, units.samples_to_ms(speech_samples), wait_ms, 1_000 * now_s)
 
     def _at_limit(self, samples: int) -> bool:
         too_long = self._samples + samples > units.s_to_samples(self.config.max_audio_s)
@@ -531,7 +563,7 @@ class EngineClient:
             self._samples -= samples
             if counted:
                 self._done_samples += samples
-                now = time.monotonic()
+                now = self.clock()
                 self._busy_s += now - self._busy_since
                 self._busy_since = now
                 if self._busy_s > SPEED_OVER_S:

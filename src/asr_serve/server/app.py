@@ -1,4 +1,4 @@
-"""The application: every route and layer, wired by hand."""
+"""The ASGI application: wires every route and middleware."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asr_serve.server.transcription_job import TranscriptionExecutor
 from asr_serve.server.voices import routes as voices
 
 UNMATCHED_ROUTE = "unmatched"
-"""The route of requests that match none."""
+"""Route label of requests that match no route."""
 
 
 def create_app(
@@ -41,23 +41,23 @@ def create_app(
     gate: AdmissionController,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """`gate` is the caller's to drain. Whoever gave `engines` and `tracer` closes them, after the last request."""
-    jobs = TranscriptionExecutor(config.max_concurrent)
-    desk = LiveDependencies(config, engines, gate, jobs, metrics)
-    streams = stream_endpoint.create_session_manager(desk)
+    """Builds the application. The caller drains `gate`, and closes `engines` and `tracer` at the end."""
+    executor = TranscriptionExecutor(config.max_concurrent)
+    dependencies = LiveDependencies(config, engines, gate, executor, metrics)
+    streams = stream_endpoint.create_session_manager(dependencies)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        with gate.on_drain(streams.drain), gate.on_drain(cloning.clonings.drain):
+        with gate.on_drain(streams.drain), gate.on_drain(voice_dependencies.clonings.drain):
             yield
-        await cloning.clonings.close()
+        await voice_dependencies.clonings.close()
         await streams.close()
-        jobs.close()
+        executor.close()
 
-    cloning = voices.VoiceDependencies.create(config, engines)
-    speaking = speech.SpeechDependencies.create(config, engines, gate, jobs)
-    hears = config.engine.role != "encode"
-    docs = config.docs and hears
+    voice_dependencies = voices.VoiceDependencies.create(config, engines)
+    speech_dependencies = speech.SpeechDependencies.create(config, engines, gate, executor)
+    full_server = config.engine.role != "encode"
+    docs = config.docs and full_server
     app = FastAPI(
         title="asr-serve",
         version=__version__,
@@ -72,35 +72,35 @@ def create_app(
             RequestValidationError: error_handlers.handle_validation_error,
         },
     )
-    of_health = health.routes(engines, gate, metrics, with_metrics=config.metrics)
-    if hears:
+    health_routes = health.routes(engines, gate, metrics, with_metrics=config.metrics)
+    if full_server:
         routers = [
-            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, jobs)),
-            speech.routes(speaking),
-            voices.routes(cloning),
+            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, executor)),
+            speech.routes(speech_dependencies),
+            voices.routes(voice_dependencies),
             models.routes(engines, admins=bool(config.admin_keys)),
-            of_health,
+            health_routes,
             stream_endpoint.commands(streams),
         ]
         live = [
-            *funasr_endpoint.routes(desk),
-            openai_endpoint.route(desk),
-            speech.route(speaking),
+            *funasr_endpoint.routes(dependencies),
+            openai_endpoint.route(dependencies),
+            speech.route(speech_dependencies),
             *stream_endpoint.routes(streams, config.max_frame_bytes),
         ]
     else:
-        routers, live = [of_health], []
-    console = pages.routes() if config.console and hears else []
-    own = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
-    app.state.routes = own
+        routers, live = [health_routes], []
+    console = pages.routes() if config.console and full_server else []
+    all_routes = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
+    app.state.routes = all_routes
     for router in routers:
         app.include_router(router)
     app.router.routes += [*live, *console]
-    if not hears:
+    if not full_server:
         app.router.routes += health.encoder_only_routes()
     app.openapi = openapi.openapi_builder(app, PUBLIC_PATHS, keys=gate.keys.required)  # type: ignore[method-assign]
 
-    # From the inside out.
+    # The innermost first.
     app.add_middleware(AdmissionMiddleware, gate=gate, origins=config.cors_origins)
     app.add_middleware(error_handlers.ErrorMiddleware)
     if config.cors_origins:
@@ -108,25 +108,25 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # OpenAI's client for JavaScript sends many of its own
+            allow_headers=["*"],  # OpenAI's JavaScript client sends many of its own
             expose_headers=["x-request-id", "retry-after", "retry-after-ms", *speech.SPEECH_HEADERS],
         )
     app.add_middleware(
-        RequestContextMiddleware, metrics=metrics, tracer=tracer or Tracer(), template=_route_template(own)
+        RequestContextMiddleware, metrics=metrics, tracer=tracer or Tracer(), template=_route_template(all_routes)
     )
     return app
 
 
 def _route_template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
-    """Scope -> the path of the route it matches, as it was declared."""
-    known = {
-        kind: [(route.path_regex, route.path) for route in routes if isinstance(route, of)]
-        for kind, of in (("http", Route), ("websocket", WebSocketRoute))
+    """Returns a function from a scope to the declared path of the route that it matches."""
+    patterns = {
+        kind: [(route.path_regex, route.path) for route in routes if isinstance(route, route_class)]
+        for kind, route_class in (("http", Route), ("websocket", WebSocketRoute))
     }
 
     def template(scope: Scope) -> str:
         return next(
-            (path for pattern, path in known[scope["type"]] if pattern.match(scope["path"])), UNMATCHED_ROUTE
+            (path for pattern, path in patterns[scope["type"]] if pattern.match(scope["path"])), UNMATCHED_ROUTE
         )
 
     return template

@@ -1,4 +1,4 @@
-"""The models this server holds, by name, each with its engine."""
+"""Registry of loaded models by name, each with its engine."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ log = logging.getLogger(__name__)
 
 
 class EngineParts(NamedTuple):
-    """What an Engine is made of."""
+    """Parts that a ModelEngine is built from."""
 
     card: AnyCard
     client: EngineClient
     tokenizer: Tokenizer | None
-    """None of a model that speaks."""
+    """None for a synthesis model."""
     cards: Mapping[str, AnyCard]
-    """Every model there is, by name."""
+    """Every known model, by name."""
 
 
 def open_engine(name: str, config: ServeConfig) -> EngineParts:
-    """Start an engine process. Blocks until its model is loaded. Raises what loading raises, EngineClosed."""
+    """Starts an engine process; blocks until its model is loaded. Raises EngineClosed, and errors of loading."""
     spec = EngineSpec(
         model=name,
         device=config.device,
@@ -61,9 +61,9 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
         peer_keys=config.peer_keys,
     )
     connect = process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
-    # Peers have the default model, and no other.
-    alone = msgspec.structs.replace(config.engine, role="both", peers=())
-    client = EngineClient(config.engine if name == config.model else alone, connect)
+    # Peers have only the default model.
+    standalone = msgspec.structs.replace(config.engine, role="both", peers=())
+    client = EngineClient(config.engine if name == config.model else standalone, connect)
     assert isinstance(client.backend, ProcessBackend)
     ready = client.backend.ready
     cards = {card.name: card for card in ready.cards}
@@ -78,10 +78,10 @@ def open_engine(name: str, config: ServeConfig) -> EngineParts:
 
 
 class ModelEngine:
-    """A loaded model: `client` to its engine; of one that hears, `tokenizer` its vocabulary.
+    """A loaded model: the `client` of its engine, its card and, for a recognition model, its `tokenizer`.
 
-    Belongs to the event loop's thread; `client`, the cards and `tokenizer` may be used from any. What is asked of
-    a model of the other kind raises WrongModel.
+    Belongs to the event loop's thread; `client`, the cards and `tokenizer` may be used from any. Properties of the
+    other kind of model raise WrongModel.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -103,14 +103,14 @@ class ModelEngine:
 
     @property
     def card(self) -> AsrCard:
-        """Of a model that hears."""
+        """Card of a recognition model. Raises WrongModel for a synthesis model."""
         if isinstance(self.card_of_any_kind, AsrCard):
             return self.card_of_any_kind
         raise WrongModel(f"the model {self.name} speaks, and hears nothing", "a model that hears")
 
     @property
     def tts_card(self) -> TtsCard:
-        """Of one that speaks."""
+        """Card of a synthesis model. Raises WrongModel for a recognition model."""
         if isinstance(self.card_of_any_kind, TtsCard):
             return self.card_of_any_kind
         raise WrongModel(f"the model {self.name} hears, and has no voice", "a model that speaks")
@@ -123,36 +123,36 @@ class ModelEngine:
 
     @property
     def state(self) -> str:
-        """ready, restarting, failed, closed; unloading while its last requests are answered."""
+        """State: ready, restarting, failed or closed; unloading while its last requests are answered."""
         return "unloading" if self._draining else self.client.state
 
     def observe(self, metrics: ServerMetrics) -> bytes:
-        """Bring the server's metrics of this engine up to date; returns the engine's own, as text. Blocks."""
-        link = self.client.backend
+        """Updates the server's metrics of this engine; returns the engine's own, as text. Blocks."""
+        backend = self.client.backend
         metrics.engine_up.labels(self.name).set(self.client.state == "ready")
         metrics.live_turnaround.labels(self.name).set(self.client.partial_rate.turnaround_ms / 1_000)
-        if not isinstance(link, ProcessBackend):
+        if not isinstance(backend, ProcessBackend):
             return b""
-        metrics.ring_slots.labels(self.name).set(link.ring.slots)
-        metrics.ring_depth.labels(self.name).set(link.ring_depth)
-        moved = {how: metrics.migrations.labels(self.name, *how) for how in MIGRATIONS}
+        metrics.ring_slots.labels(self.name).set(backend.ring.slots)
+        metrics.ring_depth.labels(self.name).set(backend.ring_depth)
+        counters = {labels: metrics.migrations.labels(self.name, *labels) for labels in MIGRATIONS}
         counts: list[tuple[object, Any, float]] = [
-            ("restarts", metrics.engine_restarts.labels(self.name), link.restarts),
-            ("waits", metrics.ring_full_waits.labels(self.name), link.ring_full_waits),
-            ("moving", metrics.migration_seconds.labels(self.name), link.moved_s),
-            *((how, counter, link.moved[how]) for how, counter in moved.items()),
+            ("restarts", metrics.engine_restarts.labels(self.name), backend.restarts),
+            ("waits", metrics.ring_full_waits.labels(self.name), backend.ring_full_waits),
+            ("moving", metrics.migration_seconds.labels(self.name), backend.moved_s),
+            *((labels, counter, backend.moved[labels]) for labels, counter in counters.items()),
         ]
-        with self._counting:  # two who ask at once would count the same twice
-            for what, counter, now in counts:
-                before, self._counted[what] = self._counted.get(what, 0), now
-                # A new process begins its ring at 0.
-                counter.inc(now - before if now >= before else now)
-        report = link.report()
+        with self._counting:  # concurrent calls would count the same increment twice
+            for key, counter, value in counts:
+                previous, self._counted[key] = self._counted.get(key, 0), value
+                # A new process's ring starts at 0.
+                counter.inc(value - previous if value >= previous else value)
+        report = backend.report()
         return report.metrics if report else b""
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Around a request's work: an engine is not closed under it."""
+        """Context manager around a request's work, which `drain` waits for."""
         self._users += 1
         self._no_users.clear()
         try:
@@ -163,7 +163,7 @@ class ModelEngine:
                 self._no_users.set()
 
     async def drain(self, wait_s: float) -> None:
-        """Take no more requests, and wait for those there are, but no longer than that."""
+        """Refuses new requests, and waits up to `wait_s` for those in progress."""
         self._draining = True
         try:
             async with asyncio.timeout(wait_s):
@@ -173,7 +173,7 @@ class ModelEngine:
 
 
 class EngineRegistry:
-    """Loads, finds and unloads. Belongs to the event loop's thread."""
+    """Loads, finds and unloads models. Belongs to the event loop's thread."""
 
     def __init__(
         self, config: ServeConfig, open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine
@@ -183,46 +183,46 @@ class EngineRegistry:
         self._cards: dict[str, AnyCard] = {}
         self._engines: dict[str, ModelEngine] = {}
         self._default_tts: str | None = None
-        """Model that speaks unless a request names another, once it is there."""
+        """Default synthesis model, once it is loaded."""
         self.tts_expected = config.voice != "none" and config.engine.role != "encode"
-        """It may come yet."""
+        """Whether the default synthesis model may still be loaded."""
         self._loading: dict[str, asyncio.Task[ModelEngine]] = {}
         self._unloading: dict[str, asyncio.Task[None]] = {}
         self._renewing: set[asyncio.Task[HandoverResult]] = set()
 
     async def start(self) -> None:
-        """Load what the configuration names, one after another. Raises what loading raises; where the voice is
-        `auto` and there is none, nothing speaks."""
+        """Loads the configured models, one after another. Raises errors of loading; but where the voice is `auto`
+        and its weights or program are missing, goes on without speech synthesis."""
         while self._expected:
             await self.load(self._expected[0])
             self._expected.pop(0)
         if not self.tts_expected:
             return
-        there = [engine.name for engine in self if engine.is_tts]
-        self._default_tts = next((name for name in there if self._config.voice in (AUTO_VOICE, name)), None)
+        tts_models = [engine.name for engine in self if engine.is_tts]
+        self._default_tts = next((name for name in tts_models if self._config.voice in (AUTO_VOICE, name)), None)
         try:
             if self._default_tts is None:
                 self._default_tts = (await self._load(self._config.voice)).name
-        except (WeightsMissing, ProgramMissing) as missing:
+        except (WeightsMissing, ProgramMissing) as error:
             if self._config.voice != AUTO_VOICE:
                 raise
-            log.info("nothing speaks here: %s", missing)
+            log.info("nothing speaks here: %s", error)
         self.tts_expected = False
 
     @property
     def default_tts_model(self) -> str | None:
-        """The model that speaks unless a request names another."""
+        """The synthesis model of requests that name none."""
         return self._default_tts
 
     def __iter__(self) -> Iterator[ModelEngine]:
         return iter(list(self._engines.values()))
 
     def known_models(self) -> dict[str, AnyCard]:
-        """Every model that could be loaded. Only an engine can tell: none, until the first one is there."""
+        """Cards of all models that can be loaded, by name. Engines report them: none until the first is loaded."""
         return dict(self._cards)
 
     def state(self, name: str) -> str:
-        """Of a known model: an engine's, or loading, or not_loaded."""
+        """State of a known model: its engine's, `loading` or `not_loaded`."""
         if name in self._engines:
             return self._engines[name].state
         return "loading" if name in self._loading or name in self._expected else "not_loaded"
@@ -231,7 +231,7 @@ class EngineRegistry:
         return [alias for alias, model in self._config.aliases.items() if model == name]
 
     def resolve(self, name: str | None) -> str:
-        """The model's own name: for an alias, and for None. Raises UnknownModel."""
+        """Resolves an alias to the model's name; None: the default model. Raises UnknownModel, EngineClosed."""
         if name is None:
             return self._config.model
         own = self._config.aliases.get(name, name)
@@ -246,33 +246,33 @@ class EngineRegistry:
         )
 
     def get(self, name: str | None = None) -> ModelEngine:
-        """The engine of a model that hears and takes work. Raises UnknownModel, ModelNotLoaded, WrongModel,
-        EngineClosed."""
+        """Returns the engine of a recognition model that takes requests. Raises UnknownModel, ModelNotLoaded,
+        WrongModel, EngineClosed."""
         engine = self.get_any(name)
         _ = engine.card
         return engine
 
     def get_tts(self, name: str | None = None) -> ModelEngine:
-        """The same of one that speaks; None: the server's. Raises ModelNotLoaded too where nothing speaks."""
-        chosen = name or self._default_tts
-        if chosen is None:
-            chosen = next((engine.name for engine in self if engine.is_tts), None)
-        if chosen is None:
+        """Returns the engine of a synthesis model; None: the default one. Raises as `get` does."""
+        model = name or self._default_tts
+        if model is None:
+            model = next((engine.name for engine in self if engine.is_tts), None)
+        if model is None:
             if self.tts_expected:
                 raise EngineClosed("the server is still loading its voice", todo="try again in a few seconds")
             raise ModelNotLoaded(
                 "no model is loaded that speaks",
                 todo="start the server with --voice, and the weights of a voice: asr-serve models list",
             )
-        engine = self.get_any(chosen)
+        engine = self.get_any(model)
         _ = engine.tts_card
         return engine
 
     def get_any(self, name: str | None = None) -> ModelEngine:
-        """The same, whatever it does."""
+        """Returns the engine of a model of either kind. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
         own = self.resolve(name)
         state = self.state(own)
-        if state in ("ready", "restarting"):  # who comes while it restarts waits for it
+        if state in ("ready", "restarting"):  # requests wait for a restart
             return self._engines[own]
         if state in ("not_loaded", "unloading"):
             ready = [engine.name for engine in self if engine.state == "ready"]
@@ -284,22 +284,22 @@ class EngineRegistry:
         raise EngineClosed(f"the engine of {own} is {state}", todo="try again in a few seconds")
 
     async def load(self, name: str) -> ModelEngine:
-        """Wait until the model is loaded. Raises UnknownModel, NotAllowed (no place), and what loading raises."""
+        """Waits until the model is loaded. Raises UnknownModel, NotAllowed (`max_models`), errors of loading."""
         own = self.resolve(name)
         if unloading := self._unloading.get(own):
             await asyncio.shield(unloading)
         if own in self._engines:
             return self._engines[own]
         if own not in self._loading:
-            held = len({*self._engines, *self._loading} - {self._default_tts, own})
-            if held >= self._config.max_models and own != self._default_tts:
+            loaded = len({*self._engines, *self._loading} - {self._default_tts, own})
+            if loaded >= self._config.max_models and own != self._default_tts:
                 raise NotAllowed(
-                    f"{held} models are loaded",
+                    f"{loaded} models are loaded",
                     f"max_models={self._config.max_models}",
                     "unload one first",
                 )
             self._loading[own] = asyncio.create_task(self._load(own))
-        # Whoever asked may leave; others may wait for the same.
+        # Shielded: the caller may be cancelled while others wait for the same load.
         return await asyncio.shield(self._loading[own])
 
     async def _load(self, own: str) -> ModelEngine:
@@ -312,7 +312,7 @@ class EngineRegistry:
             self._loading.pop(own, None)
 
     async def unload(self, name: str) -> None:
-        """Wait for the model's requests, for up to `drain_s`, then let it go: those still in it fail with
+        """Waits up to `drain_s` for the model's requests, then closes its engine: requests still in it fail with
         EngineClosed. Raises UnknownModel, ModelNotLoaded."""
         own = self.resolve(name)
         if own not in self._unloading:
@@ -327,35 +327,35 @@ class EngineRegistry:
         del self._engines[engine.name], self._unloading[engine.name]
 
     async def renew(self, name: str) -> HandoverResult:
-        """Have another engine process take the place of a model's, while people speak; wait until the old one is
-        gone: `drain_s` after the new one is there at the latest. Raises UnknownModel, ModelNotLoaded, NotAllowed
-        (one is under way), EngineClosed, and what loading raises; then the old one stays."""
-        link = self.get_any(name).client.backend
-        assert isinstance(link, ProcessBackend)
-        renewing = asyncio.create_task(asyncio.to_thread(link.renew, self._config.drain_s))
+        """Replaces a model's engine process while sessions run; waits until the old one ends, at most `drain_s`
+        after the new one is ready. Raises UnknownModel, ModelNotLoaded, NotAllowed (a renewal is in progress),
+        EngineClosed, and errors of loading; then the old one stays."""
+        backend = self.get_any(name).client.backend
+        assert isinstance(backend, ProcessBackend)
+        renewing = asyncio.create_task(asyncio.to_thread(backend.renew, self._config.drain_s))
         self._renewing.add(renewing)
         renewing.add_done_callback(self._finish_renewal)
-        return await asyncio.shield(renewing)  # it goes on without whoever asked
+        return await asyncio.shield(renewing)  # continues if the caller is cancelled
 
     def _finish_renewal(self, renewing: asyncio.Task[HandoverResult]) -> None:
         self._renewing.discard(renewing)
-        failure = None if renewing.cancelled() else renewing.exception()
-        if failure is not None and not isinstance(failure, NotAllowed):  # that one was not begun
-            log.warning("a renewal failed: %s", failure)
+        error = None if renewing.cancelled() else renewing.exception()
+        if error is not None and not isinstance(error, NotAllowed):  # NotAllowed: it was not started
+            log.warning("a renewal failed: %s", error)
 
     async def observe(self, metrics: ServerMetrics) -> list[bytes]:
-        """What `Engine.observe` does, for each; of models that are not loaded, nothing is left to see."""
-        found = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in self))
+        """Calls `ModelEngine.observe` of every engine, and removes the metrics of models that are not loaded."""
+        reports = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in self))
         for name in self._cards.keys() - self._engines.keys():
             metrics.remove_model(name)
-        return found
+        return reports
 
     def describe(self) -> dict[str, Any]:
         """State of each loaded model, for /ready."""
         return {engine.name: engine.state for engine in self}
 
     async def close(self) -> None:
-        """Close every engine; requests still in them fail with EngineClosed."""
+        """Closes every engine; requests still in them fail with EngineClosed."""
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(engine.client.close) for engine in self))
         await asyncio.gather(*self._renewing, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI cannot see, because the routes read their bodies themselves."""
+"""OpenAPI document: what FastAPI cannot infer, because the routes read their bodies themselves."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _USAGE = {"type": "duration", "seconds": 6}
 
 
 def error_response_entry(status: int, description: str, **headers: str) -> OpenApi:
-    """The entry of one error status. `headers`: name -> what it says."""
-    found: OpenApi = {"description": description, "content": {_JSON: {"schema": ref("ErrorAnswer")}}}
+    """Entry of one error status. `headers`: name -> description."""
+    entry: OpenApi = {"description": description, "content": {_JSON: {"schema": ref("ErrorAnswer")}}}
     if headers:
-        found["headers"] = {
-            name.replace("_", "-"): {"description": told, "schema": {"type": "string"}}
-            for name, told in headers.items()
+        entry["headers"] = {
+            name.replace("_", "-"): {"description": text, "schema": {"type": "string"}}
+            for name, text in headers.items()
         }
-    return {status: found}
+    return {status: entry}
 
 
 AUTH_ERRORS: OpenApi = error_response_entry(
@@ -80,7 +80,7 @@ WORK_ERRORS: OpenApi = {
 
 
 def _route(form: Schema, example: OpenApi, answers: OpenApi) -> OpenApi:
-    """Arguments of a route that takes `form` and gives `answers`: content type -> schema and example."""
+    """Arguments of a route that takes `form`. `answers`: content type -> schema and example of the response."""
     body = {"schema": form, "example": {"file": "@audio.wav", **example}}
     return {
         "response_class": Response,
@@ -102,9 +102,9 @@ def _texts() -> OpenApi:
 
 
 def _lines() -> OpenApi:
-    """One JSON object on a line."""
-    said = {"key": "audio", "text": _SEGMENT["text"], "language": "en", "duration": 5.61, "segments": []}
-    return {RESPONSE_FORMATS["jsonl"]: {"schema": {"type": "string"}, "example": f"{json.dumps(said)}\n"}}
+    """Response of one JSON object per line."""
+    transcript = {"key": "audio", "text": _SEGMENT["text"], "language": "en", "duration": 5.61, "segments": []}
+    return {RESPONSE_FORMATS["jsonl"]: {"schema": {"type": "string"}, "example": f"{json.dumps(transcript)}\n"}}
 
 
 TRANSCRIPTIONS = _route(
@@ -173,7 +173,7 @@ del SPEECH_ERRORS[413]
 
 
 def speech_operation(most_characters: int) -> OpenApi:
-    """Arguments of the route that speaks."""
+    """Arguments of the speech synthesis route."""
     body = {
         "schema": spoken.speech_body_schema(most_characters),
         "example": {"model": "tts-1", "voice": "alloy", "input": "Ever tried. Ever failed. No matter."},
@@ -227,7 +227,7 @@ END: OpenApi = {
 def response_entry(
     schema: Schema, description: str, refusals: OpenApi, example: object = None, media_type: str = _JSON
 ) -> OpenApi:
-    """Arguments of a route with one kind of answer."""
+    """Arguments of a route with one kind of response."""
     content: OpenApi = {"schema": schema}
     if example is not None:
         content["example"] = example
@@ -246,20 +246,20 @@ VOICES: OpenApi = response_entry(
 
 
 def openapi_builder(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> Callable[[], OpenApi]:
-    """For `app.openapi`. `keys`: whether this server asks for one, except on `open_paths`."""
+    """Builder for `app.openapi`. `keys`: whether API keys are required, except on `open_paths`."""
 
     def document() -> OpenApi:
         if app.openapi_schema is None:
-            made = get_openapi(
+            schema = get_openapi(
                 title=app.title, version=app.version, description=DESCRIPTION, tags=TAGS, routes=app.routes
             )
-            parts = made.setdefault("components", {})
-            parts["schemas"] = {
+            components = schema.setdefault("components", {})
+            components["schemas"] = {
                 **responses.response_components(),
                 **spoken.speech_components(),
                 **cloned_voices.cloned_voice_components(),
             }
-            parts["securitySchemes"] = {
+            components["securitySchemes"] = {
                 "key": {
                     "type": "http",
                     "scheme": "bearer",
@@ -267,13 +267,13 @@ def openapi_builder(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> 
                     + ("Needed." if keys else "This server asks for none, except to load and unload models."),
                 }
             }
-            for path, methods in made["paths"].items():
+            for path, methods in schema["paths"].items():
                 for operation in methods.values():
-                    operation["responses"].pop("422", None)  # FastAPI's own shape, which nobody gets
+                    operation["responses"].pop("422", None)  # FastAPI's own format, which no route returns
                     if path not in open_paths:
-                        needed = keys or "403" in operation["responses"]
-                        operation["security"] = [{"key": []}] if needed else [{"key": []}, {}]
-            app.openapi_schema = made
+                        required = keys or "403" in operation["responses"]
+                        operation["security"] = [{"key": []}] if required else [{"key": []}, {}]
+            app.openapi_schema = schema
         return app.openapi_schema
 
     return document

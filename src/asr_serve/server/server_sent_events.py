@@ -19,17 +19,17 @@ KEEP_ALIVE = b": still listening\n\n"
 
 
 async def with_keep_alive(pieces: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """Yields `pieces`, with a comment whenever none came for KEEP_ALIVE_S."""
+    """Yields `pieces`, and a comment whenever none came for KEEP_ALIVE_S."""
     async with contextlib.aclosing(pieces):
         while True:
-            coming = asyncio.ensure_future(anext(pieces, None))
+            pending = asyncio.ensure_future(anext(pieces, None))
             try:
-                while not (await asyncio.wait({coming}, timeout=KEEP_ALIVE_S))[0]:
+                while not (await asyncio.wait({pending}, timeout=KEEP_ALIVE_S))[0]:
                     yield KEEP_ALIVE
             finally:
-                coming.cancel()
-                await asyncio.wait({coming})
-            if (piece := coming.result()) is None:
+                pending.cancel()
+                await asyncio.wait({pending})
+            if (piece := pending.result()) is None:
                 return
             yield piece
 
@@ -43,8 +43,8 @@ async def with_error_event(events: AsyncIterator[bytes], scope: Scope, live: boo
     except ClientGone:
         raise
     except Exception as error:
-        what = record_error(error, scope)
-        told = live_error_event(error, request_context(scope).request_id, scope["path"]).encode()
+        problem = record_error(error, scope)
+        event = live_error_event(error, request_context(scope).request_id, scope["path"]).encode()
         yield b"event: error\n" + (
-            b"data: %s\n\n" % told if live else server_sent_event({"type": "error", "error": what})
+            b"data: %s\n\n" % event if live else server_sent_event({"type": "error", "error": problem})
         )

@@ -29,8 +29,8 @@ MAX_KEY_CHARACTERS = 200
 
 
 class TranscriptionExecutor:
-    """The threads that transcriptions run on: one each, as many as requests may be in work. What speaks takes one
-    while it waits for a voice."""
+    """Thread pool of transcriptions, one thread each: as many as requests may be in progress. Speech synthesis
+    borrows them for single steps."""
 
     def __init__(self, max_concurrent: int) -> None:
         self.threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
@@ -38,20 +38,20 @@ class TranscriptionExecutor:
     def start(
         self, engine: ModelEngine, audio: BinaryIO, options: TranscribeOptions, name: str | None = None
     ) -> TranscriptionJob:
-        """Hear `audio`, from its first byte, while the caller holds the engine's `used`. `name`: what its file is
-        called where it comes from. Raises OptionError for what this model cannot do."""
+        """Transcribes `audio` from its first byte, while the caller holds the engine's `in_use`. `name`: file name
+        from the client. Raises OptionError for what this model cannot do."""
         return TranscriptionJob(self.threads, engine, InputItem(recording_key(name), audio), options)
 
     def close(self) -> None:
-        """Begin no more. A job under way ends with its engine, if not before."""
+        """Starts no more jobs. A running job ends with its engine, if not before."""
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
 class TranscriptionJob:
-    """A transcription under way. Its segments are iterated over once; `transcript` is at the end of them.
+    """A running transcription. Its segments are iterated over once; `transcript` follows them.
 
-    All methods belong to the event loop's thread. Whoever begins a job waits for `over`, having called `cancel`
-    and closed the audio where its end is not wanted.
+    All methods belong to the event loop's thread. The owner of a job awaits `wait_closed`; to abandon the job, it
+    first calls `cancel` and closes the audio.
     """
 
     def __init__(
@@ -62,9 +62,11 @@ class TranscriptionJob:
         self._loop = asyncio.get_running_loop()
         self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
         self.transcript: asyncio.Future[Transcript] = self._loop.create_future()
-        """Raises what the pipeline does."""
-        self.transcript.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: no warning
-        context = contextvars.copy_context()  # the request's id, for what is logged there
+        """Result of the job; raises what the pipeline does."""
+        self.transcript.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # retrieved: no warning
+        context = contextvars.copy_context()  # the request's id, for the thread's logs
         self._thread = self._loop.run_in_executor(threads, context.run, self._run, stream)
         self._thread.add_done_callback(self._on_thread_done)
 
@@ -77,11 +79,11 @@ class TranscriptionJob:
         return self.transcript.done() and self.transcript.exception() is not None
 
     def cancel(self) -> None:
-        """Stop the work in the engine; the transcript raises Cancelled."""
+        """Stops the work in the engine; `transcript` raises Cancelled."""
         self._stop.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing of it is left, in the engine or on a thread."""
+        """Waits until the job has ended, in the engine and on its thread."""
         await asyncio.wait({self._thread})
 
     def _run(self, stream: Generator[Event, None, None]) -> None:
@@ -109,8 +111,8 @@ class TranscriptionJob:
         self._segments.put_nowait(None)
 
     def _on_thread_done(self, thread: asyncio.Future[None]) -> None:
-        failure = None if thread.cancelled() else thread.exception()
-        self._resolve(failure or AsrServeError("the transcription ended without a result"))
+        error = None if thread.cancelled() else thread.exception()
+        self._resolve(error or AsrServeError("the transcription ended without a result"))
 
 
 def recording_key(name: str | None) -> str:

@@ -1,5 +1,5 @@
-"""`/`, `/speak`, `/status` and their assets: files made by `make console`, read once, sent with the headers
-that they need."""
+"""Pages `/`, `/speak`, `/status` and their assets: files built by `make console`, read once, and sent with the
+headers that they need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "script-src 'self'",
         "style-src 'self'",
         "img-src 'self'",
-        "media-src blob:",  # a recording is played from the page's own memory
+        "media-src blob:",  # a recording is played from the page's memory
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
@@ -45,13 +45,13 @@ SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _HASHED = re.compile(r".+-[\w-]{8}\.\w+")
-"""The name of a file whose content never changes: the build puts its hash there."""
+"""Name of a file whose content never changes: the build adds its hash."""
 _GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
-"""Taken: named, and not with the weight 0."""
+"""Accept-Encoding that allows gzip: named, and not with weight 0."""
 
 
 class ConsolePage(msgspec.Struct, frozen=True):
-    """A file as it is sent, plain and packed."""
+    """File as it is sent, plain and compressed."""
 
     body: bytes
     packed: bytes
@@ -66,16 +66,16 @@ class ConsolePage(msgspec.Struct, frozen=True):
                 "public, max-age=31536000, immutable" if _HASHED.fullmatch(path.name) else "no-cache"
             ),
             "Content-Type": TYPES[path.suffix],
-            "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',  # weak: one tag for both forms
+            "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',  # weak: one tag for both encodings
             "Vary": "Accept-Encoding",
         }
         return cls(body, gzip.compress(body, mtime=0), headers)
 
-    def response(self, asked: Headers) -> Response:
-        tags = {tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")}
+    def response(self, headers: Headers) -> Response:
+        tags = {tag.strip().removeprefix("W/") for tag in headers.get("if-none-match", "").split(",")}
         if tags & {self.headers["ETag"].removeprefix("W/"), "*"}:
             return Response(status_code=304, headers=self.headers)
-        if _GZIP.search(asked.get("accept-encoding", "")):
+        if _GZIP.search(headers.get("accept-encoding", "")):
             return Response(self.packed, headers={**self.headers, "Content-Encoding": "gzip"})
         return Response(self.body, headers=self.headers)
 
@@ -88,9 +88,9 @@ def routes() -> list[Route]:
         return pages[request.scope["path"]].response(request.headers)
 
     async def asset(request: Request) -> Response:
-        found = assets.get(request.path_params["name"])
-        if found is None:
+        file = assets.get(request.path_params["name"])
+        if file is None:
             raise HTTPException(404)
-        return found.response(request.headers)
+        return file.response(request.headers)
 
     return [*(Route(path, page) for path in PAGES), Route(ASSETS, asset)]

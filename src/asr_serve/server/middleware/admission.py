@@ -1,4 +1,4 @@
-"""Who may come in, and how many at once. Everything here is decided before a body is read."""
+"""Admission of requests: API keys, origins, rates and capacity, all checked before a body is read."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from asr_serve.protocols.stream import speech_messages as speech_live
 from asr_serve.server.middleware.request_context import ApiClient, request_context
 
 PUBLIC_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json", "/", "/speak", "/status", "/favicon.svg"})
-"""Paths that ask for no key and go on while the server drains: they tell nothing but how it is. /metrics is not
-among them: it tells what a server is used for, and Prometheus can bring a key."""
+"""Paths that need no key and work while the server drains: they reveal only its state. /metrics is not among
+them: it reveals what a server is used for, and Prometheus can send a key."""
 PUBLIC_PREFIX = "/assets/"
-"""So is every path that begins like this: the console's scripts and styles."""
+"""Prefix of further public paths: the console's scripts and styles."""
 WORK_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/asr", speech.PATH})
-"""Paths whose requests cost something: the limits are for them."""
+"""Paths of requests that need an engine: the limits apply to them."""
 LIVE_PATHS = frozenset({"/", "/ws", realtime_client_events.PATH, speech_live.PATH})
-"""Paths of WebSockets, each with a seat."""
+"""Paths of WebSockets that each count as a live session."""
 UNRESERVED_LIVE_PATHS = frozenset({client_messages.PATH})
-"""Paths of WebSockets whose sessions may outlive them, and take the seats themselves."""
+"""Paths of WebSockets whose sessions may outlive them, and are reserved separately."""
 
 ANONYMOUS = ApiClient("anonymous")
-"""Everybody, where no keys are configured; together they have the limits of one key."""
+"""Client of all requests where no keys are configured; together they have the limits of one key."""
 DRAIN_RETRY_MS = 5_000
 MIN_RETRY_MS, MAX_RETRY_MS = 200, 30_000
 SESSION_RETRY_MS = 5_000
-"""Live sessions end when their callers please; nobody knows when the next one does."""
+"""Retry time where no live session is free: when the next one ends is not known."""
 
 
 class ApiKeys:
-    """The keys there are. What is compared are hashes, all of them, so that time tells nothing of a key."""
+    """API keys. Hashes are compared, and always all of them, so that timing reveals nothing of a key."""
 
     def __init__(self, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
         self.required = bool(api_keys)
@@ -53,13 +53,13 @@ class ApiKeys:
         self._known += [(_digest(key), ApiClient(f"admin-{n}", admin=True)) for n, key in enumerate(admin_keys, 1)]
 
     def authenticate(self, authorization: str) -> ApiClient:
-        """In: the header, `Bearer KEY`. Raises InvalidKey."""
+        """Client of an `Authorization` header, `Bearer KEY`. Raises InvalidKey."""
         scheme, _, key = authorization.partition(" ")
         key = key.strip() if scheme.lower() == "bearer" else ""
         digest, found = _digest(key), None
-        for known, caller in self._known:
+        for known, client in self._known:
             if hmac.compare_digest(known, digest):
-                found = caller
+                found = client
         if found is None and self.required:
             raise InvalidKey(
                 "the key sent is not one of this server's" if key else "no key came",
@@ -74,14 +74,14 @@ def _digest(key: str) -> bytes:
 
 
 class TokenBucket:
-    """A token bucket: `per_minute` at once, and as many again over the minute that follows."""
+    """Token bucket: `per_minute` tokens at once, and as many again over the minute that follows."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self._per_minute, self._clock = per_minute, clock
         self._tokens, self._at_s = float(per_minute), clock()
 
     def acquire(self) -> float:
-        """Take one token; or take none, and the seconds until there is one."""
+        """Takes one token and returns 0; without one, returns the seconds until there is one."""
         now_s = self._clock()
         per_s = self._per_minute / 60
         self._tokens = min(self._per_minute, self._tokens + (now_s - self._at_s) * per_s)
@@ -93,7 +93,7 @@ class TokenBucket:
 
 
 class AdmissionController:
-    """Counts who is inside. Belongs to the event loop's thread."""
+    """Admits requests and counts those in progress. Belongs to the event loop's thread."""
 
     def __init__(self, config: ServeConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.keys = ApiKeys(config.api_keys, config.admin_keys)
@@ -111,38 +111,38 @@ class AdmissionController:
 
     @property
     def in_flight_requests(self) -> int:
-        """Requests begun and not yet answered; those to OPEN paths are not counted."""
+        """WebSockets in progress, and requests except those to PUBLIC_PATHS."""
         return self._in_flight_requests
 
     @property
     def live_sessions(self) -> int:
-        """Live sessions there are."""
+        """Reserved live sessions."""
         return self._live_sessions
 
     @property
     def active_work(self) -> int:
-        """Work that is done for them: of requests, and of WebSockets that hear a whole recording."""
+        """Work in progress: of requests, and of WebSockets that reserve it."""
         return self._active_work
 
     def drain(self) -> None:
-        """Let nobody in any more, and call those who want to know."""
+        """Admits no more requests, and calls the callbacks of `on_drain`."""
         self.draining = True
-        for warn in list(self._drain_callbacks):
-            warn()
+        for callback in list(self._drain_callbacks):
+            callback()
 
     async def wait_idle(self) -> None:
-        """Wait until nobody is inside."""
+        """Waits until no request is in progress."""
         await self._empty.wait()
 
     def cancel_all(self) -> None:
-        """End the work of those inside: it raises Draining. Nobody is let in any more."""
+        """Cancels all work in progress, which raises Draining. No more requests are admitted."""
         self.draining = self._cancelled = True
         for task in self._tasks:
             task.cancel()
 
     @contextmanager
     def cancellable(self) -> Iterator[None]:
-        """Around the work of the current task, for `break_off`. Raises Draining then."""
+        """Context manager around the work of the current task. Raises Draining on `cancel_all`."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -157,55 +157,55 @@ class AdmissionController:
             self._tasks.discard(task)
 
     @contextmanager
-    def on_drain(self, warn: Callable[[], None]) -> Iterator[None]:
-        """Around what goes on until it is told to end: `drain` calls `warn`, or has been before."""
+    def on_drain(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Context manager around work that ends when notified: `drain` calls `callback`, at once if draining."""
         if self.draining:
-            warn()
-        self._drain_callbacks.add(warn)
+            callback()
+        self._drain_callbacks.add(callback)
         try:
             yield
         finally:
-            self._drain_callbacks.discard(warn)
+            self._drain_callbacks.discard(callback)
 
     @contextmanager
-    def admit(self, caller: ApiClient, *, work: bool = False, live: bool = False) -> Iterator[None]:
-        """One request, or WebSocket. Raises Draining and, for work and live, RateLimited and AtCapacity."""
+    def admit(self, client: ApiClient, *, work: bool = False, live: bool = False) -> Iterator[None]:
+        """Admits one request or WebSocket. Raises Draining and, for work and live, RateLimited and AtCapacity."""
         if self.draining:
             raise Draining("the server is going down", "it takes no new requests", DRAIN_RETRY_MS)
         if work:
             self._check_work_capacity()
-            self._check_client_share(caller)
-            self._check_rate(caller)
-        with self.reserve_session(caller) if live else contextlib.nullcontext():
-            self._in_use_by_client[caller] += work
+            self._check_client_share(client)
+            self._check_rate(client)
+        with self.reserve_session(client) if live else contextlib.nullcontext():
+            self._in_use_by_client[client] += work
             self._in_flight_requests += 1
             self._empty.clear()
             try:
                 with self._count_work() if work else contextlib.nullcontext():
                     yield
             finally:
-                self._in_use_by_client[caller] -= work
+                self._in_use_by_client[client] -= work
                 self._in_flight_requests -= 1
                 if not self._in_flight_requests:
                     self._empty.set()
 
     @contextmanager
-    def reserve_session(self, caller: ApiClient) -> Iterator[None]:
-        """A live session's. Raises AtCapacity, RateLimited."""
+    def reserve_session(self, client: ApiClient) -> Iterator[None]:
+        """Context manager around a live session. Raises AtCapacity, RateLimited."""
         self._check_session_capacity()
-        self._check_client_share(caller)
-        self._check_rate(caller)
-        self._in_use_by_client[caller] += 1
+        self._check_client_share(client)
+        self._check_rate(client)
+        self._in_use_by_client[client] += 1
         self._live_sessions += 1
         try:
             yield
         finally:
-            self._in_use_by_client[caller] -= 1
+            self._in_use_by_client[client] -= 1
             self._live_sessions -= 1
 
     @contextmanager
     def reserve_work(self) -> Iterator[None]:
-        """Work for somebody who is inside already. Raises AtCapacity."""
+        """Context manager around work of an admitted client. Raises AtCapacity."""
         self._check_work_capacity()
         with self._count_work():
             yield
@@ -228,41 +228,41 @@ class AdmissionController:
             )
 
     def _check_session_capacity(self) -> None:
-        seats = self._config.max_live_sessions
-        if self.live_sessions >= seats:
+        places = self._config.max_live_sessions
+        if self.live_sessions >= places:
             raise AtCapacity(
-                f"{self.live_sessions} live sessions are open", f"up to {seats} at once", SESSION_RETRY_MS
+                f"{self.live_sessions} live sessions are open", f"up to {places} at once", SESSION_RETRY_MS
             )
 
-    def _check_client_share(self, caller: ApiClient) -> None:
-        allowed, here = self._config.concurrent_per_key, self._in_use_by_client[caller]
-        if allowed is not None and here >= allowed:
+    def _check_client_share(self, client: ApiClient) -> None:
+        allowed, count = self._config.concurrent_per_key, self._in_use_by_client[client]
+        if allowed is not None and count >= allowed:
             raise AtCapacity(
-                f"{here} requests and live sessions with this key are in work",
+                f"{count} requests and live sessions with this key are in work",
                 f"up to {allowed} at once with one key",
                 self._retry_after_ms(allowed),
             )
 
-    def _check_rate(self, caller: ApiClient) -> None:
+    def _check_rate(self, client: ApiClient) -> None:
         per_minute = self._config.requests_per_minute_per_key
         if per_minute is None:
             return
-        bucket = self._buckets.setdefault(caller, TokenBucket(per_minute, self._clock))
+        bucket = self._buckets.setdefault(client, TokenBucket(per_minute, self._clock))
         if wait_s := bucket.acquire():
             raise RateLimited(
                 "too many requests came with this key", f"{per_minute} a minute", max(1, round(1_000 * wait_s))
             )
 
     def _retry_after_ms(self, places: int) -> int:
-        """About when the next of `places` is free."""
+        """Approximate time until one of `places` is free."""
         return round(min(MAX_RETRY_MS, max(MIN_RETRY_MS, 1_000 * self._mean_s / places)))
 
 
 class AdmissionMiddleware:
-    """ASGI: lets a request or a WebSocket in, or raises what `Gate` does."""
+    """ASGI middleware: authenticates and admits requests and WebSockets, or raises as AdmissionController does."""
 
     def __init__(self, app: ASGIApp, gate: AdmissionController, origins: Sequence[str] = ()) -> None:
-        """`origins`: those whose pages may call this server, beside our own; `*` is for all."""
+        """`origins`: other origins whose pages may call this server; `*` allows all."""
         self.app, self.admission, self.origins = app, gate, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -272,35 +272,35 @@ class AdmissionMiddleware:
         if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PUBLIC_PREFIX):
             await self.app(scope, receive, send)
             return
-        visit, headers = request_context(scope), Headers(scope=scope)
-        visit.client = self.admission.keys.authenticate(headers.get("authorization", ""))
+        context, headers = request_context(scope), Headers(scope=scope)
+        context.client = self.admission.keys.authenticate(headers.get("authorization", ""))
         if scope["method"] == "POST":
             self._check_origin(headers)
         work = scope["method"] == "POST" and scope["path"] in WORK_PATHS
-        with self.admission.admit(visit.client, work=work), self.admission.cancellable():
+        with self.admission.admit(context.client, work=work), self.admission.cancellable():
             await self.app(scope, receive, send)
 
     async def _socket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit, headers = request_context(scope), Headers(scope=scope)
+        context, headers = request_context(scope), Headers(scope=scope)
         key = headers.get("authorization", "")
-        if not key and (sent := parse_qs(scope["query_string"].decode("latin-1")).get("api_key")):
-            key = f"Bearer {sent[0]}"  # a browser's WebSocket brings no headers
+        if not key and (keys := parse_qs(scope["query_string"].decode("latin-1")).get("api_key")):
+            key = f"Bearer {keys[0]}"  # a browser's WebSocket has no such header
         for offered in () if key else scope.get("subprotocols", ()):
             if offered.startswith(KEY_SUBPROTOCOL):
                 key = f"Bearer {offered.removeprefix(KEY_SUBPROTOCOL)}"
-        visit.client = self.admission.keys.authenticate(key)
+        context.client = self.admission.keys.authenticate(key)
         self._check_origin(headers)
         if scope["path"] not in LIVE_PATHS | UNRESERVED_LIVE_PATHS:
             raise NoSuchRoute(
                 f"no WebSocket is served at {scope['path'][:100]!r}",
                 f"WebSockets: {', '.join(sorted(LIVE_PATHS | UNRESERVED_LIVE_PATHS))}",
             )
-        with self.admission.admit(visit.client, live=scope["path"] in LIVE_PATHS), self.admission.cancellable():
+        with self.admission.admit(context.client, live=scope["path"] in LIVE_PATHS), self.admission.cancellable():
             await self.app(scope, receive, send)
 
     def _check_origin(self, headers: Headers) -> None:
-        """Browsers let any page open WebSockets and post forms to anywhere, unasked; what it cannot do is read the
-        answer of a form. It is left to the server to refuse them."""
+        """Refuses pages of other origins: browsers let any page open WebSockets and post forms anywhere, and only
+        hide a form's response from it. Raises NotAllowed."""
         origin = headers.get("origin")
         host = origin_host(origin)
         if origin is None or "*" in self.origins or origin in self.origins:
@@ -314,7 +314,7 @@ class AdmissionMiddleware:
 
 
 def origin_host(origin: str | None) -> str | None:
-    """Host, with its port, of an Origin header; None for a client that is no page and sends none.
+    """Host, with its port, of an Origin header; None where there is none, as from clients other than browsers.
 
     Raises NotAllowed for an origin that is no URL, such as `http://[`.
     """

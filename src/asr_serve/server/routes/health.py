@@ -1,4 +1,4 @@
-"""How the server is: for load balancers, and for Prometheus."""
+"""Health, readiness and metrics: for load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def routes(
         "/health", summary="Is the process alive?", **openapi.response_entry(_status("uptime_s"), "It is.", {})
     )
     async def health() -> Response:
-        """Always 200 while anything answers at all: restart the process when it does not."""
+        """Returns 200 while the process can answer at all: restart it when it does not."""
         uptime_s = round(time.monotonic() - started_s, 1)
         return _health_response(200, {"status": "ok", "version": __version__, "uptime_s": uptime_s})
 
@@ -48,23 +48,23 @@ def routes(
         ),
     )
     async def ready() -> Response:
-        """200 when the default model is ready, the voice was looked for, and the server is not going down: send no
-        work when it is not."""
-        found: dict[str, Any] = {"models": engines.describe()}
+        """Returns 200 when the default model is ready, the voice is loaded or known to be missing, and the server
+        is not draining; otherwise 503: send no work then."""
+        report: dict[str, Any] = {"models": engines.describe()}
         if gate.draining:
-            found |= {"status": "draining", "reason": "the server is going down"}
-            return _health_response(503, found, DRAIN_RETRY_MS)
+            report |= {"status": "draining", "reason": "the server is going down"}
+            return _health_response(503, report, DRAIN_RETRY_MS)
         try:
             engine = engines.get_any()
         except AsrServeError as error:
-            return _health_response(503, found | {"status": "not ready", "reason": str(error)}, RESTART_MS)
+            return _health_response(503, report | {"status": "not ready", "reason": str(error)}, RESTART_MS)
         if engine.state != "ready":
             reason = f"the engine of {engine.name} is {engine.state}"
-            return _health_response(503, found | {"status": "not ready", "reason": reason}, RESTART_MS)
+            return _health_response(503, report | {"status": "not ready", "reason": reason}, RESTART_MS)
         if engines.tts_expected:
             reason = "the voice is loading"
-            return _health_response(503, found | {"status": "not ready", "reason": reason}, RESTART_MS)
-        return _health_response(200, found | {"status": "ready"})
+            return _health_response(503, report | {"status": "not ready", "reason": reason}, RESTART_MS)
+        return _health_response(200, report | {"status": "ready"})
 
     if with_metrics:
 
@@ -74,7 +74,7 @@ def routes(
             **openapi.response_entry(_TEXT, "Prometheus text.", AUTH_ERRORS, media_type="text/plain"),
         )
         async def metrics_text() -> Response:
-            """Of the server and its engines; docs/metrics.md says what each is. Where API keys are configured,
+            """Metrics of the server and its engines; docs/metrics.md explains each. Where API keys are configured,
             Prometheus needs one of them (`authorization: credentials`)."""
             return Response(render_exposition(metrics, await engines.observe(metrics)), media_type=CONTENT_TYPE)
 
@@ -82,7 +82,7 @@ def routes(
 
 
 def encoder_only_routes() -> list[BaseRoute]:
-    """Of an engine that encodes for others: whoever brings it speech is told where to go."""
+    """Routes of an engine that encodes for others: all other paths are refused, naming what to call instead."""
 
     def refuse(path: str) -> NoReturn:
         raise NoSuchRoute(

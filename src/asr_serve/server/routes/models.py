@@ -1,4 +1,4 @@
-"""The models: which there are; loading, unloading and renewing them."""
+"""/v1/models: list, load, unload and renew models."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ _ADMIN = {**AUTH_ERRORS, **error_response_entry(403, "Not with this key, or not 
 
 
 def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
-    """`admins`: whether there are admin keys at all."""
+    """Router of /v1/models. `admins`: whether any admin keys are configured."""
     router = APIRouter(prefix="/v1/models", tags=["Models"])
-    since = int(time.time())
+    created = int(time.time())
 
     def entry(name: str) -> ModelEntry:
         card, chunk, speakers = engines.known_models()[name], 0, False
         for engine in engines:
-            speakers |= engine.client.has_diarization  # on this machine, whichever engine says so
-            if engine.name == name:  # of what was loaded, and as it was told to hear it
+            speakers |= engine.client.has_diarization  # known for the machine, by any engine
+            if engine.name == name:  # the loaded card and the configured chunk
                 card, chunk = engine.card_of_any_kind, engine.client.config.chunk_frames or 0
-        made = ModelEntry(
+        base = ModelEntry(
             id=name,
-            created=since,
+            created=created,
             owned_by=card.hub.partition("/")[0] or card.name,
             state=engines.state(name),
             languages=card.languages,
@@ -79,10 +79,10 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             aliases=engines.aliases(name),
         )
         if isinstance(card, TtsCard):
-            return msgspec.structs.replace(made, speaks=True, streaming=card.chunk_frames > 0, voices=card.voices)
+            return msgspec.structs.replace(base, speaks=True, streaming=card.chunk_frames > 0, voices=card.voices)
         chunk = chunk or card.chunk
         return msgspec.structs.replace(
-            made,
+            base,
             streaming=card.streaming or card.incremental_encoder,
             heads=card.heads,
             chunk_ms=units.samples_to_ms(chunk * card.frame_samples) if card.chunk else None,
@@ -94,12 +94,12 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
             itn=tuple(sorted(set(card.languages) & set(GRAMMAR_LANGUAGES))) if is_wetext_installed() else (),
         )
 
-    def one(name: str) -> Response:
+    def model_response(name: str) -> Response:
         return Response(msgspec.json.encode(entry(name)), media_type=JSON)
 
     def expect_admin(request: Request) -> None:
-        caller = request_context(request.scope).client
-        if caller is None or not caller.admin:
+        client = request_context(request.scope).client
+        if client is None or not client.admin:
             todo = "send one" if admins else "set admin_keys or admin_keys_file on the server first"
             kind = NotAllowed if "authorization" in request.headers else InvalidKey
             raise kind("only administrators load, unload and renew models", "an admin key, as `Bearer KEY`", todo)
@@ -112,9 +112,9 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         ),
     )
     async def models() -> Response:
-        """Those that are loaded have the state `ready`, and come first; only they take work."""
+        """Loaded models, in the state `ready`, come first; only they take work."""
         entries = [entry(name) for name in engines.known_models()]
-        found = ModelList(sorted(entries, key=lambda each: each.state == "not_loaded"))
+        found = ModelList(sorted(entries, key=lambda model: model.state == "not_loaded"))
         return Response(msgspec.json.encode(found), media_type=JSON)
 
     @router.get(
@@ -123,8 +123,8 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         **openapi.response_entry(ref("ModelEntry"), "The model.", {**AUTH_ERRORS, **_NOT_FOUND}, _EXAMPLE),
     )
     async def model_of(model: str) -> Response:
-        """By its name or an alias."""
-        return one(engines.resolve(model))
+        """Finds a model by its name or an alias."""
+        return model_response(engines.resolve(model))
 
     @router.post(
         "/{model}/load",
@@ -132,9 +132,9 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         **openapi.response_entry(ref("ModelEntry"), "It is loaded.", _ADMIN, _EXAMPLE),
     )
     async def load(request: Request, model: str) -> Response:
-        """Answers when it is ready; the loading goes on if the client leaves. For administrators."""
+        """Answers when the model is ready; loading goes on if the client disconnects. For administrators."""
         expect_admin(request)
-        return one((await engines.load(model)).name)
+        return model_response((await engines.load(model)).name)
 
     @router.post(
         "/{model}/unload",
@@ -144,13 +144,13 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         ),
     )
     async def unload(request: Request, model: str) -> Response:
-        """Takes no more requests for it, waits for those there are, and lets it go. For administrators."""
+        """Refuses new requests for the model, waits for those in progress, and unloads it. For administrators."""
         expect_admin(request)
         name = engines.resolve(model)
         found = entry(name)
         await engines.unload(name)
-        gone = msgspec.structs.replace(found, state=engines.state(name))
-        return Response(msgspec.json.encode(gone), media_type=JSON)
+        unloaded = msgspec.structs.replace(found, state=engines.state(name))
+        return Response(msgspec.json.encode(unloaded), media_type=JSON)
 
     @router.post(
         "/{model}/renew",
@@ -160,12 +160,12 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
         ),
     )
     async def renew(request: Request, model: str) -> Response:
-        """Starts another engine process for it, and has whoever speaks go over in the middle of a sentence.
-        Answers when the old process is gone, and goes on if the client leaves. For administrators."""
+        """Starts another engine process for the model and moves live sessions to it, even in mid-sentence. Answers
+        when the old process has ended; goes on if the client disconnects. For administrators."""
         expect_admin(request)
         name = engines.resolve(model)
         found = await engines.renew(name)
-        told = ModelRenewal(name, engines.state(name), *found)
-        return Response(msgspec.json.encode(told), media_type=JSON)
+        renewal = ModelRenewal(name, engines.state(name), *found)
+        return Response(msgspec.json.encode(renewal), media_type=JSON)
 
     return router

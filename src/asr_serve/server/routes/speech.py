@@ -1,4 +1,4 @@
-"""POST /v1/audio/speech and its WebSocket: a text in, its sound out, while it is made."""
+"""POST /v1/audio/speech and its WebSocket: text in, audio out while it is synthesized."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ from asr_serve.voices.voice_store import VoiceStore
 
 QUERY = ("api_key",)
 SPEECH_HEADERS = ("x-model", "x-voice", "x-sample-rate", "x-ignored")
-"""Of an answer: who speaks, at which rate, and which members of the request changed nothing."""
+"""Headers of a response: model, voice, sample rate, and members of the request that had no effect."""
 
 
 class SpeechDependencies(NamedTuple):
-    """What these routes work with."""
+    """Dependencies of these routes."""
 
     config: ServeConfig
     voices: VoiceCatalog
@@ -75,7 +75,7 @@ class SpeechDependencies(NamedTuple):
 
 
 class SpeechSynthesizer(NamedTuple):
-    """Who is to speak, in which way, and to which bytes."""
+    """Engine, options and encoder of one speech request."""
 
     engine: ModelEngine
     options: SpeakOptions
@@ -84,27 +84,28 @@ class SpeechSynthesizer(NamedTuple):
     encoder: AudioEncoder
 
     @classmethod
-    def resolve(cls, desk: SpeechDependencies, asked: SpeechRequest | StartSpeech) -> SpeechSynthesizer:
-        """Raises UnknownModel, ModelNotLoaded, WrongModel, EngineClosed, UnknownVoice, UnsupportedOption."""
-        voices, most_characters = desk.voices, desk.config.max_characters
-        engine = voices.engine(asked.model)
-        card, manner = engine.tts_card, msgspec.structs.asdict(asked.style)
-        usual_hz = PCM_RATE_HZ if asked.format == "pcm" else card.rate_hz
-        rate_hz = supported_rate_hz(asked.format, asked.rate_hz or usual_hz)
-        lexicon = manner.pop("lexicon")
-        voice = voices.voice(card, asked.voice)
-        options = SpeakOptions(voice=voice, rate_hz=rate_hz, **manner)
-        return cls(engine, options, lexicon, most_characters, AudioEncoder(asked.format, rate_hz))
+    def resolve(cls, dependencies: SpeechDependencies, request: SpeechRequest | StartSpeech) -> SpeechSynthesizer:
+        """Resolves model, voice and audio format of a request. Raises UnknownModel, ModelNotLoaded, WrongModel,
+        EngineClosed, UnknownVoice, UnsupportedOption."""
+        voices, most_characters = dependencies.voices, dependencies.config.max_characters
+        engine = voices.engine(request.model)
+        card, style = engine.tts_card, msgspec.structs.asdict(request.style)
+        default_hz = PCM_RATE_HZ if request.format == "pcm" else card.rate_hz
+        rate_hz = supported_rate_hz(request.format, request.rate_hz or default_hz)
+        lexicon = style.pop("lexicon")
+        voice = voices.voice(card, request.voice)
+        options = SpeakOptions(voice=voice, rate_hz=rate_hz, **style)
+        return cls(engine, options, lexicon, most_characters, AudioEncoder(request.format, rate_hz))
 
     @property
     def voice(self) -> str:
         return self.options.voice or ""
 
     def start_session(self, text: str | None, wake: Callable[[], None]) -> TtsSession:
-        """On a thread: reading takes time. Raises what Speaking does."""
+        """Starts the session; blocks while it reads the text. Raises what TtsSession does."""
         card = self.engine.tts_card
-        front = frontend_for(card, self.voice, lexicon=self.lexicon, max_characters=self.most_characters)
-        return TtsSession(self.engine.client, front, self.options, wake, text)
+        frontend = frontend_for(card, self.voice, lexicon=self.lexicon, max_characters=self.most_characters)
+        return TtsSession(self.engine.client, frontend, self.options, wake, text)
 
     def headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
         values = (self.engine.name, self.voice, str(self.encoder.to_hz), ", ".join(ignored))
@@ -112,86 +113,86 @@ class SpeechSynthesizer(NamedTuple):
 
 
 class SpeechResponse(Response):
-    """Bytes of sound, or events that hold them. Takes over what `held` holds, the saying among it."""
+    """Response of audio bytes, or of events that hold them. Closes `resources`, the stream included."""
 
     def __init__(
         self,
-        asked: SpeechRequest,
+        request: SpeechRequest,
         speaker: SpeechSynthesizer,
-        saying: SpeechStream,
-        held: contextlib.AsyncExitStack,
+        stream: SpeechStream,
+        resources: contextlib.AsyncExitStack,
     ) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
-        self.media_type = "text/event-stream" if asked.sse else speaker.encoder.content_type
-        self._request, self._stream, self._resources = asked, saying, held
+        self.media_type = "text/event-stream" if request.sse else speaker.encoder.content_type
+        self._request, self._stream, self._resources = request, stream, resources
         self.init_headers(
-            {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **speaker.headers(asked.ignored)}
+            {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **speaker.headers(request.ignored)}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = request_context(scope)
-        async with self._resources, contextlib.aclosing(self._rendered(visit)) as pieces:
-            first = await anext(pieces)  # what fails before it is answered with a status of its own
+        context = request_context(scope)
+        async with self._resources, contextlib.aclosing(self._rendered(context)) as pieces:
+            first = await anext(pieces)  # an error so far is answered with its own status
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for piece in with_error_event(pieces, scope) if self._request.sse else pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _rendered(self, visit: RequestContext) -> AsyncGenerator[bytes, None]:
-        saying = self._stream
+    async def _rendered(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
+        stream = self._stream
         try:
-            async for piece in saying:
-                if found := self._events(piece) if self._request.sse else piece.audio:
-                    yield found
+            async for piece in stream:
+                if data := self._events(piece) if self._request.sse else piece.audio:
+                    yield data
             if self._request.sse:
-                yield encode_done(len(self._request.text), saying.synthesized_samples, saying.rate_hz)
+                yield encode_done(len(self._request.text), stream.synthesized_samples, stream.rate_hz)
         finally:
-            visit.synthesized_s = saying.seconds
+            context.synthesized_s = stream.seconds
 
     def _events(self, piece: SpeechChunk) -> bytes:
-        told = encode_words(piece.sentence) if self._request.words and piece.sentence else b""
-        return told + (encode_audio_delta(piece.audio) if piece.audio else b"")
+        words = encode_words(piece.sentence) if self._request.words and piece.sentence else b""
+        return words + (encode_audio_delta(piece.audio) if piece.audio else b"")
 
 
 class SpeechEndpoint:
-    """ASGI: the WebSockets of this route, accepted already."""
+    """ASGI app of this route's WebSockets, which are accepted already."""
 
-    def __init__(self, desk: SpeechDependencies) -> None:
-        self._dependencies = desk
-        config = desk.config
+    def __init__(self, dependencies: SpeechDependencies) -> None:
+        self._dependencies = dependencies
+        config = dependencies.config
         self._limits = SessionLimits(config.session_idle_s, config.max_session_s, config.max_frame_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit, desk = request_context(scope), self._dependencies
+        context, dependencies = request_context(scope), self._dependencies
         FormFields(parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True), QUERY)
-        talk = SpeechConversation(
+        conversation = SpeechConversation(
             receive,
             Outbox(send, OUTBOX_SEND_TIMEOUT_S),
-            partial(self._begin, visit),
+            partial(self._begin, context),
             self._limits,
-            desk.config.max_characters,
-            partial(live_error_event, request_id=visit.request_id, path=speech_messages.PATH),
+            dependencies.config.max_characters,
+            partial(live_error_event, request_id=context.request_id, path=speech_messages.PATH),
         )
         try:
-            with desk.admission.on_drain(talk.drain):
-                told = await talk.run()
+            with dependencies.admission.on_drain(conversation.drain):
+                error = await conversation.run()
         finally:
-            visit.synthesized_s = talk.synthesized_s
-        await close_conversation(talk, told, visit, receive, send)
+            context.synthesized_s = conversation.synthesized_s
+        await close_conversation(conversation, error, context, receive, send)
 
-    def _begin(self, visit: RequestContext, start: StartSpeech) -> SpeechSession:
-        """Raises what `Speaker.of` does, AtCapacity."""
-        desk = self._dependencies
-        speaker = SpeechSynthesizer.resolve(desk, start)
-        visit.model = speaker.engine.name
-        with contextlib.ExitStack() as held:
-            held.enter_context(desk.admission.reserve_work())
-            held.enter_context(speaker.engine.in_use())
-            inbox = TextQueue()
-            saying = SpeechStream(
-                desk.executor.threads, partial(speaker.start_session, None), speaker.encoder, inbox
+    def _begin(self, context: RequestContext, start: StartSpeech) -> SpeechSession:
+        """Creates the session. Raises AtCapacity, and what `SpeechSynthesizer.resolve` does."""
+        dependencies = self._dependencies
+        speaker = SpeechSynthesizer.resolve(dependencies, start)
+        context.model = speaker.engine.name
+        with contextlib.ExitStack() as resources:
+            resources.enter_context(dependencies.admission.reserve_work())
+            resources.enter_context(speaker.engine.in_use())
+            texts = TextQueue()
+            stream = SpeechStream(
+                dependencies.executor.threads, partial(speaker.start_session, None), speaker.encoder, texts
             )
             started = SpeechStarted(
                 model=speaker.engine.name,
@@ -200,33 +201,33 @@ class SpeechEndpoint:
                 sample_rate=speaker.encoder.to_hz,
                 ignored=start.ignored,
             )
-            return SpeechSession(start, started, inbox, saying, held.pop_all())
+            return SpeechSession(start, started, texts, stream, resources.pop_all())
 
 
 async def _read_body(request: Request, config: ServeConfig) -> bytes:
-    """Raises TextTooLong, RequestTimeout, ClientGone."""
-    most, body = max_body_bytes(config.max_characters), bytearray()
+    """Reads the body. Raises TextTooLong, RequestTimeout, ClientGone."""
+    max_bytes, body = max_body_bytes(config.max_characters), bytearray()
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most:
+    if length.isdecimal() and int(length) > max_bytes:
         raise _too_large(int(length), config.max_characters)
     clock = asyncio.get_running_loop().time
-    slowest = config.upload_min_bytes_per_s
-    late_s = clock() + config.upload_idle_s
+    min_rate = config.upload_min_bytes_per_s
+    deadline_s = clock() + config.upload_idle_s
     stream = request.stream()
     try:
         while True:
             due_s = clock() + config.upload_idle_s
-            async with asyncio.timeout_at(min(due_s, late_s + len(body) / slowest) if slowest else due_s):
+            async with asyncio.timeout_at(min(due_s, deadline_s + len(body) / min_rate) if min_rate else due_s):
                 piece = await anext(stream, None)
             if piece is None:
                 return bytes(body)
             body += piece
-            if len(body) > most:
+            if len(body) > max_bytes:
                 raise _too_large(len(body), config.max_characters)
     except TimeoutError:
         raise RequestTimeout(
             f"the body stood still, or came too slowly, after {len(body)} bytes",
-            f"up to {config.upload_idle_s:g} s without any, and {slowest} bytes a second",
+            f"up to {config.upload_idle_s:g} s without any, and {min_rate} bytes a second",
             "send all of it at once",
         ) from None
     except ClientDisconnect:
@@ -242,32 +243,36 @@ def _too_large(size: int, most_characters: int) -> TextTooLong:
     )
 
 
-def routes(desk: SpeechDependencies) -> APIRouter:
+def routes(dependencies: SpeechDependencies) -> APIRouter:
     router = APIRouter(tags=["Speech"])
 
-    @router.post(PATH, summary="Have a text spoken", **openapi.speech_operation(desk.config.max_characters))
+    @router.post(
+        PATH, summary="Have a text spoken", **openapi.speech_operation(dependencies.config.max_characters)
+    )
     async def speech(request: Request) -> Response:
-        """OpenAI's route. The first bytes leave with the first sound; who reads slowly is paced."""
-        asked = parse_speech_request(await _read_body(request, desk.config), desk.config.max_characters)
-        visit = request_context(request.scope)
-        async with contextlib.AsyncExitStack() as held:
-            speaker = SpeechSynthesizer.resolve(desk, asked)
-            visit.model = speaker.engine.name
-            held.enter_context(speaker.engine.in_use())
-            saying = SpeechStream(
-                desk.executor.threads, partial(speaker.start_session, asked.text), speaker.encoder
+        """OpenAI's route. The first bytes are sent with the first audio; synthesis waits for slow clients."""
+        parsed = parse_speech_request(
+            await _read_body(request, dependencies.config), dependencies.config.max_characters
+        )
+        context = request_context(request.scope)
+        async with contextlib.AsyncExitStack() as resources:
+            speaker = SpeechSynthesizer.resolve(dependencies, parsed)
+            context.model = speaker.engine.name
+            resources.enter_context(speaker.engine.in_use())
+            stream = SpeechStream(
+                dependencies.executor.threads, partial(speaker.start_session, parsed.text), speaker.encoder
             )
-            held.push_async_callback(saying.close)
-            await saying.start()
-            return SpeechResponse(asked, speaker, saying, held.pop_all())
+            resources.push_async_callback(stream.close)
+            await stream.start()
+            return SpeechResponse(parsed, speaker, stream, resources.pop_all())
 
     @router.get("/v1/audio/voices", summary="List voices", **openapi.VOICES)
     async def voices() -> Response:
-        """Of the models that are loaded, the server's own first."""
-        return Response(msgspec.json.encode(VoiceList(desk.voices.list_voices())), media_type=JSON)
+        """Lists the voices of the loaded models, the default model's first."""
+        return Response(msgspec.json.encode(VoiceList(dependencies.voices.list_voices())), media_type=JSON)
 
     return router
 
 
-def route(desk: SpeechDependencies) -> WebSocketRoute:
-    return WebSocketRoute(speech_messages.PATH, SpeechEndpoint(desk))
+def route(dependencies: SpeechDependencies) -> WebSocketRoute:
+    return WebSocketRoute(speech_messages.PATH, SpeechEndpoint(dependencies))

@@ -1,4 +1,4 @@
-"""POST /v1/audio/transcriptions, /v1/audio/translations, /asr: an upload in, its text out, early."""
+"""POST /v1/audio/transcriptions, /v1/audio/translations, /asr: transcription of uploads while they arrive."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from asr_serve.server.uploads.upload import Upload, UploadLimits
 from asr_serve.types import Transcript
 
 FIELD_LIMITS: dict[str, Any] = {
-    "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more is counted where hot words are read
+    "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more, so that the parser of hot words refuses it
     "max_bytes_by_field": {
         "hotwords": 4 * MAX_HOTWORDS_CHARACTERS,
         REFERENCES_FIELD.removesuffix("[]"): MAX_REFERENCE_BYTES,
     },
     "max_text_bytes": 4 * MAX_HOTWORDS_CHARACTERS + MAX_KNOWN_SPEAKERS * MAX_REFERENCE_BYTES + (1 << 20),
 }
-"""What a form may hold beside its file."""
+"""Limits of the fields beside the file."""
 
 
 class ParsedForm(Protocol):
-    """What a form asks for."""
+    """Parsed options of a form."""
 
     @property
     def model(self) -> str | None: ...
@@ -54,7 +54,7 @@ class ParsedForm(Protocol):
     def stream(self) -> bool: ...
     @property
     def option_to_field(self) -> Mapping[str, str]:
-        """Options to the fields that ask for them, where these have other names."""
+        """Option -> name of its field, where they differ."""
 
 
 RequestT = TypeVar("RequestT", bound=ParsedForm)
@@ -62,13 +62,13 @@ RequestT_co = TypeVar("RequestT_co", bound=ParsedForm, covariant=True)
 
 
 class FormParser(Protocol[RequestT_co]):
-    """Reads a form. While it is not `complete`, what a later field can put right is let pass."""
+    """Parser of a form. Until it is `complete`, errors that a later field can correct are ignored."""
 
     def __call__(self, sent: Mapping[str, Sequence[str]], *, complete: bool) -> RequestT_co: ...
 
 
 class TranscriptionDependencies(NamedTuple):
-    """What these routes work with."""
+    """Dependencies of these routes."""
 
     engines: EngineRegistry
     executor: TranscriptionExecutor
@@ -90,35 +90,34 @@ class TranscriptionDependencies(NamedTuple):
 
 
 class UploadTranscription(Generic[RequestT]):
-    """One upload and the job that hears it: begun while bytes arrive, with the fields that came before the file,
-    and begun again when a later field changes what was asked.
+    """One upload and its transcription job: started while bytes arrive, with the fields before the file, and
+    restarted if a later field changes the request.
 
-    `engine` is the one that listens. As an async context (`of`) it stops everything at its end, and waits until
-    nothing is left.
+    `engine` is the one that transcribes. The async context `open` stops everything at its end, and waits for it.
     """
 
     transcript: Transcript
 
     def __init__(
         self,
-        desk: TranscriptionDependencies,
-        visit: RequestContext,
+        dependencies: TranscriptionDependencies,
+        context: RequestContext,
         upload: Upload,
-        read: FormParser[RequestT],
-        uploading: contextlib.ExitStack,
-        using: contextlib.ExitStack,
+        parse: FormParser[RequestT],
+        upload_trace: contextlib.ExitStack,
+        engine_use: contextlib.ExitStack,
     ) -> None:
-        """`uploading`: to be closed when the upload is complete; `using`: the engine's, for as long as this lives.
+        """`upload_trace`: closed when the upload is complete. `engine_use`: held as long as this exists.
         Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed."""
-        self._dependencies, self._context, self._upload, self._read = desk, visit, upload, read
-        self._upload_trace, self._engine_use = uploading, using
-        self.request = _parse_fields(upload, read)
+        self._dependencies, self._context, self._upload, self._read = dependencies, context, upload, parse
+        self._upload_trace, self._engine_use = upload_trace, engine_use
+        self.request = _parse_fields(upload, parse)
         self._text_sent = False
-        self._use(desk.engines.get(self.request.model))
+        self._use(dependencies.engines.get(self.request.model))
         self._job = self._start_job()
         self._form_task: asyncio.Task[None] | None = None
         if upload.complete:
-            uploading.close()
+            upload_trace.close()
         else:
             self._form_task = asyncio.create_task(self._finish_form())
             self._form_task.add_done_callback(self._on_form_done)
@@ -126,49 +125,49 @@ class UploadTranscription(Generic[RequestT]):
     @classmethod
     @contextlib.asynccontextmanager
     async def open(
-        cls, desk: TranscriptionDependencies, request: Request, read: FormParser[RequestT]
+        cls, dependencies: TranscriptionDependencies, request: Request, parse: FormParser[RequestT]
     ) -> AsyncIterator[UploadTranscription[RequestT]]:
-        """Begin with the request's body. Raises what `Upload.begin` does too."""
-        visit, headers = request_context(request.scope), request.headers
+        """Starts reading the request's body. Raises what `__init__` and `Upload.start` do."""
+        context, headers = request_context(request.scope), request.headers
         length = headers.get("content-length", "")
-        async with contextlib.AsyncExitStack() as held:
-            uploading = held.enter_context(contextlib.ExitStack())
-            uploading.enter_context(visit.trace.upload())
-            using = held.enter_context(contextlib.ExitStack())
+        async with contextlib.AsyncExitStack() as resources:
+            upload_trace = resources.enter_context(contextlib.ExitStack())
+            upload_trace.enter_context(context.trace.upload())
+            engine_use = resources.enter_context(contextlib.ExitStack())
             upload = await Upload.start(
                 _body(request.receive),
                 headers.get("content-type", ""),
                 int(length) if length.isdecimal() else None,
-                desk.uploads,
+                dependencies.uploads,
                 gone=ClientGone,
             )
-            held.push_async_callback(_end, upload)
-            asked = _parse_fields(upload, read)
-            held.enter_context(_errors_named_by_field(asked.option_to_field))
-            named = asked.model is not None
+            resources.push_async_callback(_end, upload)
+            parsed = _parse_fields(upload, parse)
+            resources.enter_context(_errors_named_by_field(parsed.option_to_field))
+            model_named = parsed.model is not None
             try:
-                work = cls(desk, visit, upload, read, uploading, using)
+                work = cls(dependencies, context, upload, parse, upload_trace, engine_use)
             except (OptionError, ModelNotLoaded, EngineClosed):
-                if named or upload.complete:
+                if model_named or upload.complete:
                     raise
-                using.close()
-                await upload.finish()  # the model that suits may be named behind the file
-                work = cls(desk, visit, upload, read, uploading, using)
-            held.push_async_callback(work._close)
+                engine_use.close()
+                await upload.finish()  # a suitable model may be named after the file
+                work = cls(dependencies, context, upload, parse, upload_trace, engine_use)
+            resources.push_async_callback(work._close)
             yield work
 
     async def wait_form(self) -> None:
-        """Wait until the whole form is read, and `asked` is what it asks. Raises what is wrong with it."""
+        """Waits until the whole form is read, and `request` is final. Raises what is wrong with the form."""
         if self._form_task is not None:
             await self._form_task
 
     async def segments(self) -> AsyncIterator[SegmentDone]:
-        """As they are heard, once; then `transcript` is there. Raises what is wrong with form or audio."""
+        """Yields segments as they are recognized, once; sets `transcript`. Raises errors of form and audio."""
         while True:
             job = self._job
             async for event in job:
                 if job is not self._job:
-                    break  # heard in another way than was asked for
+                    break  # recognized with other options than requested
                 self._text_sent = True
                 if event.phases is not None:
                     self._context.trace.engine_phases(event.phases)
@@ -180,16 +179,16 @@ class UploadTranscription(Generic[RequestT]):
                 return
 
     async def transcribe(self) -> Transcript:
-        """The whole of it. Raises what `segments` does."""
+        """Returns the whole transcript. Raises what `segments` does."""
         async for _ in self.segments():
             pass
         return self.transcript
 
     def _use(self, engine: ModelEngine) -> None:
-        """Keep this one, and no other, from being closed."""
-        before = self._engine_use.pop_all()
+        """Sets `engine`, and holds this one, and no other, in use."""
+        previous = self._engine_use.pop_all()
         self._engine_use.enter_context(engine.in_use())
-        before.close()
+        previous.close()
         self.engine = engine
 
     def _start_job(self) -> TranscriptionJob:
@@ -200,28 +199,28 @@ class UploadTranscription(Generic[RequestT]):
         )
 
     async def _finish_form(self) -> None:
-        """Read the form to its end; begin again if that changes what is to be heard."""
+        """Reads the form to its end; restarts the job if later fields change the request."""
         finishing = asyncio.create_task(self._upload.finish())
         try:
-            heard: set[asyncio.Future[Any]] = {finishing, self._job.transcript}
-            await asyncio.wait(heard, return_when=asyncio.FIRST_COMPLETED)
+            tasks: set[asyncio.Future[Any]] = {finishing, self._job.transcript}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not finishing.done() and self._job.failed and self._upload.failure is None:
-                self._job.transcript.result()  # no good, whatever else comes
+                self._job.transcript.result()  # raises: no later field can help
             await finishing
         finally:
             finishing.cancel()
             self._upload_trace.close()
-        before, self.request = self.request, _parse_fields(self._upload, self._read)
+        previous, self.request = self.request, _parse_fields(self._upload, self._read)
         engines = self._dependencies.engines
-        # Not got again: it may be on its way out by now, and this request was there before.
+        # The engine is not looked up again: it may be unloading by now, but still serves this request.
         same = engines.resolve(self.request.model) == self.engine.name
-        if self._text_sent and not (same and self._output_options(self.request) == self._output_options(before)):
+        if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
             raise OptionError(
                 "a field after the file changes what was asked, and text was sent already",
                 "a stream is as the fields before the file say",
                 "send the file last",
             )
-        if same and self._options(self.request) == self._options(before):
+        if same and self._options(self.request) == self._options(previous):
             return
         engine = self.engine if same else engines.get(self.request.model)
         self._job.cancel()
@@ -229,33 +228,33 @@ class UploadTranscription(Generic[RequestT]):
         self._use(engine)
         self._job = self._start_job()
 
-    def _options(self, asked: RequestT) -> TranscribeOptions:
-        """Language and longest segment as this engine takes them where nothing is said."""
-        card, options = self.engine.card, asked.options
+    def _options(self, request: RequestT) -> TranscribeOptions:
+        """Options with language and longest segment as this engine takes them by default."""
+        card, options = self.engine.card, request.options
         options = msgspec.structs.replace(options, language=card.language(options.language))
         if options.long_form == "sequential":  # its windows are the model's
             return options
         return msgspec.structs.replace(options, max_segment_ms=options.max_segment_ms or card.max_segment_ms)
 
-    def _output_options(self, asked: Any) -> dict[str, Any]:
-        """All that shapes what is sent; the model may be called by any of its names."""
-        return {**msgspec.structs.asdict(asked), "model": None, "options": self._options(asked)}
+    def _output_options(self, request: Any) -> dict[str, Any]:
+        """All that determines the output, except the model, which may be named by any alias."""
+        return {**msgspec.structs.asdict(request), "model": None, "options": self._options(request)}
 
-    def _on_form_done(self, settling: asyncio.Task[None]) -> None:
-        if settling.cancelled() or settling.exception():
-            self._job.cancel()  # so that whoever waits for its segments comes to hear of it
+    def _on_form_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception():
+            self._job.cancel()  # so that the reader of its segments gets the error
 
     async def _close(self) -> None:
         self._job.cancel()
-        self._upload.close()  # a job that waits for bytes waits no more
+        self._upload.close()  # ends the job's wait for bytes
         if self._form_task is not None:
             self._form_task.cancel()
             await asyncio.wait({self._form_task})
         await self._job.wait_closed()
 
 
-def _parse_fields(upload: Upload, read: FormParser[RequestT]) -> RequestT:
-    """What the fields ask for, as far as they are here. Raises OptionError."""
+def _parse_fields(upload: Upload, parse: FormParser[RequestT]) -> RequestT:
+    """Parses the fields that have arrived. Raises OptionError."""
     if upload.complete and not upload.has_file:
         raise OptionError("no file came", "audio, in the field file", "curl -F file=@audio.wav", param="file")
     if upload.has_file and upload.filename is None:
@@ -265,12 +264,12 @@ def _parse_fields(upload: Upload, read: FormParser[RequestT]) -> RequestT:
             "curl -F file=@audio.wav, with the @",
             param="file",
         )
-    return read(upload.fields, complete=upload.complete)
+    return parse(upload.fields, complete=upload.complete)
 
 
 @contextlib.contextmanager
 def _errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
-    """An option that is refused is named as the form names it."""
+    """Replaces the option in an OptionError by the name of its field."""
     try:
         yield
     except OptionError as error:
@@ -282,7 +281,7 @@ def _errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
 async def _end(upload: Upload) -> None:
     upload.close()
     with contextlib.suppress(AsrServeError):
-        await upload.finish()  # its reader has let go of the connection
+        await upload.finish()  # so that its reader has released the connection
 
 
 async def _body(receive: Receive) -> AsyncIterator[bytes]:
@@ -296,16 +295,16 @@ async def _body(receive: Receive) -> AsyncIterator[bytes]:
 
 
 class TranscriptEventStream(Response):
-    """Server-sent events: the text of a segment when it is heard. Takes over what `held` holds."""
+    """Server-sent events, with the text of each segment once recognized. Closes `stack`."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, work: UploadTranscription[transcription_form.TranscriptionRequest], held: contextlib.AsyncExitStack
+        self, work: UploadTranscription[transcription_form.TranscriptionRequest], stack: contextlib.AsyncExitStack
     ) -> None:
         self.status_code = 200
         self.background: BackgroundTask | None = None
-        self._transcription, self._resources = work, held
+        self._transcription, self._resources = work, stack
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -313,27 +312,27 @@ class TranscriptEventStream(Response):
             self._resources,
             contextlib.aclosing(with_keep_alive(self._events(request_context(scope)))) as pieces,
         ):
-            first = await anext(pieces)  # what fails before it is answered with a status of its own
+            first = await anext(pieces)  # an error so far is answered with its own status
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             async for piece in with_error_event(pieces, scope):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, visit: RequestContext) -> AsyncGenerator[bytes, None]:
+    async def _events(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
         work = self._transcription
-        deltas: transcription_response.TranscriptEventEncoder | None = None
+        encoder: transcription_response.TranscriptEventEncoder | None = None
         async for event in work.segments():
-            # Not before: until its first segment, a later field may still change what is asked.
-            deltas = deltas or transcription_response.TranscriptEventEncoder(
+            # Not before the first segment: until then a later field may still change the request.
+            encoder = encoder or transcription_response.TranscriptEventEncoder(
                 work.request, work.engine.tokenizer.decode
             )
-            visit.mark_first_text()
-            yield deltas.encode_segment(event.segment)
-        deltas = deltas or transcription_response.TranscriptEventEncoder(
+            context.mark_first_text()
+            yield encoder.encode_segment(event.segment)
+        encoder = encoder or transcription_response.TranscriptEventEncoder(
             work.request, work.engine.tokenizer.decode
         )
-        yield deltas.encode_done(work.transcript)
+        yield encoder.encode_done(work.transcript)
 
 
 def _answer(
@@ -344,38 +343,38 @@ def _answer(
     return Response(body, media_type=transcription_form.RESPONSE_FORMATS[work.request.response_format])
 
 
-def routes(desk: TranscriptionDependencies) -> APIRouter:
+def routes(dependencies: TranscriptionDependencies) -> APIRouter:
     router = APIRouter(tags=["Transcription"])
-    ask = partial(transcription_form.parse_transcription_form, max_beam=desk.max_beam)
-    ask_translation = partial(transcription_form.parse_translation_form, max_beam=desk.max_beam)
+    parse = partial(transcription_form.parse_transcription_form, max_beam=dependencies.max_beam)
+    parse_translation = partial(transcription_form.parse_translation_form, max_beam=dependencies.max_beam)
 
     @router.post("/v1/audio/transcriptions", summary="Transcribe audio", **openapi.TRANSCRIPTIONS)
     async def transcriptions(request: Request) -> Response:
-        """OpenAI's route. Audio is heard while it arrives; with `stream=true` before the file, its text comes
-        back while it arrives, too."""
-        async with contextlib.AsyncExitStack() as held:
-            work = await held.enter_async_context(UploadTranscription.open(desk, request, ask))
+        """OpenAI's route. Audio is transcribed while it arrives; with `stream=true` before the file, its text is
+        returned meanwhile, too."""
+        async with contextlib.AsyncExitStack() as resources:
+            work = await resources.enter_async_context(UploadTranscription.open(dependencies, request, parse))
             if not work.request.stream:
                 await work.wait_form()
             if work.request.stream:
-                return TranscriptEventStream(work, held.pop_all())
+                return TranscriptEventStream(work, resources.pop_all())
             return _answer(request, await work.transcribe(), work)
 
     @router.post("/v1/audio/translations", summary="Translate audio into English", **openapi.TRANSLATIONS)
     async def translations(request: Request) -> Response:
-        """OpenAI's route. For models that translate; the others refuse it by name."""
-        async with UploadTranscription.open(desk, request, ask_translation) as work:
+        """OpenAI's route, for models that translate. Other models are refused by name."""
+        async with UploadTranscription.open(dependencies, request, parse_translation) as work:
             await work.wait_form()
             return _answer(request, await work.transcribe(), work)
 
     @router.post("/asr", summary="Transcribe audio, as FunASR does", **openapi.ASR)
     async def asr(request: Request) -> Response:
-        """FunASR's route. What it offers and no model here does is refused by name."""
-        visit = request_context(request.scope)
-        async with UploadTranscription.open(desk, request, parse_asr_form) as work:
+        """FunASR's route. Its options that no model here supports are refused by name."""
+        context = request_context(request.scope)
+        async with UploadTranscription.open(dependencies, request, parse_asr_form) as work:
             await work.wait_form()
             transcript = await work.transcribe()
-            visit.mark_first_text()
-            return Response(render_asr_answer(transcript, work.request, visit.elapsed_s()), media_type=JSON)
+            context.mark_first_text()
+            return Response(render_asr_answer(transcript, work.request, context.elapsed_s()), media_type=JSON)
 
     return router

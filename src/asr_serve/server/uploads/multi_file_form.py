@@ -1,4 +1,4 @@
-"""A multipart form with several files, which are written into a folder while they come."""
+"""Multipart form with several files, which are written into a folder as they arrive."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from asr_serve.server.uploads.upload import UploadLimits, check_body_size
 UNSAFE_NAME_CHARACTERS = re.compile(r"[^\w.-]+")
 NAME_CHARACTERS = 80
 NAME_BYTES = 200
-"""Length in UTF-8 of a file name that every disk takes, with the number in front that it gets here."""
+"""Length in UTF-8 of a file name that every disk accepts, with the number that is put before it."""
 
 
 class MultiFileForm(MultipartForm):
-    """Takes a body apart: fields into `fields`, files into the folder.
+    """Parses a body: fields into `fields`, files into the folder.
 
-    names   what the files were called, by their paths, in the order in which they came
+    names   path -> the client's name of the file, in the order of arrival
 
-    Raises  MalformedRequest, AtCapacity where the disk takes no more
+    Raises  MalformedRequest, AtCapacity if the disk is full
     """
 
     def __init__(
-        self, content_type: str, folder: Path, kinds: tuple[str, ...], most: int, limits: UploadLimits
+        self, content_type: str, folder: Path, kinds: tuple[str, ...], max_files: int, limits: UploadLimits
     ) -> None:
-        """`kinds`: fields that are files; `most` of them."""
+        """`kinds`: names of the file fields."""
         super().__init__(content_type, Spool(0), limits)
         self.names: dict[Path, str] = {}
-        self._folder, self._kinds, self._most = folder, kinds, most
+        self._folder, self._kinds, self._most = folder, kinds, max_files
         self._file: BinaryIO | None = None
 
     def close(self) -> None:
@@ -57,20 +57,20 @@ class MultiFileForm(MultipartForm):
         if len(self.names) >= self._most:
             raise MalformedRequest(f"more than {self._most} files came", "that many are allowed", "send fewer")
         label = filename or f"recording-{len(self.names) + 1}"
-        fit = UNSAFE_NAME_CHARACTERS.sub("_", Path(label).name)[-NAME_CHARACTERS:].lstrip(".") or "recording"
-        path = self._folder / f"{len(self.names):03}-{fit}"
+        safe_name = UNSAFE_NAME_CHARACTERS.sub("_", Path(label).name)[-NAME_CHARACTERS:].lstrip(".") or "recording"
+        path = self._folder / f"{len(self.names):03}-{safe_name}"
         self._field, self.has_file, self.names[path] = None, True, label
         try:
             self._file = path.open("wb")
-        except OSError as failure:
-            if failure.errno != errno.ENAMETOOLONG:
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
                 raise
-            # A disk counts bytes, and a letter of a name has up to four.
+            # A disk limits bytes, and a character has up to four.
             raise MalformedRequest(
                 "the file name of a recording is too long for the server's disk",
                 f"names of up to {NAME_BYTES} bytes in UTF-8",
                 "send the recording under a shorter name",
-            ) from failure
+            ) from error
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         if self._file is None:
@@ -78,10 +78,10 @@ class MultiFileForm(MultipartForm):
             return
         try:
             self._file.write(memoryview(data)[start:end])
-        except OSError as failure:
+        except OSError as error:
             raise AtCapacity(
-                f"the server cannot keep the upload: {failure.strerror}", "its disk needs room", RETRY_MS
-            ) from failure
+                f"the server cannot keep the upload: {error.strerror}", "its disk needs room", RETRY_MS
+            ) from error
 
     def _part_end(self) -> None:
         if self._file is None:
@@ -91,8 +91,8 @@ class MultiFileForm(MultipartForm):
 
 
 async def read_form_body(body: AsyncIterator[bytes], form: MultiFileForm, limits: UploadLimits) -> None:
-    """Read all of it into the form. Raises what `Files` does, RequestTimeout, AudioTooLarge, ClientGone."""
-    count, began_s = 0, time.monotonic()
+    """Reads all of it into the form. Raises what MultiFileForm does, RequestTimeout, AudioTooLarge, ClientGone."""
+    count, start_s = 0, time.monotonic()
     try:
         while True:
             try:
@@ -106,7 +106,7 @@ async def read_form_body(body: AsyncIterator[bytes], form: MultiFileForm, limits
                 break
             count += len(chunk)
             check_body_size(count, limits)
-            took_s = time.monotonic() - began_s
+            took_s = time.monotonic() - start_s
             if took_s > limits.idle_timeout_s and count < limits.min_bytes_per_s * took_s:
                 raise RequestTimeout(
                     f"{count} bytes came in {took_s:.3g} s",

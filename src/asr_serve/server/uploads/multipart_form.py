@@ -1,4 +1,4 @@
-"""What a multipart form says: its fields, and which of its bytes are the file's."""
+"""Push parser of a multipart form: separates fields from the bytes of the file."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from asr_serve.server.uploads.spool import Spool
 FILE_FIELD = "file"
 """The one field whose part may be a file."""
 PREAMBLE_BYTES = 4_096
-"""What may come before the first boundary. Mail clients write a line there, HTTP clients nothing."""
+"""Longest text before the first boundary. Mail clients write a line there, HTTP clients nothing."""
 
 _PARAMETER = re.compile(r';\s*([^\s=;"]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^;"]*))', re.DOTALL)
-_ESCAPED = re.compile(r'\\(["\\])')  # no other: in "C:\new.wav" the backslash is one
+_ESCAPED = re.compile(r'\\(["\\])')  # only these: the backslash in "C:\new.wav" is literal
 _FORM = "send the audio as multipart/form-data, as curl -F file=@audio.wav does"
 
 
 class FormLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that the fields of one form may be. All of them are kept in memory."""
+    """Limits of the fields of one form, which are all held in memory."""
 
     max_fields: int = 64
     max_repeats: dict[str, int] = {}
-    """Of fields that come once for each item of a list, by name; they do not count among the others."""
+    """Name -> most repetitions of a field that is sent once per list item; `max_fields` does not count these."""
     max_field_bytes: int = 65_536
     max_bytes_by_field: dict[str, int] = {}
-    """Of fields that may hold more, by name; without the brackets at its end."""
+    """Name without trailing brackets -> size limit of a field that may be longer."""
     max_text_bytes: int | None = None
-    """Of all fields together. None: what so many of that size come to."""
+    """Size of all fields together. None: limited only by their number and sizes."""
 
 
 class MultipartForm:
-    """Takes a body apart as it comes: fields into `fields`, the file's bytes into the spool.
+    """Parses a body as it arrives: fields into `fields`, the file's bytes into the spool.
 
-    The parser is a push parser that copies nothing; what it leaves to us is the meaning of a part's header, and
-    what comes before the first boundary.
+    Wraps a push parser that copies nothing; adds the meaning of a part's headers, and the text before the first
+    boundary.
 
-    Raises  MalformedRequest, from `put` too; from there also what the spool raises
+    Raises  MalformedRequest, from `write` too, which also raises what the spool does
     """
 
     def __init__(self, content_type: str, spool: Spool, limits: FormLimits) -> None:
@@ -52,11 +52,11 @@ class MultipartForm:
         self.content_type: str | None = None
         self._spool, self._limits = spool, limits
         self._boundary = _boundary(content_type)
-        self._preamble: bytearray | None = bytearray(b"\r\n")  # so that a first boundary begins a line, too
-        self._field: str | None = None  # the name of the one that is coming; None while it is the file
+        self._preamble: bytearray | None = bytearray(b"\r\n")  # so that the first boundary also begins a line
+        self._field: str | None = None  # name of the current part; None for the file
         self._text_bytes = 0
         self._counts = Counter[str]()
-        """Fields by name, those that may be repeated; all others together, under no name."""
+        """Number of fields: by name for those that may be repeated, under "" for all others."""
         self._value = bytearray()
         self._header, self._headers = (bytearray(), bytearray()), dict[str, str]()
         try:
@@ -86,10 +86,10 @@ class MultipartForm:
 
     def _after_preamble(self, preamble: bytearray, data: bytes) -> bytes:
         preamble += data
-        at = preamble.find(f"\r\n--{self._boundary}".encode())
-        if at >= 0:
+        start = preamble.find(f"\r\n--{self._boundary}".encode())
+        if start >= 0:
             self._preamble = None
-            return bytes(preamble[at:])
+            return bytes(preamble[start:])
         if len(preamble) > PREAMBLE_BYTES:
             raise MalformedRequest(
                 f"the body's first {len(preamble) - 2} bytes hold no boundary",
@@ -123,14 +123,14 @@ class MultipartForm:
     def _begin_field(self, name: str) -> None:
         self._field = name
         repeats = self._limits.max_repeats.get(name)
-        counted, most = ("", self._limits.max_fields) if repeats is None else (name, repeats)
-        self._counts[counted] += 1
-        if self._counts[counted] > most:
-            fields = f"fields {name!r}" if counted else "fields"
-            raise MalformedRequest(f"more than {most} {fields} came", "that many are allowed", "send fewer")
+        key, limit = ("", self._limits.max_fields) if repeats is None else (name, repeats)
+        self._counts[key] += 1
+        if self._counts[key] > limit:
+            fields = f"fields {name!r}" if key else "fields"
+            raise MalformedRequest(f"more than {limit} {fields} came", "that many are allowed", "send fewer")
 
     def _named(self) -> tuple[str, str | None]:
-        """What the part that begins is called, and its file, if it says that it is one."""
+        """Returns the field name of the current part, and its file name, if it has one."""
         parameters = _parameters(self._headers.get("content-disposition", ""))
         name, filename = parameters.get("name"), _filename(parameters)
         if name is None or "\ufffd" in name:
@@ -151,10 +151,10 @@ class MultipartForm:
             self._spool.append(memoryview(data)[start:end])
             return
         limits, name = self._limits, self._field.removesuffix("[]")
-        most = limits.max_bytes_by_field.get(name, limits.max_field_bytes)
-        if len(self._value) + end - start > most:
+        limit = limits.max_bytes_by_field.get(name, limits.max_field_bytes)
+        if len(self._value) + end - start > limit:
             raise MalformedRequest(
-                f"{_field(self._field)} holds more than {most} bytes",
+                f"{_field(self._field)} holds more than {limit} bytes",
                 "that many are allowed",
                 f"send less; audio goes into the field {FILE_FIELD!r}",
             )
@@ -209,7 +209,7 @@ def _parameters(header: str) -> dict[str, str]:
 
 
 def _filename(parameters: dict[str, str]) -> str | None:
-    """RFC 5987's form goes first: who sends both means the other for servers that do not know it."""
+    """File name of a part. RFC 5987's form is preferred: the other is for servers that do not support it."""
     charset, _, rest = parameters.get("filename*", "").partition("'")
     if charset.lower() in ("utf-8", "iso-8859-1"):
         return unquote(rest.partition("'")[2], charset, "replace")

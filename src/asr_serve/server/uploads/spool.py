@@ -1,4 +1,4 @@
-"""Bytes on their way: the event loop appends, any thread reads from the first byte and waits for the rest."""
+"""Buffer of arriving bytes: the event loop appends, any thread reads from the start and waits for the rest."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 RETRY_MS = 10_000
-"""When a caller may try again who met a full disk."""
+"""Retry time where the disk is full."""
 
 
 class Spool:
-    """The bytes of one upload: the first `memory_bytes` in memory, what follows in a file without a name.
+    """Bytes of one upload: the first `memory_bytes` in memory, the rest in an unnamed file.
 
     All methods but `read` belong to one thread, the event loop's.
 
-    Raises  AtCapacity from `append` where the disk takes no more; OSError from `read` once failed or closed
+    Raises  AtCapacity from `append` if the disk is full; OSError from `read` once failed or closed
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -33,14 +33,14 @@ class Spool:
         self._disk: BinaryIO | None = None
         self._failure = ""
         self._arrived = threading.Condition()
-        # Held while the disk is read, so that `close` cannot give the descriptor to another file meanwhile.
-        # Not `_arrived`: every append takes that one, and the event loop must not wait for a disk to answer.
+        # Held while the disk is read, so that `close` cannot free the descriptor for another file meanwhile.
+        # Not `_arrived`: every append takes that one, and the event loop must not wait for a disk.
         self._reading = threading.Lock()
 
     def append(self, piece: memoryview) -> None:
-        # Written on the event loop: a copy into the page cache. Only when the kernel has no room left there
-        # does the loop wait for the disk. A thread for every piece would cost more than the copy, and its pool
-        # may be full of readers that wait for these very bytes.
+        # Written on the event loop: a copy into the page cache. The loop waits for the disk only when that is
+        # full. A thread for every piece would cost more than the copy, and its pool may be full of readers
+        # that wait for these bytes.
         on_disk = piece[max(0, self._memory_bytes - self.size_bytes) :]
         if on_disk:
             try:
@@ -55,19 +55,19 @@ class Spool:
             self._arrived.notify_all()
 
     def end(self) -> None:
-        """No more bytes will come: the size is known."""
+        """Marks the end of the bytes: the size is known."""
         with self._arrived:
             self.ended = True
             self._arrived.notify_all()
 
-    def fail(self, why: str) -> None:
-        """Every read from now on raises OSError, even of bytes that are here. The first reason stays."""
+    def fail(self, reason: str) -> None:
+        """Makes every later read raise OSError, even of bytes that have arrived. The first reason is kept."""
         with self._arrived:
-            self._failure = self._failure or why
+            self._failure = self._failure or reason
             self._arrived.notify_all()
 
     def close(self) -> None:
-        """Fail every reader; give memory and disk back, whatever readers there still are. Idempotent."""
+        """Fails every reader and frees memory and disk. Idempotent."""
         self.fail("the upload is closed")
         with self._arrived:
             self._memory = bytearray()
@@ -76,7 +76,7 @@ class Spool:
                 self._disk.close()
 
     def read(self, at_bytes: int, buffer: memoryview) -> int:
-        """Copy what is here from `at_bytes` on, waiting until something is; 0 at the end."""
+        """Copies bytes from `at_bytes` on, waiting until some are here; returns their number, 0 at the end."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._failure or self.ended or self.size_bytes > at_bytes)
             if self._failure:
@@ -87,12 +87,12 @@ class Spool:
                 return len(piece)
             if at_bytes >= self.size_bytes:
                 return 0
-            here = buffer[: self.size_bytes - at_bytes]
+            available = buffer[: self.size_bytes - at_bytes]
         with self._reading:
             assert self._disk is not None, "what is not in memory was written"
             if self._disk.closed:
                 raise OSError(self._failure)
-            return os.preadv(self._disk.fileno(), [here], at_bytes - self._memory_bytes)
+            return os.preadv(self._disk.fileno(), [available], at_bytes - self._memory_bytes)
 
     def _write(self, piece: memoryview) -> None:
         if self._disk is None:
@@ -102,10 +102,10 @@ class Spool:
 
 
 class SpoolReader(io.RawIOBase):
-    """A spool as a binary stream. It can seek once all bytes are here, and not before."""
+    """Binary stream of a spool. It can seek only once all bytes have arrived."""
 
     seekable_when_read = True
-    """For audio/byte_source: who has read it to its end may seek in it."""
+    """Tells audio/byte_source that it can seek once read to its end."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool, self._at = spool, 0

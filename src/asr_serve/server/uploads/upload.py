@@ -1,4 +1,4 @@
-"""A multipart upload, read as it arrives, so that its audio is decoded while it is still on its way."""
+"""Multipart upload, read as it arrives, so that its audio is decoded meanwhile."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from asr_serve.server.uploads.spool import Spool, SpoolReader
 
 
 class UploadLimits(FormLimits, frozen=True, kw_only=True):
-    """The most one upload may be."""
+    """Limits of one upload."""
 
     max_bytes: int
-    """Of the whole body."""
+    """Size of the whole body."""
     idle_timeout_s: float = 30.0
-    """How long no byte may come."""
+    """Longest time without a byte."""
     min_bytes_per_s: int = 0
-    """The least mean rate since the beginning, looked at from `idle_timeout_s` on; 0: any will do."""
+    """Least mean rate since the start, checked from `idle_timeout_s` on; 0: none."""
     memory_bytes: int = 1 << 20
-    """What one upload keeps in memory; the rest of its file goes to disk."""
+    """Bytes of the file in memory; the rest goes to disk."""
 
 
 class Upload:
-    """One request's form: its fields so far, and its file as a stream that may still be growing.
+    """Form of one request: its fields so far, and its file as a stream that may still be growing.
 
-    A task reads the body from `begin` until its end, or until `close`; whoever begins an upload closes it.
+    A task reads the body from `start` until its end, or until `close`; the caller of `start` closes the upload.
     All methods but those of the readers belong to the event loop's thread.
 
-    fields          name -> values, names as sent, values of the parts that have come whole
+    fields          name -> values, names as sent, values of the parts that have arrived whole
     filename        as sent: a label, never a path
     content_type    of the file's part, as sent
     has_file        the file's part has begun; it may hold 0 bytes
-    complete        the body has come, whole and well-formed
+    complete        the body has arrived, whole and well-formed
     received_bytes  of the body
     """
 
@@ -69,10 +69,10 @@ class Upload:
         patience_bytes: int = 1 << 20,
         gone: type[Exception] | tuple[type[Exception], ...] = (),
     ) -> Upload:
-        """Read until the file has begun, and then until the body is complete, `patience_bytes` of the file are
-        here or `patience_s` have passed: a short upload is complete when this returns. Without a file, read all.
+        """Reads until the file has begun, and then until the body is complete, `patience_bytes` of the file have
+        arrived or `patience_s` have passed: a short upload is complete at the return. Without a file, reads all.
 
-        `gone` is what `body` raises when the client is: it becomes ClientGone.
+        `gone`: exceptions of `body` for a client that disconnects; they become ClientGone.
 
         Raises  MalformedRequest, RequestTimeout (a kind of it), AudioTooLarge, ClientGone, AtCapacity (the disk
                 is full)
@@ -108,36 +108,36 @@ class Upload:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the body could not be read, once that is so: the reason behind what a reader's user raised."""
+        """Error of reading the body, if any: the cause of what users of the readers raise."""
         if not self._reading.done() or self._reading.cancelled():
             return None
         return self._reading.exception()
 
     def open_audio(self) -> BinaryIO:
-        """A new reader of the file, from its first byte, for any one thread: it waits for what has not come.
+        """Opens a reader of the file from its first byte, for any one thread; it waits for bytes to arrive.
 
-        It can seek, and knows its size, from the moment the file is whole. Raises OSError when the upload has
-        failed or is closed, even where the bytes asked for are here: nobody waits for their text any more.
+        It can seek, and knows its size, once the file is whole. Raises OSError when the upload has failed or is
+        closed, even for bytes that have arrived: their text is not needed any more.
         """
         return cast(BinaryIO, SpoolReader(self._spool))
 
     async def finish(self) -> None:
-        """Wait until the body is complete. Raises what `begin` does; Cancelled when closed meanwhile."""
+        """Waits until the body is complete. Raises what `start` does; Cancelled if closed meanwhile."""
         await asyncio.wait({self._reading})
         self._raise_if_failed()
 
     def close(self) -> None:
-        """Read no more, wake and fail the readers, give memory and disk back. Idempotent."""
+        """Stops reading, fails the readers, and frees memory and disk. Idempotent."""
         self._reading.cancel()
         self._spool.close()
 
     async def _read(self, body: AsyncIterator[bytes]) -> None:
         loop, limits = asyncio.get_running_loop(), self._limits
-        began_s = heard_s = loop.time()
-        while (chunk := await self._next(body, began_s, heard_s)) is not None:
+        start_s = last_s = loop.time()
+        while (chunk := await self._next(body, start_s, last_s)) is not None:
             if not chunk:
                 continue
-            heard_s = loop.time()
+            last_s = loop.time()
             self.received_bytes += len(chunk)
             check_body_size(self.received_bytes, limits)
             self._form.write(chunk)
@@ -154,23 +154,23 @@ class Upload:
         self._spool.end()  # for a form without a file
         self.complete = True
 
-    async def _next(self, body: AsyncIterator[bytes], began_s: float, heard_s: float) -> bytes | None:
+    async def _next(self, body: AsyncIterator[bytes], start_s: float, last_s: float) -> bytes | None:
         received_bytes, limits = self.received_bytes, self._limits
-        idle_s = heard_s + limits.idle_timeout_s
-        # Until when what has come is enough: a chunk moves it on, as it does the end of the idle time.
-        enough_s = received_bytes / limits.min_bytes_per_s if limits.min_bytes_per_s else math.inf
-        slow_s = began_s + max(limits.idle_timeout_s, enough_s)
+        idle_due_s = last_s + limits.idle_timeout_s
+        # Deadlines of the idle time and of the least mean rate; each chunk extends both.
+        allowed_s = received_bytes / limits.min_bytes_per_s if limits.min_bytes_per_s else math.inf
+        rate_due_s = start_s + max(limits.idle_timeout_s, allowed_s)
         try:
-            async with asyncio.timeout_at(min(idle_s, slow_s)):
+            async with asyncio.timeout_at(min(idle_due_s, rate_due_s)):
                 return await anext(body, None)
         except TimeoutError:
-            if idle_s <= slow_s:
+            if idle_due_s <= rate_due_s:
                 raise RequestTimeout(
                     f"no byte came for {limits.idle_timeout_s:g} s after the first {received_bytes}",
                     "an upload must go on",
                     "send it again",
                 ) from None
-            took_s = asyncio.get_running_loop().time() - began_s
+            took_s = asyncio.get_running_loop().time() - start_s
             raise RequestTimeout(
                 f"{received_bytes} bytes came in {took_s:.3g} s, {received_bytes / took_s:.3g} a second",
                 f"at least {limits.min_bytes_per_s} a second are needed",

@@ -1,4 +1,4 @@
-"""Clonings beside serving: one at a time, in a process of its own that is nice to everybody else."""
+"""Queue of voice clonings during serving: one at a time, in a separate process of low priority."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ log = logging.getLogger(__name__)
 
 WORKER = ("-m", "asr_serve.cloning.worker")
 MAX_QUEUED, MAX_FINISHED = 8, 64
-"""Clonings that wait; those that are over and still told of."""
+"""Clonings that may wait; finished ones that are still listed."""
 RETRY_MS = 30_000
 STOP_S = 5.0
-"""For a cloning that is told to stop; then it is killed."""
+"""Time for a cloning to stop before it is killed."""
 LINE_BYTES = 4 << 20
 STDERR_LINES = 20
-"""Lines of what a process that died has said."""
+"""Last lines of stderr that are logged for a process that died."""
 OVER: tuple[CloningState, ...] = ("done", "failed", "cancelled")
 
 
 class CloningJob:
-    """One cloning. `folder` is its own, and goes away with it; `removed` is then called."""
+    """One cloning. It owns `folder`, which is deleted at its end; then `removed` is called."""
 
     def __init__(
-        self, order: CloneRequest, folder: Path, files: int, removed: Callable[[], None] = lambda: None
+        self, request: CloneRequest, folder: Path, files: int, removed: Callable[[], None] = lambda: None
     ) -> None:
         self.id = f"clone_{uuid.uuid4().hex[:16]}"
-        self.order, self.folder, self.files, self._removed = order, folder, files, removed
+        self.order, self.folder, self.files, self._removed = request, folder, files, removed
         self.state: CloningState = "waiting"
         self.progress = CloneProgress("waiting", 0.0)
         self.created, self.begun, self.ended = int(time.time()), 0, 0
@@ -59,7 +59,7 @@ class CloningJob:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake who follows it."""
+        """Notifies the iterators of `updates`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -70,17 +70,17 @@ class CloningJob:
         self.notify()
 
     async def updates(self) -> AsyncIterator[None]:
-        """Once now, and for every change until it is over; several at once are one."""
+        """Yields once now, and for every change until the job is over; several pending changes count as one."""
         while True:
-            changed, over = self._changed, self.state in OVER
+            changed, finished = self._changed, self.state in OVER
             yield
-            if over:
+            if finished:
                 return
             await changed.wait()
 
 
 class CloningQueue:
-    """The queue. Belongs to the event loop's thread."""
+    """Queue of cloning jobs. Belongs to the event loop's thread."""
 
     def __init__(self, threads: int, worker: Sequence[str] = WORKER) -> None:
         self._threads, self._worker = threads, worker
@@ -92,7 +92,7 @@ class CloningQueue:
         self._closing: asyncio.Task[None] | None = None
 
     def check_capacity(self) -> None:
-        """Raises AtCapacity, EngineClosed."""
+        """Checks that a job can be added. Raises AtCapacity, EngineClosed."""
         if self._closed:
             raise EngineClosed("the server is going down", "no cloning is begun any more")
         if len(self._waiting) >= MAX_QUEUED:
@@ -101,27 +101,27 @@ class CloningQueue:
             )
 
     def enqueue(
-        self, order: CloneRequest, folder: Path, files: int, removed: Callable[[], None] = lambda: None
+        self, request: CloneRequest, folder: Path, files: int, removed: Callable[[], None] = lambda: None
     ) -> CloningJob:
-        """Raises AtCapacity, EngineClosed; OptionError where another makes a voice of that name."""
+        """Adds a job. Raises AtCapacity, EngineClosed; OptionError if another job makes a voice of that name."""
         self.check_capacity()
         for job in (*self._waiting, *([self._running] if self._running else [])):
-            if job.order.name == order.name:
+            if job.order.name == request.name:
                 raise OptionError(
-                    f"the cloning {job.id} makes a voice {order.name!r} already", "another name", param="name"
+                    f"the cloning {job.id} makes a voice {request.name!r} already", "another name", param="name"
                 )
-        job = CloningJob(order, folder, files, removed)
+        job = CloningJob(request, folder, files, removed)
         self._jobs[job.id] = job
         self._waiting.append(job)
-        over = [each for each in self._jobs.values() if each.state in OVER]
-        for old in over[: max(0, len(over) - MAX_FINISHED)]:
-            del self._jobs[old.id]
+        finished = [other for other in self._jobs.values() if other.state in OVER]
+        for oldest in finished[: max(0, len(finished) - MAX_FINISHED)]:
+            del self._jobs[oldest.id]
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._start_next())
         return job
 
     def get(self, name: str) -> CloningJob:
-        """By its id. Raises UnknownJob."""
+        """Returns a job by its id. Raises UnknownJob."""
         if name in self._jobs:
             return self._jobs[name]
         raise UnknownJob(
@@ -131,7 +131,7 @@ class CloningQueue:
         )
 
     def __iter__(self) -> Iterator[CloningJob]:
-        """The latest first."""
+        """Iterates over the jobs, latest first."""
         return iter(list(self._jobs.values())[::-1])
 
     def describe(self, job: CloningJob) -> Cloning:
@@ -152,7 +152,7 @@ class CloningQueue:
         )
 
     async def cancel(self, job: CloningJob) -> None:
-        """It is over when this returns, unless it was before."""
+        """Cancels a job and waits until it is over. A finished one stays as it is."""
         if job in self._waiting:
             self._waiting.remove(job)
             job.end("cancelled")
@@ -162,18 +162,18 @@ class CloningQueue:
                 pass
 
     def drain(self) -> None:
-        """The server goes down: `close`, without waiting for it."""
+        """Starts `close` when the server goes down, without waiting for it."""
         if not self._closed:
             self._closing = asyncio.create_task(self.close())
 
     async def close(self) -> None:
-        """Nothing is begun any more, and what goes on is stopped."""
+        """Starts no more jobs, and cancels the waiting and running ones."""
         self._closed = True
-        under_way = [*self._waiting, *([self._running] if self._running else [])]
-        if under_way:
-            names = ", ".join(job.order.name for job in under_way)
-            log.warning("the server goes down: %d clonings are cancelled: %s", len(under_way), names)
-        await asyncio.gather(*(self.cancel(job) for job in under_way))
+        unfinished = [*self._waiting, *([self._running] if self._running else [])]
+        if unfinished:
+            names = ", ".join(job.order.name for job in unfinished)
+            log.warning("the server goes down: %d clonings are cancelled: %s", len(unfinished), names)
+        await asyncio.gather(*(self.cancel(job) for job in unfinished))
         if self._work is not None:
             await asyncio.gather(self._work, return_exceptions=True)
 
@@ -184,8 +184,8 @@ class CloningQueue:
                 other.notify()
             try:
                 await self._run(job)
-            except OSError as failure:  # there is no room for another process
-                job.end("failed", CloningError("system_error", str(failure)))
+            except OSError as error:  # no resources for another process
+                job.end("failed", CloningError("system_error", str(error)))
             finally:
                 self._running = None
                 if job.state not in OVER:
@@ -203,58 +203,58 @@ class CloningQueue:
             stderr=asyncio.subprocess.PIPE,
             env={**engine_environment(self._threads), "TMPDIR": str(job.folder)},
             limit=LINE_BYTES,
-            start_new_session=True,  # ctrl-C at a terminal is for the server, which stops this one
+            start_new_session=True,  # ctrl-C at a terminal reaches the server only, which stops this process
         )
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        last: deque[str] = deque(maxlen=STDERR_LINES)
-        hearing = asyncio.create_task(self._read_messages(process.stdout, job))
-        listening = asyncio.create_task(_remember(process.stderr, last))
+        last_lines: deque[str] = deque(maxlen=STDERR_LINES)
+        reading = asyncio.create_task(self._read_messages(process.stdout, job))
+        reading_stderr = asyncio.create_task(_remember(process.stderr, last_lines))
         stopped = asyncio.create_task(job.stopped.wait())
-        said: Said | None = None
+        result: Said | None = None
         try:
             with contextlib.suppress(ConnectionError):
                 process.stdin.write(msgspec.json.encode(job.order) + b"\n")
                 await process.stdin.drain()
-            await asyncio.wait({hearing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not hearing.done():
-                process.stdin.close()  # that is how it is told
-                await asyncio.wait({hearing}, timeout=STOP_S)
-            said = hearing.result() if hearing.done() else None
+            await asyncio.wait({reading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                process.stdin.close()  # end of input: the worker stops
+                await asyncio.wait({reading}, timeout=STOP_S)
+            result = reading.result() if reading.done() else None
         finally:
             process.stdin.close()
             with contextlib.suppress(ProcessLookupError):
-                if said is None or not await _ends(process, STOP_S):
+                if result is None or not await _ends(process, STOP_S):
                     process.kill()
             await process.wait()
             stopped.cancel()
-            hearing.cancel()
-            await asyncio.gather(hearing, listening, stopped, return_exceptions=True)
-        self._finish(job, said, process.returncode, list(last))
+            reading.cancel()
+            await asyncio.gather(reading, reading_stderr, stopped, return_exceptions=True)
+        self._finish(job, result, process.returncode, list(last_lines))
 
-    def _finish(self, job: CloningJob, said: Said | None, code: int | None, last: list[str]) -> None:
-        if isinstance(said, CloneReport):
-            job.report, job.progress = said, CloneProgress("done", 1.0)
+    def _finish(self, job: CloningJob, result: Said | None, code: int | None, last_lines: list[str]) -> None:
+        if isinstance(result, CloneReport):
+            job.report, job.progress = result, CloneProgress("done", 1.0)
             job.end("done")
         elif job.stopped.is_set():
             job.end("cancelled")
-        elif isinstance(said, CloneFailed):
-            job.end("failed", CloningError(said.code, strip_folder(said.message, job.folder)))
+        elif isinstance(result, CloneFailed):
+            job.end("failed", CloningError(result.code, strip_folder(result.message, job.folder)))
         else:
-            log.error("the process of cloning %s ended with %s:\n%s", job.id, code, "\n".join(last))
+            log.error("the process of cloning %s ended with %s:\n%s", job.id, code, "\n".join(last_lines))
             job.end(
                 "failed",
                 CloningError("worker_died", f"the process that cloned ended with {code}; its log says why"),
             )
 
     async def _read_messages(self, out: asyncio.StreamReader, job: CloningJob) -> Said | None:
-        """The last thing that it says; None where it ends before."""
+        """Reads progress until the worker's result, which is returned; None if it ends without one."""
         while line := await out.readline():
-            said: Said = msgspec.json.decode(line, type=Said)
-            if not isinstance(said, CloneProgress):
-                return said
-            job.progress = said
+            message: Said = msgspec.json.decode(line, type=Said)
+            if not isinstance(message, CloneProgress):
+                return message
+            job.progress = message
             job.notify()
         return None
 
@@ -268,16 +268,16 @@ async def _ends(process: asyncio.subprocess.Process, wait_s: float) -> bool:
     return True
 
 
-async def _remember(lines: asyncio.StreamReader, last: deque[str]) -> None:
+async def _remember(lines: asyncio.StreamReader, last_lines: deque[str]) -> None:
     while line := await lines.readline():
-        last.append(line.decode(errors="replace").rstrip()[:500])
+        last_lines.append(line.decode(errors="replace").rstrip()[:500])
 
 
 def strip_folder(message: str, folder: Path) -> str:
-    """Recordings by the names that they came with: where they lay is nobody's business."""
+    """Removes the upload's folder from recordings' paths in a message: clients see the names they sent."""
     return re.sub(rf"{re.escape(str(folder))}/\d+-", "", message)
 
 
 def public_verdict(verdict: ClipReport) -> ClipReport:
-    """Without the folder of the upload and the number that a recording has there."""
+    """Returns the report without the upload's folder and the number before the recording's name."""
     return msgspec.structs.replace(verdict, clip=Path(verdict.clip).name.partition("-")[2])

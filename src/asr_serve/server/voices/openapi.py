@@ -1,4 +1,4 @@
-"""The OpenAPI document of /v1/voices."""
+"""OpenAPI entries of /v1/voices."""
 
 from __future__ import annotations
 

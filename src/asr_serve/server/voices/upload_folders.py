@@ -1,5 +1,5 @@
-"""Where recordings wait for their cloning: a folder for each, which goes away with it. What a server leaves behind
-that was killed goes away when the next one begins: nobody's recordings are kept."""
+"""Temporary folders of recordings, one for each cloning, deleted at its end. Folders that a killed server left
+are deleted when the next one starts: no recordings are kept."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 FOLDER_PREFIX = "asr-serve-clone-"
 FRESH_S = 60.0
-"""A folder that is younger may be about to be locked."""
+"""Age below which a folder may be about to be locked."""
 
 
 class UploadFolder:
-    """One that is locked as long as its process lives."""
+    """Temporary folder that is locked as long as its process lives."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
@@ -25,7 +25,7 @@ class UploadFolder:
         fcntl.flock(self._handle, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """And all that is in it."""
+        """Deletes the folder and its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._handle is not None:
             os.close(self._handle)
@@ -33,16 +33,16 @@ class UploadFolder:
 
 
 def remove_stale_folders(parent: Path | None = None) -> list[Path]:
-    """Remove those whose server is gone; which they were."""
-    gone = []
+    """Deletes folders whose server has ended; returns their paths."""
+    removed = []
     for path in (parent or Path(tempfile.gettempdir())).glob(f"{FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):  # somebody else's, or removed meanwhile
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             if not path.is_symlink() and path.is_dir() and time.time() - path.stat().st_mtime > FRESH_S:
                 handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(path)
-                    gone.append(path)
+                    removed.append(path)
                 finally:
                     os.close(handle)
-    return gone
+    return removed

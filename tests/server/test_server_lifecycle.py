@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import sys
@@ -371,3 +373,38 @@ def test_a_port_that_is_taken(served):
     assert second.process.wait(WAIT_S) == 2
     assert "cannot be listened on" in second.log.read_text()
     assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+@pytest.mark.slow
+def test_connections_that_send_their_headers_slowly_keep_nobody_out(served, never_loads):
+    """Nobody else was answered while more connections than requests were open; 2,400 sufficed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = 4_000
+    if hard != resource.RLIM_INFINITY and hard < 3 * connections:
+        pytest.skip(f"the system allows {hard} open files, and {3 * connections} are needed")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 3 * connections), hard))
+    server = served("--weights", never_loads, "--max-concurrent", "8", "--set", "max_live_sessions=8")
+    until_listening(server)
+    with contextlib.ExitStack() as stack:
+        slow = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(connections)
+        ]
+        for connection in slow:
+            connection.sendall(b"GET /ready HTTP/1.1\r\nHost: a\r\nX-A: ")
+        for byte in b"slowly":
+            for connection in slow:
+                connection.sendall(bytes([byte]))
+            assert httpx.get(f"{server.url}/ready", timeout=WAIT_S).status_code == 503, "it loads a model for ever"
+        for connection in slow:  # others were answered beside them, not after they were closed
+            with pytest.raises(BlockingIOError):
+                connection.recv(1, socket.MSG_DONTWAIT)
+
+
+def until_listening(server: Served) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        assert server.process.poll() is None, server.log.read_text()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port)):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -15,7 +15,7 @@ from asr_serve.errors import AudioTooLong, Cancelled, NotAudio, OptionError
 from asr_serve.pipelines.offline import transcribe
 from asr_serve.pipelines.options import TranscribeOptions
 from asr_serve.server.engine_registry import EngineParts, ModelEngine
-from asr_serve.server.transcription_job import TranscriptionExecutor
+from asr_serve.server.transcription_job import JobThreads, TranscriptionExecutor
 from asr_serve.server.uploads.spool import Spool, SpoolReader
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
@@ -139,3 +139,46 @@ async def test_many_cancelled_at_any_moment(engine, jobs, cities):
             job.cancel()
         await asyncio.wait_for(asyncio.gather(*(job.wait_closed() for job in under_way)), 60)
     await empty(engine)
+
+
+class BlockingJobs:
+    """Jobs that block until `gate` is set, on three threads."""
+
+    def __init__(self, count: int) -> None:
+        self.threads, self.gate, self.running = JobThreads(3), threading.Event(), threading.Semaphore(0)
+        known = set(threading.enumerate())
+        self.futures = [self.threads.submit(self.job, number) for number in range(count)]
+        for _ in range(3):
+            assert self.running.acquire(timeout=30)
+        self.started = [thread for thread in threading.enumerate() if thread not in known]
+
+    def job(self, number: int) -> int:
+        self.running.release()
+        assert self.gate.wait(30)
+        if number == 5:
+            raise ValueError("of the job")
+        return number
+
+
+def test_threads_of_jobs_are_bounded_and_end_when_no_job_waits() -> None:
+    jobs = BlockingJobs(20)
+    assert len(jobs.started) == 3
+    assert jobs.futures[7].cancel()
+    jobs.gate.set()
+    assert jobs.futures[19].result(30) == 19
+    with pytest.raises(ValueError, match="of the job"):
+        jobs.futures[5].result(30)
+    for thread in jobs.started:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert jobs.threads.submit(jobs.job, 1).result(30) == 1, "a thread starts again"
+
+
+def test_jobs_that_wait_are_cancelled_at_shutdown() -> None:
+    jobs = BlockingJobs(8)
+    jobs.threads.shutdown(cancel_futures=True)
+    jobs.gate.set()
+    assert jobs.futures[0].result(30) == 0
+    assert [future.cancelled() for future in jobs.futures] == [False] * 3 + [True] * 5
+    with pytest.raises(RuntimeError):
+        jobs.threads.submit(jobs.job, 1)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from granian.constants import Interfaces, SSLProtocols
+from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
 from asr_serve import __version__
@@ -35,8 +36,11 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
-SPARE_CONNECTIONS = 1_024
-"""Connections beyond the limits: those between two requests, and those refused with a retry time."""
+SPARE_CONNECTIONS = 8_192
+"""Connections beyond the limits: those between two requests, those refused with a retry time, and those that send
+their headers slowly: granian accepts nobody else while all connections are taken."""
+HEADERS_MS = 10_000
+"""Time for the headers of a request, after which granian closes the connection."""
 FILES = 256
 """Open files other than connections."""
 FINAL_RESPONSES_S = 0.5
@@ -56,11 +60,11 @@ def serve(config: ServeConfig) -> int:
     _certificate(config)
     config = _with_peer_port(config)
     _tune_malloc()
-    _raise_file_limit(config)
+    connections = _connection_limit(config)
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
-    return asyncio.run(_serve(config, ports))
+    return asyncio.run(_serve(config, ports, connections))
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
@@ -84,17 +88,18 @@ def _with_peer_port(config: ServeConfig) -> ServeConfig:
     return msgspec.structs.replace(config, encode_port=port)
 
 
-def _raise_file_limit(config: ServeConfig) -> None:
-    """Raises the limit of open files for all connections: the default of many systems is 1024."""
+def _connection_limit(config: ServeConfig) -> int:
+    """Connections to accept, after raising the limit of open files for them: the default of many systems is 1024.
+
+    Fewer where the system allows fewer files: accepting without a file left would fail again and again.
+    """
+    wanted = config.max_concurrent + config.max_live_sessions + SPARE_CONNECTIONS
+    other = FILES + config.max_concurrent  # each request may hold a recording's file
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FILES + 2 * _connections(config)  # each may hold a recording's file
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
-
-
-def _connections(config: ServeConfig) -> int:
-    return config.max_concurrent + config.max_live_sessions + SPARE_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < wanted + other:
+        soft = wanted + other if hard == resource.RLIM_INFINITY else min(wanted + other, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(config.max_concurrent, soft - other))
 
 
 def _tune_malloc() -> None:
@@ -150,7 +155,7 @@ def _certificate(config: ServeConfig) -> dict[str, Any]:
     return {"ssl_cert": cert, "ssl_key": key, "ssl_protocol_min": SSLProtocols.tls12}
 
 
-async def _serve(config: ServeConfig, ports: list[int]) -> int:
+async def _serve(config: ServeConfig, ports: list[int], connections: int) -> int:
     """Runs until a signal; returns the exit code. `ports`: the server's, and any for FunASR's realtime clients."""
     stop_requested = asyncio.Event()
     metrics, gate, engines = ServerMetrics(__version__), AdmissionController(config), EngineRegistry(config)
@@ -164,7 +169,8 @@ async def _serve(config: ServeConfig, ports: list[int]) -> int:
             # The lifespan of the app runs once, with the first.
             interface=Interfaces.ASGINL if number else Interfaces.ASGI,
             backlog=BACKLOG,
-            backpressure=_connections(config),
+            backpressure=connections,
+            http1_settings=HTTP1Settings(header_read_timeout=HEADERS_MS),
             log_dictconfig=logs.GRANIAN,
             **_certificate(config),
         )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncIterator, Generator
-from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.errors import AsrServeError
@@ -27,13 +30,63 @@ from asr_serve.types import Transcript
 UNNAMED_RECORDING = "audio"
 MAX_KEY_CHARACTERS = 200
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class JobThreads(Executor):
+    """Threads of jobs: at most `max_threads`, each of which ends when no job waits for it.
+
+    A ThreadPoolExecutor would keep the threads of the busiest moment, 255 after so many uploads at once.
+    """
+
+    def __init__(self, max_threads: int) -> None:
+        self._max_threads, self._threads = max_threads, 0
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._lock = threading.Lock()
+        self._shut_down = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Runs `fn` on a thread of its own, or on the next that is free. Raises RuntimeError after `shutdown`."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._shut_down:
+                raise RuntimeError("no jobs after shutdown")
+            if starts := self._threads < self._max_threads:
+                # Under the lock: a system that has no thread left raises here, and nothing waits for it.
+                threading.Thread(target=self._work, name="asr-serve job", daemon=True).start()
+            self._threads += starts
+            self._waiting.append((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Accepts no more jobs; `cancel_futures` drops those that wait. Jobs that run are not waited for."""
+        with self._lock:
+            self._shut_down = True
+            while cancel_futures and self._waiting:
+                self._waiting.popleft()[0].cancel()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                future, job = self._waiting.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
 
 class TranscriptionExecutor:
     """Thread pool of transcriptions, one thread each: as many as requests may be in progress. Speech synthesis
     borrows them for single steps."""
 
     def __init__(self, max_concurrent: int) -> None:
-        self.threads = ThreadPoolExecutor(max_concurrent, thread_name_prefix="asr-serve job")
+        self.threads = JobThreads(max_concurrent)
 
     def start(
         self, engine: ModelEngine, audio: BinaryIO, options: TranscribeOptions, name: str | None = None
@@ -55,7 +108,7 @@ class TranscriptionJob:
     """
 
     def __init__(
-        self, threads: ThreadPoolExecutor, engine: ModelEngine, item: InputItem, options: TranscribeOptions
+        self, threads: JobThreads, engine: ModelEngine, item: InputItem, options: TranscribeOptions
     ) -> None:
         self._stop = TranscribeCanceller()
         stream = transcribe.events(engine.client, engine.tokenizer, [item], options, self._stop)

@@ -17,7 +17,7 @@ from asr_serve.audio.pcm import clipped
 from asr_serve.audio.reader import Source
 from asr_serve.audio.resample import Resampler, resample_clip
 from asr_serve.cloning.voice_corpus import HOP, RATE_HZ
-from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio
+from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio, MalformedRequest
 from asr_serve.units import RATE_HZ as HEARD_HZ
 from asr_serve.voices.cloning_messages import ClipReport
 from asr_serve.voices.transcripts import recording_stem
@@ -217,14 +217,19 @@ def word_error_share(text: str, heard: str) -> float:
 
 
 def transcript_of(key: str, known: Mapping[str, str]) -> str | None:
-    """Returns a recording's transcript by name, or from the file beside it that ends in .txt or .lab; else
-    None."""
+    """Returns a recording's transcript by name, or from the file beside it that ends in .txt or .lab; else None.
+
+    Raises MalformedRequest for a file that is not UTF-8.
+    """
     if (text := known.get(recording_stem(key))) is not None:
         return spoken_case(text)
     for suffix in (".txt", ".lab"):
         beside = Path(key).with_suffix(suffix)
         if beside.is_file():
-            return spoken_case(beside.read_text("utf-8").strip())
+            try:
+                return spoken_case(beside.read_text("utf-8").strip())
+            except UnicodeDecodeError:
+                raise MalformedRequest(f"{beside.name} is not UTF-8", "transcripts in UTF-8") from None
     return None
 
 

@@ -329,14 +329,14 @@ class EngineClient:
         hear: SoundCallback,
         *,
         priority: Priority = "interactive",
-        within_ms: int | None = None,
+        slack_ms: int | None = None,
         admitted: bool = False,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
         """Submits one sentence for synthesis. `hear` receives its audio chunk by chunk, in order, on a thread of
-        the engine, and must not block. The future holds the number of samples after the last chunk. `within_ms`:
-        how soon its first audio is needed, where other sentences may come before it.
+        the engine, and must not block. The future holds the number of samples after the last chunk. `slack_ms`:
+        how much later its first audio may come than its priority asks.
 
         Full: as in `submit`; `admitted` is a later sentence of a speech that was admitted. Errors that only the
         model can detect are raised by the future: OptionError for unknown phonemes, UnknownVoice. Raises
@@ -344,7 +344,7 @@ class EngineClient:
         """
         validate_sentence(sentence, self.voice_card)
         delivery = SoundDelivery(hear, lambda: self.cancel(ticket))
-        request = TtsRequest(next(self._ids), sentence, delivery, priority, Future(), within_ms)
+        request = TtsRequest(next(self._ids), sentence, delivery, priority, Future(), slack_ms)
         ticket = Ticket(request.id, delivery.resolve(request.future))
         self._admit(request.samples, admitted, wait, check)
         request.submitted_ns = time.time_ns()

@@ -51,8 +51,8 @@ CLOSE_S = 5.0
 """Longest wait for the engines to close. A loading one cannot be stopped; it ends after this process."""
 
 
-def serve(config: ServeConfig) -> int:
-    """Runs until SIGTERM or SIGINT. Returns the exit code: 0, or 1 if it could not start or ended by itself.
+def serve(config: ServeConfig) -> NoReturn:
+    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself.
 
     Raises OptionError if the address or the certificate cannot be used.
     """
@@ -64,7 +64,7 @@ def serve(config: ServeConfig) -> int:
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
-    return asyncio.run(_serve(config, ports, connections))
+    _exit_now(asyncio.run(_serve(config, ports, connections)))
 
 
 def _with_peer_port(config: ServeConfig) -> ServeConfig:
@@ -217,8 +217,10 @@ async def _wait_tasks(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[async
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Exits at once: an orderly exit joins threads, whatever they wait for."""
+    """Exits without finalizing Python, which joins threads, whatever they wait for; and a thread of granian that
+    meets a Python being finalized aborts the process, at one exit of twenty."""
     logging.shutdown()
+    sys.stdout.flush()
     os._exit(code)
 
 

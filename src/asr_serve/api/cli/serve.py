@@ -160,7 +160,8 @@ def serve(
 
     from asr_serve.server.run import serve as run  # loads FastAPI and its packages, only to start a server
 
-    return run(chosen)
+    run(chosen)
+    return None
 
 
 def read_flags(

@@ -138,7 +138,7 @@ class InFlightSpeech(msgspec.Struct):
             request.id,
             request.sentence,
             request.priority,
-            request.within_ms,
+            request.slack_ms,
             self.delivered_samples,
             request.submitted_ns,
         )

@@ -153,14 +153,14 @@ class EngineProcessServer:
                     set_request_digests(utterance)
                 put(lambda loop: loop.executor.submit(utterance))
             case messages.SubmitSentence(
-                id=request_id, sentence=sentence, priority=priority, within_ms=within_ms, skip_samples=skip
+                id=request_id, sentence=sentence, priority=priority, slack_ms=slack_ms, skip_samples=skip
             ):
                 future = Future[int]()
                 future.add_done_callback(partial(self._on_speech_done, request_id))
                 on_sound = partial(self._on_sound, request_id)
                 submitted_ns = message.submitted_ns
                 request = TtsRequest(
-                    request_id, sentence, on_sound, priority, future, within_ms, skip, submitted_ns
+                    request_id, sentence, on_sound, priority, future, slack_ms, skip, submitted_ns
                 )
                 put(lambda loop: loop.tts.submit_sentence(request))
             case messages.AppendVadAudio(session=session, chunk=chunk_number, length=length):

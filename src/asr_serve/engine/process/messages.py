@@ -61,7 +61,7 @@ class SubmitSentence(msgspec.Struct, frozen=True, tag=True):
     id: int
     sentence: Sentence
     priority: Priority
-    within_ms: int | None
+    slack_ms: int | None
     skip_samples: int
     submitted_ns: int
 

@@ -257,4 +257,4 @@ def _since_s(submitted_ns: int) -> float:
 
 
 def _first_sound_deadline_s(saying: TtsRequest) -> float:
-    return first_deadline_s(saying.arrived_s, saying.priority, saying.within_ms)
+    return first_deadline_s(saying.arrived_s, saying.priority, saying.slack_ms)

@@ -36,8 +36,8 @@ class TtsRequest(msgspec.Struct):
     priority: Priority
     future: Future[int]
     """Number of samples of the sentence, once all were delivered."""
-    within_ms: int | None = None
-    """Time allowed until the first audio; None: by priority."""
+    slack_ms: int | None = None
+    """How much later the first audio may come than `priority` asks."""
     skip_samples: int = 0
     """Samples at its start that were delivered by an engine that is gone: they are generated, and not delivered
     again."""

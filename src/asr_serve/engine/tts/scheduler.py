@@ -34,9 +34,9 @@ class TtsDeadline(NamedTuple):
     """Whether some of it was delivered."""
 
 
-def first_deadline_s(arrived_s: float, priority: Priority, within_ms: int | None) -> float:
-    """Returns the deadline of a sentence's first audio. `within_ms`: how much later it may be."""
-    return arrived_s + DEADLINE_S[priority] + max(0, within_ms or 0) / 1_000
+def first_deadline_s(arrived_s: float, priority: Priority, slack_ms: int | None) -> float:
+    """Returns the deadline of a sentence's first audio. `slack_ms`: how much later it may be."""
+    return arrived_s + DEADLINE_S[priority] + max(0, slack_ms or 0) / 1_000
 
 
 class Playback:

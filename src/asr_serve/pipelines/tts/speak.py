@@ -235,13 +235,11 @@ class TtsSession:
         are due when all audio before them has been played, counted from the first chunk."""
         options, admitted = self._options, self._submitted_clauses > 0
         request = sentence_request(clause, self._manner, self._voice, options.seed + self._submitted_clauses)
-        within_ms: int | None = None
+        slack_ms: int | None = None
         if admitted:
             buffered_s = self._playback.deadline_s - time.monotonic() if self._playback.started else 0.0
-            within_ms = units.samples_to_ms(max(0, left), self._card_hz) + int(1_000 * max(0.0, buffered_s))
-        submit = partial(
-            self._client.synthesize, priority=options.priority, within_ms=within_ms, admitted=admitted
-        )
+            slack_ms = units.samples_to_ms(max(0, left), self._card_hz) + int(1_000 * max(0.0, buffered_s))
+        submit = partial(self._client.synthesize, priority=options.priority, slack_ms=slack_ms, admitted=admitted)
         self._parts.append(SentencePart(clause, request, submit, self._client.cancel, self._wake))
         self._submitted_clauses += 1
 

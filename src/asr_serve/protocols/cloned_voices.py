@@ -1,4 +1,4 @@
-"""Cloned voices over HTTP: what a client sends, and what it gets."""
+"""Cloned voices over HTTP: requests and responses."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ CloningState = Literal["waiting", "running", "done", "failed", "cancelled"]
 
 
 class ClonedVoice(msgspec.Struct, frozen=True):
-    """A cloned voice."""
+    """Cloned voice."""
 
     name: str
     model: str
-    """That it was taught to, and that speaks with it."""
+    """Model that was trained on it and speaks with it."""
     created: int
     """Unix seconds."""
     clips: int
     seconds: float
-    """Of speech that it was learnt from."""
+    """Seconds of speech that it was trained on."""
     start: str
-    """The model's own voice that it began as."""
+    """Voice of the model that it was initialized from."""
     similarity: float | None
-    """Cosine of what it says to the recordings; null where that was not measured."""
+    """Cosine of synthesized speech with the recordings; null where not measured."""
     ceiling: float
-    """The same of one half of the recordings to the other."""
+    """Cosine of one half of the recordings with the other."""
     consent: Consent | None
-    """The words of its speaker; null for who is no administrator."""
+    """Statement of its speaker; null for clients without an admin key."""
     object: Literal["voice"] = "voice"
 
     @classmethod
@@ -71,14 +71,14 @@ class ClonedVoices(msgspec.Struct, frozen=True):
 
 
 class CloningError(msgspec.Struct, frozen=True):
-    """Why a cloning came to nothing."""
+    """Error that ended a cloning."""
 
     code: str
     message: str
 
 
 class Cloning(msgspec.Struct, frozen=True):
-    """A cloning: one that waits, goes on or is over."""
+    """Cloning job: waiting, running or ended."""
 
     id: str
     name: str
@@ -86,16 +86,16 @@ class Cloning(msgspec.Struct, frozen=True):
     state: CloningState
     progress: CloneProgress
     created: int
-    """Unix seconds: when it came, was begun and was over."""
+    """Time of the request in Unix seconds; the next two are those of start and end."""
     begun: int | None
     ended: int | None
     files: int
     ahead: int
-    """That wait before it."""
+    """Number of jobs that wait before it."""
     voice: ClonedVoice | None = None
-    """What it made."""
+    """Resulting voice."""
     clips: list[ClipReport] = []
-    """What became of each clip, once that is known."""
+    """Result for each clip, once known."""
     error: CloningError | None = None
     object: Literal["voice.cloning"] = "voice.cloning"
 
@@ -106,13 +106,13 @@ class Clonings(msgspec.Struct, frozen=True):
 
 
 class RenameVoiceBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of PATCH."""
+    """Body of PATCH."""
 
     name: str
 
 
 class CloningForm(msgspec.Struct, frozen=True):
-    """What a form asks for."""
+    """Request of a form."""
 
     name: str
     consent: Consent
@@ -123,9 +123,9 @@ class CloningForm(msgspec.Struct, frozen=True):
 
 
 def parse_cloning_form(sent: Mapping[str, Sequence[str]], files: int, by: str) -> CloningForm:
-    """Raises OptionError, MissingOption."""
+    """Parses a form with `files` recordings, sent by client `by`. Raises OptionError, MissingOption."""
     fields = FormFields(sent, FIELDS)
-    agreed = validated_consent(fields.text("consent", STATEMENT_CHARACTERS + 1_000), by)
+    consent = validated_consent(fields.text("consent", STATEMENT_CHARACTERS + 1_000), by)
     name = fields.text("name")
     if name is None:
         raise MissingOption("name is missing", "a name for the voice", param="name")
@@ -136,7 +136,7 @@ def parse_cloning_form(sent: Mapping[str, Sequence[str]], files: int, by: str) -
         raise OptionError(f"seed={seed:g}", "a whole number", param="seed")
     return CloningForm(
         check_voice_name(name),
-        agreed,
+        consent,
         fields.text("texts", MAX_TEXTS_CHARACTERS) or "",
         fields.text("model"),
         10.0 if minutes is None else minutes,
@@ -145,7 +145,7 @@ def parse_cloning_form(sent: Mapping[str, Sequence[str]], files: int, by: str) -
 
 
 def parse_rename_body(body: bytes) -> str:
-    """The new name. Raises MalformedRequest, OptionError."""
+    """Parses a body into the new name. Raises MalformedRequest, OptionError."""
     try:
         return check_voice_name(msgspec.json.decode(body, type=RenameVoiceBody).name)
     except (msgspec.DecodeError, UnicodeDecodeError) as failure:
@@ -157,7 +157,7 @@ def cloned_voice_from_report(report: CloneReport) -> ClonedVoice:
 
 
 def cloning_form_schema() -> dict[str, Any]:
-    """Its schema."""
+    """JSON schema of the form."""
     recording = {"type": "string", "format": "binary"}
     return {
         "type": "object",
@@ -211,7 +211,7 @@ def rename_body_schema() -> dict[str, Any]:
 
 def cloned_voice_components() -> dict[str, Any]:
     """Schemas that others refer to, by name."""
-    _, found = msgspec.json.schema_components(
+    _, schemas = msgspec.json.schema_components(
         (ClonedVoice, ClonedVoices, Cloning, Clonings), ref_template="#/components/schemas/{name}"
     )
-    return found
+    return schemas

@@ -1,4 +1,4 @@
-"""The fields of a form, read by name. Every refusal is an OptionError that names its field."""
+"""Fields of a form, read by name. Every refusal is an OptionError that names its field."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _WHOLE = re.compile(r"[+-]?\d{1,15}", re.ASCII)
 
 
 class FormFields:
-    """What was sent, by name. `known`: the names allowed; one that ends in [] may come more than once, with or
+    """Fields of a form, by name. `known`: allowed names; one that ends in [] may come more than once, with or
     without the brackets.
 
-    An empty value is as good as none. Raises OptionError for an unknown name, one sent twice, and, on reading it,
+    An empty value counts as absent. Raises OptionError for an unknown name, one sent twice, and, on reading it,
     for a value of the wrong kind.
     """
 
     def __init__(self, sent: Mapping[str, Sequence[str]], known: Sequence[str]) -> None:
         self._values: dict[str, list[str]] = {}
         for name, values in sent.items():
-            found = name if name in known else f"{name}[]"
-            if found not in known:
+            field = name if name in known else f"{name}[]"
+            if field not in known:
                 raise OptionError(
                     f"unknown field {quote_for_message(name)}",
                     f"fields: {', '.join(known)}",
                     suggest_name(name, known),
                     param=name[:MAX_QUOTED_CHARACTERS],
                 )
-            self._values.setdefault(found, []).extend(values)
+            self._values.setdefault(field, []).extend(values)
         for name, values in self._values.items():
             if len(values) > 1 and not name.endswith("[]"):
                 raise OptionError(f"{name} came {len(values)} times", "once is allowed", param=name)
 
     def __contains__(self, name: str) -> bool:
-        """Sent, and not empty."""
+        """Whether the field was sent and is not empty."""
         return any(value.strip() for value in self._values.get(name, ()))
 
     def text(self, name: str, longest: int = MAX_FIELD_CHARACTERS) -> str | None:
@@ -54,7 +54,7 @@ class FormFields:
         return value or None
 
     def word_list(self, name: str, longest: int) -> tuple[str, ...]:
-        """Those of a text of up to `longest` characters. Raises OptionError."""
+        """Words in a text of up to `longest` characters. Raises OptionError."""
         return parse_word_list(self.text(name, longest) or "", name)
 
     def repeated(self, name: str) -> list[str]:
@@ -98,11 +98,11 @@ class FormFields:
         return number
 
     def language(self, name: str) -> str | None:
-        """As a code: clients send `en`, `English` and `英文`; `null` and `auto` are for none."""
+        """Language code: clients send `en`, `English` and `英文`; `null` and `auto` mean none."""
         return languages.requested_language_code(self.text(name))
 
     def reject_unsupported(self, name: str, can: str, todo: str = "") -> None:
-        """For a field that nothing here honours: only its absence is accepted. `can`: what is done instead."""
+        """Raises UnsupportedOption if the field was sent. `can`: what is supported instead."""
         if name in self:
             raise UnsupportedOption(f"{name} is not supported", can, todo or "leave it out", param=name)
 
@@ -112,8 +112,8 @@ class FormFields:
 
 
 def parse_word_list(text: str, name: str = "hotwords") -> tuple[str, ...]:
-    """Between commas, those of Chinese and Japanese among them, or lines; or those of a JSON list, or of an object
-    of weights as FunASR's clients send it. Raises OptionError for other JSON.
+    """Words separated by commas, Chinese and Japanese ones included, or lines; or those of a JSON list, or of an
+    object of weights as FunASR's clients send it. Raises OptionError for other JSON.
 
     >>> parse_word_list("Ada, Charles Babbage,")
     ('Ada', 'Charles Babbage')
@@ -124,13 +124,13 @@ def parse_word_list(text: str, name: str = "hotwords") -> tuple[str, ...]:
     if text[:1] not in ("[", "{"):
         return tuple(word.strip() for word in re.split("[,，、\r\n]", text) if word.strip())
     try:
-        found = msgspec.json.decode(text, type=list[str] | dict[str, float])
+        decoded = msgspec.json.decode(text, type=list[str] | dict[str, float])
     except (msgspec.DecodeError, RecursionError):
         allowed = 'words with commas, a JSON list of them, or an object like {"Ada": 2}'
         raise OptionError(f"{name}={quote_for_message(text)}", allowed, param=name) from None
-    if isinstance(found, dict):
-        return tuple(f"{word.strip()}:{weight:g}" for word, weight in found.items())
-    return tuple(word.strip() for word in found if word.strip())
+    if isinstance(decoded, dict):
+        return tuple(f"{word.strip()}:{weight:g}" for word, weight in decoded.items())
+    return tuple(word.strip() for word in decoded if word.strip())
 
 
 def expect_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -145,5 +145,5 @@ def expect_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def quote_for_message(value: str) -> str:
-    """A client's words in a message: quoted, on one line, and not longer than is useful."""
+    """Quotes a client's text for a message: on one line, and no longer than is useful."""
     return repr(value if len(value) <= MAX_QUOTED_CHARACTERS else f"{value[:MAX_QUOTED_CHARACTERS]}...")

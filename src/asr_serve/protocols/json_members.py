@@ -1,4 +1,4 @@
-"""The members of a JSON object, read by name. Every refusal is an OptionError that names its member."""
+"""Members of a JSON object, read by name. Every refusal is an OptionError that names its member."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asr_serve.types import suggest_name
 
 
 class JsonMembers:
-    """Those of a JSON object, taken by name; one that is null is as good as none. Raises OptionError, whose
-    `param` names the member as OpenAI does, for a value of the wrong kind."""
+    """Members of a JSON object, by name; null counts as absent. Raises OptionError for a value of the wrong kind,
+    with `param` naming the member as OpenAI does."""
 
     def __init__(self, value: Any, path: str = "") -> None:
         if not isinstance(value, dict):
@@ -24,7 +24,7 @@ class JsonMembers:
         return f"{self._path}.{member}" if self._path else member
 
     def __contains__(self, member: str) -> bool:
-        """Sent, be it null."""
+        """Whether the member was sent, even as null."""
         return member in self._remaining
 
     def pop(self, member: str) -> Any:
@@ -54,7 +54,7 @@ class JsonMembers:
         return value
 
     def required(self, member: str, choices: tuple[str, ...]) -> str:
-        """Raises MissingOption."""
+        """Reads a choice that must be present. Raises MissingOption."""
         value = self.choice(member, choices)
         if value is None:
             name = self.name(member)
@@ -65,34 +65,33 @@ class JsonMembers:
         value = self.pop(member)
         if value is None:
             return []
-        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return value
         raise OptionError(f"{self.name(member)} is {_describe(value)}", "a list of texts", param=self.name(member))
 
-    def number(self, member: str, low: float, high: float, usual: float) -> float:
+    def number(self, member: str, low: float, high: float, default: float) -> float:
         value, name = self.pop(member), self.name(member)
         if value is None:
-            return usual
+            return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise OptionError(f"{name} is {_describe(value)}", f"a number from {low:g} to {high:g}", param=name)
         return value
 
-    def integer(self, member: str, high: int, usual: int) -> int:
-        value = self.number(member, 0, high, usual)
+    def integer(self, member: str, high: int, default: int) -> int:
+        value = self.number(member, 0, high, default)
         if value != int(value):
             name = self.name(member)
             raise OptionError(f"{name} is {value}", f"a whole number from 0 to {high}", param=name)
         return int(value)
 
     def reject_unsupported(self, member: str, can: str, todo: str = "leave it out") -> None:
-        """For what nothing here honours: null, false and what is empty ask for nothing. Raises
-        UnsupportedOption."""
+        """Raises UnsupportedOption unless the value is null, false or empty. `can`: what is supported instead."""
         value, name = self.pop(member), self.name(member)
         if value:
             raise UnsupportedOption(f"{name} is not supported", can, todo, param=name)
 
     def reject_unknown(self) -> None:
-        """Raises UnknownOption for what nobody asked for."""
+        """Raises UnknownOption for a member that was never read."""
         for member in self._remaining:
             name, known = self.name(member), ", ".join(sorted(set(self._requested)))
             near = suggest_name(member, self._requested)

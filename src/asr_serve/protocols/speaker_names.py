@@ -1,7 +1,7 @@
-"""Who speaks, as each protocol calls them.
+"""Speaker names of each protocol.
 
-Inside they are SPEAKER_00, SPEAKER_01 and so on, by when they spoke first, as in an RTTM file; whom the caller has
-made known has the name it gave.
+Internally speakers are SPEAKER_00, SPEAKER_01 and so on in order of first speech, as in an RTTM file; a speaker
+whom the client has made known has the given name.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ _NUMBERED = re.compile(r"SPEAKER_(\d+)", re.ASCII)
 
 
 def speaker_number(speaker: str) -> int | None:
-    """
+    """Number of an unknown speaker; None for a known one.
+
     >>> speaker_number("SPEAKER_07"), speaker_number("agent")
     (7, None)
     """
-    found = _NUMBERED.fullmatch(speaker)
-    return int(found[1]) if found else None
+    match = _NUMBERED.fullmatch(speaker)
+    return int(match[1]) if match else None
 
 
 def is_allowed_name(name: str) -> bool:
-    """Whether somebody who is not known may be called so.
+    """Whether a name is one that unknown speakers get.
 
     >>> is_allowed_name("SPEAKER_07"), is_allowed_name("SPK7"), is_allowed_name("SPKR")
     (True, True, False)
@@ -33,7 +34,7 @@ def is_allowed_name(name: str) -> bool:
 
 
 def funasr_speaker(speaker: str) -> str:
-    """FunASR's name in answers about recordings.
+    """Name in FunASR's responses about recordings.
 
     >>> funasr_speaker("SPEAKER_07"), funasr_speaker("agent")
     ('SPK7', 'agent')
@@ -43,7 +44,7 @@ def funasr_speaker(speaker: str) -> str:
 
 
 def openai_speaker(speaker: str, known: Collection[str] = ()) -> str:
-    """OpenAI's name. `known`: names that the caller gave, which no other speaker gets.
+    """Name in OpenAI's responses. `known`: names given by the client, which no other speaker gets.
 
     >>> openai_speaker("SPEAKER_01"), openai_speaker("SPEAKER_26")
     ('B', 'AA')
@@ -57,6 +58,6 @@ def openai_speaker(speaker: str, known: Collection[str] = ()) -> str:
 
 
 def _letters() -> Iterator[str]:
-    """A to Z, then AA."""
+    """Yields A to Z, then AA and so on."""
     for length in count(1):
         yield from map("".join, product(ascii_uppercase, repeat=length))

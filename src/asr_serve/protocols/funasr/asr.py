@@ -1,4 +1,4 @@
-"""FunASR's POST /asr: form to what is asked, transcript to its answer.
+"""FunASR's POST /asr: form to request, transcript to response.
 
 Source  FunASR's vLLM guide, section 5.3
 """
@@ -16,25 +16,25 @@ from asr_serve.protocols.speaker_names import funasr_speaker
 from asr_serve.types import Segment, Transcript
 
 ASR_FIELDS = ("language", "timestamp", "model", *recognition_fields.FIELDS)
-"""Every field but the file. `model` is ours."""
+"""Every field but the file. `model` is our extension."""
 
 
 class AsrRequest(msgspec.Struct, frozen=True):
-    """What a form asks for. `model` None: the server's own."""
+    """Request of a form. `model` None: the server's own."""
 
     model: str | None
     options: TranscribeOptions
     stream: bool = False
-    """Never: the answer is of one piece."""
+    """Always false: the response is sent whole."""
 
     @property
     def option_to_field(self) -> dict[str, str]:
-        """Options to the fields that ask for them, where these have other names."""
+        """Options to the fields that set them, where the names differ."""
         return {"speakers": "spk", "words": "timestamp"}
 
 
 def parse_asr_form(sent: Mapping[str, Sequence[str]], *, complete: bool) -> AsrRequest:
-    """Read a form. While it is not `complete`, what only a later field can put right is let pass. Raises
+    """Parses a form. While it is not `complete`, errors that a later field can correct are passed over. Raises
     OptionError."""
     fields = FormFields(sent, ASR_FIELDS)
     return AsrRequest(
@@ -51,7 +51,7 @@ def parse_asr_form(sent: Mapping[str, Sequence[str]], *, complete: bool) -> AsrR
 
 
 class AsrWord(msgspec.Struct, frozen=True):
-    """A word, or a character of a script without spaces; times in seconds."""
+    """Word, or character of a script without spaces; times in seconds."""
 
     word: str
     start: float
@@ -59,15 +59,15 @@ class AsrWord(msgspec.Struct, frozen=True):
 
 
 class AsrSegment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A segment; times in seconds."""
+    """Segment; times in seconds."""
 
     text: str
     start: float
     end: float
     speaker: str | None = None
-    """SPK0, SPK1 and so on by who spoke first, with `spk`."""
+    """SPK0, SPK1 and so on in order of first speech, with `spk`."""
     words: list[AsrWord] | None = None
-    """Unless `timestamp` was false."""
+    """Words of the segment, unless `timestamp` is false."""
 
 
 class AsrAnswer(msgspec.Struct, frozen=True):
@@ -76,13 +76,13 @@ class AsrAnswer(msgspec.Struct, frozen=True):
     duration: float
     """Seconds of audio."""
     processing_time: float
-    """Seconds from the request's head to its answer."""
+    """Seconds from the request's head to its response."""
     rtf: float
     """processing_time over duration."""
 
 
-def render_asr_answer(transcript: Transcript, asked: AsrRequest, processing_s: float) -> bytes:
-    duration_s, options = transcript.duration_s, asked.options
+def render_asr_answer(transcript: Transcript, request: AsrRequest, processing_s: float) -> bytes:
+    duration_s, options = transcript.duration_s, request.options
     return msgspec.json.encode(
         AsrAnswer(
             transcript.text,

@@ -1,6 +1,6 @@
-"""FunASR's WebSockets: frames to commands and samples, segments to answers. No sockets here.
+"""FunASR's WebSockets: text frames to commands, segments to answers. No sockets here.
 
-Source  FunASR's vLLM guide, sections 5.5 (`/ws`: the answer after STOP) and 6.3 (text while somebody speaks)
+Source  FunASR's vLLM guide, sections 5.5 (`/ws`: the answer after STOP) and 6.3 (text while audio arrives)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from asr_serve.text import languages
 from asr_serve.types import Segment, suggest_name
 
 FLAGS = ("spk", "words", "itn")
-"""What may be wanted beside the text: who speaks, words with their times, numbers as one writes them. Ours, as
-commands (`SPK:true`) and in the query."""
+"""Optional results: speakers, words with times, inverse text normalization. Our extensions, as commands
+(`SPK:true`) and in the query."""
 COMMANDS = ("START", "STOP", "LANGUAGE:", "HOTWORDS:", *(f"{flag.upper()}:" for flag in FLAGS))
 TWO_PASS_KEYS = frozenset({"mode", "is_speaking"})
-"""Either is in every message of the 2-pass protocol, which is refused by name."""
+"""Keys of FunASR's 2-pass protocol, one in every message; it is refused by name."""
 PLACES = 4
-"""Of a probability."""
+"""Decimal places of a probability."""
 MAX_COMMAND_CHARACTERS = 1 << 20
-"""Of a text frame: ten thousand long hotwords."""
+"""Limit of a text frame: ten thousand long hotwords."""
 
 STARTED = '{"event":"started"}'
 STOPPED = '{"event":"stopped"}'
@@ -40,18 +40,18 @@ NOT_STARTED = "That holds from the next START on: this session is heard as it be
 
 
 class StartCommand(msgspec.Struct, frozen=True):
-    """A session begins."""
+    """Starts a session."""
 
 
 class StopCommand(msgspec.Struct, frozen=True):
-    """No more audio will come: finish the text."""
+    """Ends the audio: the final text follows."""
 
 
 class LanguageCommand(msgspec.Struct, frozen=True):
     name: str
-    """As it was sent."""
+    """Language as the client sent it."""
     code: str | None
-    """None: the model's own."""
+    """Language code; None: the model's own."""
 
 
 class HotwordsCommand(msgspec.Struct, frozen=True):
@@ -68,29 +68,29 @@ Command = StartCommand | StopCommand | LanguageCommand | HotwordsCommand | FlagC
 
 
 class FunAsrOptions(msgspec.Struct, frozen=True):
-    """How a session is to be heard, and what is to be told of it."""
+    """Options of a session."""
 
     language: str | None = None
-    """None: the model's own."""
+    """Language code; None: the model's own."""
     hotwords: tuple[str, ...] = ()
     spk: bool = False
     words: bool = False
     itn: bool = False
     numbers: tuple[tuple[str, int], ...] = ()
-    """How many speak, as options have it; of no effect without `spk`."""
+    """Speaker counts, by their names as options; no effect without `spk`."""
 
     @classmethod
     def from_query(cls, fields: FormFields) -> FunAsrOptions:
-        """What a query wants. Raises OptionError."""
+        """Parses a query. Raises OptionError."""
         spk, words, itn = (fields.flag(flag) for flag in FLAGS)
-        counted = {name: fields.integer(name, 1, MAX_SPEAKERS) for name in SPEAKER_COUNT_FIELDS}
-        check_speakers_not_disabled({"spk": spk, **counted}, "spk")
-        check_speaker_counts(**counted)
-        numbers = tuple((name, value) for name, value in counted.items() if value is not None)
+        counts = {name: fields.integer(name, 1, MAX_SPEAKERS) for name in SPEAKER_COUNT_FIELDS}
+        check_speakers_not_disabled({"spk": spk, **counts}, "spk")
+        check_speaker_counts(**counts)
+        numbers = tuple((name, value) for name, value in counts.items() if value is not None)
         return cls(spk=spk or bool(numbers), words=words or False, itn=itn or False, numbers=numbers)
 
     def pipeline_options(self) -> dict[str, Any]:
-        """As TranscribeOptions and ListenOptions call them."""
+        """Arguments of TranscribeOptions and ListenOptions."""
         return {
             "language": self.language or None,
             "hotwords": self.hotwords,
@@ -102,7 +102,7 @@ class FunAsrOptions(msgspec.Struct, frozen=True):
 
 
 def parse_command(text: str) -> Command:
-    """Read a text frame. Raises UnknownCommand, and UnsupportedProtocol where no other frame will be one either.
+    """Parses a text frame. Raises UnknownCommand, and UnsupportedProtocol where no other frame can be valid.
 
     >>> parse_command("START"), parse_command("LANGUAGE:English"), parse_command("HOTWORDS:Ada, Babbage,")
     (StartCommand(), LanguageCommand(name='English', code='en'), HotwordsCommand(words=('Ada', 'Babbage')))
@@ -139,52 +139,52 @@ def parse_command(text: str) -> Command:
 
 
 def _is_two_pass(text: str) -> bool:
-    """Whether it opens a session of FunASR's 2-pass protocol: `{"mode": "2pass", "chunk_size": [5, 10, 5], ...}`;
-    the modes are 2pass, online and offline. Its closing message, `{"is_speaking": false}`, belongs to it too."""
+    """Whether a text belongs to FunASR's 2-pass protocol: `{"mode": "2pass", "chunk_size": [5, 10, 5], ...}`, with
+    modes 2pass, online and offline, or its closing message, `{"is_speaking": false}`."""
     if not text.lstrip().startswith("{"):
         return False
     try:
-        sent = msgspec.json.decode(text)
+        message = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return False
-    return isinstance(sent, dict) and not TWO_PASS_KEYS.isdisjoint(sent)
+    return isinstance(message, dict) and not TWO_PASS_KEYS.isdisjoint(message)
 
 
 def _flag(name: str, value: str) -> bool:
-    said = value.strip().casefold()
-    if said not in TRUE + FALSE:
+    flag = value.strip().casefold()
+    if flag not in TRUE + FALSE:
         raise OptionError(
             f"{name}:{quote_for_message(value)}", "true or false", f"like {name}:true", param=name.lower()
         )
-    return said in TRUE
+    return flag in TRUE
 
 
 def language_answer(name: str) -> str:
     return _json({"event": "language_set", "language": name or "auto"})
 
 
-def hotwords_answer(words: Iterable[str], why: str = "") -> str:
-    """`why` they are not used is said, so that nobody waits for an effect; empty: they are."""
-    told = {"message": why} if why else {}
-    return _json({"event": "hotwords_set", "hotwords": list(words), "used": not why, **told})
+def hotwords_answer(words: Iterable[str], reason: str = "") -> str:
+    """Answer to HOTWORDS. `reason`: why the words have no effect yet; empty: they have one."""
+    note = {"message": reason} if reason else {}
+    return _json({"event": "hotwords_set", "hotwords": list(words), "used": not reason, **note})
 
 
-def flag_answer(flag: FlagCommand, why: str = "") -> str:
-    """As `hotwords_set`."""
-    told = {"message": why} if why else {}
-    return _json({"event": f"{flag.name}_set", flag.name: flag.on, "used": not why, **told})
+def flag_answer(flag: FlagCommand, reason: str = "") -> str:
+    """Answer to a flag, with `reason` as in `hotwords_answer`."""
+    note = {"message": reason} if reason else {}
+    return _json({"event": f"{flag.name}_set", flag.name: flag.on, "used": not reason, **note})
 
 
 def error_answer(code: str, message: str, retry_after_ms: int | None = None) -> str:
-    """Something was refused. What `message` says: what came, what is allowed, what to do."""
-    told: dict[str, object] = {"event": "error", "code": code, "message": message}
+    """Error event. `message` says what came, what is allowed, what to do."""
+    event: dict[str, object] = {"event": "error", "code": code, "message": message}
     if retry_after_ms is not None:
-        told["retry_after_ms"] = retry_after_ms
-    return _json(told)
+        event["retry_after_ms"] = retry_after_ms
+    return _json(event)
 
 
 class FunAsrWord(msgspec.Struct, frozen=True):
-    """A word, or a character of a script without spaces; times as those of its sentence."""
+    """Word, or character of a script without spaces; times as in its sentence."""
 
     word: str
     start: int
@@ -192,30 +192,30 @@ class FunAsrWord(msgspec.Struct, frozen=True):
 
 
 class FunAsrSentence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A locked one. Times are milliseconds since START."""
+    """Locked sentence. Times are milliseconds since START."""
 
     text: str
     start: int
     end: int
     spk: int | str | None = None
-    """Who speaks, by number from 0."""
+    """Speaker: a number from 0, or a name."""
     words: list[FunAsrWord] | None = None
     language: str | None = None
     language_probability: float | None = None
-    """0 to 1. Both where nobody said it and the audio was asked."""
+    """Probability of `language`, 0 to 1. Both only if the language was detected."""
 
     @classmethod
     def from_segment(
         cls, segment: Segment, *, words: bool = False, language: str = "", probability: float = 0.0
     ) -> FunAsrSentence:
-        """`words`: whether they are to be told. `language` that was heard; of `probability` 0: nobody asked."""
+        """`words`: whether to include them. `probability` of `language`; 0: it was not detected."""
         start, end = units.samples_to_ms(segment.start_samples), units.samples_to_ms(segment.end_samples)
-        told = [
+        timed_words = [
             FunAsrWord(word.text, units.samples_to_ms(word.start_samples), units.samples_to_ms(word.end_samples))
             for word in segment.words
         ]
-        heard = (language, round(probability, PLACES)) if probability else (None, None)
-        return cls(segment.text, start, end, _spk(segment.speaker), told if words else None, *heard)
+        detected = (language, round(probability, PLACES)) if probability else (None, None)
+        return cls(segment.text, start, end, _spk(segment.speaker), timed_words if words else None, *detected)
 
 
 def _spk(speaker: str) -> int | str | None:
@@ -224,18 +224,18 @@ def _spk(speaker: str) -> int | str | None:
 
 
 class SentenceEncoder:
-    """The locked sentences of one session, each made JSON once."""
+    """Locked sentences of one session, each encoded as JSON once."""
 
     def __init__(self, *, only_new: bool = False, words: bool = False, spk: bool = False) -> None:
-        """`only_new`: an answer has those that were locked since the one before it, instead of all. `words`:
-        whether each tells its own. `spk`: who speaks may yet be `known` otherwise."""
+        """`only_new`: an answer has the sentences locked since the one before it, instead of all. `words`: whether
+        sentences include words. `spk`: whether `relabel_speakers` may follow."""
         self._only_new, self._words, self._spk = only_new, words, spk
         self._locked = ""
         self._spoken: list[FunAsrSentence] = []
-        """With `spk`, all of them."""
+        """All sentences, with `spk`."""
 
     def add_segment(self, segment: Segment, language: str = "", probability: float = 0.0) -> None:
-        """See Sentence.of."""
+        """Adds a segment. Arguments as for FunAsrSentence.from_segment."""
         sentence = FunAsrSentence.from_segment(
             segment, words=self._words, language=language, probability=probability
         )
@@ -244,40 +244,40 @@ class SentenceEncoder:
             self._spoken.append(sentence)
 
     def relabel_speakers(self, speakers: Sequence[str]) -> None:
-        """Who said each of them, as all of it shows: `final` tells them all once more."""
+        """Revises the speaker of every sentence; `encode_final` sends all of them once more."""
         assert len(speakers) == len(self._spoken)
         self._locked = ""
         for sentence, speaker in zip(self._spoken, speakers, strict=True):
             self._add(msgspec.structs.replace(sentence, spk=_spk(speaker)))
 
     def _add(self, sentence: FunAsrSentence) -> None:
-        one = _json(sentence)
-        self._locked = f"{self._locked},{one}" if self._locked else one
+        encoded = _json(sentence)
+        self._locked = f"{self._locked},{encoded}" if self._locked else encoded
 
     def encode_partial(self, partial: str, start_samples: int = 0, duration_samples: int = 0) -> str:
-        """While somebody speaks. `start_samples`: where the partial begins, which FunASR's own clients show.
-        `duration_samples`: the length of the audio that has come since START."""
-        began = f',"partial_start_ms":{units.samples_to_ms(start_samples)}' if partial else ""
-        told = f'{began},"is_final":false,{_duration(duration_samples)}'
-        return f'{{"sentences":[{self._pop_sentences()}],"partial":{_json(partial)}{told}}}'
+        """Answer while audio arrives. `start_samples`: start of the partial, which FunASR's own clients show.
+        `duration_samples`: length of the audio since START."""
+        start = f',"partial_start_ms":{units.samples_to_ms(start_samples)}' if partial else ""
+        tail = f'{start},"is_final":false,{_duration(duration_samples)}'
+        return f'{{"sentences":[{self._pop_sentences()}],"partial":{_json(partial)}{tail}}}'
 
     def encode_final(self, duration_samples: int, language: str = "", probability: float = 0.0) -> str:
-        """After STOP: with the audio's length, and, on `/ws`, what language all of it was heard in."""
-        told = f",{_duration(duration_samples)}"
+        """Answer after STOP, with the length of the audio and, on `/ws`, its detected language."""
+        tail = f",{_duration(duration_samples)}"
         if probability:
-            told += f',"language":{_json(language)},"language_probability":{round(probability, PLACES)}'
-        return f'{{"sentences":[{self._pop_sentences()}],"is_final":true{told}}}'
+            tail += f',"language":{_json(language)},"language_probability":{round(probability, PLACES)}'
+        return f'{{"sentences":[{self._pop_sentences()}],"is_final":true{tail}}}'
 
     def _pop_sentences(self) -> str:
-        taken = self._locked
+        sentences = self._locked
         if self._only_new:
             self._locked = ""
-        return taken
+        return sentences
 
 
 def _duration(samples: int) -> str:
     return f'"duration_ms":{units.samples_to_ms(samples)}'
 
 
-def _json(what: object) -> str:
-    return msgspec.json.encode(what).decode()
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,4 +1,4 @@
-"""Where recordings are cut: fields of voice activity, ours and OpenAI's, to options."""
+"""Segmentation of recordings: fields of voice activity, ours and OpenAI's, to options."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SEGMENTATION_FIELDS = ("vad", "max_segment_ms", "silence_schedule")
 
 
 def parse_segmentation_options(fields: FormFields, *, complete: bool) -> dict[str, Any]:
-    """Members of TranscribeOptions. While the form is not `complete`, what a later field can put right is let
-    pass. Raises OptionError."""
+    """Arguments of TranscribeOptions. While the form is not `complete`, errors that a later field can correct are
+    passed over. Raises OptionError."""
     vad = fields.flag("vad")
     threshold, pad_ms, schedule = _strategy(fields, complete)
     if "silence_schedule" in fields:
@@ -57,7 +57,7 @@ def _schedule(text: str) -> SilenceSchedule:
 
 
 def _strategy(fields: FormFields, complete: bool) -> tuple[float | None, int | None, SilenceSchedule | None]:
-    """(threshold, padding before speech in ms, schedule) of the chunking strategy; None is our own choice."""
+    """Threshold, padding before speech in ms, and schedule of the chunking strategy; None: our default."""
     members = [f"{STRATEGY}[{member}]" for member in STRATEGY_MEMBERS]
     if any(name in fields for name in members):
         if STRATEGY in fields:
@@ -79,7 +79,7 @@ def _strategy(fields: FormFields, complete: bool) -> tuple[float | None, int | N
 
 
 def _members(text: str) -> dict[str, list[str]]:
-    """`{"type": "server_vad", "threshold": 0.4}` under the names a form gives them."""
+    """Members of `{"type": "server_vad", "threshold": 0.4}`, under their names in a form."""
     try:
         members = msgspec.json.decode(text, type=dict[str, str | int | float])
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""What all of OpenAI's answers about text have: errors, events, log-probabilities of tokens."""
+"""Shared parts of OpenAI's responses: errors, events, log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asr_serve.text.tokenizers import token_texts
 from asr_serve.types import Segment
 
 TokenTexts = Callable[[list[int]], str]
-"""Token ids to their text."""
+"""Decodes token ids to text."""
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -21,24 +21,24 @@ class Logprob(msgspec.Struct, frozen=True):
 
 
 def server_sent_event(data: object) -> bytes:
-    """One server-sent event."""
+    """Encodes one server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def token_logprobs(segments: Iterable[Segment], spell: TokenTexts, *, first: bool = True) -> list[Logprob]:
-    """Each token with its text; joined, the texts are those of the segments with a space between."""
-    found: list[Logprob] = []
+    """Log-probabilities of all tokens, with texts; joined, these are the segments' with a space between."""
+    logprobs: list[Logprob] = []
     for segment in segments:
         lead = "" if first else " "
         first = False
         for text, logprob in zip(token_texts(segment.tokens, spell), segment.logprobs, strict=True):
             token, lead = lead + text, ""
-            found.append(Logprob(token, list(token.encode()), logprob))
-    return found
+            logprobs.append(Logprob(token, list(token.encode()), logprob))
+    return logprobs
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What went wrong, as OpenAI's clients read it."""
+    """Error in OpenAI's form."""
 
     message: str
     type: str

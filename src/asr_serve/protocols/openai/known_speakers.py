@@ -1,4 +1,4 @@
-"""Speakers that a caller makes known: names, and a few seconds of each in data URLs."""
+"""Speakers that a client makes known: names, and a few seconds of each in data URLs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asr_serve.protocols.form_fields import FormFields, quote_for_message
 NAMES_FIELD, REFERENCES_FIELD = "known_speaker_names[]", "known_speaker_references[]"
 MAX_KNOWN_SPEAKERS, MAX_SPEAKER_NAME_CHARACTERS = 4, 64
 MAX_REFERENCE_BYTES = 4 << 20
-"""Of a reference as it was sent, in base64: 10 s of stereo PCM at 48 kHz are 2.6 MB."""
+"""Limit of a reference in base64: 10 s of stereo PCM at 48 kHz are 2.6 MB."""
 
 
 def parse_known_speakers(fields: FormFields, *, complete: bool) -> tuple[KnownSpeaker, ...]:
-    """Each name with its audio. While the form is not `complete`, names wait for references.
-    Raises OptionError; that a reference is no audio, or too short, is found when it is heard."""
+    """Pairs each name with its audio. While the form is not `complete`, names wait for references. Raises
+    OptionError; a reference that is no audio, or too short, is rejected when it is decoded."""
     names, references = fields.repeated(NAMES_FIELD), fields.repeated(REFERENCES_FIELD)
     _expect_names(names)
     for index, reference in enumerate(references):
@@ -33,11 +33,11 @@ def parse_known_speakers(fields: FormFields, *, complete: bool) -> tuple[KnownSp
         if not complete:
             return ()
         raise _unpaired(names, references)
-    return tuple(KnownSpeaker(name, _decode_data_url(each)) for name, each in zip(names, references, strict=True))
+    return tuple(KnownSpeaker(name, _decode_data_url(url)) for name, url in zip(names, references, strict=True))
 
 
 def _unpaired(names: Sequence[str], references: Sequence[str]) -> OptionError:
-    """Who is named and not heard, or heard and not named."""
+    """Error for a name without a reference, or a reference without a name."""
     count = f"{len(names)} {NAMES_FIELD} came with {len(references)} {REFERENCES_FIELD}"
     both = "as many of the one as of the other, in the same order"
     if len(references) > len(names):
@@ -71,7 +71,7 @@ def _expect_names(names: Sequence[str]) -> None:
 
 
 def _decode_data_url(url: str) -> bytes:
-    """What `data:audio/wav;base64,...` holds; its type is looked at no further, for the bytes tell what they are.
+    """Bytes in `data:audio/wav;base64,...`; the media type is ignored, for the format is detected from the bytes.
 
     >>> _decode_data_url("data:audio/wav;base64,UklGRg=="), _decode_data_url("data:,RIFF")
     (b'RIFF', b'RIFF')

@@ -8,63 +8,63 @@ import msgspec
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """A model as OpenAI lists it, and what else is known of it."""
+    """Model as OpenAI lists it, with further properties."""
 
     id: str
     created: int
-    """Unix seconds: when this server learnt of it."""
+    """Start of this server, in Unix seconds."""
     owned_by: str
     state: str
-    """ready, restarting, failed, loading, unloading or not_loaded."""
+    """State: ready, restarting, failed, loading, unloading or not_loaded."""
     languages: tuple[str, ...]
     parameters: int
     licence: str
     aliases: list[str]
     streaming: bool = False
-    """It hears audio as it comes, a chunk at a time, and remembers; others hear an utterance as a whole. Of one
-    that speaks: a sentence sounds before all of it is made."""
+    """Whether it recognizes audio as it arrives, chunk by chunk; others recognize whole utterances. For a speech
+    model: whether audio of a sentence is sent before all of it is made."""
     heads: tuple[str, ...] = ()
-    """How what it has heard may be read, ctc, rnnt or tdt, where it has a choice; the first unless the server was
-    told otherwise."""
+    """Decoder heads, ctc, rnnt or tdt, if it has several; the first is used unless the server is configured
+    otherwise."""
     chunk_ms: int | None = None
-    """What it hears at a time; null where that is an utterance."""
+    """Length of a chunk; null for whole utterances."""
     lag_ms: int | None = None
-    """How much later than the audio a word can be known, at most; null as above."""
+    """Longest delay of a word after its audio; null as above."""
     prompts: bool = False
-    """It reads text beside the audio: `prompt`."""
+    """Whether it takes text beside the audio: `prompt`."""
     words: bool = False
-    """It tells words and their times; of Chinese and Japanese, characters."""
+    """Whether it gives words with times; characters for Chinese and Japanese."""
     hotwords: bool = False
-    """Words that may come can be made likelier: `hotwords`."""
+    """Whether given words can be made more likely: `hotwords`."""
     speakers: bool = False
-    """Who speaks can be told: `spk`. That takes models beside this one, which are on this machine."""
+    """Whether speakers can be given: `spk`. That takes further models, which are on this machine."""
     itn: tuple[str, ...] = ()
-    """Languages in which numbers can be written as one writes them: `itn`."""
+    """Languages with inverse text normalization: `itn`."""
     speaks: bool = False
-    """It speaks, and hears nothing; others hear."""
+    """Whether it synthesizes speech; others recognize it."""
     voices: tuple[str, ...] = ()
-    """Of one that speaks, those of its own."""
+    """Built-in voices of a speech model."""
     object: Literal["model"] = "model"
 
 
 class ModelRenewal(msgspec.Struct, frozen=True):
-    """What became of a model's engine process that another took the place of."""
+    """Result of replacing a model's engine process by a new one."""
 
     id: str
     state: str
-    """As of a ModelEntry."""
+    """State, as in ModelEntry."""
     sessions: int
-    """Callers whose voice activity went over, from where it stood."""
+    """Live sessions whose voice activity moved with its state."""
     streams: int
-    """Of a model that hears audio as it comes: callers that went over in the middle of what they said."""
+    """Live sessions of a streaming model that moved in the middle of speech, with their state."""
     replayed: int
-    """The same that had to be heard again, from where they began to speak. They notice nothing but a pause."""
+    """Live sessions of a streaming model replayed from the start of their speech. Clients notice only a pause."""
     repeated: int
-    """Requests that the old process did not finish within `drain_s`, and the new one began again."""
+    """Requests that the old process did not finish within `drain_s`, and the new one started again."""
     load_s: float
-    """Until the new process was ready."""
+    """Seconds until the new process was ready."""
     total_s: float
-    """Until the old one was gone."""
+    """Seconds until the old one was gone."""
     object: Literal["model.renewal"] = "model.renewal"
 
 

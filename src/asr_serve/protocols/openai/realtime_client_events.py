@@ -1,7 +1,7 @@
-"""OpenAI Realtime, transcription sessions: a client's events to what is asked. No sockets here.
+"""OpenAI Realtime, transcription sessions: client events to commands and settings. No sockets here.
 
-Source  the Realtime API's reference, as openai 3.52 for Python has its types: `types/realtime` as it is now, and
-        `types/beta/realtime` as it was before, which says the same in other members
+Source  the Realtime API's reference, as openai 3.52 for Python has its types: `types/realtime` of the current API,
+        `types/beta/realtime` of the beta API, which has the same content in other members
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asr_serve.types import suggest_name
 
 PATH = "/v1/realtime"
 SUBPROTOCOL, KEY_SUBPROTOCOL = "realtime", "openai-insecure-api-key."
-"""What a browser's WebSocket offers; it can bring its key in no other way."""
+"""Subprotocols that a browser's WebSocket offers, its only way to send a key."""
 BETA_HEADER, BETA_SUBPROTOCOL = "realtime=v1", "openai-beta.realtime-v1"
 
 REALTIME_ERROR_CODES: dict[type[Exception], str] = {
@@ -40,18 +40,18 @@ REALTIME_ERROR_CODES: dict[type[Exception], str] = {
     OptionError: "invalid_value",
     UnknownOption: "unknown_parameter",
 }
-"""OpenAI's names for errors that have others elsewhere."""
+"""OpenAI's codes of errors that have other codes elsewhere."""
 
 REALTIME_FORMATS = {"audio/pcm": ("s16le", 24_000), "audio/pcmu": ("mulaw", 8_000), "audio/pcma": ("alaw", 8_000)}
-"""A format to its encoding and rate, as `audio/stream_decoder.decoder` takes them."""
+"""Encoding and rate of a format, as arguments of `audio/stream_decoder.create_live_decoder`."""
 BETA_FORMATS = {"pcm16": "audio/pcm", "g711_ulaw": "audio/pcmu", "g711_alaw": "audio/pcma"}
 LOGPROBS = "item.input_audio_transcription.logprobs"
 COMMITTED_BY_CLIENT = ("gpt-realtime-whisper", "gpt-live-transcribe")
-"""Models to which OpenAI gives no turn detection: who asks for one by that name commits, and does not say so."""
+"""Models without turn detection at OpenAI: a client that names one commits, without switching turns off."""
 
 MAX_REALTIME_PADDING_MS, MAX_REALTIME_SILENCE_MS = 4_000, 60_000
 EAGERNESS_THRESHOLDS = {"low": (0.7, 8_000), "medium": (0.5, 4_000), "auto": (0.5, 4_000), "high": (0.3, 2_000)}
-"""The turn model's probability that ends a turn, and the pause that does in any case."""
+"""Probability of the turn model that ends a turn, and the pause in ms that ends it in any case."""
 TRANSCRIPTION_ONLY = "this server transcribes only"
 CLIENT_EVENT_TYPES = (
     "session.update",
@@ -61,11 +61,11 @@ CLIENT_EVENT_TYPES = (
     "input_audio_buffer.clear",
 )
 UNSUPPORTED_EVENT_PREFIXES = ("response.", "conversation.", "output_audio_buffer.")
-"""How the events begin that are good ones elsewhere."""
+"""Prefixes of events that are valid in other kinds of sessions."""
 
 
 class ClientEvent(msgspec.Struct, frozen=True):
-    """An event as it came. `members`: all but its type and id."""
+    """Event as received. `members`: all but its type and id."""
 
     type: str
     event_id: str | None
@@ -83,10 +83,10 @@ class SemanticVad(msgspec.Struct, frozen=True):
 
 
 class RealtimeSettings(msgspec.Struct, frozen=True):
-    """Of a session. `turns` None: the client says where an item ends."""
+    """Settings of a session. `turn_detection` None: the client commits items."""
 
     model: str | None = None
-    """As the client names it; None: the server's own."""
+    """Model as the client names it; None: the server's own."""
     format: str = "audio/pcm"
     language: str | None = None
     prompt: str = ""
@@ -96,20 +96,20 @@ class RealtimeSettings(msgspec.Struct, frozen=True):
 
     @classmethod
     def initial(cls, model: str | None) -> RealtimeSettings:
-        """Those of a session that has just begun."""
+        """Settings of a new session."""
         return cls(model, turn_detection=_default_turn_detection(model))
 
     def same_recognition(self, other: RealtimeSettings) -> bool:
-        """Whether audio is heard in the same way."""
+        """Whether audio is recognized in the same way."""
         return msgspec.structs.replace(self, logprobs=other.logprobs) == other
 
     def listen_options(self, turn_model: str | None) -> ListenOptions:
-        """`turn_model`: the one that the server has loaded. Raises OptionError."""
-        asked = ListenOptions(language=self.language, prompt=self.prompt, hotwords=self.hotwords)
+        """Options of the live session. `turn_model`: the one that the server has loaded. Raises OptionError."""
+        options = ListenOptions(language=self.language, prompt=self.prompt, hotwords=self.hotwords)
         match self.turn_detection:
             case ServerVad(threshold, prefix_ms, silence_ms):
                 return msgspec.structs.replace(
-                    asked,
+                    options,
                     threshold=threshold,
                     pad_before_ms=prefix_ms,
                     silence_schedule=SilenceSchedule(((math.inf, silence_ms),)),
@@ -124,11 +124,11 @@ class RealtimeSettings(msgspec.Struct, frozen=True):
                     )
                 threshold, silence_ms = EAGERNESS_THRESHOLDS[eagerness]
                 return msgspec.structs.replace(
-                    asked,
+                    options,
                     silence_schedule=SilenceSchedule(((math.inf, silence_ms),)),
                     turn=TurnOptions(model=turn_model, threshold=threshold),
                 )
-        return asked
+        return options
 
 
 def _default_turn_detection(model: str | None) -> ServerVad | None:
@@ -136,7 +136,7 @@ def _default_turn_detection(model: str | None) -> ServerVad | None:
 
 
 def decode_client_event(text: str) -> ClientEvent:
-    """Read a frame. Raises MalformedRequest, MissingOption, OptionError."""
+    """Decodes a frame. Raises MalformedRequest."""
     try:
         members = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -154,7 +154,7 @@ def decode_client_event(text: str) -> ClientEvent:
     return ClientEvent(kind if isinstance(kind, str) else "", known_id, members)
 
 
-# --- what they ask for ------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------
 
 
 class AppendAudio(msgspec.Struct, frozen=True):
@@ -164,15 +164,15 @@ class AppendAudio(msgspec.Struct, frozen=True):
 
 
 class CommitAudio(msgspec.Struct, frozen=True):
-    """What came so far is an item."""
+    """Commits the audio so far as an item."""
 
 
 class ClearAudio(msgspec.Struct, frozen=True):
-    """What came so far is forgotten."""
+    """Discards the audio so far."""
 
 
 class UpdateSession(msgspec.Struct, frozen=True):
-    """`beta`: in the shape of before."""
+    """Changes the settings. `beta`: `session` is in the shape of the beta API."""
 
     session: dict[str, Any]
     beta: bool
@@ -181,10 +181,10 @@ class UpdateSession(msgspec.Struct, frozen=True):
 ClientCommand = AppendAudio | CommitAudio | ClearAudio | UpdateSession
 
 
-def parse_command(came: ClientEvent) -> ClientCommand:
-    """What an event asks for. Raises OptionError, MissingOption, UnknownOption."""
-    members = JsonMembers(came.members)
-    match came.type:
+def parse_command(event: ClientEvent) -> ClientCommand:
+    """Parses an event into a command. Raises OptionError, MissingOption, UnknownOption."""
+    members = JsonMembers(event.members)
+    match event.type:
         case "input_audio_buffer.append":
             audio = members.text("audio")
             members.reject_unknown()
@@ -201,20 +201,20 @@ def parse_command(came: ClientEvent) -> ClientCommand:
                 raise MissingOption("session is missing", "what is to be changed", param="session")
             members.reject_unknown()
             JsonMembers(session, "session")
-            return UpdateSession(session, came.type != "session.update")
+            return UpdateSession(session, event.type != "session.update")
         case "":
             raise MissingOption("type is missing", f"one of: {', '.join(CLIENT_EVENT_TYPES)}", param="type")
     allowed = f"one of: {', '.join(CLIENT_EVENT_TYPES)}"
-    if came.type.startswith(UNSUPPORTED_EVENT_PREFIXES):
+    if event.type.startswith(UNSUPPORTED_EVENT_PREFIXES):
         raise OptionError(
-            f"the event {quote_for_message(came.type)} is for sessions that answer",
+            f"the event {quote_for_message(event.type)} is for sessions that answer",
             f"{TRANSCRIPTION_ONLY}; {allowed}",
             param="type",
         )
     raise OptionError(
-        f"the event {quote_for_message(came.type)} is unknown",
+        f"the event {quote_for_message(event.type)} is unknown",
         allowed,
-        suggest_name(came.type, CLIENT_EVENT_TYPES),
+        suggest_name(event.type, CLIENT_EVENT_TYPES),
         param="type",
     )
 
@@ -232,7 +232,7 @@ def _bytes(audio: str) -> bytes:
 
 
 def apply_update(settings: RealtimeSettings, update: UpdateSession) -> RealtimeSettings:
-    """The settings with what is asked for; what is not named stays. Raises OptionError, MissingOption,
+    """Settings after an update, which changes only the members it has. Raises OptionError, MissingOption,
     UnknownOption, UnsupportedOption."""
     session = JsonMembers(update.session, "session")
     changed = (_beta_session if update.beta else _session)(settings, session)
@@ -250,12 +250,12 @@ def _session(settings: RealtimeSettings, session: JsonMembers) -> RealtimeSettin
         )
     settings = _include(settings, session)
     audio = session.object("audio")
-    heard = None if audio is None else audio.object("input")
-    if heard is not None:
-        if (form := heard.object("format")) is not None:
+    audio_input = None if audio is None else audio.object("input")
+    if audio_input is not None:
+        if (form := audio_input.object("format")) is not None:
             settings = msgspec.structs.replace(settings, format=_format(form))
-        settings = _input_settings(settings, heard, "")
-        heard.reject_unknown()
+        settings = _input_settings(settings, audio_input, "")
+        audio_input.reject_unknown()
     if audio is not None:
         audio.reject_unsupported("output", TRANSCRIPTION_ONLY)
         audio.reject_unknown()
@@ -276,8 +276,8 @@ def _include(settings: RealtimeSettings, session: JsonMembers) -> RealtimeSettin
     if "include" not in session:
         return settings
     include = session.string_list("include")
-    for each in include:
-        expect_choice("session.include", each, [LOGPROBS])
+    for value in include:
+        expect_choice("session.include", value, [LOGPROBS])
     return msgspec.structs.replace(settings, logprobs=bool(include))
 
 
@@ -289,58 +289,58 @@ def _format(form: JsonMembers) -> str:
     return kind
 
 
-def _input_settings(settings: RealtimeSettings, heard: JsonMembers, prefix: str) -> RealtimeSettings:
-    """What both shapes have, under names that begin differently."""
-    heard.reject_unsupported(f"{prefix}noise_reduction", "audio is heard as it comes")
+def _input_settings(settings: RealtimeSettings, members: JsonMembers, prefix: str) -> RealtimeSettings:
+    """Settings after the members that both shapes have, under names with different prefixes."""
+    members.reject_unsupported(f"{prefix}noise_reduction", "audio is heard as it comes")
     replace = msgspec.structs.replace
-    if f"{prefix}transcription" in heard and (how := heard.object(f"{prefix}transcription")) is not None:
-        if (model := how.text("model")) is not None and model != settings.model:
-            usual = settings.turn_detection == _default_turn_detection(settings.model)
+    if f"{prefix}transcription" in members and (options := members.object(f"{prefix}transcription")) is not None:
+        if (model := options.text("model")) is not None and model != settings.model:
+            is_default = settings.turn_detection == _default_turn_detection(settings.model)
             settings = replace(
                 settings,
                 model=model,
-                turn_detection=_default_turn_detection(model) if usual else settings.turn_detection,
+                turn_detection=_default_turn_detection(model) if is_default else settings.turn_detection,
             )
-        if (language := _language(how)) is not None:
+        if (language := _language(options)) is not None:
             settings = replace(settings, language=language)
-        if "prompt" in how:
-            settings = replace(settings, prompt=how.text("prompt") or "")
-        if "keywords" in how:
-            settings = replace(settings, hotwords=tuple(how.string_list("keywords")))
-        how.reject_unsupported("delay", "words are sent as soon as they are certain")
-        how.reject_unknown()
-    if "turn_detection" in heard:
-        settings = replace(settings, turn_detection=_turns(heard.object("turn_detection")))
+        if "prompt" in options:
+            settings = replace(settings, prompt=options.text("prompt") or "")
+        if "keywords" in options:
+            settings = replace(settings, hotwords=tuple(options.string_list("keywords")))
+        options.reject_unsupported("delay", "words are sent as soon as they are certain")
+        options.reject_unknown()
+    if "turn_detection" in members:
+        settings = replace(settings, turn_detection=_turns(members.object("turn_detection")))
     return settings
 
 
-def _language(how: JsonMembers) -> str | None:
-    language, several = how.text("language"), how.string_list("languages")
-    if len(several) > 1:
-        name = how.name("languages")
+def _language(members: JsonMembers) -> str | None:
+    language, languages = members.text("language"), members.string_list("languages")
+    if len(languages) > 1:
+        name = members.name("languages")
         raise UnsupportedOption(
             f"several {name}", "the models here do not tell languages apart", "name one", param=name
         )
-    name = how.name("language" if language else "languages")
-    return FormFields({name: [language or "".join(several)]}, [name]).language(name)
+    name = members.name("language" if language else "languages")
+    return FormFields({name: [language or "".join(languages)]}, [name]).language(name)
 
 
-def _turns(how: JsonMembers | None) -> ServerVad | SemanticVad | None:
-    if how is None:
+def _turns(members: JsonMembers | None) -> ServerVad | SemanticVad | None:
+    if members is None:
         return None
-    kind = how.required("type", ("server_vad", "semantic_vad"))
-    for answer in ("create_response", "interrupt_response"):
-        how.reject_unsupported(answer, f"{TRANSCRIPTION_ONLY}, and has no responses")
+    kind = members.required("type", ("server_vad", "semantic_vad"))
+    for member in ("create_response", "interrupt_response"):
+        members.reject_unsupported(member, f"{TRANSCRIPTION_ONLY}, and has no responses")
     turns: ServerVad | SemanticVad
     if kind == "semantic_vad":
-        eagerness: Any = how.choice("eagerness", tuple(EAGERNESS_THRESHOLDS)) or "auto"
+        eagerness: Any = members.choice("eagerness", tuple(EAGERNESS_THRESHOLDS)) or "auto"
         turns = SemanticVad(eagerness)
     else:
-        how.reject_unsupported("idle_timeout_ms", "nobody is called when nothing is said")
+        members.reject_unsupported("idle_timeout_ms", "nobody is called when nothing is said")
         turns = ServerVad(
-            how.number("threshold", 0.001, 1, 0.5),
-            how.integer("prefix_padding_ms", MAX_REALTIME_PADDING_MS, 300),
-            how.integer("silence_duration_ms", MAX_REALTIME_SILENCE_MS, 500),
+            members.number("threshold", 0.001, 1, 0.5),
+            members.integer("prefix_padding_ms", MAX_REALTIME_PADDING_MS, 300),
+            members.integer("silence_duration_ms", MAX_REALTIME_SILENCE_MS, 500),
         )
-    how.reject_unknown()
+    members.reject_unknown()
     return turns

@@ -1,12 +1,12 @@
-"""OpenAI Realtime, transcription sessions: what is heard, to a server's events. No sockets here.
+"""OpenAI Realtime, transcription sessions: live events to server events. No sockets here.
 
-An item is what somebody said in one turn, or between two commits of the client's.
+An item is the speech of one turn, or the audio between two commits of the client.
 
     (speech_started) -> delta ... -> (speech_stopped) -> committed, item added, done -> delta ... -> completed
 
-What goes out in `delta` is for ever: the deltas of an item are its transcript.
+A `delta` is final: the deltas of an item are its transcript.
 
-Source  as for `openai_realtime`
+Source  as for `realtime_client_events`
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BETA_FORMAT_NAMES = {now: before for before, now in BETA_FORMATS.items()}
 
 
 class ServerEventEncoder:
-    """Server events as JSON, each with an id of its own. `beta`: in the shape of before."""
+    """Server events as JSON, each with its own id. `beta`: in the shapes of the beta API."""
 
     def __init__(self, *, beta: bool) -> None:
         self.beta = beta
@@ -54,9 +54,9 @@ class ServerEventEncoder:
     def item_id(self) -> str:
         return f"item_{secrets.token_hex(10)}"
 
-    def session(self, what: str, settings: RealtimeSettings, model: str, expires_s: int) -> str:
-        """`what`: created or updated. `model`: the one that hears. `expires_s`: Unix time."""
-        known = {
+    def session(self, kind: str, settings: RealtimeSettings, model: str, expires_s: int) -> str:
+        """Session event. `kind`: created or updated. `model`: the one in use. `expires_s`: Unix time."""
+        base = {
             "id": f"sess_{self._session}",
             "object": "realtime.transcription_session",
             "expires_at": expires_s,
@@ -71,29 +71,29 @@ class ServerEventEncoder:
             transcription["keywords"] = list(settings.hotwords)
         turns = _turns(settings)
         if self.beta:
-            secret = {"value": "", "expires_at": expires_s}  # its clients' types demand one
-            before = {
+            secret = {"value": "", "expires_at": expires_s}  # required by the types of its clients
+            beta_session = {
                 "input_audio_format": BETA_FORMAT_NAMES[settings.format],
                 "input_audio_transcription": transcription,
                 "input_audio_noise_reduction": None,
                 "turn_detection": turns,
                 "client_secret": secret,
             }
-            return self.event(f"transcription_session.{what}", session=known | before)
+            return self.event(f"transcription_session.{kind}", session=base | beta_session)
         form: dict[str, Any] = {"type": settings.format}
         if settings.format == "audio/pcm":
             form["rate"] = REALTIME_FORMATS[settings.format][1]
-        heard = {
+        audio = {
             "format": form,
             "transcription": transcription,
             "noise_reduction": None,
             "turn_detection": turns,
         }
-        return self.event(f"session.{what}", session={"type": "transcription", **known, "audio": {"input": heard}})
+        return self.event(f"session.{kind}", session={"type": "transcription", **base, "audio": {"input": audio}})
 
-    def error(self, what: Problem, retry_ms: int | None = None, caused_by: str | None = None) -> str:
-        """`caused_by`: the id of the client's event, where it has one."""
-        return self.event("error", error=_problem(what, retry_ms) | {"event_id": caused_by})
+    def error(self, problem: Problem, retry_ms: int | None = None, caused_by: str | None = None) -> str:
+        """Error event. `caused_by`: id of the client's event, if any."""
+        return self.event("error", error=_problem(problem, retry_ms) | {"event_id": caused_by})
 
 
 def _turns(settings: RealtimeSettings) -> dict[str, Any] | None:
@@ -103,69 +103,69 @@ def _turns(settings: RealtimeSettings) -> dict[str, Any] | None:
     return {"type": kind, **msgspec.structs.asdict(settings.turn_detection)}
 
 
-def _problem(what: Problem, retry_ms: int | None = None) -> dict[str, Any]:
-    told = msgspec.structs.asdict(what)
-    return told if retry_ms is None else told | {"retry_after_ms": retry_ms}
+def _problem(problem: Problem, retry_ms: int | None = None) -> dict[str, Any]:
+    members = msgspec.structs.asdict(problem)
+    return members if retry_ms is None else members | {"retry_after_ms": retry_ms}
 
 
 class ConversationItem:
-    """One that is heard. Positions are samples at 16 kHz since the session's first."""
+    """Item being transcribed. Positions are samples at 16 kHz since the session's first."""
 
     def __init__(self, item_id: str, start_samples: int) -> None:
         self.id, self.start, self.end = item_id, start_samples, start_samples
         self.segments: list[Segment] = []
         self.transcribed = self.partial_text = ""
-        """All deltas so far, and all that was told for the moment."""
+        """All deltas so far; and the last partial text."""
         self.committed = self.discarded = False
 
     @property
     def text(self) -> str:
-        """Of its segments."""
+        """Text of its segments."""
         return " ".join(segment.text for segment in self.segments)
 
     def next_delta(self, fixed: str) -> str:
-        """What is new. `fixed`: of the words behind its segments, those that will not change."""
-        whole = _joined(self.text, fixed)
-        assert whole.startswith(self.transcribed), "words that were certain have changed"
-        new, self.transcribed = whole[len(self.transcribed) :], whole
-        return new
+        """Text since the last delta. `fixed`: words after its segments that will not change."""
+        text = _joined(self.text, fixed)
+        assert text.startswith(self.transcribed), "words that were certain have changed"
+        delta, self.transcribed = text[len(self.transcribed) :], text
+        return delta
 
 
 class BufferRequest(msgspec.Struct):
-    """The client ended what had come up to `end`; the words before it are still being heard."""
+    """Commit or clear of the audio up to `end`, whose words are not all final yet."""
 
     start: int
     end: int
     clear: bool
     item: ConversationItem | None
-    """None where turns are items."""
+    """None if turns are the items."""
     acknowledged: bool = False
-    """A turn ended before `end`."""
+    """Whether a turn ended before `end`."""
 
 
 class ItemTracker:
-    """Those of one session. Methods return the events that there are to tell."""
+    """Items of one session. Methods return the events to be sent."""
 
-    def __init__(self, voice: ServerEventEncoder, *, turns: bool, partials: bool) -> None:
-        """`turns`: they are the items; else what the client commits is. `partials`: tell what may change, too."""
-        self._voice, self._turns, self._partials = voice, turns, partials
+    def __init__(self, encoder: ServerEventEncoder, *, turns: bool, partials: bool) -> None:
+        """`turns`: turns are the items, else commits of the client. `partials`: send text that may change, too."""
+        self._voice, self._turns, self._partials = encoder, turns, partials
         self.spell: TokenTexts | None = None
-        """Set when probabilities are asked for."""
+        """Decoder of tokens; set when log-probabilities are requested."""
         self._base = 0
         self._open_items: deque[ConversationItem] = deque()
-        """Oldest first. What is heard belongs to the first; the last may be open."""
+        """Items, oldest first. New text belongs to the first; the last may be open."""
         self._open: ConversationItem | None = None
         self._pending_requests: deque[BufferRequest] = deque()
         self._last_id: str | None = None
         self.accepted_samples = 0
-        """Audio before this is in items that are closed, or forgotten."""
+        """Audio before this is in closed items, or discarded."""
 
     @property
     def busy(self) -> bool:
-        """Words are still owed."""
+        """Whether text is still to be sent."""
         return any(item.committed or self._turns for item in self._open_items)
 
-    # --- what is heard --------------------------------------------------------------------------------
+    # --- live events ----------------------------------------------------------------------------------
 
     def on_event(self, event: LiveEvent) -> list[str]:
         match event:
@@ -173,11 +173,11 @@ class ItemTracker:
                 return self._turn(state, self._base + position)
             case FlushDone():
                 return self._met(self._pending_requests.popleft())
-            case SessionFinished():  # what was asked for at the very end was not flushed
+            case SessionFinished():  # requests at the very end were not flushed
                 return [
-                    told
+                    message
                     for _ in range(len(self._pending_requests))
-                    for told in self._met(self._pending_requests.popleft())
+                    for message in self._met(self._pending_requests.popleft())
                 ]
             case LiveSegmentDone(segment) if self._open_items:
                 self._open_items[0].segments.append(segment)
@@ -187,24 +187,24 @@ class ItemTracker:
         return []
 
     def start_listener(self, base_samples: int, *, turns: bool) -> None:
-        """Another caller is heard from now on, from that position; the one before has finished."""
+        """Starts another listener at that position; the one before has finished."""
         assert not self._pending_requests, "a caller that has finished has been flushed"
-        if turns and self._open is not None:  # less than a sample came for it
+        if turns and self._open is not None:  # it has less than a sample of audio
             self._open_items.remove(self._open)
             self._open = None
         self._base, self._turns = base_samples, turns
 
-    def fail(self, what: Problem) -> list[str]:
-        """Nothing more will be heard."""
-        lost = [
+    def fail(self, problem: Problem) -> list[str]:
+        """Fails the pending items: no more text will come."""
+        pending = [
             item
             for item in self._open_items
             if not item.discarded and (self._turns or item.committed or item.transcribed)
         ]
         self._open_items.clear()
         return [
-            self._voice.event(f"{TRANSCRIPTION}.failed", item_id=item.id, content_index=0, error=_problem(what))
-            for item in lost
+            self._voice.event(f"{TRANSCRIPTION}.failed", item_id=item.id, content_index=0, error=_problem(problem))
+            for item in pending
         ]
 
     def _turn(self, state: str, position: int) -> list[str]:
@@ -213,11 +213,11 @@ class ItemTracker:
         if state == "stopped":
             item, self._open = self._open_items[-1], None
             item.end = self.accepted_samples = max(self.accepted_samples, position)
-            # One may have begun before it was cleared, too late to be speech for sure, and goes on.
+            # A turn may have begun just before a clear, not yet certain to be speech, and continues.
             item.discarded |= any(request.clear and position <= request.end for request in self._pending_requests)
             stopped = self._speech("stopped", item, audio_end_ms=_ms(position))
             if item.discarded:
-                return [stopped]  # whoever was told that somebody speaks must hear that it is over
+                return [stopped]  # `speech_started` was sent and needs its end
             for request in self._pending_requests:
                 request.acknowledged |= position <= request.end
             return [stopped, *self._commit(item)]
@@ -233,20 +233,20 @@ class ItemTracker:
         silent.end = request.end
         return [*self._commit(silent), *self._complete(silent)]
 
-    # --- what the client does -------------------------------------------------------------------------
+    # --- client events --------------------------------------------------------------------------------
 
     def on_audio(self) -> None:
-        """Audio comes."""
+        """Opens an item for new audio, unless turns are the items."""
         if not self._turns and self._open is None:
             self._add(self.accepted_samples)
 
     def commit(self, received_samples: int) -> list[str]:
-        """What came so far is an item; `Flushed` follows."""
+        """Commits the audio so far as an item; `FlushDone` follows."""
         item = self._request(received_samples, clear=False).item
         return [] if item is None else self._commit(item)
 
     def clear(self, received_samples: int) -> list[str]:
-        """What came so far is forgotten, but what is in items that are closed; `Flushed` follows."""
+        """Discards the audio so far, except in closed items; `FlushDone` follows."""
         if self._open is not None:
             self._open.discarded = True
         self._request(received_samples, clear=True)
@@ -261,20 +261,20 @@ class ItemTracker:
             item, self._open = self._open, None
             assert item is not None, "no audio came"
             item.end = received_samples
-        asked = BufferRequest(self.accepted_samples, received_samples, clear, item)
-        self._pending_requests.append(asked)
+        request = BufferRequest(self.accepted_samples, received_samples, clear, item)
+        self._pending_requests.append(request)
         self.accepted_samples = received_samples
-        return asked
+        return request
 
-    # --- what is told ---------------------------------------------------------------------------------
+    # --- server events --------------------------------------------------------------------------------
 
     def _add(self, start_samples: int) -> ConversationItem:
         self._open = ConversationItem(self._voice.item_id(), start_samples)
         self._open_items.append(self._open)
         return self._open
 
-    def _speech(self, what: str, item: ConversationItem, **when: int) -> str:
-        return self._voice.event(f"{BUFFER}.speech_{what}", item_id=item.id, **when)
+    def _speech(self, kind: str, item: ConversationItem, **when: int) -> str:
+        return self._voice.event(f"{BUFFER}.speech_{kind}", item_id=item.id, **when)
 
     def _words(self, item: ConversationItem, fixed: str) -> list[str]:
         delta = item.next_delta(fixed)
@@ -283,15 +283,15 @@ class ItemTracker:
         return [self._voice.event(f"{TRANSCRIPTION}.delta", item_id=item.id, content_index=0, delta=delta)]
 
     def _show(self, item: ConversationItem, text: str) -> list[str]:
-        """Not of an item that is closed: what is heard may be the next one's."""
-        shown = _joined(item.text, text)
-        if not self._partials or item is not self._open or item.discarded or shown == item.partial_text:
+        """Partial text of an open item; after a closed one, the text may belong to the next."""
+        whole = _joined(item.text, text)
+        if not self._partials or item is not self._open or item.discarded or whole == item.partial_text:
             return []
-        item.partial_text = shown
-        return [self._voice.event(f"{TRANSCRIPTION}.partial", item_id=item.id, content_index=0, transcript=shown)]
+        item.partial_text = whole
+        return [self._voice.event(f"{TRANSCRIPTION}.partial", item_id=item.id, content_index=0, transcript=whole)]
 
     def _commit(self, item: ConversationItem) -> list[str]:
-        before, self._last_id, item.committed = self._last_id, item.id, True
+        previous_id, self._last_id, item.committed = self._last_id, item.id, True
         content = {"type": "input_audio", "transcript": None}
         message = {
             "id": item.id,
@@ -303,9 +303,9 @@ class ItemTracker:
         }
         kinds = ["created"] if self._voice.beta else ["added", "done"]
         return [
-            self._voice.event(f"{BUFFER}.committed", item_id=item.id, previous_item_id=before),
+            self._voice.event(f"{BUFFER}.committed", item_id=item.id, previous_item_id=previous_id),
             *(
-                self._voice.event(f"conversation.item.{kind}", previous_item_id=before, item=message)
+                self._voice.event(f"conversation.item.{kind}", previous_item_id=previous_id, item=message)
                 for kind in kinds
             ),
         ]
@@ -314,7 +314,7 @@ class ItemTracker:
         if item.discarded:
             return []
         seconds = round(units.samples_to_s(item.end - item.start), 3)
-        heard = {} if self.spell is None else {"logprobs": token_logprobs(item.segments, self.spell)}
+        logprobs = {} if self.spell is None else {"logprobs": token_logprobs(item.segments, self.spell)}
         return [
             self._voice.event(
                 f"{TRANSCRIPTION}.completed",
@@ -322,7 +322,7 @@ class ItemTracker:
                 content_index=0,
                 transcript=item.transcribed,
                 usage={"type": "duration", "seconds": seconds},
-                **heard,
+                **logprobs,
             )
         ]
 
@@ -335,5 +335,5 @@ def _ms(position_samples: int) -> int:
     return units.samples_to_ms(position_samples)
 
 
-def _json(what: object) -> str:
-    return msgspec.json.encode(what).decode()
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,4 +1,4 @@
-"""OpenAI's speech: JSON to what is asked, sound to server-sent events.
+"""OpenAI's speech: JSON to request, audio to server-sent events.
 
 Source  the API reference of POST /v1/audio/speech, as openai 3.52 for Python sends it
 """
@@ -20,27 +20,26 @@ from asr_serve.units import samples_to_ms, samples_to_s
 PATH = "/v1/audio/speech"
 STREAMS = ("audio", "sse")
 PCM_RATE_HZ = 24_000
-"""Of pcm, which does not tell: OpenAI's. The others are at the voice's own rate unless asked."""
+"""Rate of pcm, which has no header: OpenAI's. Other formats have the voice's own rate unless requested."""
 RATES_HZ = (8_000, 16_000, 22_050, 24_000, 44_100, 48_000)
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
 MAX_SEMITONES = MOST_DB = 12.0
 MAX_SPEECH_SEED = (1 << 53) - 1
-"""The largest whole number that every JSON reader takes for what it is."""
+"""Largest integer that every JSON reader represents exactly."""
 MAX_LEXICON_WORDS = 1_000
-"""Of a lexicon."""
+"""Limit of the words in a lexicon."""
 MAX_LEXICON_WORD_CHARACTERS = 100
-"""In characters; and its phonemes."""
+"""Limit of a word, and of its phonemes, in characters."""
 TOKEN_MS = 50
-"""In `usage` an output token is so much sound."""
+"""Audio that counts as one output token in `usage`."""
 IGNORED_MEMBERS = ("instructions",)
-"""Fields that OpenAI's clients send and no voice here can follow: they are taken, and the answer says that nothing
-was done with them."""
+"""Members that OpenAI's clients send and no voice supports: accepted, and reported as ignored."""
 BODY_BYTES = 1 << 16
-"""What may be in a body beside the text, whose every character may be written in twelve bytes."""
+"""Limit of a body beside its text, whose characters take up to twelve bytes each."""
 
 
 class SpeechStyle(msgspec.Struct, frozen=True):
-    """How it is to be said."""
+    """Style of speech."""
 
     speed: float = 1.0
     pitch: float = 0.0
@@ -51,12 +50,12 @@ class SpeechStyle(msgspec.Struct, frozen=True):
     ssml: bool = False
     phonemes: bool = False
     lexicon: dict[str, str] = {}
-    """Word -> phonemes."""
+    """Phonemes of words."""
     watermark: bool = False
 
 
 class SpeechRequest(msgspec.Struct, frozen=True):
-    """What a request asks for. `model` and `voice` None: the server's own."""
+    """Request for speech. `model` and `voice` None: the server's own."""
 
     text: str
     model: str | None = None
@@ -67,16 +66,16 @@ class SpeechRequest(msgspec.Struct, frozen=True):
     sse: bool = False
     words: bool = False
     ignored: tuple[str, ...] = ()
-    """Fields that were sent and change nothing."""
+    """Members that were sent and have no effect."""
 
 
 def max_body_bytes(most_characters: int) -> int:
-    """The largest body there is any use in reading."""
+    """Size of the largest valid body."""
     return 12 * most_characters + BODY_BYTES
 
 
 def parse_speech_request(body: bytes, most_characters: int) -> SpeechRequest:
-    """Read a body. Raises MalformedRequest, OptionError, TextTooLong."""
+    """Parses a body. Raises MalformedRequest, OptionError, TextTooLong."""
     try:
         sent = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -91,9 +90,9 @@ def parse_speech_request(body: bytes, most_characters: int) -> SpeechRequest:
     members = JsonMembers(sent)
     text = members.pop("input")
     if not isinstance(text, str):
-        what = "is missing" if text is None else "is no text"
+        problem = "is missing" if text is None else "is no text"
         raise (MissingOption if text is None else OptionError)(
-            f"input {what}", "the text that is to be spoken", param="input"
+            f"input {problem}", "the text that is to be spoken", param="input"
         )
     if len(text) > most_characters:
         raise TextTooLong(
@@ -102,9 +101,9 @@ def parse_speech_request(body: bytes, most_characters: int) -> SpeechRequest:
             "send it in parts, or have max_characters raised",
             param="input",
         )
-    model, named = members.text("model"), parse_voice(members)
+    model, voice = members.text("model"), parse_voice(members)
     form, rate_hz = parse_format_and_rate(members, "response_format", "sample_rate")
-    manner = parse_style(members)
+    style = parse_style(members)
     sse = members.choice("stream_format", STREAMS) == "sse"
     words = members.flag("words")
     if words and not sse:
@@ -116,27 +115,27 @@ def parse_speech_request(body: bytes, most_characters: int) -> SpeechRequest:
         )
     ignored = tuple(name for name in IGNORED_MEMBERS if members.text(name) is not None)
     members.reject_unknown()
-    return SpeechRequest(text, model, named, form, rate_hz, manner, sse, words, ignored)
+    return SpeechRequest(text, model, voice, form, rate_hz, style, sse, words, ignored)
 
 
 def parse_voice(members: JsonMembers) -> str | None:
-    """A name, or OpenAI's object of a voice that somebody made: {"id": name}."""
+    """Name of a voice: text, or OpenAI's object for a custom voice, {"id": name}."""
     value, name = members.pop("voice"), members.name("voice")
     if value is None or isinstance(value, str):
         return value or None
     if not isinstance(value, dict):
         raise OptionError(f"{name} is {quote_for_message(str(value))}", 'a name, or {"id": name}', param=name)
-    made = JsonMembers(value, name)
-    found = made.text("id")
-    made.reject_unknown()
-    return found
+    custom = JsonMembers(value, name)
+    voice = custom.text("id")
+    custom.reject_unknown()
+    return voice
 
 
 def parse_format_and_rate(
-    members: JsonMembers, form: str, rate: str, usual: str = "mp3"
+    members: JsonMembers, form: str, rate: str, default: str = "mp3"
 ) -> tuple[str, int | None]:
-    """By the names that they have there; `usual` is the format where none is asked for."""
-    found = members.choice(form, FORMATS) or usual
+    """Audio format and rate. `form`, `rate`: names of their members; `default`: default format."""
+    chosen = members.choice(form, FORMATS) or default
     rate_hz = members.pop(rate)
     if rate_hz is not None and (isinstance(rate_hz, bool) or rate_hz not in RATES_HZ):
         raise OptionError(
@@ -144,11 +143,11 @@ def parse_format_and_rate(
             f"one of: {', '.join(map(str, RATES_HZ))}",
             param=members.name(rate),
         )
-    return found, rate_hz
+    return chosen, rate_hz
 
 
 def parse_style(members: JsonMembers) -> SpeechStyle:
-    """The members that a request and a session have both."""
+    """Style, from the members that requests and sessions share."""
     ssml, phonemes = members.flag("ssml"), members.flag("phonemes")
     if ssml and phonemes:
         raise OptionError(
@@ -173,14 +172,14 @@ def _lexicon(members: JsonMembers) -> dict[str, str]:
     sent, name = members.pop("lexicon"), members.name("lexicon")
     if sent is None:
         return {}
-    fitting = f"an object of up to {MAX_LEXICON_WORDS} words, each with its phonemes"
+    allowed = f"an object of up to {MAX_LEXICON_WORDS} words, each with its phonemes"
     if not isinstance(sent, dict):
-        raise OptionError(f"{name} is no object", fitting, param=name)
+        raise OptionError(f"{name} is no object", allowed, param=name)
     if len(sent) > MAX_LEXICON_WORDS:
-        raise OptionError(f"{name} has {len(sent)} words", fitting, param=name)
+        raise OptionError(f"{name} has {len(sent)} words", allowed, param=name)
     for word, phonemes in sent.items():
-        good = isinstance(phonemes, str) and phonemes.strip() and word.strip()
-        if not good or max(len(word), len(phonemes)) > MAX_LEXICON_WORD_CHARACTERS:
+        valid = isinstance(phonemes, str) and phonemes.strip() and word.strip()
+        if not valid or max(len(word), len(phonemes)) > MAX_LEXICON_WORD_CHARACTERS:
             raise OptionError(
                 f"{name}[{quote_for_message(word)}] is {quote_for_message(str(phonemes))}",
                 f"phonemes, and a word, of 1 to {MAX_LEXICON_WORD_CHARACTERS} characters",
@@ -189,11 +188,11 @@ def _lexicon(members: JsonMembers) -> dict[str, str]:
     return sent
 
 
-# --- what is answered -------------------------------------------------------------------------------------
+# --- responses --------------------------------------------------------------------------------------------
 
 
 class SpeechUsage(msgspec.Struct, frozen=True):
-    """`input_tokens` are characters, `output_tokens` so many times 50 ms of sound."""
+    """Usage: `input_tokens` are characters, `output_tokens` units of 50 ms of audio."""
 
     input_tokens: int
     output_tokens: int
@@ -202,13 +201,13 @@ class SpeechUsage(msgspec.Struct, frozen=True):
 
 
 class SpeechDelta(msgspec.Struct, frozen=True, tag_field="type", tag="speech.audio.delta"):
-    """Base64. All of them, decoded and one behind the other, are the file."""
+    """Audio in base64. All deltas, decoded and joined, are the file."""
 
     audio: str
 
 
 class SpeechWord(msgspec.Struct, frozen=True):
-    """Seconds since the first sample."""
+    """Word, with times in seconds since the first sample."""
 
     word: str
     start: float
@@ -216,24 +215,24 @@ class SpeechWord(msgspec.Struct, frozen=True):
 
 
 class SpeechWords(msgspec.Struct, frozen=True, tag_field="type", tag="speech.audio.words"):
-    """Ours: of a sentence, before its sound."""
+    """Words of a sentence, sent before its audio. Ours."""
 
     words: tuple[SpeechWord, ...]
 
 
 class VoiceEntry(msgspec.Struct, frozen=True):
     id: str
-    """What `voice` may say."""
+    """Value for `voice`."""
     name: str
     model: str
     default: bool
-    """Of its model: it speaks where no voice is asked for."""
+    """Whether its model uses it when no voice is requested."""
     cloned: bool
-    """From somebody's recordings: see /v1/voices."""
+    """Whether it was cloned from recordings: see /v1/voices."""
 
 
 class VoiceList(msgspec.Struct, frozen=True):
-    """Of the models that are loaded."""
+    """Voices of the loaded models."""
 
     voices: list[VoiceEntry]
 
@@ -246,12 +245,12 @@ def encode_audio_delta(audio: bytes) -> bytes:
     return server_sent_event(SpeechDelta(base64.b64encode(audio).decode()))
 
 
-def encode_words(found: Iterable[SpeechWord]) -> bytes:
-    return server_sent_event(SpeechWords(tuple(found)))
+def encode_words(words: Iterable[SpeechWord]) -> bytes:
+    return server_sent_event(SpeechWords(tuple(words)))
 
 
 def speech_usage(characters: int, samples: int, rate_hz: int) -> SpeechUsage:
-    """`samples` at `rate_hz`: of what was said."""
+    """Usage of a text of `characters` and its audio, `samples` at `rate_hz`."""
     tokens = -(-samples_to_ms(samples, rate_hz) // TOKEN_MS)
     return SpeechUsage(characters, tokens, characters + tokens, samples_to_s(samples, rate_hz))
 

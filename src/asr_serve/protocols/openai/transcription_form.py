@@ -1,4 +1,4 @@
-"""OpenAI's transcriptions and translations: a form to what is asked.
+"""OpenAI's transcriptions and translations: form to request.
 
 Source  the API reference of POST /v1/audio/transcriptions, as openai 3.52 for Python sends and reads it
 """
@@ -33,17 +33,17 @@ RESPONSE_FORMATS = {
     "ctm": "text/plain; charset=utf-8",
     "textgrid": "text/plain; charset=utf-8",
 }
-"""response_format -> the type of the answer."""
+"""Media type of the response, by response_format."""
 TRANSLATION_FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
-"""Those of translations, whose words and speakers nobody tells."""
+"""Formats of translations, which have no words and no speakers."""
 STREAMED_FORMATS = ("json", "text", "verbose_json", DIARIZED_JSON)
-"""Formats whose segments can go out one after another; the others are of one piece."""
+"""Formats whose segments can be sent one by one; the others are sent whole."""
 FORMATS_WITH_SPEAKERS = (DIARIZED_JSON, "rttm")
-"""Formats that tell who speaks, always."""
+"""Formats that always have speakers."""
 FORMATS_OF_WORDS = ("karaoke", "ctm", "textgrid")
-"""Formats of words, always."""
+"""Formats that always have words."""
 FORMATS_WITH_WORDS = ("verbose_json", "srt", "vtt", "jsonl", *FORMATS_OF_WORDS)
-"""Formats that have a place for words."""
+"""Formats that can have words."""
 GRANULARITIES = "timestamp_granularities[]"
 
 TRANSCRIPTION_FIELDS = (
@@ -71,11 +71,11 @@ TRANSLATION_FIELDS = (
     "hotwords",  # FunASR's
     *("beam", "long_form", *chunking_strategy.SEGMENTATION_FIELDS),  # ours
 )
-"""The same of a translation."""
+"""Every field of a translation but the file."""
 
 
 class TranscriptionRequest(msgspec.Struct, frozen=True):
-    """What a form asks for. `model` None: the server's own."""
+    """Request of a form. `model` None: the server's own."""
 
     model: str | None
     options: TranscribeOptions
@@ -83,13 +83,13 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
     stream: bool = False
     logprobs: bool = False
     granularities: tuple[str, ...] = ()
-    """Whose times are asked for by name."""
+    """Requested granularities of times: segment, word."""
     keywords: bool = False
-    """Hot words came under OpenAI's name."""
+    """Whether hot words came under OpenAI's name."""
 
     @property
     def option_to_field(self) -> dict[str, str]:
-        """Options to the fields that ask for them, where these have other names."""
+        """Options to the fields that set them, where the names differ."""
         params = {"speakers": "spk", "words": GRANULARITIES, "known_speakers": known_speakers.REFERENCES_FIELD}
         return params | {"hotwords": "keywords[]"} if self.keywords else params
 
@@ -97,10 +97,10 @@ class TranscriptionRequest(msgspec.Struct, frozen=True):
 def parse_transcription_form(
     sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MAX_BEAMS
 ) -> TranscriptionRequest:
-    """Read a form. While it is not `complete`, what only a later field can put right is let pass. `max_beam`: the
-    most that one caller may ask for.
+    """Parses a form. While it is not `complete`, errors that a later field can correct are passed over.
+    `max_beam`: limit for one request.
 
-    Raises OptionError, UnsupportedOption for what is known and not honoured.
+    Raises OptionError; UnsupportedOption for a known option that is not supported.
     """
     fields = FormFields(sent, TRANSCRIPTION_FIELDS)
     form = fields.choice("response_format", list(RESPONSE_FORMATS)) or "json"
@@ -128,7 +128,7 @@ def parse_transcription_form(
 def parse_translation_form(
     sent: Mapping[str, Sequence[str]], *, complete: bool, max_beam: int = MAX_BEAMS
 ) -> TranscriptionRequest:
-    """Read the form of POST /v1/audio/translations. See `ask`."""
+    """Parses the form of POST /v1/audio/translations. See `parse_transcription_form`."""
     fields = FormFields(sent, TRANSLATION_FIELDS)
     form = fields.choice("response_format", list(TRANSLATION_FORMATS)) or "json"
     options = msgspec.structs.replace(_options(fields, complete, max_beam), task="translate")
@@ -136,13 +136,13 @@ def parse_translation_form(
 
 
 def _speakers(fields: FormFields, form: str, complete: bool) -> dict[str, Any]:
-    found = recognition_fields.parse_speaker_options(
+    options = recognition_fields.parse_speaker_options(
         fields, complete=complete, implied=form in FORMATS_WITH_SPEAKERS
     )
-    those = known_speakers.parse_known_speakers(fields, complete=complete)
-    if found:
-        return {**found, "known_speakers": those}
-    if those and complete:
+    known = known_speakers.parse_known_speakers(fields, complete=complete)
+    if options:
+        return {**options, "known_speakers": known}
+    if known and complete:
         raise OptionError(
             f"{known_speakers.NAMES_FIELD} came, and nobody asked who speaks",
             f"with response_format={DIARIZED_JSON}, or spk=true",
@@ -153,7 +153,7 @@ def _speakers(fields: FormFields, form: str, complete: bool) -> dict[str, Any]:
 
 
 def _words(form: str, granularities: Sequence[str]) -> bool:
-    """FunASR's clients read words of `verbose_json` without asking."""
+    """Whether words are requested. FunASR's clients expect those of `verbose_json` without a request."""
     return "word" in granularities or form in FORMATS_OF_WORDS or (form == "verbose_json" and not granularities)
 
 
@@ -176,13 +176,13 @@ def _expect_together(fields: FormFields, form: str, stream: bool, granularities:
             "ask for response_format=verbose_json",
             param=GRANULARITIES,
         )
-    wanted = "spk" if fields.flag("spk") else next((name for name in SPEAKER_COUNT_FIELDS if name in fields), "")
-    if wanted and (form == "json" or (form == "text" and stream)):
+    field = "spk" if fields.flag("spk") else next((name for name in SPEAKER_COUNT_FIELDS if name in fields), "")
+    if field and (form == "json" or (form == "text" and stream)):
         raise OptionError(
-            f"{wanted}={fields.text(wanted)} with {'a stream of ' if stream else ''}response_format={form}",
+            f"{field}={fields.text(field)} with {'a stream of ' if stream else ''}response_format={form}",
             "one that has a place for who speaks",
             f"ask for verbose_json, {DIARIZED_JSON} or vtt",
-            param=wanted,
+            param=field,
         )
 
 
@@ -200,15 +200,15 @@ def _options(fields: FormFields, complete: bool, max_beam: int) -> TranscribeOpt
     )
 
 
-def _beam(fields: FormFields, most: int) -> int:
+def _beam(fields: FormFields, cap: int) -> int:
     beam = fields.integer("beam", 1, MAX_BEAMS) or 1
-    if beam > most:
-        raise OptionError(f"beam={beam}", f"up to {most} on this server", "see its setting max_beam", param="beam")
+    if beam > cap:
+        raise OptionError(f"beam={beam}", f"up to {cap} on this server", "see its setting max_beam", param="beam")
     return beam
 
 
 def _hotwords(fields: FormFields) -> tuple[str, ...]:
-    """Under FunASR's name and vLLM's, or under OpenAI's."""
+    """Hot words, under FunASR's and vLLM's name or under OpenAI's."""
     hotwords, keywords = recognition_fields.parse_hotwords(fields), tuple(fields.repeated("keywords[]"))
     if hotwords and keywords:
         raise OptionError("keywords[] came beside hotwords", "one of them is allowed", param="keywords[]")
@@ -221,16 +221,16 @@ def _long_form(fields: FormFields) -> LongForm:
 
 
 def _language(fields: FormFields) -> str | None:
-    language, several = fields.language("language"), fields.repeated("languages[]")
-    if not several:
+    language, languages = fields.language("language"), fields.repeated("languages[]")
+    if not languages:
         return language
     if language is not None:
         raise OptionError("language came beside languages[]", "one of them is allowed", param="languages[]")
-    if len(several) > 1:
+    if len(languages) > 1:
         raise UnsupportedOption(
             "several languages[] came",
             "one, or none: then a model that knows several hears which it is",
             "name one",
             param="languages[]",
         )
-    return FormFields({"languages[]": several}, ["languages[]"]).language("languages[]")
+    return FormFields({"languages[]": languages}, ["languages[]"]).language("languages[]")

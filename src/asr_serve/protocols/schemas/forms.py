@@ -1,4 +1,4 @@
-"""JSON schemas of the forms about recordings, for the OpenAPI document."""
+"""JSON schemas of transcription forms, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -201,20 +201,20 @@ def _language() -> Schema:
     }
 
 
-def _hotwords(whose: str = "") -> Schema:
+def _hotwords(origin: str = "") -> Schema:
     return {
         **_TEXT,
         "maxLength": recognition_fields.MAX_HOTWORDS_CHARACTERS,
-        "description": f"{whose}Words that may come, with commas between them, each with its weight where it has "
+        "description": f"{origin}Words that may come, with commas between them, each with its weight where it has "
         "one.",
         "examples": ["Beckett,Godot:2"],
     }
 
 
-def _speakers(whose: str = "") -> dict[str, Schema]:
+def _speakers(origin: str = "") -> dict[str, Schema]:
     number = {**_WHOLE, "minimum": 1, "maximum": MAX_SPEAKERS}
     return {
-        "spk": {"type": "boolean", "default": False, "description": f"{whose}Tell who speaks."},
+        "spk": {"type": "boolean", "default": False, "description": f"{origin}Tell who speaks."},
         "num_speakers": {
             **number,
             "description": "Ours. How many there are, if that is known; asks who speaks, as spk does.",

@@ -1,4 +1,4 @@
-"""JSON schemas of answers, for the OpenAPI document."""
+"""JSON schemas of transcription responses, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHOLE: Schema = {"type": "integer"}
 
 def response_components() -> dict[str, Schema]:
     """Schemas that others refer to, by name."""
-    _, found = msgspec.json.schema_components(
+    _, schemas = msgspec.json.schema_components(
         (
             transcription_response.Transcription,
             transcription_response.Diarized,
@@ -32,7 +32,7 @@ def response_components() -> dict[str, Schema]:
         ),
         ref_template="#/components/schemas/{name}",
     )
-    return {**found, "VerboseTranscription": _verbose()}
+    return {**schemas, "VerboseTranscription": _verbose()}
 
 
 def ref(name: str) -> Schema:
@@ -40,15 +40,15 @@ def ref(name: str) -> Schema:
 
 
 def transcription_event_schema() -> Schema:
-    """One event of a stream."""
-    failed = {"type": "object", "properties": {"type": {"enum": ["error"]}, "error": ref("Problem")}}
+    """Schema of one event of a stream."""
+    error = {"type": "object", "properties": {"type": {"enum": ["error"]}, "error": ref("Problem")}}
     data = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {
             "anyOf": [
                 *map(ref, ("TextDelta", "DiarizedSegment", "TextDone")),
-                {**failed, "required": ["type", "error"]},
+                {**error, "required": ["type", "error"]},
             ]
         },
     }
@@ -72,7 +72,7 @@ def _verbose() -> Schema:
         },
     }
     words: Schema = {"type": "array", "items": ref("TimedWord")}
-    ours: dict[str, Schema] = {
+    extensions: dict[str, Schema] = {
         "words": {**words, "description": "Unless `segment` alone was asked for."},
         "speaker": {**_TEXT, "description": "With `spk`: SPK0, SPK1 and so on by who spoke first."},
         "spoken": {**_TEXT, "description": "With `itn`: the text as it was said, where it is written otherwise."},
@@ -84,7 +84,7 @@ def _verbose() -> Schema:
         "text": _TEXT,
         "segments": {
             "type": "array",
-            "items": {"type": "object", "properties": segment | ours, "required": list(segment)},
+            "items": {"type": "object", "properties": segment | extensions, "required": list(segment)},
         },
         "usage": ref("Usage"),
     }

@@ -1,4 +1,4 @@
-"""JSON schemas of what is asked to be spoken and of what is answered, for the OpenAPI document."""
+"""JSON schemas of speech requests and responses, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _TEXT: Schema = {"type": ["string", "null"]}
 def speech_components() -> dict[str, Schema]:
     """Schemas that others refer to, by name."""
     kinds = (speech.SpeechDelta, speech.SpeechWords, speech.SpeechDone, speech.VoiceList)
-    _, found = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    return found
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    return schemas
 
 
 def speech_body_schema(most_characters: int) -> Schema:
-    """Of POST /v1/audio/speech."""
+    """Schema of the body of POST /v1/audio/speech."""
     flag: Schema = {"type": ["boolean", "null"], "default": False}
     word: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_LEXICON_WORD_CHARACTERS, "pattern": r"\S"}
     return {
@@ -99,10 +99,10 @@ def speech_body_schema(most_characters: int) -> Schema:
 
 
 def speech_response_content() -> dict[str, Any]:
-    """Content type -> schema, of what comes back."""
-    sound = {"type": "string", "format": "binary"}
+    """Schemas of the response, by content type."""
+    audio = {"type": "string", "format": "binary"}
     return {
-        **{content_type(form): {"schema": sound} for form in FORMATS},
+        **{content_type(form): {"schema": audio} for form in FORMATS},
         "text/event-stream": {
             "itemSchema": _server_sent(),
             "example": 'data: {"type":"speech.audio.delta","audio":"SUQzAwAAAAAA..."}\n\n'
@@ -113,8 +113,8 @@ def speech_response_content() -> dict[str, Any]:
 
 
 def _server_sent() -> Schema:
-    failed = {"type": "object", "properties": {"type": {"enum": ["error"]}, "error": ref("Problem")}}
-    events = [ref("SpeechDelta"), ref("SpeechWords"), ref("SpeechDone"), {**failed, "required": ["type", "error"]}]
+    error = {"type": "object", "properties": {"type": {"enum": ["error"]}, "error": ref("Problem")}}
+    events = [ref("SpeechDelta"), ref("SpeechWords"), ref("SpeechDone"), {**error, "required": ["type", "error"]}]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": events}}
     return {
         "type": "object",
@@ -123,15 +123,15 @@ def _server_sent() -> Schema:
     }
 
 
-def _choice(values: tuple[str, ...], usual: str) -> Schema:
-    return {"type": ["string", "null"], "enum": [*values, None], "default": usual}
+def _choice(values: tuple[str, ...], default: str) -> Schema:
+    return {"type": ["string", "null"], "enum": [*values, None], "default": default}
 
 
-def _number(low: float, high: float, usual: float, description: str) -> Schema:
+def _number(low: float, high: float, default: float, description: str) -> Schema:
     return {
         "type": ["number", "null"],
         "minimum": low,
         "maximum": high,
-        "default": usual,
+        "default": default,
         "description": description,
     }

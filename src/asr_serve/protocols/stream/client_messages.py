@@ -1,4 +1,4 @@
-"""What a client of /v1/stream asks for: its query to options, its texts to commands. No sockets, no HTTP."""
+"""Client messages of /v1/stream: query to options, texts to commands. No sockets, no HTTP."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ QUERY = (
 )
 RESUME = ("session", "after", "api_key")
 START = "start"
-"""With this in its query, a WebSocket's first message says what is asked for besides."""
+"""Query field with which the first message of a WebSocket has further options."""
 MAX_START_CHARACTERS = MAX_HOTWORDS_CHARACTERS + MAX_PROMPT_CHARACTERS + 65_536
-"""Of that message: ten thousand hot words do not fit in an address."""
+"""Limit of that message: ten thousand hot words do not fit in a URL."""
 SILENCE = "silence"
 PACKETS = "opus"
-"""The encoding that needs its packets kept apart, as WebSockets do and bodies do not."""
+"""Encoding whose packets must stay separate, as in WebSocket messages, not in HTTP bodies."""
 MAX_EVENT_NUMBER = 10**12
 MAX_ID_CHARACTERS = 200
 MAX_MESSAGE_CHARACTERS = 4_096
-"""Of a command."""
+"""Limit of a command."""
 EXAMPLE = 'like {"type":"start","hotwords":["Ada","Babbage:2"]}'
 COMMANDS = ("flush", "end")
 
 
 class NewSessionRequest(msgspec.Struct, frozen=True):
-    """A new session."""
+    """Request for a new session."""
 
     model: str | None
     encoding: str
@@ -51,15 +51,15 @@ class NewSessionRequest(msgspec.Struct, frozen=True):
 
 
 class StreamResume(msgspec.Struct, frozen=True):
-    """To go on with a session."""
+    """Request to resume a session."""
 
     session_id: str
     after: int
-    """The last numbered event that its client has; 0 for none."""
+    """Number of the last event that the client has; 0 for none."""
 
 
 def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSessionRequest | StreamResume:
-    """Read a query. `packets`: whether the transport keeps them apart. Raises OptionError."""
+    """Parses a query. `packets`: whether the transport keeps packets separate. Raises OptionError."""
     fields = FormFields(query, QUERY)
     if START in fields and not packets:
         raise OptionError("start over HTTP", "a body is audio only", "use the WebSocket", param=START)
@@ -103,7 +103,7 @@ def parse_query(query: Mapping[str, Sequence[str]], *, packets: bool) -> NewSess
 
 
 def expects_start_message(query: Mapping[str, Sequence[str]]) -> bool:
-    """Whether the first message of this WebSocket tells what is asked for. Raises OptionError."""
+    """Whether the first message of this WebSocket has further options. Raises OptionError."""
     if not (FormFields({START: query.get(START, ())}, QUERY).flag(START) or False):
         return False
     if "session" in query:
@@ -114,7 +114,7 @@ def expects_start_message(query: Mapping[str, Sequence[str]]) -> bool:
 
 
 def merge_start_message(query: Mapping[str, Sequence[str]], text: str) -> dict[str, Sequence[str]]:
-    """The query, with what the first message says. Raises MalformedRequest, OptionError."""
+    """Query with the options of the first message added. Raises MalformedRequest, OptionError."""
     if len(text) > MAX_START_CHARACTERS:
         raise MalformedRequest(
             f"a start of {len(text)} characters came", f"up to {MAX_START_CHARACTERS} are allowed"
@@ -125,7 +125,7 @@ def merge_start_message(query: Mapping[str, Sequence[str]], text: str) -> dict[s
         raise MalformedRequest(f"a start came that cannot be read: {error}", EXAMPLE) from None
     if sent.pop("type", None) != START:
         raise MalformedRequest("with start=true the first message was no start", EXAMPLE)
-    found = dict(query)
+    merged = dict(query)
     for name, value in sent.items():
         if name in RESUME or name == START:
             raise OptionError(
@@ -139,8 +139,8 @@ def merge_start_message(query: Mapping[str, Sequence[str]], text: str) -> dict[s
             raise OptionError(
                 f"{quote_for_message(name)} is a list", "hotwords may be one", param=quote_for_message(name)
             )
-        found[name] = [_as_field(value)]
-    return found
+        merged[name] = [_as_field(value)]
+    return merged
 
 
 def _as_field(value: str | float | list[str]) -> str:
@@ -180,7 +180,7 @@ class FlushCommand(msgspec.Struct, frozen=True):
 
 
 class EndCommand(msgspec.Struct, frozen=True):
-    """No more audio will come."""
+    """Ends the audio."""
 
 
 class _CommandMessage(msgspec.Struct, frozen=True):
@@ -189,7 +189,7 @@ class _CommandMessage(msgspec.Struct, frozen=True):
 
 
 def parse_command(text: str | bytes) -> FlushCommand | EndCommand:
-    """Read a text message. Raises MalformedRequest, UnknownCommand; OptionError for a flush's id."""
+    """Parses a text message. Raises MalformedRequest, UnknownCommand; OptionError for a flush's id."""
     sent = _read(text)
     match sent.type:
         case "flush":
@@ -204,7 +204,7 @@ def parse_command(text: str | bytes) -> FlushCommand | EndCommand:
 
 
 def parse_flush_body(body: bytes) -> FlushCommand:
-    """Read the body of a request to flush; it may be empty. Raises MalformedRequest, OptionError."""
+    """Parses the body of a request to flush; it may be empty. Raises MalformedRequest, OptionError."""
     return _flush(_read(body) if body else _CommandMessage())
 
 

@@ -1,4 +1,4 @@
-"""What a client of /v1/stream is told. Both transports say the same, WebSocket and server-sent events."""
+"""Server events of /v1/stream, the same over both transports: WebSocket and server-sent events."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asr_serve.pipelines.live import events
 from asr_serve.units import samples_to_s
 
 MAX_SEGMENT_SPEAKERS = 1_000
-"""Segments in one Speakers: what is sent again to a client that comes back must fit into a session's log."""
+"""Segments in one SpeakersEvent: events that are sent again after a resume must fit into a session's log."""
 
 
 class EncodedEvent(NamedTuple):
-    """One event, as it goes over the wire. `seq` None: it is not numbered, and not sent again."""
+    """Event as it is sent. `seq` None: it is not numbered, and not sent again."""
 
     type: str
     seq: int | None
@@ -24,13 +24,13 @@ class EncodedEvent(NamedTuple):
 
     @property
     def sse(self) -> bytes:
-        """As a server-sent event."""
+        """Encoding as a server-sent event."""
         number = b"" if self.seq is None else b"id: %d\n" % self.seq
         return b"event: %s\n%sdata: %s\n\n" % (self.type.encode(), number, self.json)
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Times `*_s` are seconds since the session's first sample, each a whole number of samples at 16 kHz."""
+    """Base of events. Times `*_s` are seconds since the session's first sample, in whole samples at 16 kHz."""
 
     @property
     def type(self) -> str:
@@ -41,7 +41,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class SessionEvent(StreamEvent, frozen=True, tag="session"):
-    """The first of every connection."""
+    """First event of every connection."""
 
     session_id: str
     resumed: bool
@@ -55,8 +55,8 @@ class SessionEvent(StreamEvent, frozen=True, tag="session"):
 
 
 class PartialEvent(StreamEvent, frozen=True, tag="partial"):
-    """What is known beyond segments and locked text; it replaces the one before. The open segment begins at
-    `start_s`, and audio up to `end_s` has been heard."""
+    """Text beyond segments and locked text; it replaces the one before. The open segment begins at `start_s`, and
+    audio up to `end_s` has been recognized."""
 
     start_s: float
     end_s: float
@@ -64,7 +64,7 @@ class PartialEvent(StreamEvent, frozen=True, tag="partial"):
 
 
 class AckEvent(StreamEvent, frozen=True, tag="ack"):
-    """So much audio was taken: none of it need be kept for a resume."""
+    """Audio received so far, which the client need not keep for a resume."""
 
     received_bytes: int
     received_s: float
@@ -78,7 +78,7 @@ class StreamErrorEvent(StreamEvent, frozen=True, omit_defaults=True, tag="error"
 
 
 class NumberedEvent(StreamEvent, frozen=True, kw_only=True):
-    """Each is told once, in order, and again after a resume."""
+    """Base of numbered events: sent once, in order, and again after a resume."""
 
     seq: int = 0
 
@@ -87,7 +87,7 @@ class NumberedEvent(StreamEvent, frozen=True, kw_only=True):
 
 
 class LockedTextEvent(NumberedEvent, frozen=True, kw_only=True, tag="locked"):
-    """Text that the open segment will keep, behind what was locked of it before. Its words were spoken between
+    """Text that the open segment will keep, after what was locked of it before. Its words were spoken between
     `start_s`, where the segment begins, and `end_s`."""
 
     start_s: float
@@ -96,7 +96,7 @@ class LockedTextEvent(NumberedEvent, frozen=True, kw_only=True, tag="locked"):
 
 
 class StreamWord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A word, or a character of a script without spaces."""
+    """Word, or character of a script without spaces."""
 
     text: str
     start_s: float
@@ -104,39 +104,39 @@ class StreamWord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     confidence: float
     """0 to 1."""
     speaker: str | None = None
-    """Where it is another than the segment's."""
+    """Speaker, if not the segment's."""
     spoken: str | None = None
-    """The words that were said for it, where it was written in another form."""
+    """Spoken form, where the written form differs."""
 
 
 class SegmentEvent(NumberedEvent, frozen=True, kw_only=True, omit_defaults=True, tag="segment"):
-    """Its text begins with all that was locked since the segment before; its `spoken` does, where it has one.
-    Where the speaker changes several end at once, and the texts of all begin so together."""
+    """Final segment. Its text, or `spoken` if it has one, begins with all text locked since the segment before.
+    Where the speaker changes, several end at once, and their joined texts begin with it."""
 
     index: int
     start_s: float
     end_s: float
     text: str
     speaker: str | None = None
-    """As far as that is known by then: see Speakers."""
+    """Speaker as far as known by then: see SpeakersEvent."""
     spoken: str | None = None
-    """The text as it was said, where it was written in another form."""
+    """Spoken form of the text, where the written form differs."""
     words: list[StreamWord] | None = None
     language: str | None = None
-    """That it was heard in, where the audio was asked: nobody has said which, and the model knows several."""
+    """Detected language, if none was requested and the model knows several."""
     language_probability: float | None = None
-    """How probable that is, 0 to 1."""
+    """Probability of `language`, 0 to 1."""
 
 
 class SegmentSpeaker(msgspec.Struct, frozen=True, kw_only=True):
     index: int
-    """Of a segment."""
+    """Index of a segment."""
     speaker: str
 
 
 class SpeakersEvent(NumberedEvent, frozen=True, kw_only=True, tag="speakers"):
-    """Segments that somebody else said than they told, as the whole session shows. At its end, where speakers
-    were wanted; more than MOST_SAID_BY of them come in several of these."""
+    """Segments whose speaker was revised by the whole session. Sent at its end if speakers were requested; more
+    than MAX_SEGMENT_SPEAKERS of them come in several events."""
 
     segments: list[SegmentSpeaker]
 
@@ -154,28 +154,28 @@ class StreamTurnEvent(NumberedEvent, frozen=True, kw_only=True, tag="turn"):
 
 
 class EndEvent(NumberedEvent, frozen=True, kw_only=True, tag="end"):
-    """Nothing follows."""
+    """Last event."""
 
     duration_s: float
     segments: int
 
 
 def stream_error(code: str, message: str, retry_after_ms: int | None = None, param: str | None = None) -> str:
-    """Something was refused or has failed. What `message` says: what came, what is allowed, what to do."""
-    told = StreamErrorEvent(code=code, message=message, retry_after_ms=retry_after_ms, param=param)
-    return msgspec.json.encode(told).decode()
+    """Error event of a refusal or failure. `message` says what came, what is allowed, what to do."""
+    event = StreamErrorEvent(code=code, message=message, retry_after_ms=retry_after_ms, param=param)
+    return msgspec.json.encode(event).decode()
 
 
 class StreamEventEncoder:
-    """A caller's events in the words of this protocol. `seq` is given elsewhere."""
+    """Encoder of live events as events of this protocol. `seq` is assigned elsewhere."""
 
     def __init__(self, *, words: bool = False) -> None:
-        """`words`: whether segments tell theirs."""
+        """`words`: whether segments have words."""
         self._words = words
         self._locked = ""
         self._segments = 0
         self._segment_speakers: list[str] = []
-        """Of every segment, the speaker that was told."""
+        """Speaker that was sent with each segment."""
 
     def encode_events(self, event: events.LiveEvent) -> Iterator[NumberedEvent | PartialEvent]:
         match event:
@@ -212,16 +212,16 @@ class StreamEventEncoder:
         )
 
     def _speakers(self, speakers: Sequence[str]) -> Iterator[SpeakersEvent]:
-        told = zip(self._segment_speakers, speakers, strict=True)
-        others = [SegmentSpeaker(index=i, speaker=now) for i, (before, now) in enumerate(told) if now != before]
-        for at in range(0, len(others) or 1, MAX_SEGMENT_SPEAKERS):
-            yield SpeakersEvent(segments=others[at : at + MAX_SEGMENT_SPEAKERS])
+        pairs = zip(self._segment_speakers, speakers, strict=True)
+        revised = [SegmentSpeaker(index=i, speaker=now) for i, (before, now) in enumerate(pairs) if now != before]
+        for start in range(0, len(revised) or 1, MAX_SEGMENT_SPEAKERS):
+            yield SpeakersEvent(segments=revised[start : start + MAX_SEGMENT_SPEAKERS])
 
     def _partial(self, event: events.LivePartial) -> Iterator[NumberedEvent | PartialEvent]:
         start_s, end_s = samples_to_s(event.start_samples), samples_to_s(event.heard_samples)
         if len(event.locked_text) > len(self._locked):
-            spoken_s = samples_to_s(event.locked_samples)
-            yield LockedTextEvent(start_s=start_s, end_s=spoken_s, text=event.locked_text[len(self._locked) :])
+            locked_s = samples_to_s(event.locked_samples)
+            yield LockedTextEvent(start_s=start_s, end_s=locked_s, text=event.locked_text[len(self._locked) :])
             self._locked = event.locked_text
         yield PartialEvent(start_s=start_s, end_s=end_s, text=event.tentative_text)
 

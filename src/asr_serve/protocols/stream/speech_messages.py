@@ -1,4 +1,4 @@
-"""Text in, sound out, over one WebSocket: what a client sends, and what it is told. Sound is binary."""
+"""Messages of synthesis over a WebSocket: text in, audio out as binary messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from asr_serve.types import suggest_name
 PATH = "/v1/audio/speech/stream"
 COMMANDS = ("start", "text", "flush", "end", "cancel")
 MAX_SPEECH_MESSAGE_CHARACTERS = 1 << 18
-"""Of a message: a lexicon is the longest thing there is in one."""
+"""Limit of a message; a lexicon is its longest possible part."""
 MAX_TEXT_CHARACTERS = 1 << 16
-"""Of a message's text, in characters."""
+"""Limit of the text in a message."""
 MAX_FLUSH_ID_CHARACTERS = 200
 
 
 class StartSpeech(msgspec.Struct, frozen=True):
-    """A speech begins."""
+    """Starts a speech."""
 
     model: str | None = None
     voice: str | None = None
@@ -42,30 +42,30 @@ class StartSpeech(msgspec.Struct, frozen=True):
 
 
 class AppendText(msgspec.Struct, frozen=True):
-    """More of it, cut anywhere."""
+    """Appends text, cut anywhere."""
 
     text: str
 
 
 class FlushSpeech(msgspec.Struct, frozen=True):
-    """What came so far is to be said as it is."""
+    """Speaks the text so far as it is."""
 
     id: str
 
 
 class EndSpeech(msgspec.Struct, frozen=True):
-    """No more text will come for this speech."""
+    """Ends the text of this speech."""
 
 
 class CancelSpeech(msgspec.Struct, frozen=True):
-    """Stop at once: somebody speaks between."""
+    """Ends the speech at once: somebody interrupts."""
 
 
 SpeechCommand = StartSpeech | AppendText | FlushSpeech | EndSpeech | CancelSpeech
 
 
 def parse_speech_command(message: str) -> SpeechCommand:
-    """Read a text message. Raises MalformedRequest, UnknownCommand, OptionError, TextTooLong."""
+    """Parses a text message. Raises MalformedRequest, UnknownCommand, OptionError, TextTooLong."""
     if len(message) > MAX_SPEECH_MESSAGE_CHARACTERS:
         raise MalformedRequest(
             f"a message of {len(message)} characters came",
@@ -83,9 +83,9 @@ def parse_speech_command(message: str) -> SpeechCommand:
         raise MalformedRequest("a message came that is no object", 'messages are like {"type":"end"}')
     members = JsonMembers(sent)
     kind = members.text("type") or ""
-    found = _read(kind, members)
+    command = _read(kind, members)
     members.reject_unknown()
-    return found
+    return command
 
 
 def _read(kind: str, members: JsonMembers) -> SpeechCommand:
@@ -121,9 +121,9 @@ def _read(kind: str, members: JsonMembers) -> SpeechCommand:
 
 
 def _start(members: JsonMembers) -> StartSpeech:
-    form, rate_hz = parse_format_and_rate(members, "format", "sample_rate", usual="pcm")
-    manner = parse_style(members)
-    for name, on in (("ssml", manner.ssml), ("phonemes", manner.phonemes)):
+    form, rate_hz = parse_format_and_rate(members, "format", "sample_rate", default="pcm")
+    style = parse_style(members)
+    for name, on in (("ssml", style.ssml), ("phonemes", style.phonemes)):
         if on:
             raise UnsupportedOption(
                 f"{name}=true is not supported",
@@ -136,22 +136,22 @@ def _start(members: JsonMembers) -> StartSpeech:
         raise OptionError(f"words is {quote_for_message(str(words))}", "true or false", param="words")
     ignored = tuple(name for name in IGNORED_MEMBERS if members.text(name) is not None)
     return StartSpeech(
-        members.text("model"), parse_voice(members), form, rate_hz, manner, words is not False, ignored
+        members.text("model"), parse_voice(members), form, rate_hz, style, words is not False, ignored
     )
 
 
-# --- what a client is told --------------------------------------------------------------------------------
+# --- server events ----------------------------------------------------------------------------------------
 
 
 class SpeechEvent(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
-    """Times are seconds since the speech's first sample."""
+    """Base of events. Times are seconds since the speech's first sample."""
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
 
 class SpeechStarted(SpeechEvent, frozen=True, kw_only=True, tag="started"):
-    """What speaks, and how its sound is sent."""
+    """Start of a speech: voice, and format of the audio."""
 
     model: str
     voice: str
@@ -161,7 +161,7 @@ class SpeechStarted(SpeechEvent, frozen=True, kw_only=True, tag="started"):
 
 
 class SpeechSentence(SpeechEvent, frozen=True, kw_only=True, tag="sentence"):
-    """Before its sound, which begins at `start`."""
+    """Sentence, sent before its audio, which begins at `start`."""
 
     index: int
     start: float
@@ -169,14 +169,14 @@ class SpeechSentence(SpeechEvent, frozen=True, kw_only=True, tag="sentence"):
 
 
 class SpeechFlushed(SpeechEvent, frozen=True, kw_only=True, tag="flushed"):
-    """All that came before the flush has been said; the sound so far is so long."""
+    """End of a flush: all text before it has been spoken. `seconds`: audio so far."""
 
     id: str
     seconds: float
 
 
 class SpeechFinished(SpeechEvent, frozen=True, kw_only=True, tag="done"):
-    """The speech is over; another may start. `seconds` of sound were sent."""
+    """End of a speech; another may start. `seconds` of audio were sent."""
 
     reason: Literal["end", "cancelled", "failed"]
     seconds: float
@@ -192,5 +192,5 @@ class SpeechError(SpeechEvent, frozen=True, kw_only=True, tag="error"):
 
 
 def speech_error(code: str, message: str, retry_after_ms: int | None = None, param: str | None = None) -> str:
-    """Something was refused or has failed. What `message` says: what came, what is allowed, what to do."""
+    """Error event of a refusal or failure. `message` says what came, what is allowed, what to do."""
     return SpeechError(code=code, message=message, param=param, retry_after_ms=retry_after_ms).to_json()

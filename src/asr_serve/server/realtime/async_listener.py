@@ -1,4 +1,4 @@
-"""One live caller on the event loop: drives `pipelines/live/listen`, hands its events on, and measures them."""
+"""Live session on the event loop: drives `pipelines/live/listen`, passes its events on and measures them."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from asr_serve.pipelines.live.listen import LiveSession
 from asr_serve.text.tokenizers import Tokenizer
 
 MARK_SAMPLES = units.ms_to_samples(100)
-"""Arrivals are noted this often."""
+"""Interval at which arrival times are recorded."""
 MAX_ARRIVAL_MARKS = 1_024
-"""How many of them are kept: what is said reaches less far back."""
+"""Number of arrival times stored; the latency of older audio is not measured."""
 
 
 class ArrivalTimes:
-    """When audio came: sample positions to the clock of `time.perf_counter`."""
+    """Arrival times of audio: sample positions to `time.perf_counter`."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[int, float]] = deque(maxlen=MAX_ARRIVAL_MARKS)
         self._next_samples = 0
 
     def record(self, received_samples: int) -> None:
-        """That many are here now."""
+        """Records that `received_samples` have arrived by now."""
         if received_samples >= self._next_samples:
             self._next_samples = received_samples + MARK_SAMPLES
             self._marks.append((received_samples, time.perf_counter()))
 
     def arrival_s(self, position_samples: int) -> float | None:
-        """When the sample at that position was not here yet, for the last time that was noted; forgets what was
-        before it. None: that was not noted any more."""
-        found = None
+        """Latest recorded time before the sample at that position arrived; forgets all records up to it. None when
+        it is not recorded any more."""
+        time_s = None
         while self._marks and self._marks[0][0] < position_samples:
-            found = self._marks.popleft()[1]
-        return found
+            time_s = self._marks.popleft()[1]
+        return time_s
 
 
 class AsyncListener:
-    """`wake` comes from any thread; the rest belongs to the event loop's."""
+    """Live session on the event loop. The engine wakes it from any thread; methods belong to the loop's thread."""
 
     def __init__(
         self,
@@ -55,24 +55,23 @@ class AsyncListener:
         tokenizer: Tokenizer,
         options: ListenOptions,
         meter: LiveRouteMetrics,
-        using: AbstractContextManager[None],
-        hear: Callable[[list[LiveEvent]], None],
+        lease: AbstractContextManager[None],
+        on_events: Callable[[list[LiveEvent]], None],
     ) -> None:
-        """`hear` gets the events, some at a time. `using`: the engine's, held until `close`. Raises what Listening
-        does."""
+        """`on_events` receives new events. `lease` holds the engine until `close`. Raises as LiveSession does."""
         self.language = client.card.language(options.language)
         self._loop = asyncio.get_running_loop()
         self._awake, self._changed = asyncio.Event(), asyncio.Event()
         self._wake_scheduled = self._finished = False
         self._timer: asyncio.TimerHandle | None = None
-        self._meter, self._on_events = meter, hear
+        self._meter, self._on_events = meter, on_events
         self._arrivals = ArrivalTimes()
         self._partial: LivePartial | None = None
         self._partial_s: float | None = None
-        with contextlib.ExitStack() as held:
-            held.enter_context(using)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lease)
             self._session = LiveSession(client, tokenizer, options, self._wake)
-            self._resources = held.pop_all()
+            self._resources = stack.pop_all()
 
     @property
     def received_samples(self) -> int:
@@ -80,41 +79,41 @@ class AsyncListener:
 
     @property
     def full(self) -> bool:
-        """Put no more before `room` has come back."""
+        """Whether to write no more before `wait_writable` has returned."""
         return self._session.full
 
     def write(self, pcm: np.ndarray) -> None:
-        """`pcm` (n,) float32 at 16 kHz. Raises what ends this caller."""
+        """Writes `pcm` (n,) float32 at 16 kHz. Raises what ends the session."""
         self._session.append_audio(pcm)
         self._meter.audio.inc(units.samples_to_s(len(pcm)))
         self._arrivals.record(self._session.received_samples)
         self._advance()
 
     def flush(self, name: str) -> None:
-        """What was put is to be final soon; `Flushed` follows. Raises AtCapacity."""
+        """Finalizes all audio so far; a `FlushDone` of that name follows. Raises AtCapacity."""
         self._session.flush(name)
         self._awake.set()
 
     async def wait_writable(self) -> None:
-        """Wait for a change: `full` may have ended."""
+        """Waits for a change, after which `full` may be false."""
         self._changed.clear()
         await self._changed.wait()
 
     def finish(self) -> None:
-        """No more audio will come."""
+        """Ends the audio; `SessionFinished` follows."""
         self._session.finish()
         self._awake.set()
 
     async def run(self) -> None:
-        """Until `Finished` was handed on. Raises what ends this caller."""
+        """Runs until `SessionFinished` has been passed on. Raises what ends the session."""
         while not self._finished:
             await self._awake.wait()
             self._awake.clear()
-            self._wake_scheduled = False  # before advancing: a call from now on tells of something new
+            self._wake_scheduled = False  # before advancing: a wake-up from now on means something new
             self._advance()
 
     async def close(self) -> None:
-        """At any time, idempotent: give everything back."""
+        """Releases everything; at any time, idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         self._session.close()
@@ -148,14 +147,14 @@ class AsyncListener:
         self._awake.set()
 
     def _note_final(self, done: LiveSegmentDone) -> None:
-        came_s = self._arrivals.arrival_s(done.decided_samples)
-        if came_s is not None:
-            self._meter.final.observe(time.perf_counter() - came_s)
+        arrival_s = self._arrivals.arrival_s(done.decided_samples)
+        if arrival_s is not None:
+            self._meter.final.observe(time.perf_counter() - arrival_s)
         if self._partial is not None and self._partial.start_samples < done.segment.end_samples:
             self._partial = self._partial_s = None
 
     def _note_partial(self, partial: LivePartial) -> None:
-        now_s, before = time.perf_counter(), self._partial
-        if before is not None and self._partial_s is not None and before.start_samples == partial.start_samples:
+        now_s, last = time.perf_counter(), self._partial
+        if last is not None and self._partial_s is not None and last.start_samples == partial.start_samples:
             self._meter.interval.observe(now_s - self._partial_s)
         self._partial, self._partial_s = partial, now_s

@@ -1,4 +1,4 @@
-"""What every live endpoint shares: its dependencies, and running one conversation to its end."""
+"""Shared parts of live endpoints: their dependencies, and running one conversation to its end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,17 @@ from asr_serve.errors import AsrServeError
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware.admission import AdmissionController
-from asr_serve.server.middleware.error_handlers import (
-    TOO_BIG,
-    close_code,
-    close_websocket,
-    error_code,
-)
+from asr_serve.server.middleware.error_handlers import TOO_BIG, close_code, close_websocket, error_code
 from asr_serve.server.middleware.request_context import RequestContext
 from asr_serve.server.transcription_job import TranscriptionExecutor
 from asr_serve.units import samples_to_s
 
 NO_CLOSE_CODE = 1_005
-"""A client that says nothing as it closes; and granian's word for a frame over its own limit."""
+"""Close code of a client that sent none; granian also reports it for a frame over its own limit."""
 
 
 class LiveDependencies(NamedTuple):
-    """What these routes work with."""
+    """Dependencies of live routes."""
 
     config: ServeConfig
     engines: EngineRegistry
@@ -36,14 +31,14 @@ class LiveDependencies(NamedTuple):
 
 
 class Disconnected(Protocol):
-    """How a client left."""
+    """Disconnection of a client."""
 
     disconnected_in_session: bool
     disconnect_code: int | None
 
 
 class RunnableConversation(Disconnected, Protocol):
-    """What is said over one socket."""
+    """Conversation over one socket."""
 
     @property
     def received_samples(self) -> int: ...
@@ -54,26 +49,30 @@ class RunnableConversation(Disconnected, Protocol):
 
 
 async def run_conversation(
-    talk: RunnableConversation, gate: AdmissionController, visit: RequestContext, receive: Receive, send: Send
+    conversation: RunnableConversation,
+    admission: AdmissionController,
+    context: RequestContext,
+    receive: Receive,
+    send: Send,
 ) -> None:
-    """To its end, of which the visit and the client are told."""
+    """Runs a conversation to its end and closes its socket; records its audio and how it ended."""
     try:
-        with gate.on_drain(talk.drain):
-            told = await talk.run()
+        with admission.on_drain(conversation.drain):
+            error = await conversation.run()
     finally:
-        visit.audio_s = samples_to_s(talk.received_samples)
-    await close_conversation(talk, told, visit, receive, send)
+        context.audio_s = samples_to_s(conversation.received_samples)
+    await close_conversation(conversation, error, context, receive, send)
 
 
 async def close_conversation(
-    talk: Disconnected, told: AsrServeError | None, visit: RequestContext, receive: Receive, send: Send
+    conversation: Disconnected, error: AsrServeError | None, context: RequestContext, receive: Receive, send: Send
 ) -> None:
-    """From a client: the visit learns how its conversation ended, and the client, if it is still there."""
-    if told is not None:
-        visit.end_reason = error_code(told)
-        await close_websocket(receive, send, close_code(told))
+    """Records how a conversation ended, and closes its socket if the client is still connected."""
+    if error is not None:
+        context.end_reason = error_code(error)
+        await close_websocket(receive, send, close_code(error))
         return
-    visit.end_reason = "client_gone" if talk.disconnected_in_session else "done"
-    if talk.disconnect_code == NO_CLOSE_CODE:
-        # The only word that reaches a client whose frame granian refused.
+    context.end_reason = "client_gone" if conversation.disconnected_in_session else "done"
+    if conversation.disconnect_code == NO_CLOSE_CODE:
+        # Nothing but a close code reaches a client whose frame granian refused.
         await close_websocket(receive, send, TOO_BIG)

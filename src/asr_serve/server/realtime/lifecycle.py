@@ -1,7 +1,7 @@
-"""How long the conversation of one socket goes on, and how it ends, whatever its words.
+"""Lifecycle of one socket's conversation, in any protocol: time limits, draining, the end.
 
-It goes on until the client leaves. What cannot go on ends it: an error that is raised here is told, and the socket
-closed, by whoever runs it.
+A conversation lasts until the client leaves or an error ends it. An error that `run` raises is reported, and the
+socket closed, by its caller.
 """
 
 from __future__ import annotations
@@ -23,54 +23,56 @@ DRAIN_RETRY_MS = 5_000
 
 class SessionLimits(msgspec.Struct, frozen=True):
     idle_s: float
-    """How long nothing may come."""
+    """Longest time without a message."""
     session_s: float
     """Longest session, in seconds of audio and of time."""
     frame_bytes: int
 
 
 class Conversation(Protocol):
-    """What a protocol makes of it."""
+    """Protocol-specific part of a connection."""
 
     @property
     def active(self) -> bool:
-        """Somebody is heard. Once that is out and given back, call `Life.rest`."""
+        """Whether a session is running. Call `ConnectionLifecycle.session_done` once it is sent and released."""
 
     @property
     def started_s(self) -> float | None:
-        """When began what may become too long, on the event loop's clock; None: there is no such thing."""
+        """Time from which the session limit counts, on the event loop's clock; None: no limit."""
 
     async def on_message(self, message: MutableMapping[str, Any]) -> None:
-        """What the client sent. Raises what ends the conversation."""
+        """Handles a message of the client. Raises what ends the conversation."""
 
     def send_error(self, error: AsrServeError) -> None:
-        """Tell the client."""
+        """Sends the error to the client."""
 
     def finish(self) -> None:
-        """No more audio will come for what is heard. Raises what ends the conversation."""
+        """Ends the input of the running session. Raises what ends the conversation."""
 
     def on_disconnect(self, code: int | None) -> None:
-        """The client has; it closed with that code, 1005 for nothing."""
+        """Records that the client closed, with that code; 1005 when it sent none."""
 
     def fail(self, error: AsrServeError) -> None:
-        """The conversation ends with that: say what will not come."""
+        """Reports results that will not come, for the conversation ends with `error`."""
 
     async def close(self) -> None:
-        """At any time, idempotent: give everything back."""
+        """Releases everything; at any time, idempotent."""
 
 
 class ConnectionLifecycle:
-    """Belongs to the event loop's thread."""
+    """Reads one connection, and ends it by limits, errors and draining. Belongs to the event loop's thread."""
 
-    def __init__(self, receive: Receive, outbox: Outbox, limits: SessionLimits, dialogue: Conversation) -> None:
-        self._receive, self._outbox, self._limits, self._conversation = receive, outbox, limits, dialogue
+    def __init__(
+        self, receive: Receive, outbox: Outbox, limits: SessionLimits, conversation: Conversation
+    ) -> None:
+        self._receive, self._outbox, self._limits, self._conversation = receive, outbox, limits, conversation
         self._loop = asyncio.get_running_loop()
         self._last_activity_s = self._loop.time()
         self._blocked = False
         self.finishing = False
-        """No more audio is taken for what is heard."""
+        """Whether the running session takes no more input."""
         self.end_reason: BaseException | None = None
-        """Why the conversation ends, once the text of what was heard is out."""
+        """Reason for ending the conversation once the running session is done."""
         self._outcome: BaseException | None = None
         self._drain_error: Draining | None = None
         self._over = False
@@ -79,13 +81,13 @@ class ConnectionLifecycle:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self) -> Draining | None:
-        """Until the end: None when the client has left, Draining when it was told so. Raises what else ends it,
-        when all that was said before is sent: AtCapacity, IdleTimeout, ClientGone, StepFailed, ..."""
+        """Runs until the end. Returns None when the client has left, Draining when the server drains. Raises what
+        else ends it, once all earlier events are sent: AtCapacity, IdleTimeout, ClientGone, StepFailed, ..."""
         self._main = asyncio.current_task()
         writer = self._start(self._outbox.run())
         self._check_timeouts()
         if self.end_reason is not None:
-            self.end(self.end_reason)  # told to drain before it began
+            self.end(self.end_reason)  # drained before it began
         try:
             outcome = await self._until_over()
             if isinstance(outcome, AsrServeError):
@@ -95,77 +97,77 @@ class ConnectionLifecycle:
         finally:
             try:
                 await cancel_and_wait(*self._tasks)
-            finally:  # also when we are cancelled once more
+            finally:  # also when cancelled once more
                 await self._conversation.close()
         if outcome is not None and outcome is not self._drain_error:
             raise outcome
         return self._drain_error if outcome is not None else None
 
     def drain(self) -> None:
-        """The server goes down: say so, finish the text, and end."""
+        """Ends the conversation because the server goes down: sends the error, then the remaining results."""
         if self.end_reason is None:
             self._drain_error = Draining("the server is going down", "it ends every session", DRAIN_RETRY_MS)
             self._conversation.send_error(self._drain_error)
             self.end(self._drain_error)
 
-    # --- what is heard --------------------------------------------------------------------------------
+    # --- sessions -------------------------------------------------------------------------------------
 
     def start_session(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Somebody is heard from now on, by `work`: what it raises ends the conversation."""
+        """Starts a session as a task of `work`; an error of the task ends the conversation."""
         self.finishing = False
         task = self._start(work)
         self._check_timeouts()
-        if self.end_reason is not None:  # since what was heard before was given up
+        if self.end_reason is not None:  # set since the session before was cancelled
             self.end(self.end_reason)
         return task
 
     def check_audio_limit(self, samples: int) -> None:
-        """So much has come: more than is allowed ends the conversation."""
+        """Ends the conversation when `samples` are longer than the session limit."""
         if samples_to_s(samples) > self._limits.session_s:
             self.end(self._too_long())
 
-    async def pause_reading(self, coming: Awaitable[object]) -> None:
-        """While nothing is read: that nothing comes is not the client's doing."""
+    async def pause_reading(self, awaitable: Awaitable[object]) -> None:
+        """Awaits `awaitable` with reading paused; the time does not count as idle."""
         self._blocked = True
         try:
-            await coming
+            await awaitable
         finally:
             self._blocked = False
             self._last_activity_s = self._loop.time()
 
     def reset_idle(self) -> None:
-        """What is done for the client counts as if something had come of it."""
+        """Restarts the idle time, as a message from the client does."""
         self._last_activity_s = self._loop.time()
 
     def finish(self) -> None:
-        """No more audio for what is heard."""
+        """Ends the input of the running session; an error of that ends the conversation."""
         if self.finishing:
             return
         self.finishing = self._conversation.active
         try:
             self._conversation.finish()
-        except AsrServeError as error:  # a timer, or whoever drains us, could do nothing with it
+        except AsrServeError as error:  # timers and `drain` cannot handle it
             self._stop(error)
 
     def session_done(self) -> None:
-        """What was heard is out, and nobody is heard."""
+        """Marks the running session as done: sent and released."""
         self.finishing = False
         self._last_activity_s = self._loop.time()
         if self.end_reason is not None:
             self.end(self.end_reason)
 
-    def end(self, why: BaseException) -> None:
-        """When the text of what was heard is out."""
+    def end(self, reason: BaseException) -> None:
+        """Ends the conversation once the running session is done."""
         if self.end_reason is None:
-            self.end_reason = why
+            self.end_reason = reason
         self.finish()
         if not self._conversation.active:
             self._stop(self.end_reason)
 
-    # --- how it goes on -------------------------------------------------------------------------------
+    # --- reading and time limits ----------------------------------------------------------------------
 
     async def _until_over(self) -> BaseException | None:
-        """Why it ends; None when the client has left."""
+        """Reads until the end and returns its cause; None when the client has left."""
         assert self._main is not None
         try:
             await self._read()
@@ -209,25 +211,25 @@ class ConnectionLifecycle:
             self._stop(failure)
 
     def _stop(self, outcome: BaseException) -> None:
-        """Now: nothing more is read."""
+        """Ends the conversation at once: nothing more is read."""
         if not self._over and self._outcome is None and self._main is not None:
             self._outcome = outcome
             self._main.cancel()
 
     def _check_timeouts(self) -> None:
-        """Look whether the client is still there and the session not too long; and when to look again."""
+        """Checks idle time and session length, and schedules the next check."""
         if self._timer is not None:
             self._timer.cancel()
-        now_s, began_s = self._loop.time(), self._conversation.started_s
+        now_s, started_s = self._loop.time(), self._conversation.started_s
         if self.finishing or self._blocked:
-            self._last_activity_s = now_s  # it waits for us
-        idle_s = self._last_activity_s + self._limits.idle_s
-        late_s = math.inf if began_s is None else began_s + self._limits.session_s
-        if now_s >= idle_s:
+            self._last_activity_s = now_s  # the client waits for the server
+        idle_due_s = self._last_activity_s + self._limits.idle_s
+        session_due_s = math.inf if started_s is None else started_s + self._limits.session_s
+        if now_s >= idle_due_s:
             self.end(IdleTimeout(f"nothing came for {self._limits.idle_s:g} s", "a silent microphone sends, too"))
-        elif now_s >= late_s:
+        elif now_s >= session_due_s:
             self.end(self._too_long())
-        due_s = idle_s if self.end_reason is not None else min(idle_s, late_s)
+        due_s = idle_due_s if self.end_reason is not None else min(idle_due_s, session_due_s)
         self._timer = self._loop.call_at(max(due_s, now_s + 1e-3), self._check_timeouts)
 
     def _too_long(self) -> AudioTooLong:
@@ -239,7 +241,7 @@ class ConnectionLifecycle:
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[None]) -> None:
-    """Cancel them, and wait until they are over."""
+    """Cancels tasks and waits until they are done."""
     for task in tasks:
         task.cancel()
     if tasks:

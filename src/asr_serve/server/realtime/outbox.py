@@ -1,4 +1,4 @@
-"""What one client is to be told and has not taken yet."""
+"""Messages that one client has not received yet."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from starlette.types import Send
 from asr_serve.errors import ClientGone
 
 OUTBOX_SEND_TIMEOUT_S = 60.0
-"""How long a client may take nothing."""
+"""Longest time for which a client may receive nothing."""
 CONGESTION_EVENTS = 64
-"""Events that may wait before no more is read of a client."""
+"""Pending events from which on nothing more is read from the client."""
 
 
 class Outbox:
-    """Events go out in order, every one; bytes among them are sound. Of the state only the newest waits, made into
-    text when its turn comes: a slow reader gets fewer of them, and holds up nobody. Belongs to the event loop's
-    thread."""
+    """Outgoing messages of one socket. Every event is sent, in order; bytes are audio. Only the newest state is
+    pending, formatted when its turn comes: a slow reader gets fewer states and delays nobody. Belongs to the event
+    loop's thread."""
 
     def __init__(self, send: Send, send_s: float = OUTBOX_SEND_TIMEOUT_S) -> None:
         self._send, self._send_s = send, send_s
@@ -33,13 +33,13 @@ class Outbox:
         self._wait_message()
 
     def send_state(self, state: Callable[[], str]) -> bool:
-        """Send this state, once events that were said before are out. False: it replaces one that nobody saw."""
+        """Sends a state after all pending events. False: it replaces one that was not sent."""
         replaced, self._state = self._state is not None, state
         self._wait_message()
         return not replaced
 
     def send_replacing_state(self, event: str) -> None:
-        """An event that holds all that the waiting state would show."""
+        """Sends an event that contains all that the pending state would show, in place of that state."""
         self._state = None
         self.send(event)
 
@@ -48,11 +48,11 @@ class Outbox:
         return len(self._events) >= CONGESTION_EVENTS
 
     async def wait_empty(self) -> None:
-        """Wait until all is sent."""
+        """Waits until all is sent."""
         await self._emptied.wait()
 
     async def run(self) -> None:
-        """Send, for ever. Raises ClientGone when the client takes nothing."""
+        """Sends forever. Raises ClientGone when the client receives nothing in time."""
         while True:
             event: str | bytes
             if self._events:

@@ -1,9 +1,9 @@
-"""One socket's speeches: text comes while it is made, sound goes out while it is said.
+"""Conversation of one socket for synthesis: text arrives as it is written, audio is sent as it is made.
 
-idle --start--> speaking --end--> finishing --(all sound is out)--> idle
-                 \\-----------cancel, or a failure-----------------/
+idle --start--> speaking --end--> finishing --(all audio is sent)--> idle
+                 \\-----------cancel, or a failure------------------/
 
-A mistake of the client's is answered with an error event and changes nothing.
+An invalid message is answered with an error event and changes nothing.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from asr_serve.server.realtime.outbox import Outbox
 from asr_serve.server.tts.speech_session import SpeechSession
 
 MAX_SPEECH_FLUSHES = 64
-"""Of a speech, under way."""
+"""Pending flushes of one speech."""
 FLUSH_RETRY_MS = 1_000
 
 Reason = Literal["end", "cancelled", "failed"]
 
 
 class SpeechConversation:
-    """Belongs to the event loop's thread."""
+    """Speeches over one WebSocket, one at a time. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class SpeechConversation:
         begin: Callable[[StartSpeech], SpeechSession],
         limits: SessionLimits,
         most_characters: int,
-        tell: Callable[[Exception], str],
+        format_error: Callable[[Exception], str],
     ) -> None:
-        """`begin` raises what keeps a speech from beginning. `most_characters`: of text that waits to be said.
-        `tell`: an error to the event that the client gets."""
-        self._outbox, self._begin, self._most, self._format_error = outbox, begin, most_characters, tell
+        """`begin` raises what prevents a speech. `most_characters`: limit of text that waits for synthesis.
+        `format_error`: error to event."""
+        self._outbox, self._begin, self._most, self._format_error = outbox, begin, most_characters, format_error
         self._loop = asyncio.get_running_loop()
         self._lifecycle = ConnectionLifecycle(receive, outbox, limits, self)
         self.run, self.drain = self._lifecycle.run, self._lifecycle.drain
@@ -69,13 +69,13 @@ class SpeechConversation:
         self._speech_task: asyncio.Task[None] | None = None
         self._began_s = 0.0
         self.disconnected_in_session = False
-        """The client left before it had all its sound."""
+        """Whether the client left before all its audio was sent."""
         self.disconnect_code: int | None = None
-        """What the client closed with; 1005 for nothing."""
+        """Close code of the client; 1005 when it sent none."""
         self.synthesized_s = 0.0
-        """Of all speeches."""
+        """Seconds of audio of all closed speeches."""
 
-    # --- for its life ---------------------------------------------------------------------------------
+    # --- connection lifecycle -------------------------------------------------------------------------
 
     @property
     def active(self) -> bool:
@@ -104,7 +104,7 @@ class SpeechConversation:
         self.disconnect_code, self.disconnected_in_session = code, self.active
 
     def fail(self, error: AsrServeError) -> None:
-        """Nothing is owed but the error itself."""
+        """Sends nothing: no result is pending but the error itself."""
 
     async def close(self) -> None:
         if (speech := self._speech) is not None:
@@ -112,7 +112,7 @@ class SpeechConversation:
             self.synthesized_s += speech.seconds
             self._speech = None
 
-    # --- what comes -----------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------
 
     async def _command(self, message: str) -> None:
         match speech_messages.parse_speech_command(message):
@@ -135,10 +135,10 @@ class SpeechConversation:
             case CancelSpeech():
                 await self._cancel()
 
-    def _require_open_speech(self, what: str) -> SpeechSession:
-        """The speech, where it still takes text."""
+    def _require_open_speech(self, command: str) -> SpeechSession:
+        """Speech that still takes text. Raises OutOfTurn if there is none."""
         if self._speech is None or self._lifecycle.finishing:
-            raise OutOfTurn(f"{what} came while no speech is open", "it belongs to one", "send start")
+            raise OutOfTurn(f"{command} came while no speech is open", "it belongs to one", "send start")
         return self._speech
 
     def _start(self, start: StartSpeech) -> None:
@@ -163,26 +163,26 @@ class SpeechConversation:
     async def _cancel(self) -> None:
         speech = self._speech
         if speech is None or self._speech_task is None:
-            return  # it was over already: who speaks between cannot know
+            return  # it has ended already, which an interrupting client cannot know
         await cancel_and_wait(self._speech_task)
-        if self._speech is speech:  # it may just have come to its end
+        if self._speech is speech:  # it may have ended meanwhile
             await self._finish_speech(speech, "cancelled")
 
-    # --- what goes out --------------------------------------------------------------------------------
+    # --- audio and events -----------------------------------------------------------------------------
 
     async def _run_speech(self, speech: SpeechSession) -> None:
         reason: Reason = "end"
         try:
-            async for told in speech:
-                match told:
+            async for event in speech:
+                match event:
                     case SpeechSentence() | SpeechFlushed():
-                        self._outbox.send(told.to_json())
+                        self._outbox.send(event.to_json())
                     case OptionError():
-                        self.send_error(told)
+                        self.send_error(event)
                     case bytes():
-                        self._outbox.send(told)
-                        self._lifecycle.reset_idle()  # a client that listens need not say anything
-                        await self._outbox.wait_empty()  # nothing more is made than is taken
+                        self._outbox.send(event)
+                        self._lifecycle.reset_idle()  # a client that receives audio need not send anything
+                        await self._outbox.wait_empty()  # no more is made than is received
         except AsrServeError as error:
             self.send_error(error)
             reason = "failed"

@@ -1,4 +1,4 @@
-"""One speech of a socket: text goes in while it is written, and waits until the voice is so far."""
+"""Speech of a socket: takes text as it is written, which waits until synthesis reaches it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from asr_serve.server.tts.audio_stream import FlushMark, SpeechStream, TextQueue
 
 
 class SpeechSession:
-    """From start until done. Iterated over once; whoever begins it closes it. Belongs to the event loop's
-    thread."""
+    """Speech until done, iterated over once and closed by its owner. Belongs to the event loop's thread."""
 
     def __init__(
-        self, start: StartSpeech, started: SpeechStarted, inbox: TextQueue, saying: SpeechStream, held: ExitStack
+        self, start: StartSpeech, started: SpeechStarted, queue: TextQueue, stream: SpeechStream, stack: ExitStack
     ) -> None:
-        """`held`: what is given back in the end."""
+        """`stack`: resources, released by `close`."""
         self._words, self.started = start.words, started
-        self._inbox, self._stream, self._resources = inbox, saying, held
+        self._inbox, self._stream, self._resources = queue, stream, stack
         self.characters = 0
-        """That came."""
+        """Number of characters received."""
 
     @property
     def seconds(self) -> float:
@@ -37,7 +36,7 @@ class SpeechSession:
 
     @property
     def pending_flushes(self) -> int:
-        """Under way."""
+        """Number of flushes not completed yet."""
         return self._inbox.marks
 
     def append_text(self, text: str) -> None:
@@ -48,26 +47,26 @@ class SpeechSession:
         self._inbox.append(FlushMark(name))
 
     def end(self) -> None:
-        """No more text will come."""
+        """Ends the text."""
         self._inbox.append(None)
 
     async def __aiter__(self) -> AsyncIterator[bytes | SpeechSentence | SpeechFlushed | OptionError]:
-        """What is to be told, in order; bytes are sound. Raises what the pipeline does."""
+        """Yields audio, as bytes, and events in order. Raises as the pipeline does."""
         await self._stream.start()
         index = 0
-        async for piece in self._stream:
-            if piece.sentence is not None:
-                yield SpeechSentence(index=index, start=piece.start_s, words=piece.sentence if self._words else ())
+        async for chunk in self._stream:
+            if chunk.sentence is not None:
+                yield SpeechSentence(index=index, start=chunk.start_s, words=chunk.sentence if self._words else ())
                 index += 1
-            if piece.audio:
-                yield piece.audio
-            if piece.mark:
-                yield SpeechFlushed(id=piece.mark, seconds=self.seconds)
-            if piece.refused is not None:
-                yield piece.refused
+            if chunk.audio:
+                yield chunk.audio
+            if chunk.mark:
+                yield SpeechFlushed(id=chunk.mark, seconds=self.seconds)
+            if chunk.refused is not None:
+                yield chunk.refused
 
     async def close(self) -> None:
-        """At any time, idempotent."""
+        """Releases everything; at any time, idempotent."""
         try:
             await self._stream.close()
         finally:

@@ -1,4 +1,4 @@
-"""Who speaks: the models that have a voice, and their voices by every name that clients know."""
+"""Catalog of voices: speech models, and their voices under every name that clients use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asr_serve.types import suggest_name
 from asr_serve.voices.voice_store import VoiceStore
 
 OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts", "gpt-4o-mini-tts-2025-12-15")
-"""OpenAI's names for a model that speaks: here they are the server's own, unless an alias says otherwise."""
+"""OpenAI's names of speech models: here they mean the server's own, unless an alias exists."""
 OPENAI_VOICES = {
     "alloy": "alloy",
     "echo": "echo",
@@ -29,42 +29,40 @@ OPENAI_VOICES = {
     "shimmer": "aoede",
     "verse": "liam",
 }
-"""OpenAI's voices, and which of ours is nearest. A model that has not that speaks with its first."""
-
-
+"""OpenAI's voices, each with the nearest of ours. A model without that one uses its first voice."""
 MAX_LISTED_VOICES = 50
-"""Of cloned voices, in a message."""
+"""Cloned voices that an error message lists."""
 
 
 class VoiceCatalog:
-    """Belongs to the event loop's thread."""
+    """Speech models and voices by name. Belongs to the event loop's thread."""
 
     def __init__(
         self, engines: EngineRegistry, store: VoiceStore, models: Mapping[str, str], aliases: Mapping[str, str]
     ) -> None:
-        """`store`: of cloned voices. `models`: alias -> model. `aliases`: alias -> voice; a voice's own name comes
-        before them."""
+        """`store`: cloned voices. `models`: alias -> model. `aliases`: alias -> voice; a voice's own name has
+        priority."""
         self._engines, self._store, self._models, self._aliases = engines, store, models, aliases
 
     def engine(self, model: str | None) -> ModelEngine:
-        """Of the model by that name, or the server's own. Raises UnknownModel, ModelNotLoaded, WrongModel,
+        """Engine of the model of that name, or the server's own. Raises UnknownModel, ModelNotLoaded, WrongModel,
         EngineClosed."""
         if model in OPENAI_MODELS and model not in self._engines.known_models() and model not in self._models:
             model = None
         return self._engines.get_tts(model)
 
     def voice(self, card: TtsCard, name: str | None) -> str:
-        """The voice's own name. Reads a folder where the model can be taught. Raises UnknownVoice."""
+        """Resolves a voice to its own name. Reads a folder if the model supports cloning. Raises UnknownVoice."""
         if name is None:
             return card.voices[0]
         own = self._aliases.get(name, name)
-        for found in (name, own):
-            if found in card.voices:
-                return found
+        for candidate in (name, own):
+            if candidate in card.voices:
+                return candidate
         cloned = self._cloned(card)
-        for found in (name, own):
-            if found in cloned:
-                return found
+        for candidate in (name, own):
+            if candidate in cloned:
+                return candidate
         if name in OPENAI_VOICES and name not in self._aliases:
             return OPENAI_VOICES[name] if OPENAI_VOICES[name] in card.voices else card.voices[0]
         raise UnknownVoice(
@@ -76,7 +74,7 @@ class VoiceCatalog:
         )
 
     def list_voices(self) -> list[VoiceEntry]:
-        """Of the models that are loaded, in the order in which they were. Reads a folder."""
+        """Voices of the loaded models, in the order of loading. Reads a folder."""
         return [
             VoiceEntry(name, name, engine.name, name == engine.tts_card.voices[0], name not in own)
             for engine in self._engines
@@ -86,5 +84,5 @@ class VoiceCatalog:
         ]
 
     def _cloned(self, card: TtsCard) -> list[str]:
-        """What was taught to the model."""
+        """Names of the voices cloned for the model."""
         return [voice.name for voice in self._store.cards() if voice.model == card.name] if card.clones else []

@@ -1,8 +1,8 @@
-"""One socket's conversation in FunASR's words: which command may come when.
+"""Conversation of one socket in FunASR's protocol: which command is valid in which state.
 
-    idle --START--> hearing --STOP--> finishing --(all text is out)--> idle
+    idle --START--> listening --STOP--> finishing --(all text is sent)--> idle
 
-A mistake of the client's is answered with an error event and changes nothing.
+An invalid message is answered with an error event and changes nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from asr_serve.server.realtime.lifecycle import ConnectionLifecycle, SessionLimi
 from asr_serve.server.realtime.outbox import Outbox
 
 SLICE_BYTES = units.RATE_HZ * SAMPLE_BYTES
-"""How much of a large frame is taken before looking whether there is room for more."""
+"""Bytes of a large frame that are written before `full` is checked again."""
 
 
 class FunAsrSession(Protocol):
-    """One session, from START until its text is out."""
+    """Session from START until its text is sent."""
 
     @property
     def language(self) -> str: ...
@@ -42,53 +42,53 @@ class FunAsrSession(Protocol):
     def received_samples(self) -> int: ...
     @property
     def full(self) -> bool:
-        """Put no more before `room` has come back."""
+        """Whether to write no more before `wait_writable` has returned."""
 
     def write(self, pcm: bytes | memoryview) -> None:
-        """Whole samples."""
+        """Writes whole samples: 16 bits, 16 kHz."""
 
     async def wait_writable(self) -> None:
-        """Wait for a change: `full` may have ended."""
+        """Waits for a change, after which `full` may be false."""
 
     def finish(self) -> None:
-        """No more audio will come."""
+        """Ends the audio."""
 
     async def run(self) -> str:
-        """Work until the text is final; returns the last answer. Raises what ends the conversation."""
+        """Runs until the text is final; returns the last answer. Raises what ends the conversation."""
 
     async def close(self) -> None:
-        """At any time, idempotent: give everything back."""
+        """Releases everything; at any time, idempotent."""
 
 
 class FunAsrSessionFactory(Protocol):
-    """Where sessions come from."""
+    """Factory of sessions."""
 
     def resolve_language(self, code: str | None) -> str:
-        """The one that would be heard. Raises OptionError for one that cannot be, and as `begin` does."""
+        """Language that a session would recognize. Raises OptionError if there is none, and as `start` does."""
 
-    def validate(self, wants: FunAsrOptions) -> None:
-        """Raises OptionError for what this model or server cannot tell or take, and as `begin` does."""
+    def validate(self, options: FunAsrOptions) -> None:
+        """Raises OptionError for options that the model or server does not support, and as `start` does."""
 
-    def start(self, wants: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
-        """`wants.language` is one that `language` told. Raises AtCapacity, ModelNotLoaded, EngineClosed."""
+    def start(self, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+        """Starts a session in a resolved `options.language`. Raises AtCapacity, ModelNotLoaded, EngineClosed."""
 
 
 class FunAsrConversation:
-    """Belongs to the event loop's thread."""
+    """Sessions over one WebSocket, one at a time. Belongs to the event loop's thread."""
 
     def __init__(
         self,
         receive: Receive,
         outbox: Outbox,
-        ears: FunAsrSessionFactory,
+        factory: FunAsrSessionFactory,
         limits: SessionLimits,
-        tell: Callable[[Exception], str],
-        wants: FunAsrOptions,
+        format_error: Callable[[Exception], str],
+        options: FunAsrOptions,
     ) -> None:
-        """`tell`: an error to the event that the client gets. `wants`: what it asked for as it came. Raises what
-        `ears.expect` does."""
-        ears.validate(wants)
-        self._outbox, self._session_factory, self._limits, self._format_error = outbox, ears, limits, tell
+        """`format_error`: error to event. `options`: those of the query. Raises as `factory.validate` does."""
+        factory.validate(options)
+        self._outbox, self._session_factory = outbox, factory
+        self._limits, self._format_error = limits, format_error
         self._loop = asyncio.get_running_loop()
         self._lifecycle = ConnectionLifecycle(receive, outbox, limits, self)
         self.run, self.drain = self._lifecycle.run, self._lifecycle.drain
@@ -96,17 +96,17 @@ class FunAsrConversation:
         self._session: asyncio.Task[None] | None = None
         self._began_s = 0.0
         self._reported_not_started = False
-        self._options = self._session_options = wants
-        """As the client said last; and as it had said when the session began."""
+        self._options = self._session_options = options
+        """Options requested last, and those requested when the session started."""
         self._pcm = Pcm16Assembler()
         self.received_samples = 0
-        """Of all sessions that are over."""
+        """Samples of all closed sessions."""
         self.disconnected_in_session = False
-        """The client left before it had all its words."""
+        """Whether the client left before all its text was sent."""
         self.disconnect_code: int | None = None
-        """What the client closed with; 1005 for nothing."""
+        """Close code of the client; 1005 when it sent none."""
 
-    # --- for its life ---------------------------------------------------------------------------------
+    # --- connection lifecycle -------------------------------------------------------------------------
 
     @property
     def active(self) -> bool:
@@ -132,31 +132,31 @@ class FunAsrConversation:
         if self._session_running is None:
             return
         if self._pcm.has_pending_byte:
-            left = MalformedRequest(
+            error = MalformedRequest(
                 "the audio ends in the middle of a sample",
                 "samples are 16 bits, two bytes",
                 "the last byte is dropped: check how frames are cut",
             )
-            self.send_error(left)
+            self.send_error(error)
         self._session_running.finish()
 
     def on_disconnect(self, code: int | None) -> None:
         self.disconnect_code, self.disconnected_in_session = code, self.active
 
     def fail(self, error: AsrServeError) -> None:
-        """These words have none for text that will not come."""
+        """Sends nothing: the protocol has no event for text that will not come."""
 
     async def close(self) -> None:
-        if (hearing := self._session_running) is not None:
-            await hearing.close()
-            self.received_samples += hearing.received_samples
+        if (session := self._session_running) is not None:
+            await session.close()
+            self.received_samples += session.received_samples
             self._session_running = None
 
-    # --- what comes -----------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------
 
     async def _audio(self, frame: bytes) -> None:
-        hearing = self._session_running
-        if hearing is None or self._lifecycle.finishing:
+        session = self._session_running
+        if session is None or self._lifecycle.finishing:
             if not self._reported_not_started and self._lifecycle.end_reason is None:
                 self._reported_not_started = True
                 raise OutOfTurn(
@@ -165,9 +165,8 @@ class FunAsrConversation:
                     "send START first",
                 )
             return
-        pcm = memoryview(
-            self._pcm.take_whole_samples(frame)
-        )  # of one that is dropped, too: it may end in half a sample
+        # Also of a frame that is dropped: it may end in half a sample.
+        pcm = memoryview(self._pcm.take_whole_samples(frame))
         if len(frame) > self._limits.frame_bytes:
             raise AudioTooLarge(
                 f"a frame of {len(frame)} bytes came",
@@ -175,12 +174,12 @@ class FunAsrConversation:
                 "send audio in smaller frames, like 100 ms",
             )
         while pcm and not self._lifecycle.finishing:
-            if hearing.full:
-                await self._lifecycle.pause_reading(hearing.wait_writable())
+            if session.full:
+                await self._lifecycle.pause_reading(session.wait_writable())
             else:
-                hearing.write(pcm[:SLICE_BYTES])
+                session.write(pcm[:SLICE_BYTES])
                 pcm = pcm[SLICE_BYTES:]
-        self._lifecycle.check_audio_limit(hearing.received_samples)
+        self._lifecycle.check_audio_limit(session.received_samples)
 
     async def _text(self, text: str) -> None:
         match websocket.parse_command(text):
@@ -194,11 +193,11 @@ class FunAsrConversation:
                 await self._set_language(code)
                 self._outbox.send(websocket.language_answer(name))
             case HotwordsCommand(words):
-                why = await self._set_options(msgspec.structs.replace(self._options, hotwords=words))
-                self._outbox.send(websocket.hotwords_answer(words, why))
+                note = await self._set_options(msgspec.structs.replace(self._options, hotwords=words))
+                self._outbox.send(websocket.hotwords_answer(words, note))
             case FlagCommand(name, on) as flag:
-                why = await self._set_options(msgspec.structs.replace(self._options, **{name: on}))
-                self._outbox.send(websocket.flag_answer(flag, why))
+                note = await self._set_options(msgspec.structs.replace(self._options, **{name: on}))
+                self._outbox.send(websocket.flag_answer(flag, note))
 
     async def _start(self) -> None:
         if self._lifecycle.finishing and self._session is not None:
@@ -209,53 +208,54 @@ class FunAsrConversation:
         self._outbox.send(websocket.STARTED)
 
     async def _set_language(self, code: str | None) -> None:
-        """Hear that language from now on, or from the next START."""
+        """Sets the language of this session, before any audio, and of later ones. Raises OutOfTurn after audio."""
         language = self._session_factory.resolve_language(code)
-        wants = msgspec.structs.replace(self._options, language=language)
-        self._session_factory.validate(wants)
-        hearing = self._session_running
-        if hearing is not None and not self._lifecycle.finishing and language != hearing.language:
-            if hearing.received_samples:
+        options = msgspec.structs.replace(self._options, language=language)
+        self._session_factory.validate(options)
+        session = self._session_running
+        if session is not None and not self._lifecycle.finishing and language != session.language:
+            if session.received_samples:
                 raise OutOfTurn(
                     f"LANGUAGE:{code} came after audio",
-                    f"this session is heard as {hearing.language}",
+                    f"this session is heard as {session.language}",
                     "send STOP, then LANGUAGE and START",
                 )
-            await self._restart_session(wants)
-        self._options = wants
+            await self._restart_session(options)
+        self._options = options
 
-    async def _set_options(self, wants: FunAsrOptions) -> str:
-        """That from now on, or, which is then said, from the next START."""
-        self._session_factory.validate(wants)
-        hearing, self._options = self._session_running, wants
-        before = msgspec.structs.replace(self._session_options, language=wants.language)  # that was seen to
-        if hearing is None or self._lifecycle.finishing or wants == before:
+    async def _set_options(self, options: FunAsrOptions) -> str:
+        """Sets options of this session, before any audio, and of later ones; a note if only of those."""
+        self._session_factory.validate(options)
+        session, self._options = self._session_running, options
+        # `_set_language` has applied the language.
+        before = msgspec.structs.replace(self._session_options, language=options.language)
+        if session is None or self._lifecycle.finishing or options == before:
             return ""
-        if hearing.received_samples:
+        if session.received_samples:
             return websocket.NOT_STARTED
-        await self._restart_session(wants)
+        await self._restart_session(options)
         return ""
 
     # --- sessions -------------------------------------------------------------------------------------
 
-    async def _restart_session(self, wants: FunAsrOptions) -> None:
-        """Before any audio."""
+    async def _restart_session(self, options: FunAsrOptions) -> None:
+        """Replaces the session by another, before any audio."""
         assert self._session is not None, "it came with the hearing"
         await cancel_and_wait(self._session)
         await self.close()
-        self._start_session(wants)
+        self._start_session(options)
 
-    def _start_session(self, wants: FunAsrOptions) -> None:
-        language = self._session_factory.resolve_language(wants.language)
-        hearing = self._session_factory.start(msgspec.structs.replace(wants, language=language), self._outbox)
-        self._session_running, self._reported_not_started = hearing, False
-        self._session_options = wants
+    def _start_session(self, options: FunAsrOptions) -> None:
+        language = self._session_factory.resolve_language(options.language)
+        session = self._session_factory.start(msgspec.structs.replace(options, language=language), self._outbox)
+        self._session_running, self._reported_not_started = session, False
+        self._session_options = options
         self._pcm = Pcm16Assembler()
         self._began_s = self._loop.time()
-        self._session = self._lifecycle.start_session(self._run_session(hearing))
+        self._session = self._lifecycle.start_session(self._run_session(session))
 
-    async def _run_session(self, hearing: FunAsrSession) -> None:
-        final = await hearing.run()
+    async def _run_session(self, session: FunAsrSession) -> None:
+        final = await session.run()
         await self.close()
         self._reported_not_started = False
         self._outbox.send_replacing_state(final)

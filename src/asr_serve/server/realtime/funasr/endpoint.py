@@ -1,4 +1,4 @@
-"""FunASR's WebSockets: `/` answers while somebody speaks, `/ws` when all has been said."""
+"""FunASR's WebSockets: `/` answers while audio arrives, `/ws` after its end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from asr_serve.pipelines.segments import SegmentNormalizer, check_diarization, r
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.funasr.websocket import FLAGS, FunAsrOptions
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
-from asr_serve.server.middleware.error_handlers import (
-    live_error_event,
-)
+from asr_serve.server.middleware.error_handlers import live_error_event
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.endpoint import LiveDependencies, run_conversation
 from asr_serve.server.realtime.funasr.conversation import FunAsrConversation, FunAsrSession
@@ -34,33 +32,32 @@ REALTIME_PATH, OFFLINE_PATH = "/", "/ws"
 QUERY = ("model", "api_key", *FLAGS, *SPEAKER_COUNT_FIELDS)
 REALTIME_QUERY = (*QUERY, "sentences", "partial_ms", "max_segment_ms", "silence_schedule")
 
-
 StartFunAsrSession = Callable[[ModelEngine, FunAsrOptions, Outbox], FunAsrSession]
-"""Begins a session of a route, with answers into that outbox."""
+"""Starts a session of a route, with answers into that outbox."""
 
 
 class EngineFunAsrSessionFactory:
-    """The Ears of one socket: the model it asked for, when it wants to be heard."""
+    """Session factory of one socket: looks up the requested model for every session."""
 
     def __init__(
-        self, engines: EngineRegistry, model: str | None, visit: RequestContext, begin: StartFunAsrSession
+        self, engines: EngineRegistry, model: str | None, context: RequestContext, begin: StartFunAsrSession
     ) -> None:
         """Raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        self._engines, self._model, self._visit, self._begin = engines, model, visit, begin
+        self._engines, self._model, self._visit, self._begin = engines, model, context, begin
         self._engine()
 
     def resolve_language(self, code: str | None) -> str:
         return resolve_language(self._engine().client, code)
 
-    def validate(self, wants: FunAsrOptions) -> None:
+    def validate(self, options: FunAsrOptions) -> None:
         engine = self._engine()
-        hotword_bias(engine.client, engine.tokenizer, wants.hotwords)
-        SegmentNormalizer(resolve_language(engine.client, wants.language or None), itn=wants.itn)
-        if wants.spk:
+        hotword_bias(engine.client, engine.tokenizer, options.hotwords)
+        SegmentNormalizer(resolve_language(engine.client, options.language or None), itn=options.itn)
+        if options.spk:
             check_diarization(engine.client)
 
-    def start(self, wants: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
-        return self._begin(self._engine(), wants, outbox)
+    def start(self, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+        return self._begin(self._engine(), options, outbox)
 
     def _engine(self) -> ModelEngine:
         engine = self._engines.get(self._model)
@@ -69,7 +66,7 @@ class EngineFunAsrSessionFactory:
 
 
 def _realtime(
-    desk: LiveDependencies, fields: FormFields, visit: RequestContext, meter: LiveRouteMetrics
+    dependencies: LiveDependencies, fields: FormFields, context: RequestContext, meter: LiveRouteMetrics
 ) -> StartFunAsrSession:
     partial_ms = fields.integer("partial_ms", 100, 60_000)
     schedule = fields.text("silence_schedule")
@@ -80,8 +77,8 @@ def _realtime(
         silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
     )
 
-    def begin(engine: ModelEngine, wants: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
-        chosen = msgspec.structs.replace(options, **wants.pipeline_options())
+    def begin(engine: ModelEngine, requested: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+        chosen = msgspec.structs.replace(options, **requested.pipeline_options())
         return FunAsrRealtimeSession(
             engine.client, engine.tokenizer, chosen, outbox, meter, engine.in_use(), only_new=only_new
         )
@@ -90,53 +87,58 @@ def _realtime(
 
 
 def _offline(
-    desk: LiveDependencies, fields: FormFields, visit: RequestContext, meter: LiveRouteMetrics
+    dependencies: LiveDependencies, fields: FormFields, context: RequestContext, meter: LiveRouteMetrics
 ) -> StartFunAsrSession:
-    def begin(engine: ModelEngine, wants: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
-        return FunAsrOfflineSession(desk.executor, engine, desk.admission.reserve_work(), wants, visit, meter)
+    def begin(engine: ModelEngine, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+        return FunAsrOfflineSession(
+            dependencies.executor, engine, dependencies.admission.reserve_work(), options, context, meter
+        )
 
     return begin
 
 
 class FunAsrEndpoint:
-    """ASGI: the WebSockets of one route, accepted already."""
+    """ASGI app of one route: its WebSockets, accepted already."""
 
     def __init__(
         self,
-        desk: LiveDependencies,
+        dependencies: LiveDependencies,
         path: str,
         session_s: float,
         fields: Sequence[str],
         begin: Callable[[LiveDependencies, FormFields, RequestContext, LiveRouteMetrics], StartFunAsrSession],
     ) -> None:
-        """`fields`: what the query may hold."""
-        self._dependencies, self._fields, self._begin = desk, fields, begin
-        self._meter = desk.metrics.live_route(path)
-        config = desk.config
+        """`fields`: names that are allowed in the query."""
+        self._dependencies, self._fields, self._begin = dependencies, fields, begin
+        self._meter = dependencies.metrics.live_route(path)
+        config = dependencies.config
         self._limits = SessionLimits(config.session_idle_s, session_s, config.max_frame_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit, desk = request_context(scope), self._dependencies
+        context, dependencies = request_context(scope), self._dependencies
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         fields = FormFields(query, self._fields)
-        begin = self._begin(desk, fields, visit, self._meter)
-        ears = EngineFunAsrSessionFactory(desk.engines, fields.text("model"), visit, begin)
-        talk = FunAsrConversation(
+        begin = self._begin(dependencies, fields, context, self._meter)
+        factory = EngineFunAsrSessionFactory(dependencies.engines, fields.text("model"), context, begin)
+        conversation = FunAsrConversation(
             receive,
             Outbox(send, OUTBOX_SEND_TIMEOUT_S),
-            ears,
+            factory,
             self._limits,
-            partial(live_error_event, request_id=visit.request_id),
+            partial(live_error_event, request_id=context.request_id),
             FunAsrOptions.from_query(fields),
         )
-        await run_conversation(talk, desk.admission, visit, receive, send)
+        await run_conversation(conversation, dependencies.admission, context, receive, send)
 
 
-def routes(desk: LiveDependencies) -> list[WebSocketRoute]:
-    config = desk.config
+def routes(dependencies: LiveDependencies) -> list[WebSocketRoute]:
+    config = dependencies.config
     return [
         WebSocketRoute(
-            REALTIME_PATH, FunAsrEndpoint(desk, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime)
+            REALTIME_PATH,
+            FunAsrEndpoint(dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime),
         ),
-        WebSocketRoute(OFFLINE_PATH, FunAsrEndpoint(desk, OFFLINE_PATH, config.max_duration_s, QUERY, _offline)),
+        WebSocketRoute(
+            OFFLINE_PATH, FunAsrEndpoint(dependencies, OFFLINE_PATH, config.max_duration_s, QUERY, _offline)
+        ),
     ]

@@ -19,9 +19,9 @@ from asr_serve.server.uploads.spool import Spool, SpoolReader
 from asr_serve.units import RATE_HZ, samples_to_s
 
 OFFLINE_MEMORY_BYTES = 1 << 20
-"""What `/ws` keeps of a recording in memory; the rest goes to disk."""
+"""Bytes of a `/ws` recording that stay in memory; the rest goes to disk."""
 UNKNOWN_WAV_SIZE = 0xFFFFFFFF
-"""As a size in a WAV header: not known."""
+"""Size in a WAV header that means an unknown one."""
 WAV_HEADER = struct.pack(
     "<4sI4s4sIHHIIHH4sI",
     *(b"RIFF", UNKNOWN_WAV_SIZE, b"WAVE", b"fmt ", 16, 1, 1),
@@ -30,35 +30,34 @@ WAV_HEADER = struct.pack(
 
 
 class FunAsrOfflineSession:
-    """A Hearing like `POST /asr`: the same job over the same audio, begun with the first of it. It tells nothing
-    before the end."""
+    """FunAsrSession with the job of `POST /asr`, started with the first audio. Sends nothing before the end."""
 
     def __init__(
         self,
-        jobs: TranscriptionExecutor,
+        executor: TranscriptionExecutor,
         engine: ModelEngine,
-        place: AbstractContextManager[None],
-        wants: FunAsrOptions,
-        visit: RequestContext,
+        reservation: AbstractContextManager[None],
+        options: FunAsrOptions,
+        context: RequestContext,
         meter: LiveRouteMetrics,
     ) -> None:
-        """`place`: among those for whom work is done, held until `close`. Raises AtCapacity."""
-        self.language, self.received_samples, self.full = wants.language or "", 0, False
-        self._jobs, self._engine, self._visit, self._meter = jobs, engine, visit, meter
-        self._options = TranscribeOptions(priority="interactive", **wants.pipeline_options())
+        """`reservation`: from `AdmissionController.reserve_work`, held until `close`. Raises AtCapacity."""
+        self.language, self.received_samples, self.full = options.language or "", 0, False
+        self._jobs, self._engine, self._visit, self._meter = executor, engine, context, meter
+        self._options = TranscribeOptions(priority="interactive", **options.pipeline_options())
         self._spool = Spool(OFFLINE_MEMORY_BYTES)
         self._job: TranscriptionJob | None = None
         self._audio_started = asyncio.Event()
-        with contextlib.ExitStack() as held:
-            held.enter_context(place)
-            held.enter_context(engine.in_use())
-            self._resources = held.pop_all()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(reservation)
+            stack.enter_context(engine.in_use())
+            self._resources = stack.pop_all()
 
     async def wait_writable(self) -> None:
-        """There is always some: what does not fit into memory goes to disk."""
+        """Returns at once: what does not fit into memory goes to disk."""
 
     def write(self, pcm: bytes | memoryview) -> None:
-        """Raises AtCapacity when the disk is full."""
+        """Writes whole samples. Raises AtCapacity when the disk is full."""
         if self._job is None:
             self._spool.append(memoryview(WAV_HEADER))
             self._job = self._jobs.start(self._engine, cast(BinaryIO, SpoolReader(self._spool)), self._options)
@@ -81,8 +80,8 @@ class FunAsrOfflineSession:
             sentences.add_segment(event.segment)
             if event.phases is not None:
                 self._visit.trace.engine_phases(event.phases)
-        whole = await self._job.transcript
-        return sentences.encode_final(whole.duration_samples, whole.language, whole.language_prob)
+        transcript = await self._job.transcript
+        return sentences.encode_final(transcript.duration_samples, transcript.language, transcript.language_prob)
 
     async def close(self) -> None:
         if self._job is not None:

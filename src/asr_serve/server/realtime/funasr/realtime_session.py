@@ -1,4 +1,4 @@
-"""FunASR's realtime session: text while somebody speaks."""
+"""Session of FunASR's `/`: text while audio arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asr_serve.text.tokenizers import Tokenizer
 
 
 class FunAsrRealtimeSession:
-    """A Hearing: a live caller, told in FunASR's answers. Belongs to the event loop's thread."""
+    """FunAsrSession with a live listener, in FunASR's answers. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -24,15 +24,15 @@ class FunAsrRealtimeSession:
         options: ListenOptions,
         outbox: Outbox,
         meter: LiveRouteMetrics,
-        using: AbstractContextManager[None],
+        lease: AbstractContextManager[None],
         *,
         only_new: bool,
     ) -> None:
-        """Raises what Caller does."""
+        """Raises as AsyncListener does."""
         self._outbox, self._meter = outbox, meter
         self._sentences = SentenceEncoder(only_new=only_new, words=options.words, spk=options.speakers)
         self._partial: LivePartial | None = None
-        self._listener = AsyncListener(client, tokenizer, options, meter, using, self._on_events)
+        self._listener = AsyncListener(client, tokenizer, options, meter, lease, self._on_events)
         self.language = self._listener.language
         self.wait_writable, self.finish, self.close = (
             self._listener.wait_writable,
@@ -56,20 +56,20 @@ class FunAsrRealtimeSession:
         return self._sentences.encode_final(self.received_samples)
 
     def _on_events(self, events: list[LiveEvent]) -> None:
-        news = False
+        changed = False
         for event in events:
             match event:
                 case LiveSegmentDone(segment):
                     self._sentences.add_segment(segment, event.language, event.language_prob)
-                    news = True
+                    changed = True
                     if self._partial is not None and self._partial.start_samples < segment.end_samples:
                         self._partial = None
                 case SpeakersRevised(speakers):
                     self._sentences.relabel_speakers(speakers)
                 case LivePartial():
-                    news |= self._partial is None or event.text != self._partial.text
+                    changed |= self._partial is None or event.text != self._partial.text
                     self._partial = event
-        if news and not self._outbox.send_state(self._send_partial):
+        if changed and not self._outbox.send_state(self._send_partial):
             self._meter.dropped.inc()
 
     def _send_partial(self) -> str:

@@ -1,6 +1,6 @@
-"""One socket's conversation in the words of OpenAI Realtime: which event may come when.
+"""Conversation of one socket in OpenAI's Realtime protocol: which event is valid in which state.
 
-The first audio begins a caller. A mistake of the client's is answered with an error event and changes nothing.
+The first audio starts a listener. An invalid event is answered with an error event and changes nothing.
 """
 
 from __future__ import annotations
@@ -43,59 +43,59 @@ from asr_serve.server.realtime.lifecycle import ConnectionLifecycle, SessionLimi
 from asr_serve.server.realtime.outbox import Outbox
 
 SLICES = 2
-"""To the second: how much of an event's audio is taken before looking whether there is room for more."""
+"""Slices per second of an event's audio; `full` is checked again before each."""
 
 
 class RealtimeSessionFactory(Protocol):
-    """Where callers come from."""
+    """Factory of listeners."""
 
     def validate(self, settings: RealtimeSettings) -> str:
-        """Of the model that will hear it, the name. Raises OptionError, UnknownModel, ModelNotLoaded,
-        EngineClosed when it cannot be heard."""
+        """Name of the model for these settings. Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed if
+        it cannot serve them."""
 
     def start(
-        self, settings: RealtimeSettings, hear: Callable[[list[LiveEvent]], None]
+        self, settings: RealtimeSettings, on_events: Callable[[list[LiveEvent]], None]
     ) -> tuple[AsyncListener, TokenTexts]:
-        """Raises AtCapacity and as `expect` does."""
+        """Starts a listener. Raises AtCapacity and as `validate` does."""
 
 
 class ErrorFormatter(Protocol):
-    """What a client is told of an error, and when it may try again."""
+    """Formats an error for the client, with the time in ms after which it may retry."""
 
     def __call__(self, error: Exception) -> tuple[Problem, int | None]: ...
 
 
 class OpenAiConversation:
-    """Belongs to the event loop's thread."""
+    """Transcription session over one WebSocket. Belongs to the event loop's thread."""
 
     def __init__(
         self,
         receive: Receive,
         outbox: Outbox,
-        ears: RealtimeSessionFactory,
+        factory: RealtimeSessionFactory,
         limits: SessionLimits,
-        tell: ErrorFormatter,
-        voice: ServerEventEncoder,
+        format_error: ErrorFormatter,
+        encoder: ServerEventEncoder,
         settings: RealtimeSettings,
         *,
         partials: bool,
     ) -> None:
-        self._outbox, self._session_factory, self._limits = outbox, ears, limits
-        self._format_error, self._encoder, self._settings = tell, voice, settings
+        self._outbox, self._session_factory, self._limits = outbox, factory, limits
+        self._format_error, self._encoder, self._settings = format_error, encoder, settings
         self._lifecycle = ConnectionLifecycle(receive, outbox, limits, self)
         self.drain = self._lifecycle.drain
-        self._items = ItemTracker(voice, turns=settings.turn_detection is not None, partials=partials)
+        self._items = ItemTracker(encoder, turns=settings.turn_detection is not None, partials=partials)
         self._listener: AsyncListener | None = None
         self._spell: TokenTexts | None = None
         self._session: asyncio.Task[None] | None = None
         self._decoder: LiveAudioDecoder | None = None
         self._before_samples = 0
-        """Of callers that are over."""
+        """Samples of all closed listeners."""
         self.started_s = asyncio.get_running_loop().time()
         self.disconnected_in_session = False
-        """The client left before it had all its words."""
+        """Whether the client left before all its text was sent."""
         self.disconnect_code: int | None = None
-        """What the client closed with; 1005 for nothing."""
+        """Close code of the client; 1005 when it sent none."""
         self._expires_s = int(time.time() + limits.session_s)
 
     @property
@@ -103,27 +103,27 @@ class OpenAiConversation:
         return self._before_samples + (self._listener.received_samples if self._listener is not None else 0)
 
     async def run(self) -> Draining | None:
-        """As `Life.run`. Raises what `Ears.expect` does, too."""
+        """Runs until the end, as `ConnectionLifecycle.run`. Raises as `RealtimeSessionFactory.validate`, too."""
         self._send_session("created", self._session_factory.validate(self._settings))
         return await self._lifecycle.run()
 
-    # --- for its life ---------------------------------------------------------------------------------
+    # --- connection lifecycle -------------------------------------------------------------------------
 
     @property
     def active(self) -> bool:
         return self._listener is not None
 
     async def on_message(self, message: MutableMapping[str, Any]) -> None:
-        came: ClientEvent | None = None
+        event: ClientEvent | None = None
         try:
-            came = self._decode(message)
-            await self._on_client_event(came)
+            event = self._decode(message)
+            await self._on_client_event(event)
         except (MalformedRequest, OptionError, AudioTooLarge, EmptyAudio, ModelError) as error:
-            self.send_error(error, came)
+            self.send_error(error, event)
 
-    def send_error(self, error: AsrServeError, came: ClientEvent | None = None) -> None:
-        what, retry_ms = self._format_error(error)
-        self._outbox.send(self._encoder.error(what, retry_ms, None if came is None else came.event_id))
+    def send_error(self, error: AsrServeError, event: ClientEvent | None = None) -> None:
+        problem, retry_ms = self._format_error(error)
+        self._outbox.send(self._encoder.error(problem, retry_ms, None if event is None else event.event_id))
 
     def finish(self) -> None:
         if self._listener is None:
@@ -144,7 +144,7 @@ class OpenAiConversation:
             await self._listener.close()
             self._before_samples, self._listener = self.received_samples, None
 
-    # --- what comes -----------------------------------------------------------------------------------
+    # --- client events --------------------------------------------------------------------------------
 
     def _decode(self, message: MutableMapping[str, Any]) -> ClientEvent:
         text = message.get("text")
@@ -158,62 +158,62 @@ class OpenAiConversation:
             )
         return decode_client_event(text)
 
-    async def _on_client_event(self, came: ClientEvent) -> None:
-        match event := parse_command(came):
+    async def _on_client_event(self, event: ClientEvent) -> None:
+        match command := parse_command(event):
             case AppendAudio(audio):
                 await self._append(audio)
             case CommitAudio():
-                self._commit(came)
+                self._commit(event)
             case ClearAudio():
-                self._clear(came)
+                self._clear(event)
             case UpdateSession():
-                await self._update(event)
+                await self._update(command)
 
     async def _append(self, audio: bytes) -> None:
         if self._lifecycle.end_reason is not None or not audio:
             return
         try:
-            caller = self._listener or self._begin()
-        except (OptionError, ModelError) as error:  # it was good when the session was told so
+            listener = self._listener or self._begin()
+        except (OptionError, ModelError) as error:  # the settings were valid when they were set
             self._lifecycle.end(error)
             return
         assert self._decoder is not None, "it came with the caller"
         self._items.on_audio()
         step = self._decoder.rate_hz // SLICES
-        for at in range(0, len(audio), step):
-            while caller.full and not self._lifecycle.finishing:
-                await self._lifecycle.pause_reading(caller.wait_writable())
+        for start in range(0, len(audio), step):
+            while listener.full and not self._lifecycle.finishing:
+                await self._lifecycle.pause_reading(listener.wait_writable())
             if self._lifecycle.finishing:
                 return
-            caller.write(self._decoder.decode(audio[at : at + step]))
+            listener.write(self._decoder.decode(audio[start : start + step]))
         self._lifecycle.check_audio_limit(self.received_samples)
 
-    def _commit(self, came: ClientEvent) -> None:
+    def _commit(self, event: ClientEvent) -> None:
         if self.received_samples == self._items.accepted_samples:
             raise EmptyAudio(
                 "a commit of nothing came", "audio must have come since the last one", "append audio first"
             )
-        self._request(self._items.commit, came)
+        self._request(self._items.commit, event)
 
-    def _clear(self, came: ClientEvent) -> None:
+    def _clear(self, event: ClientEvent) -> None:
         if self.received_samples == self._items.accepted_samples:
             self._outbox.send(self._items.cleared())
         else:
-            self._request(self._items.clear, came)
+            self._request(self._items.clear, event)
 
-    def _request(self, ask: Callable[[int], list[str]], came: ClientEvent) -> None:
+    def _request(self, action: Callable[[int], list[str]], event: ClientEvent) -> None:
         if self._listener is not None and self._decoder is not None and not self._lifecycle.finishing:
             self._listener.write(self._decoder.drain_resampler())
         received = self.received_samples
-        if self._listener is None:  # another has not begun; what came before it has been heard
-            self._send([*ask(received), *self._items.on_event(SessionFinished(received))])
+        if self._listener is None:  # none is running: all audio so far has been recognized
+            self._send([*action(received), *self._items.on_event(SessionFinished(received))])
         elif not self._lifecycle.finishing:
             try:
                 self._listener.flush("")
             except AtCapacity as error:
-                self.send_error(error, came)
+                self.send_error(error, event)
             else:
-                self._send(ask(received))
+                self._send(action(received))
 
     async def _update(self, update: UpdateSession) -> None:
         settings = apply_update(self._settings, update)
@@ -233,7 +233,7 @@ class OpenAiConversation:
         self._encoder.beta |= update.beta
         self._send_session("updated", model)
 
-    # --- what is heard --------------------------------------------------------------------------------
+    # --- listeners ------------------------------------------------------------------------------------
 
     def _begin(self) -> AsyncListener:
         settings = self._settings
@@ -244,8 +244,8 @@ class OpenAiConversation:
         self._session = self._lifecycle.start_session(self._until_finished(self._listener))
         return self._listener
 
-    async def _until_finished(self, caller: AsyncListener) -> None:
-        await caller.run()
+    async def _until_finished(self, listener: AsyncListener) -> None:
+        await listener.run()
         await self.close()
         self._lifecycle.session_done()
 
@@ -254,16 +254,16 @@ class OpenAiConversation:
             self._send(self._items.on_event(event))
 
     def _commit_remaining(self) -> None:
-        """What the client has not committed is an item, too. All of it has been heard."""
+        """Commits the remaining audio, all of it recognized, as an item."""
         received = self.received_samples
         if self._settings.turn_detection is None and received > self._items.accepted_samples:
             self._send([*self._items.commit(received), *self._items.on_event(SessionFinished(received))])
 
-    # --- what is told ---------------------------------------------------------------------------------
+    # --- server events --------------------------------------------------------------------------------
 
     def _send(self, events: list[str]) -> None:
         for event in events:
             self._outbox.send(event)
 
-    def _send_session(self, what: str, model: str) -> None:
-        self._outbox.send(self._encoder.session(what, self._settings, model, self._expires_s))
+    def _send_session(self, kind: str, model: str) -> None:
+        self._outbox.send(self._encoder.session(kind, self._settings, model, self._expires_s))

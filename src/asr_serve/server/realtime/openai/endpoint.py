@@ -32,10 +32,10 @@ QUERY = ("model", "intent", "api_key", "partials")
 
 
 class EngineRealtimeSessionFactory:
-    """The Ears of one socket."""
+    """Session factory of one socket."""
 
-    def __init__(self, engines: EngineRegistry, visit: RequestContext, meter: LiveRouteMetrics) -> None:
-        self._engines, self._visit, self._meter = engines, visit, meter
+    def __init__(self, engines: EngineRegistry, context: RequestContext, meter: LiveRouteMetrics) -> None:
+        self._engines, self._visit, self._meter = engines, context, meter
 
     def validate(self, settings: RealtimeSettings) -> str:
         engine = self._engine(settings)
@@ -46,12 +46,12 @@ class EngineRealtimeSessionFactory:
         return engine.name
 
     def start(
-        self, settings: RealtimeSettings, hear: Callable[[list[LiveEvent]], None]
+        self, settings: RealtimeSettings, on_events: Callable[[list[LiveEvent]], None]
     ) -> tuple[AsyncListener, TokenTexts]:
         engine = self._engine(settings)
         options = settings.listen_options(engine.client.turn_model)
-        caller = AsyncListener(engine.client, engine.tokenizer, options, self._meter, engine.in_use(), hear)
-        return caller, engine.tokenizer.decode
+        listener = AsyncListener(engine.client, engine.tokenizer, options, self._meter, engine.in_use(), on_events)
+        return listener, engine.tokenizer.decode
 
     def _engine(self, settings: RealtimeSettings) -> ModelEngine:
         engine = self._engines.get(settings.model)
@@ -60,15 +60,15 @@ class EngineRealtimeSessionFactory:
 
 
 class OpenAiRealtimeEndpoint:
-    """ASGI: the WebSockets of this route, accepted already."""
+    """ASGI app of this route: its WebSockets, accepted already."""
 
-    def __init__(self, desk: LiveDependencies) -> None:
-        self._dependencies, self._meter = desk, desk.metrics.live_route(PATH)
-        config = desk.config
+    def __init__(self, dependencies: LiveDependencies) -> None:
+        self._dependencies, self._meter = dependencies, dependencies.metrics.live_route(PATH)
+        config = dependencies.config
         self._limits = SessionLimits(config.session_idle_s, config.max_session_s, config.max_frame_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit, desk = request_context(scope), self._dependencies
+        context, dependencies = request_context(scope), self._dependencies
         query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
         fields = FormFields(query, QUERY)
         if (intent := fields.text("intent")) not in (None, "transcription"):
@@ -78,24 +78,24 @@ class OpenAiRealtimeEndpoint:
                 "ask for intent=transcription",
                 param="intent",
             )
-        talk = OpenAiConversation(
+        conversation = OpenAiConversation(
             receive,
             Outbox(send, OUTBOX_SEND_TIMEOUT_S),
-            EngineRealtimeSessionFactory(desk.engines, visit, self._meter),
+            EngineRealtimeSessionFactory(dependencies.engines, context, self._meter),
             self._limits,
-            partial(realtime_problem, request_id=visit.request_id),
+            partial(realtime_problem, request_id=context.request_id),
             ServerEventEncoder(beta=_uses_beta_shape(scope)),
             RealtimeSettings.initial(fields.text("model")),
             partials=fields.flag("partials") or False,
         )
-        await run_conversation(talk, desk.admission, visit, receive, send)
+        await run_conversation(conversation, dependencies.admission, context, receive, send)
 
 
 def _uses_beta_shape(scope: Scope) -> bool:
-    """Whether the client speaks as before."""
+    """Whether the client uses the shapes of the beta API."""
     header = Headers(scope=scope).get("openai-beta", "")
     return BETA_HEADER in header or BETA_SUBPROTOCOL in scope.get("subprotocols", ())
 
 
-def route(desk: LiveDependencies) -> WebSocketRoute:
-    return WebSocketRoute(PATH, OpenAiRealtimeEndpoint(desk))
+def route(dependencies: LiveDependencies) -> WebSocketRoute:
+    return WebSocketRoute(PATH, OpenAiRealtimeEndpoint(dependencies))

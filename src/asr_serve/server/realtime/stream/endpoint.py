@@ -1,8 +1,8 @@
-"""/v1/stream over its two transports.
+"""Transports of /v1/stream.
 
 WebSocket   binary messages are audio, texts are commands and events
-HTTP        the request's body is audio, its answer server-sent events, both at once. Raw ASGI: Starlette's
-            StreamingResponse reads of the request, to see its client go, and keeps what it finds
+HTTP        the request's body is audio, its response server-sent events, both at once. Raw ASGI: Starlette's
+            StreamingResponse reads the request, to detect a disconnect, and discards what it reads
 """
 
 from __future__ import annotations
@@ -64,37 +64,37 @@ from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_e
 from asr_serve.units import samples_to_s
 
 NORMAL_CLOSURE = 1_000
-"""What a client closes with that wants no more of its session."""
+"""Close code of a client that ends its session for good."""
 SSE_HEADERS = (
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 )
 START_TIMEOUT_S = 10.0
-"""How long a client may take to say what it wants."""
+"""Time limit for the start message."""
 COMMAND_TIMEOUT_S = 10.0
-"""How long the body of a command may take."""
+"""Time limit for the body of a command."""
 
 
-def create_session_manager(desk: LiveDependencies) -> StreamSessionManager:
-    """Those of a server."""
-    config, meter = desk.config, desk.metrics.live_route(PATH)
+def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManager:
+    """Creates the session manager of a server."""
+    config, meter = dependencies.config, dependencies.metrics.live_route(PATH)
 
-    def begin(owner: SessionOwner, asked: NewSessionRequest) -> tuple[str, StartListener]:
-        engine = desk.engines.get(asked.model)
+    def begin(owner: SessionOwner, request: NewSessionRequest) -> tuple[str, StartListener]:
+        engine = dependencies.engines.get(request.model)
 
         @contextmanager
-        def held() -> Iterator[None]:
-            with desk.admission.reserve_session(cast(Key, owner)), engine.in_use():
+        def lease() -> Iterator[None]:
+            with dependencies.admission.reserve_session(cast(Key, owner)), engine.in_use():
                 yield
 
-        def caller(hear: Callable[[list[LiveEvent]], None]) -> AsyncListener:
-            return AsyncListener(engine.client, engine.tokenizer, asked.options, meter, held(), hear)
+        def start_listener(on_events: Callable[[list[LiveEvent]], None]) -> AsyncListener:
+            return AsyncListener(engine.client, engine.tokenizer, request.options, meter, lease(), on_events)
 
-        return engine.name, caller
+        return engine.name, start_listener
 
     limits = SessionLimits(config.session_idle_s, config.max_session_s, config.max_frame_bytes)
-    return StreamSessionManager(limits, config.resume_s, config.max_live_sessions, desk.metrics, begin)
+    return StreamSessionManager(limits, config.resume_s, config.max_live_sessions, dependencies.metrics, begin)
 
 
 @asynccontextmanager
@@ -106,25 +106,25 @@ async def _connected(
     packets: bool,
     query: dict[str, Any] | None = None,
 ) -> AsyncIterator[tuple[StreamSession, StreamConnection, asyncio.Task[int | None]]]:
-    """The session that this connection asks for; `read` reads of its client meanwhile."""
-    visit = request_context(scope)
-    assert visit.client is not None
+    """Opens the session that this connection requests; meanwhile `read` reads from the client."""
+    context = request_context(scope)
+    assert context.client is not None
     query = _query(scope) if query is None else query
-    tell = partial(live_error_event, request_id=visit.request_id, path=PATH)
-    with sessions.connect(visit.client, parse_query(query, packets=packets), tell) as (session, connection):
-        visit.model, before_samples = session.info.model, session.received_samples
+    to_event = partial(live_error_event, request_id=context.request_id, path=PATH)
+    with sessions.connect(context.client, parse_query(query, packets=packets), to_event) as (session, connection):
+        context.model, before_samples = session.info.model, session.received_samples
         reader = asyncio.create_task(read(session, connection))
         reader.add_done_callback(connection.stop_if_failed)
         try:
             yield session, connection, reader
         finally:
-            visit.audio_s = samples_to_s(session.received_samples - before_samples)
+            context.audio_s = samples_to_s(session.received_samples - before_samples)
             reader.cancel()
             await asyncio.wait({reader})
 
 
 async def _read_start_message(receive: Receive) -> str:
-    """The first message, a text. Raises MalformedRequest, RequestTimeout, ClientGone."""
+    """Reads the first message, a text. Raises MalformedRequest, RequestTimeout, ClientGone."""
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             message = await receive()
@@ -144,13 +144,13 @@ def _query(scope: Scope) -> dict[str, Any]:
 
 
 class StreamWebSocket:
-    """ASGI: one connection, accepted already."""
+    """ASGI app: one connection, accepted already."""
 
     def __init__(self, sessions: StreamSessionManager, frame_bytes: int) -> None:
         self._sessions, self._frame_bytes = sessions, frame_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = request_context(scope)
+        context = request_context(scope)
         read = partial(self._read, receive)
         query = _query(scope)
         if expects_start_message(query):
@@ -161,23 +161,23 @@ class StreamWebSocket:
             reader,
         ):
             await _write(send, connection)
-        left_code = None if reader.cancelled() or reader.exception() else reader.result()
+        client_code = None if reader.cancelled() or reader.exception() else reader.result()
         if session.ending is not None:
-            visit.end_reason = error_code(session.ending)
+            context.end_reason = error_code(session.ending)
             await close_websocket(receive, send, close_code(session.ending))
-        elif session.closed or left_code is None:
-            visit.end_reason = "done"
+        elif session.closed or client_code is None:
+            context.end_reason = "done"
             await close_websocket(receive, send, NORMAL_CLOSURE)
         else:
-            visit.end_reason = "client_gone"
-            if left_code == NORMAL_CLOSURE:
+            context.end_reason = "client_gone"
+            if client_code == NORMAL_CLOSURE:
                 self._sessions.abort(session, "was ended by its client")
-            if left_code == NO_CLOSE_CODE:
-                # The only word that reaches a client whose frame granian refused.
+            if client_code == NO_CLOSE_CODE:
+                # Nothing but a close code reaches a client whose frame granian refused.
                 await close_websocket(receive, send, TOO_BIG)
 
     async def _read(self, receive: Receive, session: StreamSession, connection: StreamConnection) -> int | None:
-        """What the client closes with, at last. Raises what ends the connection: AudioTooLarge."""
+        """Reads until the client closes; returns its close code. Raises AudioTooLarge to end the connection."""
         while (message := await receive())["type"] == "websocket.receive":
             try:
                 if (frame := message.get("bytes")) is not None:
@@ -202,25 +202,25 @@ class StreamWebSocket:
 
 
 def _command(text: str, session: StreamSession, connection: StreamConnection) -> None:
-    asked = parse_command(text)
-    if isinstance(asked, FlushCommand):
-        session.flush(asked.id)
+    command = parse_command(text)
+    if isinstance(command, FlushCommand):
+        session.flush(command.id)
     else:
         session.end()
 
 
 async def _write(send: Send, connection: StreamConnection) -> None:
-    async for told in connection.events():
-        assert told is not None
+    async for event in connection.events():
+        assert event is not None
         try:
             async with asyncio.timeout(OUTBOX_SEND_TIMEOUT_S):
-                await send({"type": "websocket.send", "text": told.json.decode()})
+                await send({"type": "websocket.send", "text": event.json.decode()})
         except TimeoutError:
             raise ClientGone(f"the client took nothing for {OUTBOX_SEND_TIMEOUT_S:g} s") from None
 
 
 class StreamHttpExchange:
-    """ASGI: one request, which is one connection."""
+    """ASGI app: one request is one connection."""
 
     def __init__(self, sessions: StreamSessionManager) -> None:
         self._sessions = sessions
@@ -228,23 +228,23 @@ class StreamHttpExchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         read = partial(_read, receive)
         async with _connected(self._sessions, scope, read, packets=False) as (session, connection, reader):
-            # The body is asked for before the answer begins: a client that waits for that sends it at once.
+            # The body is read before the response starts, for clients that send it only once it is requested.
             await asyncio.sleep(0)
             await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-            async with aclosing(_sse_chunks(connection)) as pieces:
-                async for piece in with_error_event(pieces, scope, live=True):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            async with aclosing(_sse_chunks(connection)) as chunks:
+                async for chunk in with_error_event(chunks, scope, live=True):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
         if session.ending is not None:
             request_context(scope).end_reason = error_code(session.ending)
         if reader.cancelled():
-            # Over HTTP/2 an answer that ends before its request resets the stream, and curl then throws away
+            # Over HTTP/2 a response that ends before its request resets the stream, and curl then discards
             # what it has not printed yet.
             await drain_body(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _read(receive: Receive, session: StreamSession, connection: StreamConnection) -> None:
-    """Until the body ends, which ends the audio. Raises ClientGone when it breaks off."""
+    """Reads the body, whose end ends the audio. Raises ClientGone when it breaks off."""
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -257,8 +257,8 @@ async def _read(receive: Receive, session: StreamSession, connection: StreamConn
 
 
 async def _sse_chunks(connection: StreamConnection) -> AsyncGenerator[bytes, None]:
-    async for told in connection.events(KEEP_ALIVE_S):
-        yield KEEP_ALIVE if told is None else told.sse
+    async for event in connection.events(KEEP_ALIVE_S):
+        yield KEEP_ALIVE if event is None else event.sse
 
 
 class AcceptedCommand(msgspec.Struct):
@@ -266,12 +266,12 @@ class AcceptedCommand(msgspec.Struct):
 
 
 async def _body(request: Request) -> bytes:
-    """Of a command. Raises MalformedRequest, RequestTimeout."""
+    """Reads the body of a command. Raises MalformedRequest, RequestTimeout, ClientGone."""
     body = b""
     try:
         async with asyncio.timeout(COMMAND_TIMEOUT_S):
-            async for piece in request.stream():
-                body += piece
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > MAX_MESSAGE_CHARACTERS:
                     raise MalformedRequest(
                         f"a command of more than {MAX_MESSAGE_CHARACTERS} bytes came",
@@ -294,28 +294,28 @@ def routes(sessions: StreamSessionManager, frame_bytes: int) -> list[BaseRoute]:
 
 
 def commands(sessions: StreamSessionManager) -> APIRouter:
-    """Beside a body."""
+    """Routes of the commands that a client sends beside the body of its session."""
     router = APIRouter(tags=["Live"])
 
-    def of(request: Request, session_id: str) -> StreamSession:
-        visit = request_context(request.scope)
-        assert visit.client is not None
-        return sessions.get(visit.client, session_id)
+    def get_session(request: Request, session_id: str) -> StreamSession:
+        context = request_context(request.scope)
+        assert context.client is not None
+        return sessions.get(context.client, session_id)
 
     @router.post(
         PATH + "/{session_id}/flush", status_code=202, summary="Make final what was said", **openapi.FLUSH
     )
     async def flush_session(request: Request, session_id: str) -> Response:
-        """All audio that the session has taken: `flushed` comes among its events when its words are final."""
-        asked = parse_flush_body(await _body(request))
-        of(request, session_id).flush(asked.id)
-        return Response(msgspec.json.encode(AcceptedCommand(asked.id)), 202, media_type=JSON)
+        """Finalizes all audio so far: `flushed` comes among the session's events when its words are final."""
+        command = parse_flush_body(await _body(request))
+        get_session(request, session_id).flush(command.id)
+        return Response(msgspec.json.encode(AcceptedCommand(command.id)), 202, media_type=JSON)
 
     @router.post(PATH + "/{session_id}/end", status_code=202, summary="End a live session", **openapi.END)
     async def end_session(request: Request, session_id: str) -> Response:
-        """No more audio will come: the rest of the text and `end` come among its events."""
+        """Ends the audio: the rest of the text and `end` come among the session's events."""
         await _body(request)
-        of(request, session_id).end()
+        get_session(request, session_id).end()
         return Response(b"{}", 202, media_type=JSON)
 
     return router

@@ -1,4 +1,4 @@
-"""The numbered events of one session, as many as are kept for a client that lost its connection."""
+"""Log of the numbered events of one session, for a client that lost its connection."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asr_serve.errors import EventsExpired, OptionError
 from asr_serve.protocols.stream.server_events import EncodedEvent, NumberedEvent
 
 MAX_LOG_EVENTS, MAX_LOG_BYTES = 1_024, 256 << 10
-"""What is kept: a quarter of an hour of fast speech, many times what a client misses that comes back in time."""
+"""Limits of the log: a quarter of an hour of fast speech, many times what a reconnecting client misses."""
 
 
 class EventLog:
-    """Numbers from 1, without a gap; the oldest go when there are too many."""
+    """Events numbered from 1 without a gap; the oldest are dropped at the limits."""
 
     def __init__(self) -> None:
         self._events: deque[EncodedEvent] = deque()
@@ -23,14 +23,14 @@ class EventLog:
 
     def append(self, event: NumberedEvent) -> None:
         self.last_seq += 1
-        told = replace(event, seq=self.last_seq).encode()
-        self._events.append(told)
-        self._bytes += len(told.json)
+        encoded = replace(event, seq=self.last_seq).encode()
+        self._events.append(encoded)
+        self._bytes += len(encoded.json)
         while len(self._events) > MAX_LOG_EVENTS or self._bytes > MAX_LOG_BYTES:
             self._bytes -= len(self._events.popleft().json)
 
     def next(self, after: int) -> EncodedEvent | None:
-        """The event behind that one; None while there is none. Raises EventsExpired."""
+        """Event after number `after`; None while there is none. Raises EventsExpired."""
         if after >= self.last_seq:
             return None
         first = self.last_seq - len(self._events) + 1
@@ -43,7 +43,7 @@ class EventLog:
         return self._events[after + 1 - first]
 
     def check_available(self, after: int) -> None:
-        """That everything behind `after` is here. Raises EventsExpired; OptionError for what is yet to be told."""
+        """Raises EventsExpired if events after `after` were dropped; OptionError if `after` is yet to come."""
         if after > self.last_seq:
             raise OptionError(
                 f"after={after}",

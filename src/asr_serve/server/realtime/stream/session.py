@@ -1,4 +1,4 @@
-"""One live session of /v1/stream, whichever connection it has at the moment, or none."""
+"""Live session of /v1/stream, with one connection at a time or none."""
 
 from __future__ import annotations
 
@@ -42,52 +42,52 @@ from asr_serve.units import RATE_HZ, samples_to_s
 log = logging.getLogger(__name__)
 
 SLICE_BYTES = 4_096
-"""How much audio is decoded before looking whether there is room for more: up to some seconds of it."""
+"""Bytes of audio, up to some seconds of it, that are decoded before `full` is checked again."""
 
 StartListener = Callable[[Callable[[list[LiveEvent]], None]], AsyncListener]
-"""Makes the caller that tells its events there."""
+"""Creates a listener that passes its events to that callback."""
 
 
 class StreamSessionInfo(msgspec.Struct, frozen=True):
-    """What a session is, from its beginning."""
+    """Constant properties of a session."""
 
     session_id: str
     model: str
     encoding: str
     resume_s: float
     words: bool = False
-    """Whether segments tell theirs."""
+    """Whether segments have words."""
 
 
 class StreamSession:
-    """Audio in, numbered events into its log. It goes on with what it has while no connection is there.
+    """Audio in, numbered events into a log. It continues with the audio it has while it has no connection.
 
     Belongs to the event loop's thread.
     """
 
     def __init__(
         self,
-        facts: StreamSessionInfo,
+        info: StreamSessionInfo,
         decoder: LiveAudioDecoder,
         limits: SessionLimits,
         meter: LiveRouteMetrics,
         begin: StartListener,
-        over: Callable[[StreamSession], None],
+        on_closed: Callable[[StreamSession], None],
     ) -> None:
-        """`over` is called when nothing more will be heard. Raises what `begin` does."""
-        self.info, self.log = facts, EventLog()
-        self._decoder, self._limits, self._meter, self._on_closed = decoder, limits, meter, over
-        self._encoder = StreamEventEncoder(words=facts.words)
+        """`on_closed` is called once the session is closed. Raises as `begin` does."""
+        self.info, self.log = info, EventLog()
+        self._decoder, self._limits, self._meter, self._on_closed = decoder, limits, meter, on_closed
+        self._encoder = StreamEventEncoder(words=info.words)
         self._partial: EncodedEvent | None = None
         self.received_bytes = self._acked_samples = 0
         self.finishing = self.closed = False
-        """No more audio is taken; nothing more is heard."""
+        """No more audio is accepted; no more events come."""
         self.ending: AsrServeError | None = None
-        """Why it was ended before its client did."""
+        """Error for which the server ended the session before its client did."""
         self.failure: BaseException | None = None
         self._stopped_listening = False
         self._flushes: deque[tuple[str, int]] = deque(maxlen=MAX_PENDING_FLUSHES)
-        """The last ones: name, and place in bytes."""
+        """Last flushes: name, position in bytes."""
         self.connection: StreamConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._watch: asyncio.TimerHandle | None = None
@@ -102,8 +102,8 @@ class StreamSession:
 
     # --- connections -----------------------------------------------------------------------------------
 
-    def attach(self, after: int, tell: FormatStreamError, *, resumed: bool) -> StreamConnection:
-        """A new connection, instead of the one there may be. Raises EventsExpired, OptionError."""
+    def attach(self, after: int, format_error: FormatStreamError, *, resumed: bool) -> StreamConnection:
+        """Attaches a new connection, in place of any other. Raises EventsExpired, OptionError."""
         self.log.check_available(after)
         if self.connection is not None:
             self.connection.stop(
@@ -113,7 +113,7 @@ class StreamSession:
                     "go on there, or begin a new session",
                 )
             )
-        self.connection = connection = StreamConnection(self.log, after, tell)
+        self.connection = connection = StreamConnection(self.log, after, format_error)
         connection.send(self._opened(resumed))
         connection.show_partial(self._partial)
         if resumed and self.ending is not None:
@@ -125,7 +125,7 @@ class StreamSession:
         return connection
 
     def detach(self, connection: StreamConnection) -> bool:
-        """It is gone. False: another one goes on already."""
+        """Detaches a connection that is closed. False: another one has replaced it."""
         connection.stop()
         if connection is not self.connection:
             return False
@@ -145,24 +145,24 @@ class StreamSession:
             resume_s=self.info.resume_s,
         )
 
-    # --- what comes ------------------------------------------------------------------------------------
+    # --- audio and commands ----------------------------------------------------------------------------
 
     async def write(self, connection: StreamConnection, audio: bytes) -> None:
-        """Take it, as there is room. What comes of a connection that was replaced meanwhile is dropped."""
+        """Decodes audio as there is room. Audio of a connection that was replaced meanwhile is dropped."""
         connection.last_received_s = self._loop.time()
         if self.finishing and audio and self.ending is None and not self._stopped_listening:
             self._stopped_listening = True
             connection.send_error(OutOfTurn("audio came after the end", "it is dropped; this is said once"))
-        left = memoryview(audio)
-        size = len(left) if self.info.encoding == PACKETS else SLICE_BYTES
-        while left and not self.finishing and connection is self.connection:
+        remaining = memoryview(audio)
+        size = len(remaining) if self.info.encoding == PACKETS else SLICE_BYTES
+        while remaining and not self.finishing and connection is self.connection:
             if self._listener.full:
                 await connection.pause_reading(self._listener.wait_writable())
             elif connection.congested:
                 await connection.pause_reading(connection.wait_caught_up())
             else:
-                self._decode(left[:size])
-                left = left[size:]
+                self._decode(remaining[:size])
+                remaining = remaining[size:]
 
     def _decode(self, audio: memoryview) -> None:
         self.received_bytes += len(audio)
@@ -179,7 +179,7 @@ class StreamSession:
             self.end(self._too_long())
 
     def flush(self, name: str) -> None:
-        """What was taken is to be final. The same name at the same place is one flush: a client that comes back
+        """Finalizes all audio so far. The same name at the same position is one flush: a client that reconnects
         cannot know whether it arrived. Raises AtCapacity, OutOfTurn."""
         flush = name, self.received_bytes
         if flush in self._flushes:
@@ -190,23 +190,23 @@ class StreamSession:
             self._listener.flush(name)
             self._flushes.append(flush)
 
-    def end(self, why: AsrServeError | None = None) -> None:
-        """No more audio: the rest of the text follows, and the end. `why`: the client did not ask for it."""
+    def end(self, reason: AsrServeError | None = None) -> None:
+        """Ends the audio: the rest of the text follows, and the end. `reason`: the reason if not the client's."""
         if self.finishing:
             return
         if self._decoder.has_pending_bytes and self.connection is not None:
-            left = MalformedRequest("the audio ends in the middle of a sample or page", "that piece is dropped")
-            self.connection.send_error(left)
+            warning = MalformedRequest("the audio ends in the middle of a sample or page", "that piece is dropped")
+            self.connection.send_error(warning)
         try:
             pcm = self._decoder.finish()
         except AudioError as error:
-            self._close(why or error)
+            self._close(reason or error)
             return
         if self._write_pcm(pcm):
-            self._close(why)
+            self._close(reason)
 
     def _write_pcm(self, pcm: np.ndarray) -> bool:
-        """False: that was the end of it."""
+        """Passes samples to the listener. False: it failed, and the session ends."""
         try:
             self._listener.write(pcm)
         except AsrServeError as error:
@@ -215,10 +215,10 @@ class StreamSession:
             return False
         return True
 
-    def _close(self, why: AsrServeError | None) -> None:
-        self.finishing, self.ending = True, why
-        if why is not None and self.connection is not None:
-            self.connection.send_error(why)
+    def _close(self, reason: AsrServeError | None) -> None:
+        self.finishing, self.ending = True, reason
+        if reason is not None and self.connection is not None:
+            self.connection.send_error(reason)
         self._acknowledge()
         self._length.cancel()
         self._listener.finish()
@@ -226,11 +226,11 @@ class StreamSession:
     def _acknowledge(self) -> None:
         self._acked_samples = self.received_samples
         if self.connection is not None:
-            taken_s = samples_to_s(self._acked_samples)
-            self.connection.acknowledge(AckEvent(received_bytes=self.received_bytes, received_s=taken_s))
+            received_s = samples_to_s(self._acked_samples)
+            self.connection.acknowledge(AckEvent(received_bytes=self.received_bytes, received_s=received_s))
 
     def _watch_idle(self) -> None:
-        """Look whether something came of the client, and when to look again."""
+        """Ends the session if its client is idle for too long, or schedules the next check."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
@@ -238,7 +238,7 @@ class StreamSession:
         if connection is None or self.finishing:
             return
         if connection.blocked:
-            connection.last_received_s = now_s  # it waits for us
+            connection.last_received_s = now_s  # the client waits for the server
         due_s = connection.last_received_s + self._limits.idle_s
         if now_s >= due_s:
             self.end(IdleTimeout(f"nothing came for {self._limits.idle_s:g} s", "a silent microphone sends, too"))
@@ -252,29 +252,29 @@ class StreamSession:
             "begin another",
         )
 
-    # --- what comes of it ------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------------
 
     def _on_events(self, events: list[LiveEvent]) -> None:
-        shown, last_seq = self._partial, self.log.last_seq
+        previous, last_seq = self._partial, self.log.last_seq
         for event in events:
-            for line in self._encoder.encode_events(event):
-                if isinstance(line, PartialEvent):
-                    self._show(line)
+            for message in self._encoder.encode_events(event):
+                if isinstance(message, PartialEvent):
+                    self._show(message)
                 else:
-                    self.log.append(line)
-                    self._partial = None if isinstance(line, SegmentEvent | EndEvent) else self._partial
+                    self.log.append(message)
+                    self._partial = None if isinstance(message, SegmentEvent | EndEvent) else self._partial
         connection = self.connection
         if connection is None:
             return
-        if self._partial is not shown and not connection.show_partial(self._partial):
+        if self._partial is not previous and not connection.show_partial(self._partial):
             self._meter.dropped.inc()
         if self.log.last_seq > last_seq:
             connection.notify()
 
     def _show(self, partial: PartialEvent) -> None:
-        told = partial.encode()
-        if told != self._partial and (partial.text or self._partial is not None):
-            self._partial = told
+        encoded = partial.encode()
+        if encoded != self._partial and (partial.text or self._partial is not None):
+            self._partial = encoded
 
     async def _run(self) -> None:
         try:
@@ -297,7 +297,7 @@ class StreamSession:
         self._on_closed(self)
 
     def abort(self) -> None:
-        """Nobody will want it."""
+        """Cancels the session: no client will resume it."""
         self._work.cancel()
 
     async def wait_aborted(self) -> None:

@@ -1,4 +1,4 @@
-"""All sessions of /v1/stream: begun, waiting for a connection, gone on with, expired."""
+"""Sessions of /v1/stream: created, waiting for a connection, resumed, expired."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from asr_serve.server.realtime.stream.connection import FormatStreamError, Strea
 from asr_serve.server.realtime.stream.session import StartListener, StreamSession, StreamSessionInfo
 
 MAX_TOMBSTONES = 4_096
-"""Sessions that are gone and of which it is still known why."""
+"""Removed sessions whose reason for removal is kept."""
 
 SessionOwner = Hashable
-"""Whose a session is: nobody else may go on with it."""
+"""Owner of a session: nobody else may resume it."""
 
 
 class StreamSessionManager:
-    """Belongs to the event loop's thread. A session holds a live seat from its beginning until its text is out,
-    with a connection or without; the log of one that is over is kept a while, of so many as there are seats."""
+    """Sessions of one server. A session counts as live from its start until its text is complete, with or without
+    a connection; the logs of the last ended sessions are kept. Belongs to the event loop's thread."""
 
     def __init__(
         self,
         limits: SessionLimits,
         resume_s: float,
-        most: int,
+        max_ended: int,
         metrics: ServerMetrics,
         begin: Callable[[SessionOwner, NewSessionRequest], tuple[str, StartListener]],
     ) -> None:
-        """`resume_s`: how long one waits for a connection. `most` that are over are kept. `begin`: a name,
-        the model's, and what begins to hear with it; it raises UnknownModel, ModelNotLoaded, EngineClosed."""
-        self._limits, self._resume_s, self._most, self._start_session = limits, resume_s, most, begin
+        """`resume_s`: how long a session waits for a connection. `max_ended`: ended sessions to keep. `begin`
+        returns a model's name and how to start its listener; raises UnknownModel, ModelNotLoaded, EngineClosed."""
+        self._limits, self._resume_s, self._most, self._start_session = limits, resume_s, max_ended, begin
         self._meter, self._resumes = metrics.live_route(PATH), metrics.resumes
         self._waiting = metrics.live_waiting
         self._sessions: dict[str, StreamSession] = {}
@@ -47,18 +47,18 @@ class StreamSessionManager:
 
     @contextmanager
     def connect(
-        self, owner: SessionOwner, asked: NewSessionRequest | StreamResume, tell: FormatStreamError
+        self, owner: SessionOwner, request: NewSessionRequest | StreamResume, format_error: FormatStreamError
     ) -> Iterator[tuple[StreamSession, StreamConnection]]:
-        """For one connection: a new session, or the one that it goes on with. Without it, the session waits.
+        """Opens or resumes a session for one connection. When that closes, the session waits for another.
 
         Raises SessionExpired, EventsExpired, OptionError, UnknownModel, ModelNotLoaded, AtCapacity, EngineClosed.
         """
-        if isinstance(asked, NewSessionRequest):
-            session = self._create(owner, asked)
-            connection = session.attach(0, tell, resumed=False)
+        if isinstance(request, NewSessionRequest):
+            session = self._create(owner, request)
+            connection = session.attach(0, format_error, resumed=False)
         else:
-            session = self.get(owner, asked.session_id)
-            connection = self._resume(session, asked.after, tell)
+            session = self.get(owner, request.session_id)
+            connection = self._resume(session, request.after, format_error)
         try:
             yield session, connection
         finally:
@@ -69,35 +69,35 @@ class StreamSessionManager:
                     self._await_reconnect(session)
 
     def get(self, owner: SessionOwner, session_id: str) -> StreamSession:
-        """Raises SessionExpired: for somebody else's, too."""
+        """Session of that id. Raises SessionExpired, also if its owner is another."""
         session = self._sessions.get(session_id)
         if session is None or self._owners[session_id] != owner:
-            whose, why = self._tombstones.get(session_id, (None, ""))
-            if whose != owner:
-                why = "is none of this server's, or ended long ago"
+            former_owner, reason = self._tombstones.get(session_id, (None, ""))
+            if former_owner != owner:
+                reason = "is none of this server's, or ended long ago"
             self._resumes.labels("session_expired").inc()
-            kept_s = self._resume_s
+            resume_s = self._resume_s
             raise SessionExpired(
-                f"the session {session_id[:64]!r} {why}",
-                f"a session waits {kept_s:g} s for its client, and is kept so long once it has ended",
+                f"the session {session_id[:64]!r} {reason}",
+                f"a session waits {resume_s:g} s for its client, and is kept so long once it has ended",
                 "begin a new one",
             )
         return session
 
-    def abort(self, session: StreamSession, why: str) -> None:
-        """Now. `why`: it ..."""
+    def abort(self, session: StreamSession, reason: str) -> None:
+        """Removes and cancels a session. `reason` is the predicate of a later error message."""
         session_id = session.info.session_id
         if self._sessions.pop(session_id, None) is None:
             return
         self._cancel_expiry(session)
         self._closed.pop(session_id, None)
-        self._tombstones[session_id] = self._owners.pop(session_id), why
+        self._tombstones[session_id] = self._owners.pop(session_id), reason
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
         session.abort()
 
     def drain(self) -> None:
-        """The server goes down: finish what somebody listens to."""
+        """Ends sessions that have a connection and drops the others, for the server goes down."""
         for session in list(self._sessions.values()):
             if session.connection is None:
                 self.abort(session, "was dropped, for the server goes down")
@@ -111,19 +111,19 @@ class StreamSessionManager:
         for session in sessions:
             await session.wait_aborted()
 
-    def _create(self, owner: SessionOwner, asked: NewSessionRequest) -> StreamSession:
-        heard = create_live_decoder(asked.encoding, asked.rate_hz)
-        model, begin = self._start_session(owner, asked)
-        facts = StreamSessionInfo(
-            secrets.token_hex(16), model, asked.encoding, self._resume_s, asked.options.words
+    def _create(self, owner: SessionOwner, request: NewSessionRequest) -> StreamSession:
+        decoder = create_live_decoder(request.encoding, request.rate_hz)
+        model, start = self._start_session(owner, request)
+        info = StreamSessionInfo(
+            secrets.token_hex(16), model, request.encoding, self._resume_s, request.options.words
         )
-        session = StreamSession(facts, heard, self._limits, self._meter, begin, self._ended)
-        self._sessions[facts.session_id], self._owners[facts.session_id] = session, owner
+        session = StreamSession(info, decoder, self._limits, self._meter, start, self._ended)
+        self._sessions[info.session_id], self._owners[info.session_id] = session, owner
         return session
 
-    def _resume(self, session: StreamSession, after: int, tell: FormatStreamError) -> StreamConnection:
+    def _resume(self, session: StreamSession, after: int, format_error: FormatStreamError) -> StreamConnection:
         try:
-            connection = session.attach(after, tell, resumed=True)
+            connection = session.attach(after, format_error, resumed=True)
         except AsrServeError as error:
             self._resumes.labels(error.code).inc()
             raise
@@ -132,26 +132,26 @@ class StreamSessionManager:
         return connection
 
     def _await_reconnect(self, session: StreamSession) -> None:
-        """For another connection."""
-        later = asyncio.get_running_loop().call_later
-        self._expiries[session.info.session_id] = later(self._resume_s, self._expire, session)
+        """Keeps a session for `resume_s`, so that another connection can resume it."""
+        call_later = asyncio.get_running_loop().call_later
+        self._expiries[session.info.session_id] = call_later(self._resume_s, self._expire, session)
         self._count()
 
     def _expire(self, session: StreamSession) -> None:
         self.abort(session, "has ended" if session.closed else f"waited {self._resume_s:g} s for its client")
 
     def _cancel_expiry(self, session: StreamSession) -> None:
-        """It waits no longer."""
+        """Ends the wait of a session for a connection."""
         if (expiry := self._expiries.pop(session.info.session_id, None)) is not None:
             expiry.cancel()
             self._count()
 
     def _count(self) -> None:
-        """Those that wait, and hold a seat."""
-        self._waiting.set(sum(not self._sessions[each].closed for each in self._expiries))
+        """Updates the metric of live sessions that wait for a connection."""
+        self._waiting.set(sum(not self._sessions[session_id].closed for session_id in self._expiries))
 
     def _ended(self, session: StreamSession) -> None:
-        """Its text is out; its log stays for a while."""
+        """Keeps an ended session, and drops the oldest ones beyond the limit."""
         if session.info.session_id not in self._sessions:
             return
         self._count()

@@ -24,10 +24,10 @@ def speaker_number(speaker: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_allowed_name(name: str) -> bool:
+def is_reserved_name(name: str) -> bool:
     """Whether a name is one that unknown speakers get.
 
-    >>> is_allowed_name("SPEAKER_07"), is_allowed_name("SPK7"), is_allowed_name("SPKR")
+    >>> is_reserved_name("SPEAKER_07"), is_reserved_name("SPK7"), is_reserved_name("SPKR")
     (True, True, False)
     """
     return speaker_number(name) is not None or re.fullmatch(r"SPK\d+", name, re.ASCII) is not None

@@ -93,7 +93,7 @@ def serve(
             "--print-config", help="Print every setting, what it means and where its value comes from; stop."
         ),
     ] = False,
-) -> int:
+) -> None:
     """Serve transcription and speech over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
 
     Settings come from a file (--config), then variables (ASR_SERVE_PORT,
@@ -154,14 +154,13 @@ def serve(
     chosen = build_config(given)
     if print_config:
         print(config_to_toml(chosen, given), end="")
-        return 0
+        return
     for line in setting_warnings(chosen, given):
         print_error(f"warning: {line}")
 
     from asr_serve.server.run import serve as run  # loads FastAPI and its packages, only to start a server
 
     run(chosen)
-    return None
 
 
 def read_flags(

@@ -60,7 +60,7 @@ def _expect_names(names: Sequence[str]) -> None:
                 f"up to {MAX_SPEAKER_NAME_CHARACTERS} characters that can be printed",
                 param=NAMES_FIELD,
             )
-        if speaker_names.is_allowed_name(name):
+        if speaker_names.is_reserved_name(name):
             raise OptionError(
                 f"{NAMES_FIELD}={quote_for_message(name)}",
                 "another: so are those called who are not known",

@@ -30,12 +30,12 @@ class Outbox:
 
     def send(self, event: str | bytes) -> None:
         self._events.append(event)
-        self._wait_message()
+        self._mark_filled()
 
     def send_state(self, state: Callable[[], str]) -> bool:
         """Sends a state after all pending events. False: it replaces one that was not sent."""
         replaced, self._state = self._state is not None, state
-        self._wait_message()
+        self._mark_filled()
         return not replaced
 
     def send_replacing_state(self, event: str) -> None:
@@ -72,6 +72,6 @@ class Outbox:
             except TimeoutError:
                 raise ClientGone(f"the client took nothing for {self._send_s:g} s") from None
 
-    def _wait_message(self) -> None:
+    def _mark_filled(self) -> None:
         self._emptied.clear()
         self._filled.set()

@@ -1,6 +1,6 @@
-"""Bytes from one engine to another: every road of transfer/roads against a plain copy of as many bytes in memory.
+"""Bytes from one engine to another: every transport, against a plain copy of as many bytes in memory.
 
-    python bench/roads.py --json results/roads-cpu.json
+    python bench/transports.py --json results/roads-cpu.json
 
 This process sends, a fresh one receives. `put` is what the sender spends until the bytes are there; `whole` is
 until the other process has looked at them and said so over a pipe. README.md says how to read the result.

@@ -6,6 +6,7 @@ A block that is not to be run is preceded by `<!-- not run: why -->`.
 
 from __future__ import annotations
 
+import csv
 import doctest
 import importlib
 import inspect
@@ -17,10 +18,16 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
 from children import MODULE_LIMIT_S, Child
+from typer.testing import CliRunner
+
+from asr_serve.errors import OptionError
+from asr_serve.text.formats.registry import TRANSCRIPT_FORMATS
+from asr_serve.types import Segment, Transcript
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "asr_serve"
@@ -215,3 +222,100 @@ def test_docstrings_are_true(path: Path) -> None:
     assert inspect.ismodule(module)
     found = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     assert not found.failed
+
+
+# --- formats: one table, and the pages that list it --------------------------------------------------------
+
+
+def first_column(page: Path, heading: str) -> list[str]:
+    """The code in the first column of the table below a heading: `a`, `b`."""
+    section = page.read_text().split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+
+
+def test_pages_and_help_list_every_format() -> None:
+    names = {*TRANSCRIPT_FORMATS}
+    assert {*first_column(ROOT / "docs/transcripts.md", "## Formats")} == names
+    assert {*first_column(ROOT / "docs/http.md", "### Formats")} == names | {"diarized_json"}
+    app = importlib.import_module("asr_serve.api.cli").app
+    options = typer.main.get_command(app).commands["transcribe"].params
+    shown = next(option.help for option in options if "--format" in option.opts)
+    assert names <= {*re.findall(r"\w+", shown)}
+
+
+def test_the_format_of_the_page_is_one(beside_audio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of docs/adding-a-format.md, in the table: the command line chooses it by the name of a file."""
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs/adding-a-format.md", "python")[:2]:
+        exec(block, names)
+    monkeypatch.setitem(TRANSCRIPT_FORMATS, "csv", names["CSV"])
+    app = importlib.import_module("asr_serve.api.cli").app
+    done = CliRunner().invoke(app, ["transcribe", "talk.wav", "-o", "talk.csv", "--quiet"])
+    assert done.exit_code == 0, done.output
+    header, *rows = csv.reader((beside_audio / "talk.csv").read_text().splitlines())
+    assert header == ["start", "end", "speaker", "text"]
+    assert "best of times" in rows[0][3]
+    assert all(float(start) < float(end) for start, end, *_ in rows)
+
+
+# --- protocols ---------------------------------------------------------------------------------------------
+
+
+def test_the_protocol_of_the_page_is_one() -> None:
+    """The form and the answer of docs/adding-a-protocol.md; its route is built of names that exist."""
+    pytest.importorskip("asr_serve.server.routes", reason="server and protocols have their old names still")
+    page = (ROOT / "docs/adding-a-protocol.md").read_text()
+    form, route = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]
+    names: dict[str, Any] = {}
+    exec(form, names)
+    request = names["parse_inference_form"]({"language": ["en"], "response_format": ["srt"]}, complete=True)
+    assert request.options.language == "en"
+    with pytest.raises(OptionError, match="did you mean 'srt'"):
+        names["parse_inference_form"]({"response_format": ["strt"]}, complete=True)
+    hello = Transcript("a.wav", "Hello.", "en", 16_000, (Segment(0, 16_000, "Hello."),), "moonshine-tiny-en")
+    body, media_type = names["render_inference"](hello, request)
+    assert body.startswith(b"1\n00:00:00,000 --> ")
+    assert media_type.startswith("application/x-subrip")
+    exec(route, names)
+    assert [each.path for each in names["routes"](None).routes] == ["/inference"]
+
+
+# --- figures: README quotes what committed benches printed, each with the pause that decides it --------------
+
+
+def bench_row(report: str, /, **chosen: object) -> dict[str, Any]:
+    """The one row of a committed report with these values."""
+    rows = json.loads((ROOT / "bench" / "results" / f"{report}.json").read_text())["rows"]
+    (found,) = [row for row in rows if all(row.get(key) == value for key, value in chosen.items())]
+    return found
+
+
+def measured_cells() -> list[tuple[str, str]]:
+    """What a cell of README's table must say, by the start of its row."""
+    offline = bench_row("offline-cpu", name="asr-serve")
+    whisper = bench_row("whisper-offline-cpu", name="asr-serve beam 5 vad")
+    peer = bench_row("whisper-offline-cpu", name="faster-whisper batched")
+    serve = bench_row("serve-cpu", system="asr-serve", clients=32)
+    speak = bench_row("speak-cpu", system="asr-serve", way="talk", callers=1)
+    first, late = (int(speak[f"first_audio_{of}_ms"] + 0.5) for of in ("p50", "p95"))  # halves go up
+    cells = [
+        ("Whole files, Moonshine tiny", f"{offline['rtfx']:.0f} x real time, WER {offline['wer']:.2f} %"),
+        ("Whole files, Whisper", f"{whisper['rtfx']:.0f} x, WER {whisper['wer']:.2f} %"),
+        ("Whole files, Whisper", f"{peer['rtfx']:.0f} x, {peer['wer']:.2f} %"),
+        ("HTTP, 32 clients", f"p50 {serve['p50_ms']:,.0f} ms, p99 {serve['p99_ms']:,.0f} ms"),
+        ("Speech, 1 caller", f"p50 {first} ms, p95 {late} ms"),
+    ]
+    for callers in (8, 32):
+        live = bench_row("live-cpu", system="asr-serve", callers=callers)
+        latencies = f"p50 {live['final_p50_ms']:.0f} ms, p95 {live['final_p95_ms']:.0f} ms"
+        cells.append((f"Live, {callers} callers", latencies))
+        cells.append((f"Live, {callers} callers", f"the pause itself: {live['silence_mean_ms']:,.0f} ms"))
+    return cells
+
+
+@pytest.mark.parametrize(("row", "cell"), measured_cells())
+def test_figures_of_the_readme_are_those_of_the_benches(row: str, cell: str) -> None:
+    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {row}")]
+    assert lines
+    assert any(cell in line for line in lines), cell

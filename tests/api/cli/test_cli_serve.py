@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import typer.main
@@ -31,9 +32,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """What the server would have been started with; here it stops at once, with exit code 3."""
     found: list[ServeConfig] = []
 
-    def serve(config: ServeConfig) -> int:
+    def serve(config: ServeConfig) -> NoReturn:
         found.append(config)
-        return 3
+        raise SystemExit(3)
 
     monkeypatch.setitem(sys.modules, "asr_serve.server.run", SimpleNamespace(serve=serve))
     return found

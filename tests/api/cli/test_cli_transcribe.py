@@ -176,7 +176,7 @@ def test_help_teaches_prompts() -> None:
         (["one.wav", "--set", "max_duration_s=60"], "it is a server's: asr-serve serve --set"),
         (["a", "b", "--output", "all.srt"], "there are 2 inputs"),
         (["one.wav", "--output", "one.wav", "--format", "text"], "would overwrite the input"),
-        (["one.wav", "--output", "one.docx"], "a folder, or a file that ends in .txt, .json, .srt, .vtt, .jsonl"),
+        (["one.wav", "--output", "one.docx"], "a folder, or a file that ends in .json, .txt, .srt, .vtt, .jsonl"),
         (["one.wav", "--output", "one.txtgrid"], "did you mean '.TextGrid'?"),
         (["one.wav", "--num-speakers", "0"], "num_speakers=0. a whole number from 1 to 32"),
         (["one.wav", "--max-speakers", "33"], "max_speakers=33. a whole number from 1 to 32"),

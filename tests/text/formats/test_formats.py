@@ -22,7 +22,7 @@ from asr_serve.text.formats.cues import (
     build_cues,
     split_lines,
 )
-from asr_serve.text.formats.registry import FORMATS, SPEAKER_FORMATS, SUFFIXES, WORD_TIMING_FORMATS, render
+from asr_serve.text.formats.registry import TRANSCRIPT_FORMATS, render, transcript_format
 from asr_serve.text.formats.subtitle_tokens import LINE_COLUMNS, display_columns
 from asr_serve.text.formats.subtitles import stamp
 from asr_serve.types import Segment, SpeakerTurn, Transcript, Word
@@ -280,7 +280,7 @@ def test_cues_of_words_are_small_ordered_and_lose_nothing(segments: list[Segment
 @given(talks())
 def test_every_format_takes_every_talk(segments: list[Segment]) -> None:
     whole = transcript(*segments)
-    for form in FORMATS:
+    for form in TRANSCRIPT_FORMATS:
         assert render(whole, form) == render(whole, form)
     inside = re.findall(r"<(\d\d:\d\d:\d\d\.\d{3})>", render(whole, "karaoke"))
     assert inside == sorted(inside)
@@ -444,5 +444,11 @@ def test_textgrid_loses_no_word(segments: list[Segment]) -> None:
 
 def test_names_of_recordings_and_formats() -> None:
     assert tables.recording_name("a;b c.wav") == "a_b_c"
-    assert FORMATS.keys() == SUFFIXES.keys()
-    assert {*WORD_TIMING_FORMATS, *SPEAKER_FORMATS} < FORMATS.keys()
+    for name, row in TRANSCRIPT_FORMATS.items():
+        assert row.name == name
+        assert row.suffix.startswith(".")
+        assert row.shows_words or not row.needs_words
+        assert render(HELLO, name) == row.render(HELLO)
+        assert render(HELLO, name).startswith(row.signature)
+    with pytest.raises(OptionError, match="--format"):
+        transcript_format("srtt", param="--format")

@@ -205,9 +205,10 @@ def transcribe(
     from asr_serve.api.cli.progress import ProgressBar, ProgressMeter
     from asr_serve.audio import input_manifest
     from asr_serve.audio.silence_schedule import SilenceSchedule
-    from asr_serve.text.formats.registry import SPEAKER_FORMATS, WORD_TIMING_FORMATS
+    from asr_serve.text.formats.registry import transcript_format
 
     form = transcript_outputs.choose_format(form, output)
+    wanted = transcript_format(form)
     if "-" in paths and sys.stdin is not None and sys.stdin.isatty():
         raise OptionError("`-` reads stdin, which is a terminal", "a pipe or a file", "name a file instead")
     if max_duration_s is not None and not max_duration_s > 0:
@@ -241,8 +242,8 @@ def transcribe(
             beam=beam,
             prompt=prompt or "",
             hotwords=hotword_list,
-            words=words or form in WORD_TIMING_FORMATS,
-            speakers=speakers or form in SPEAKER_FORMATS,
+            words=words or wanted.needs_words,
+            speakers=speakers or wanted.needs_speakers,
             num_speakers=num_speakers,
             min_speakers=min_speakers,
             max_speakers=max_speakers,

@@ -17,33 +17,23 @@ from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols import recognition_fields
 from asr_serve.protocols.form_fields import FormFields, expect_choice
 from asr_serve.protocols.openai import chunking_strategy, known_speakers
+from asr_serve.text.formats.registry import JSON, TRANSCRIPT_FORMATS
 
 DIARIZED_JSON = "diarized_json"
-RESPONSE_FORMATS = {
-    "json": "application/json",
-    "text": "text/plain; charset=utf-8",
-    "srt": "application/x-subrip; charset=utf-8",
-    "verbose_json": "application/json",
-    "vtt": "text/vtt; charset=utf-8",
-    DIARIZED_JSON: "application/json",
-    # ours
-    "jsonl": "application/jsonl",
-    "karaoke": "text/vtt; charset=utf-8",
-    "rttm": "text/plain; charset=utf-8",
-    "ctm": "text/plain; charset=utf-8",
-    "textgrid": "text/plain; charset=utf-8",
-}
+"""OpenAI's JSON with speakers, the one format that HTTP has and the command line has not."""
+_ROWS = TRANSCRIPT_FORMATS.items()
+RESPONSE_FORMATS = {name: row.media_type for name, row in _ROWS} | {DIARIZED_JSON: JSON}
 """Media type of the response, by response_format."""
-TRANSLATION_FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+TRANSLATION_FORMATS = tuple(name for name, row in _ROWS if row.is_translation)
 """Formats of translations, which have no words and no speakers."""
-STREAMED_FORMATS = ("json", "text", "verbose_json", DIARIZED_JSON)
+STREAMED_FORMATS = (*(name for name, row in _ROWS if row.streams), DIARIZED_JSON)
 """Formats whose segments can be sent one by one; the others are sent whole."""
-FORMATS_WITH_SPEAKERS = (DIARIZED_JSON, "rttm")
+FORMATS_WITH_SPEAKERS = (DIARIZED_JSON, *(name for name, row in _ROWS if row.needs_speakers))
 """Formats that always have speakers."""
-FORMATS_OF_WORDS = ("karaoke", "ctm", "textgrid")
+FORMATS_OF_WORDS = tuple(name for name, row in _ROWS if row.needs_words)
 """Formats that always have words."""
-FORMATS_WITH_WORDS = ("verbose_json", "srt", "vtt", "jsonl", *FORMATS_OF_WORDS)
-"""Formats that can have words."""
+FORMATS_WITH_WORDS = tuple(name for name, row in _ROWS if row.shows_words and name != "json")
+"""Formats that can have words; OpenAI's json is the text alone."""
 GRANULARITIES = "timestamp_granularities[]"
 
 TRANSCRIPTION_FIELDS = (

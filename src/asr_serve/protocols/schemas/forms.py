@@ -11,7 +11,8 @@ from asr_serve.protocols import recognition_fields
 from asr_serve.protocols.openai import known_speakers
 from asr_serve.protocols.openai.chunking_strategy import MAX_PREFIX_PADDING_MS, MAX_SILENCE_MS, STRATEGY
 from asr_serve.protocols.openai.transcription_form import (
-    DIARIZED_JSON,
+    FORMATS_OF_WORDS,
+    FORMATS_WITH_SPEAKERS,
     FORMATS_WITH_WORDS,
     GRANULARITIES,
     RESPONSE_FORMATS,
@@ -53,7 +54,8 @@ def _openai_fields() -> dict[str, Schema]:
             "type": "string",
             "enum": list(RESPONSE_FORMATS),
             "default": "json",
-            "description": f"`{DIARIZED_JSON}` and `rttm` name speakers; `karaoke`, `ctm`, `textgrid` time words.",
+            "description": f"{_named(FORMATS_WITH_SPEAKERS)} name speakers; "
+            f"{_named(FORMATS_OF_WORDS)} time words.",
         },
         "temperature": {
             **_NUMBER,
@@ -191,6 +193,12 @@ def _form(fields: dict[str, Schema]) -> Schema:
         "required": ["file"],
         "additionalProperties": False,
     }
+
+
+def _named(names: tuple[str, ...]) -> str:
+    """Returns names as a phrase of Markdown: `a`, `b` and `c`."""
+    *first, last = (f"`{name}`" for name in names)
+    return f"{', '.join(first)} and {last}"
 
 
 def _language() -> Schema:

@@ -19,7 +19,7 @@ from asr_serve.api.stream import StreamResult
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.errors import OptionError
 from asr_serve.text.formats import text_and_json
-from asr_serve.text.formats.registry import SPEAKER_FORMATS, WORD_TIMING_FORMATS, render
+from asr_serve.text.formats.registry import render, transcript_format
 from asr_serve.types import Transcript
 from asr_serve.units import ms_to_samples
 
@@ -228,7 +228,8 @@ class TranscriptFile:
     @property
     def wants(self) -> dict[str, bool]:
         """Options that the format needs."""
-        wanted = {"words": self.form in WORD_TIMING_FORMATS, "speakers": self.form in SPEAKER_FORMATS}
+        row = transcript_format(self.form)
+        wanted = {"words": row.needs_words, "speakers": row.needs_speakers}
         return {name: True for name, needed in wanted.items() if needed}
 
     def write(self, last: StreamResult, language: str, model: str) -> None:

@@ -24,13 +24,11 @@ from asr_serve.api.cli.io.output_names import (
 from asr_serve.audio.input_manifest import InputItem
 from asr_serve.errors import OptionError
 from asr_serve.text.formats import text_and_json
-from asr_serve.text.formats.registry import FORMATS, SUFFIXES, render
-from asr_serve.types import Segment, Transcript, suggest_name, unknown_name_error
+from asr_serve.text.formats.registry import JSON, TRANSCRIPT_FORMATS, TranscriptFormat, render, transcript_format
+from asr_serve.types import Segment, Transcript, suggest_name
 
 OWNERS_FILE = ".asr-serve.jsonl"
 """File in an output folder with the source of each file, so that `--resume` cannot confuse two."""
-OF_ONE_KIND = ("json", "verbose_json", "jsonl", "rttm", "ctm")
-"""Formats for programs: each result names its recording, and nothing is printed between two."""
 ONE_OBJECT = "one JSON object a line"
 
 
@@ -81,10 +79,11 @@ class StdoutSink:
             if not transcript.segments:
                 self._write(text_and_json.text(transcript))
             return
-        if self.form not in OF_ONE_KIND:
+        row = transcript_format(self.form)
+        if not row.is_self_delimiting:
             self._head(item)
-        result = render(transcript, self.form)
-        if self.several and self.form in ("json", "verbose_json"):
+        result = row.render(transcript)
+        if self.several and row.media_type == JSON:
             # One document per line, for jq and for readers.
             result = msgspec.json.format(result.encode(), indent=0).decode() + "\n"
         self._write(result)
@@ -199,7 +198,7 @@ def choose_sink(
     if into_folder:
         if target.exists() and not target.is_dir():
             raise OptionError(f"--output {output} is a file", "a folder, or a file name with a suffix")
-        paths = plan_output_paths(items, target, SUFFIXES[form])
+        paths = plan_output_paths(items, target, transcript_format(form).suffix)
         check_inputs_not_overwritten(paths.values(), items, lists)
         return FileSink(form, paths, target, resume=resume)
     if several:
@@ -216,20 +215,22 @@ def choose_sink(
 def choose_format(form: str | None, output: str | None) -> str:
     """Returns --format, or the format of --output's suffix, or text for a folder or stdout. Raises OptionError
     with the nearest name."""
-    if form is not None and form not in FORMATS:
-        raise unknown_name_error("--format", form, list(FORMATS))
-    if form is not None or output is None or is_folder(output):
-        return form or "text"
-    formats = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
+    if form is not None:
+        return transcript_format(form, param="--format").name
+    if output is None or is_folder(output):
+        return "text"
+    suffixes: dict[str, TranscriptFormat] = {}
+    for row in TRANSCRIPT_FORMATS.values():
+        suffixes.setdefault(row.suffix, row)
     suffix = Path(output).suffix
-    if suffix.lower() not in formats:
-        endings = list(dict.fromkeys(SUFFIXES.values()))
-        raise OptionError(
-            f"--output {output} ends in {suffix}, which says no format",
-            f"a folder, or a file that ends in {', '.join(endings)}",
-            suggest_name(suffix, endings) or "add --format to have it under this name",
-        )
-    return formats[suffix.lower()]
+    for row in suffixes.values():
+        if suffix.lower() == row.suffix.lower():
+            return row.name
+    raise OptionError(
+        f"--output {output} ends in {suffix}, which says no format",
+        f"a folder, or a file that ends in {', '.join(suffixes)}",
+        suggest_name(suffix, list(suffixes)) or "add --format to have it under this name",
+    )
 
 
 def is_folder(output: str) -> bool:
@@ -253,13 +254,13 @@ def is_complete(path: Path, form: str) -> bool:
         content = path.read_bytes()
     except OSError:
         return False
-    if form in ("json", "verbose_json"):
+    row = transcript_format(form)
+    if row.media_type == JSON:
         try:
             msgspec.json.decode(content)
         except msgspec.DecodeError:
             return False
-    first = {"vtt": b"WEBVTT", "karaoke": b"WEBVTT", "textgrid": b"File type"}
-    return content.startswith(first.get(form, b""))
+    return content.startswith(row.signature.encode())
 
 
 def write_atomically(path: Path, content: bytes) -> None:

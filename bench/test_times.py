@@ -1,0 +1,136 @@
+"""How long the tests take: wall seconds of each tier, and its slowest tests.
+
+    python bench/test_times.py --tiers test-fast,test,test-slow --json bench/results/test-times.json
+    python bench/test_times.py --page CONTRIBUTING.md          # only fills the table from that file
+    python bench/test_times.py --paths tests/text/formats      # one folder instead of tiers
+
+A tier is a target of the Makefile. It runs once, with nothing else on the machine; `make setup` runs before the
+clock starts. Times of single tests are those of pytest: set-up, call and tear-down. The exit code is 1 when tests
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results" / "test-times.json"
+TIERS = ("test-fast", "test", "test-slow")
+SLOWEST = 20
+"""Tests listed for each tier."""
+BEGIN, END = "<!-- bench:test-times -->", "<!-- /bench -->"
+NOT_RUN = {"skipped", "failure", "error"}
+
+Row = dict[str, Any]
+
+
+def run(name: str, command: Sequence[str], junit: Path) -> Row:
+    """Run a command that writes `junit` and report it as a row."""
+    print(f"{name}: {shlex.join(command)}", file=sys.stderr)
+    started = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False)
+    wall_s = time.perf_counter() - started
+    if not junit.exists():
+        return {"name": name, "wall_s": round(wall_s, 1), "failed": f"exit {done.returncode}, no test ran"}
+    return row(name, wall_s, junit.read_text())
+
+
+def row(name: str, wall_s: float, junit: str) -> Row:
+    """A tier's row from pytest's JUnit XML (family xunit1)."""
+    cases = list(ElementTree.fromstring(junit).iter("testcase"))
+    outcomes = [{part.tag for part in case} & NOT_RUN for case in cases]
+    slowest = sorted(cases, key=lambda case: -float(case.get("time", 0)))[:SLOWEST]
+    return {
+        "name": name,
+        "wall_s": round(wall_s, 1),
+        "tests": len(cases),
+        "passed": sum(not each for each in outcomes),
+        "skipped": sum(each == {"skipped"} for each in outcomes),
+        "failures": sum(bool(each - {"skipped"}) for each in outcomes),
+        "tests_s": round(sum(float(case.get("time", 0)) for case in cases), 1),
+        "slowest": [{"test": test_id(case), "s": round(float(case.get("time", 0)), 2)} for case in slowest],
+    }
+
+
+def test_id(case: ElementTree.Element) -> str:
+    """`tests/text/test_tokenizers.py::test_name[parameters]`; classes are left out."""
+    return f"{case.get('file') or case.get('classname')}::{case.get('name')}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as CONTRIBUTING.md shows it, markers included."""
+    facts = report["machine"]
+    lines = [
+        BEGIN,
+        f"| tier ({facts['cores']} cores, {facts['cpu']}) | tests | wall s | slowest test | its s |",
+        "|---|---|---|---|---|",
+    ]
+    for each in report["rows"]:
+        if "slowest" not in each or not each["slowest"]:
+            lines.append(f"| `make {each['name']}` | | {each['wall_s']:.0f} | {each.get('failed', '')} | |")
+            continue
+        worst = each["slowest"][0]
+        name = worst["test"].rsplit("::", 1)[-1].partition("[")[0]
+        wall_s = each["wall_s"]
+        lines.append(
+            f"| `make {each['name']}` | {each['tests']:,} | {wall_s:,.0f} | `{name}` | {worst['s']:.0f} |"
+        )
+    return "\n".join([*lines, END])
+
+
+def fill(page: str, report: dict[str, Any]) -> str:
+    """The page with the table between its markers."""
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: table(report), page, count=1, flags=re.DOTALL)
+
+
+def measure(tiers: Sequence[str], paths: Sequence[str]) -> list[Row]:
+    """Rows of the tiers, or of the paths together."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="asr-serve-tests-") as folder:
+        for number, name in enumerate([" ".join(paths)] if paths else tiers):
+            junit = Path(folder, f"{number}.xml")
+            options = ["-o", "junit_family=xunit1", f"--junitxml={junit}"]
+            command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", *options, *paths]
+            rows.append(run(name, command if paths else ["make", name, f"ARGS={shlex.join(options)}"], junit))
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiers", help=f"targets of the Makefile, like {','.join(TIERS)}")
+    parser.add_argument("--paths", nargs="+", default=[], help="folders or files instead of tiers")
+    parser.add_argument("--json", type=Path, help="where the report goes, or, without --tiers, comes from")
+    parser.add_argument("--page", type=Path, help="fill the table of this page")
+    args = parser.parse_args()
+    if args.tiers or args.paths:
+        if args.tiers:
+            subprocess.run(["make", "setup"], cwd=ROOT, stdout=sys.stderr, check=True)
+        facts = machine.describe(machine.cores())
+        report = {
+            "bench": "test-times",
+            "machine": facts,
+            "rows": measure((args.tiers or "").split(","), args.paths),
+        }
+        machine.tell(args.json, report)
+    else:
+        report = json.loads((args.json or RESULTS).read_text())
+    if args.page is not None:
+        args.page.write_text(fill(args.page.read_text(), report))
+    return int(any(each.get("failures") or "failed" in each for each in report["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

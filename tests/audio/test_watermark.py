@@ -19,7 +19,7 @@ from asr_serve.audio.watermark import (
     embed_watermark,
 )
 
-CLIPS = ("beckett.wav", "two_cities.wav")
+CLIPS = ("beckett.wav", pytest.param("two_cities.wav", marks=pytest.mark.slow))
 SECONDS = 8
 
 

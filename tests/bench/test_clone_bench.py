@@ -76,6 +76,7 @@ def test_speakers_that_are_there(bench: Any, tmp_path: Path, capsys: pytest.Capt
         bench.found(bench.parse(["--data", str(tmp_path / "lj")]))
 
 
+@pytest.mark.slow
 def test_a_speaker_that_cannot_be_cloned_is_told(
     bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,6 +182,7 @@ def data(tmp_path: Path, bench: SimpleNamespace) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_whole_run_against_granian(
     bench: SimpleNamespace, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -387,7 +387,7 @@ AT_ONCE, SOON = [(inf, 0)], [(inf, 30)]
 TORN = {"lock_ms": 1_920, "partial_ms": 480}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(callers())
 @example((sound([0.0] * 100 + [0.9] * 200), {**TORN, "max_segment_ms": 1_000}, [1_600]))
 @example(

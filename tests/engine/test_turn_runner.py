@@ -80,7 +80,7 @@ def model() -> turn_runner.LoadedTurnModel:
     return loaded
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
 def client(request: pytest.FixtureRequest, begin: Begin) -> EngineClient:
     return begin(request.param)
 

@@ -96,7 +96,7 @@ def differing(left: list[str], right: list[str]) -> tuple[int, int]:
 sizes = st.lists(st.sampled_from([1, 100, 512, 1_600, 7_680, 40_000, 200_000]), min_size=3, max_size=3)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(sizes, st.sampled_from([still, None, hurried]), st.booleans())
 def test_any_packets_any_pauses_any_partials(model, talk, said, sizes, clock, in_step):
     """Packets pushed or waited for; partials never, in real time, or whenever they may be."""

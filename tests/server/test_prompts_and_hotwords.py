@@ -260,7 +260,7 @@ def test_openai_realtime(reader: Running, server: Running, pcm: bytes):
         assert update(talk, prompt="", keywords=[])["type"] == "session.updated"
 
 
-@pytest.mark.parametrize("path", ["/", "/ws"])
+@pytest.mark.parametrize("path", ["/", pytest.param("/ws", marks=pytest.mark.slow)])
 def test_funasr(reader: Running, endgame_pcm: bytes, path: str):
     """Their order does not matter, as long as no audio has come."""
     for commands in (["LANGUAGE:en", "HOTWORDS:heartily", "START"], ["START", "HOTWORDS:heartily"]):

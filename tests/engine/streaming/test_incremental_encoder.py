@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("moonshine-streaming"))
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
 def begin(request: pytest.FixtureRequest, folder: Path) -> Iterator[Begin]:
     started: list[EngineClient] = []
 

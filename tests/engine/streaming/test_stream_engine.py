@@ -35,7 +35,7 @@ CLIPS = [clip(seed, 12_000 + 9_001 * seed) for seed in range(6)]
 Begin = Callable[..., EngineClient]
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest.fixture(params=["thread", pytest.param("process", marks=pytest.mark.slow)])
 def begin(request: pytest.FixtureRequest) -> Iterator[Begin]:
     started: list[EngineClient] = []
 

@@ -182,7 +182,7 @@ def test_cues_fill_their_segment_exactly_when_it_has_room(start: int, length: in
         assert all(a.end_ms == b.start_ms for a, b in itertools.pairwise(cut))
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(segment_lists())
 def test_srt_and_vtt_read_back(segments: list[Segment]) -> None:
     whole = transcript(*segments)
@@ -276,7 +276,7 @@ def test_cues_of_words_are_small_ordered_and_lose_nothing(segments: list[Segment
         assert shown("".join("".join(cue.lines) for cue in cut)) == shown("".join(s.text for s in segments))
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(talks())
 def test_every_format_takes_every_talk(segments: list[Segment]) -> None:
     whole = transcript(*segments)

@@ -120,7 +120,12 @@ def worth(text: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("before", "behind"), [("we saw", "people"), ("it cost", "dollars"), ("minus", "percent")]
+    ("before", "behind"),
+    [
+        ("we saw", "people"),
+        pytest.param("it cost", "dollars", marks=pytest.mark.slow),
+        pytest.param("minus", "percent", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("joined", ["", "and"])
 def test_every_english_number_is_worth_what_was_said(before: str, behind: str, joined: str) -> None:
@@ -158,7 +163,7 @@ seven hundred twenty one fish"
 
 
 def test_threads_write_what_one_writes() -> None:
-    said = [f"he paid {a} {b} dollars in nineteen {a} {b}" for a in TENS[:4] for b in ONES[1:10]]
+    said = [f"he paid {a} {b} dollars in nineteen {a} {b}" for a in TENS[:2] for b in ONES[1:10]]
     alone = [as_written(text) for text in said]
     wetext_grammar.find_rewrites.cache_clear()
     made: list[list[str]] = []

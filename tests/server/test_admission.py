@@ -9,12 +9,21 @@ from contextlib import ExitStack
 
 import openai
 import pytest
-from conftest import MODEL, eventually
+from conftest import MODEL, Running, eventually
 from raw_http import FILE_END, FORM_END, Raw, field, file_head
+from starlette.routing import Route, WebSocketRoute
 
 from asr_serve.config import ServeConfig
-from asr_serve.errors import AtCapacity, Draining, InvalidKey, RateLimited
-from asr_serve.server.middleware.admission import ANONYMOUS, AdmissionController, ApiKeys, TokenBucket
+from asr_serve.errors import AtCapacity, Draining, InvalidKey, NoSuchRoute, RateLimited
+from asr_serve.server.middleware.admission import (
+    ANONYMOUS,
+    AdmissionClass,
+    AdmissionController,
+    AdmissionTable,
+    ApiKeys,
+    TokenBucket,
+    admitted_as,
+)
 from asr_serve.server.middleware.request_context import ApiClient
 
 ROUTE = "/v1/audio/transcriptions"
@@ -285,3 +294,45 @@ def test_forms_that_other_sites_post_are_refused_before_the_body(server, serve, 
     good = serve(cors_origins=("https://good.example",))
     assert good.http.post(route, headers={"Origin": "https://good.example"}, content=b"").status_code != 403
     assert good.http.post(route, headers={"Origin": "null"}, content=b"").status_code == 403
+
+
+# --- admission classes ------------------------------------------------------------------------------
+
+
+def test_every_route_has_the_class_that_its_endpoint_declares(server: Running) -> None:
+    table = AdmissionTable(server.app.state.routes)
+    for method, path, kind in (
+        ("GET", "/health", AdmissionClass.PUBLIC),
+        ("POST", "/ready", AdmissionClass.PUBLIC),
+        ("GET", "/openapi.json", AdmissionClass.PUBLIC),
+        ("GET", "/assets/index.js", AdmissionClass.PUBLIC),
+        ("GET", "/assets/a/b", AdmissionClass.KEY),
+        ("GET", "/metrics", AdmissionClass.KEY),
+        ("GET", "/v1/models", AdmissionClass.KEY),
+        ("GET", "/no/such/path", AdmissionClass.KEY),
+        ("POST", "/v1/audio/transcriptions", AdmissionClass.WORK),
+        ("POST", "/v1/audio/translations", AdmissionClass.WORK),
+        ("POST", "/asr", AdmissionClass.WORK),
+        ("POST", "/v1/audio/speech", AdmissionClass.WORK),
+        ("GET", "/v1/audio/speech", AdmissionClass.KEY),
+        ("GET", "/v1/audio/voices", AdmissionClass.KEY),
+        ("POST", "/v1/stream", AdmissionClass.KEY),
+    ):
+        assert table.http(method, path) is kind, path
+    for path in ("/", "/ws", "/v1/realtime", "/v1/audio/speech/stream"):
+        assert table.socket(path) is AdmissionClass.LIVE
+    assert table.socket("/v1/stream") is AdmissionClass.RESERVES_ITSELF
+    with pytest.raises(NoSuchRoute, match="WebSockets: /, /v1/audio/speech/stream, /v1/realtime, "):
+        table.socket("/v2")
+
+
+def test_a_websocket_without_a_class_is_no_route() -> None:
+    @admitted_as(AdmissionClass.LIVE)
+    async def limited(_: object) -> None: ...
+
+    async def unlimited(_: object) -> None: ...
+
+    routes = [Route("/a", unlimited), WebSocketRoute("/b", limited)]
+    assert AdmissionTable(routes).socket_paths == {"/b"}
+    with pytest.raises(TypeError, match="/c declares no admission class"):
+        AdmissionTable([*routes, WebSocketRoute("/c", unlimited)])

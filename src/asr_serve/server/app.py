@@ -19,7 +19,13 @@ from asr_serve.server import openapi
 from asr_serve.server.console import pages
 from asr_serve.server.engine_registry import EngineRegistry
 from asr_serve.server.middleware import error_handlers
-from asr_serve.server.middleware.admission import PUBLIC_PATHS, AdmissionController, AdmissionMiddleware
+from asr_serve.server.middleware.admission import (
+    AdmissionClass,
+    AdmissionController,
+    AdmissionMiddleware,
+    AdmissionTable,
+    admitted_as,
+)
 from asr_serve.server.middleware.request_context import RequestContextMiddleware
 from asr_serve.server.realtime.endpoint import LiveDependencies
 from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
@@ -72,6 +78,9 @@ def create_app(
             RequestValidationError: error_handlers.handle_validation_error,
         },
     )
+    for route in app.routes:  # FastAPI's own: the document, and the page that shows it
+        if isinstance(route, Route):
+            admitted_as(AdmissionClass.PUBLIC)(route.endpoint)
     health_routes = health.routes(engines, gate, metrics, with_metrics=config.metrics)
     if full_server:
         routers = [
@@ -96,12 +105,13 @@ def create_app(
     for router in routers:
         app.include_router(router)
     app.router.routes += [*live, *console]
-    if not full_server:
-        app.router.routes += health.encoder_only_routes()
-    app.openapi = openapi.openapi_builder(app, PUBLIC_PATHS, keys=gate.keys.required)  # type: ignore[method-assign]
+    refused = [] if full_server else health.encoder_only_routes()
+    app.router.routes += refused
+    table = AdmissionTable([*all_routes, *refused])
+    app.openapi = openapi.openapi_builder(app, table.public_paths, keys=gate.keys.required)  # type: ignore[method-assign]
 
     # The innermost first.
-    app.add_middleware(AdmissionMiddleware, gate=gate, origins=config.cors_origins)
+    app.add_middleware(AdmissionMiddleware, gate=gate, table=table, origins=config.cors_origins)
     app.add_middleware(error_handlers.ErrorMiddleware)
     if config.cors_origins:
         app.add_middleware(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI
@@ -245,7 +245,7 @@ VOICES: OpenApi = response_entry(
 )
 
 
-def openapi_builder(app: FastAPI, open_paths: frozenset[str], *, keys: bool) -> Callable[[], OpenApi]:
+def openapi_builder(app: FastAPI, open_paths: Collection[str], *, keys: bool) -> Callable[[], OpenApi]:
     """Builder for `app.openapi`. `keys`: whether API keys are required, except on `open_paths`."""
 
     def document() -> OpenApi:

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
+
 STATIC = Path(__file__).parent / "static"
 PAGES = {"/": "index.html", "/speak": "speak.html", "/status": "status.html", "/favicon.svg": "favicon.svg"}
 """Path -> file."""
@@ -84,9 +86,11 @@ def routes() -> list[Route]:
     pages = {path: ConsolePage.load(STATIC / name) for path, name in PAGES.items()}
     assets = {path.name: ConsolePage.load(path) for path in sorted((STATIC / "assets").iterdir())}
 
+    @admitted_as(AdmissionClass.PUBLIC)
     async def page(request: Request) -> Response:
         return pages[request.scope["path"]].response(request.headers)
 
+    @admitted_as(AdmissionClass.PUBLIC)
     async def asset(request: Request) -> Response:
         file = assets.get(request.path_params["name"])
         if file is None:

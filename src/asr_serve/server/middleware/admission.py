@@ -8,33 +8,94 @@ import hashlib
 import hmac
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from enum import Enum, auto
+from re import Pattern
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AtCapacity, Draining, InvalidKey, NoSuchRoute, NotAllowed, RateLimited
-from asr_serve.protocols.openai import realtime_client_events, speech
 from asr_serve.protocols.openai.realtime_client_events import KEY_SUBPROTOCOL
-from asr_serve.protocols.stream import client_messages
-from asr_serve.protocols.stream import speech_messages as speech_live
 from asr_serve.server.middleware.request_context import ApiClient, request_context
 
-PUBLIC_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json", "/", "/speak", "/status", "/favicon.svg"})
-"""Paths that need no key and work while the server drains: they reveal only its state. /metrics is not among
-them: it reveals what a server is used for, and Prometheus can send a key."""
-PUBLIC_PREFIX = "/assets/"
-"""Prefix of further public paths: the console's scripts and styles."""
-WORK_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/asr", speech.PATH})
-"""Paths of requests that need an engine: the limits apply to them."""
-LIVE_PATHS = frozenset({"/", "/ws", realtime_client_events.PATH, speech_live.PATH})
-"""Paths of WebSockets that each count as a live session."""
-UNRESERVED_LIVE_PATHS = frozenset({client_messages.PATH})
-"""Paths of WebSockets whose sessions may outlive them, and are reserved separately."""
+
+class AdmissionClass(Enum):
+    """What a route's requests need before they are admitted."""
+
+    PUBLIC = auto()
+    """Nothing, also while the server drains: these routes reveal its state alone. /metrics is not among them: it
+    reveals what a server is used for, and Prometheus can send a key."""
+    KEY = auto()
+    """A key, where keys are configured. The class of HTTP routes that declare none."""
+    WORK = auto()
+    """A key, and capacity of the engine: the limits of requests apply."""
+    LIVE = auto()
+    """A key, and a live session for as long as the WebSocket is open."""
+    RESERVES_ITSELF = auto()
+    """A key; the WebSocket's session may outlive it, so the route reserves it (`reserve_session`)."""
+
+
+E = TypeVar("E")
+
+
+def admitted_as(kind: AdmissionClass) -> Callable[[E], E]:
+    """Decorator of a route's endpoint: a function, or a class whose instances are ASGI applications."""
+
+    def declare(endpoint: E) -> E:
+        endpoint.admission_class = kind  # type: ignore[attr-defined]
+        return endpoint
+
+    return declare
+
+
+class AdmissionTable:
+    """Admission classes of all routes, as their endpoints declare them."""
+
+    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+        """Raises TypeError for a WebSocket route whose endpoint declares none: it would have no limit."""
+        self._http: list[tuple[Pattern[str], Collection[str] | None, AdmissionClass]] = []
+        self._sockets: list[tuple[Pattern[str], AdmissionClass]] = []
+        self.public_paths, self.socket_paths = set[str](), set[str]()
+        for route in routes:
+            if not isinstance(route, Route | WebSocketRoute):
+                continue
+            kind = getattr(route.endpoint, "admission_class", None)
+            if isinstance(route, WebSocketRoute):
+                if kind is None:
+                    raise TypeError(f"the WebSocket {route.path} declares no admission class")
+                self._sockets.append((route.path_regex, kind))
+                self.socket_paths.add(route.path)
+            elif kind is AdmissionClass.PUBLIC:  # whatever the method: a wrong one is refused without a key too
+                self._http.append((route.path_regex, None, kind))
+                self.public_paths.add(route.path)
+            elif kind is not None:
+                self._http.append((route.path_regex, route.methods, kind))
+
+    def http(self, method: str, path: str) -> AdmissionClass:
+        return next(
+            (
+                kind
+                for pattern, methods, kind in self._http
+                if (methods is None or method in methods) and pattern.match(path)
+            ),
+            AdmissionClass.KEY,
+        )
+
+    def socket(self, path: str) -> AdmissionClass:
+        """Raises NoSuchRoute where no WebSocket is served."""
+        for pattern, kind in self._sockets:
+            if pattern.match(path):
+                return kind
+        raise NoSuchRoute(
+            f"no WebSocket is served at {path[:100]!r}", f"WebSockets: {', '.join(sorted(self.socket_paths))}"
+        )
+
 
 ANONYMOUS = ApiClient("anonymous")
 """Client of all requests where no keys are configured; together they have the limits of one key."""
@@ -111,7 +172,7 @@ class AdmissionController:
 
     @property
     def in_flight_requests(self) -> int:
-        """WebSockets in progress, and requests except those to PUBLIC_PATHS."""
+        """WebSockets in progress, and requests except those to public routes."""
         return self._in_flight_requests
 
     @property
@@ -261,22 +322,25 @@ class AdmissionController:
 class AdmissionMiddleware:
     """ASGI middleware: authenticates and admits requests and WebSockets, or raises as AdmissionController does."""
 
-    def __init__(self, app: ASGIApp, gate: AdmissionController, origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, gate: AdmissionController, table: AdmissionTable, origins: Sequence[str] = ()
+    ) -> None:
         """`origins`: other origins whose pages may call this server; `*` allows all."""
-        self.app, self.admission, self.origins = app, gate, origins
+        self.app, self.admission, self.table, self.origins = app, gate, table, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await self._socket(scope, receive, send)
             return
-        if scope["type"] != "http" or scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PUBLIC_PREFIX):
+        kind = self.table.http(scope["method"], scope["path"]) if scope["type"] == "http" else None
+        if kind in (None, AdmissionClass.PUBLIC):
             await self.app(scope, receive, send)
             return
         context, headers = request_context(scope), Headers(scope=scope)
         context.client = self.admission.keys.authenticate(headers.get("authorization", ""))
         if scope["method"] == "POST":
             self._check_origin(headers)
-        work = scope["method"] == "POST" and scope["path"] in WORK_PATHS
+        work = kind is AdmissionClass.WORK
         with self.admission.admit(context.client, work=work), self.admission.cancellable():
             await self.app(scope, receive, send)
 
@@ -290,12 +354,8 @@ class AdmissionMiddleware:
                 key = f"Bearer {offered.removeprefix(KEY_SUBPROTOCOL)}"
         context.client = self.admission.keys.authenticate(key)
         self._check_origin(headers)
-        if scope["path"] not in LIVE_PATHS | UNRESERVED_LIVE_PATHS:
-            raise NoSuchRoute(
-                f"no WebSocket is served at {scope['path'][:100]!r}",
-                f"WebSockets: {', '.join(sorted(LIVE_PATHS | UNRESERVED_LIVE_PATHS))}",
-            )
-        with self.admission.admit(context.client, live=scope["path"] in LIVE_PATHS), self.admission.cancellable():
+        live = self.table.socket(scope["path"]) is AdmissionClass.LIVE
+        with self.admission.admit(context.client, live=live), self.admission.cancellable():
             await self.app(scope, receive, send)
 
     def _check_origin(self, headers: Headers) -> None:

@@ -17,7 +17,7 @@ from asr_serve.errors import AsrServeError, NoSuchRoute
 from asr_serve.metrics import CONTENT_TYPE, ServerMetrics, render_exposition
 from asr_serve.server import openapi
 from asr_serve.server.engine_registry import EngineRegistry
-from asr_serve.server.middleware.admission import DRAIN_RETRY_MS, AdmissionController
+from asr_serve.server.middleware.admission import DRAIN_RETRY_MS, AdmissionClass, AdmissionController, admitted_as
 from asr_serve.server.middleware.error_handlers import JSON, RESTART_MS
 from asr_serve.server.openapi import AUTH_ERRORS
 
@@ -33,6 +33,7 @@ def routes(
     @router.get(
         "/health", summary="Is the process alive?", **openapi.response_entry(_status("uptime_s"), "It is.", {})
     )
+    @admitted_as(AdmissionClass.PUBLIC)
     async def health() -> Response:
         """Returns 200 while the process can answer at all: restart it when it does not."""
         uptime_s = round(time.monotonic() - started_s, 1)
@@ -47,6 +48,7 @@ def routes(
             {503: {"description": "Not now.", "content": {JSON: {"schema": _status("models", "reason")}}}},
         ),
     )
+    @admitted_as(AdmissionClass.PUBLIC)
     async def ready() -> Response:
         """Returns 200 when the default model is ready, the voice is loaded or known to be missing, and the server
         is not draining; otherwise 503: send no work then."""
@@ -94,6 +96,7 @@ def encoder_only_routes() -> list[BaseRoute]:
     async def http(request: Request) -> Response:
         refuse(request.url.path)
 
+    @admitted_as(AdmissionClass.KEY)
     async def socket(socket: WebSocket) -> None:
         refuse(socket.url.path)
 

@@ -39,7 +39,7 @@ from asr_serve.protocols.stream import speech_messages
 from asr_serve.protocols.stream.speech_messages import SpeechStarted, StartSpeech
 from asr_serve.server import openapi
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
-from asr_serve.server.middleware.admission import AdmissionController
+from asr_serve.server.middleware.admission import AdmissionClass, AdmissionController, admitted_as
 from asr_serve.server.middleware.error_handlers import JSON, live_error_event
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.endpoint import close_conversation
@@ -156,6 +156,7 @@ class SpeechResponse(Response):
         return words + (encode_audio_delta(piece.audio) if piece.audio else b"")
 
 
+@admitted_as(AdmissionClass.LIVE)
 class SpeechEndpoint:
     """ASGI app of this route's WebSockets, which are accepted already."""
 
@@ -249,6 +250,7 @@ def routes(dependencies: SpeechDependencies) -> APIRouter:
     @router.post(
         PATH, summary="Have a text spoken", **openapi.speech_operation(dependencies.config.max_characters)
     )
+    @admitted_as(AdmissionClass.WORK)
     async def speech(request: Request) -> Response:
         """OpenAI's route. The first bytes are sent with the first audio; synthesis waits for slow clients."""
         parsed = parse_speech_request(

@@ -25,6 +25,7 @@ from asr_serve.protocols.openai.known_speakers import MAX_KNOWN_SPEAKERS, MAX_RE
 from asr_serve.protocols.recognition_fields import MAX_HOTWORDS, MAX_HOTWORDS_CHARACTERS
 from asr_serve.server import openapi
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
+from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import JSON
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.server_sent_events import with_error_event, with_keep_alive
@@ -349,6 +350,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
     parse_translation = partial(transcription_form.parse_translation_form, max_beam=dependencies.max_beam)
 
     @router.post("/v1/audio/transcriptions", summary="Transcribe audio", **openapi.TRANSCRIPTIONS)
+    @admitted_as(AdmissionClass.WORK)
     async def transcriptions(request: Request) -> Response:
         """OpenAI's route. Audio is transcribed while it arrives; with `stream=true` before the file, its text is
         returned meanwhile, too."""
@@ -361,6 +363,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
             return _answer(request, await work.transcribe(), work)
 
     @router.post("/v1/audio/translations", summary="Translate audio into English", **openapi.TRANSLATIONS)
+    @admitted_as(AdmissionClass.WORK)
     async def translations(request: Request) -> Response:
         """OpenAI's route, for models that translate. Other models are refused by name."""
         async with UploadTranscription.open(dependencies, request, parse_translation) as work:
@@ -368,6 +371,7 @@ def routes(dependencies: TranscriptionDependencies) -> APIRouter:
             return _answer(request, await work.transcribe(), work)
 
     @router.post("/asr", summary="Transcribe audio, as FunASR does", **openapi.ASR)
+    @admitted_as(AdmissionClass.WORK)
     async def asr(request: Request) -> Response:
         """FunASR's route. Its options that no model here supports are refused by name."""
         context = request_context(request.scope)

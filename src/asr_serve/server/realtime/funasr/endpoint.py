@@ -19,6 +19,7 @@ from asr_serve.pipelines.segments import SegmentNormalizer, check_diarization, r
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.funasr.websocket import FLAGS, FunAsrOptions
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
+from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import live_error_event
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.endpoint import LiveDependencies, run_conversation
@@ -97,6 +98,7 @@ def _offline(
     return begin
 
 
+@admitted_as(AdmissionClass.LIVE)
 class FunAsrEndpoint:
     """ASGI app of one route: its WebSockets, accepted already."""
 

@@ -20,6 +20,7 @@ from asr_serve.protocols.openai.events import TokenTexts
 from asr_serve.protocols.openai.realtime_client_events import BETA_HEADER, BETA_SUBPROTOCOL, PATH, RealtimeSettings
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
 from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
+from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import realtime_problem
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.realtime.async_listener import AsyncListener
@@ -59,6 +60,7 @@ class EngineRealtimeSessionFactory:
         return engine
 
 
+@admitted_as(AdmissionClass.LIVE)
 class OpenAiRealtimeEndpoint:
     """ASGI app of this route: its WebSockets, accepted already."""
 

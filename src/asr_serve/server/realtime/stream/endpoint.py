@@ -43,6 +43,7 @@ from asr_serve.protocols.stream.client_messages import (
     parse_query,
 )
 from asr_serve.server import openapi
+from asr_serve.server.middleware.admission import AdmissionClass, admitted_as
 from asr_serve.server.middleware.error_handlers import (
     JSON,
     TOO_BIG,
@@ -143,6 +144,7 @@ def _query(scope: Scope) -> dict[str, Any]:
     return parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
 
 
+@admitted_as(AdmissionClass.RESERVES_ITSELF)
 class StreamWebSocket:
     """ASGI app: one connection, accepted already."""
 

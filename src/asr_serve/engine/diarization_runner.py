@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from asr_serve.engine.stats import EngineStats
 from asr_serve.errors import AsrServeError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.auxiliary import eres2net, pyannote
 from asr_serve.models.checkpoints import store
+from asr_serve.models.interfaces import SpeakerEmbedder, SpeakerSegmentationModel
 
 CLIP_LENGTHS_SAMPLES = tuple(units.ms_to_samples(each) for each in (1_000, 1_500, 2_000, 2_500, 3_000, 5_000))
 """Of what is embedded."""
@@ -42,12 +43,6 @@ def models_available() -> bool:
     return all(store.locate(each.CARDS[0]) is not None for each in (pyannote, eres2net))
 
 
-class SpeakerEmbedder(Protocol):
-    """Voices in clips (rows, samples): (rows, width) float32, each of length 1."""
-
-    def embed(self, clips: np.ndarray) -> np.ndarray: ...
-
-
 class SpeakerClip(NamedTuple):
     """What one local speaker is known by."""
 
@@ -62,7 +57,7 @@ class SpeakerClip(NamedTuple):
 class WindowDiarizer:
     """The models on a device."""
 
-    def __init__(self, segmentation: Any, network: SpeakerEmbedder, device: Device) -> None:
+    def __init__(self, segmentation: SpeakerSegmentationModel, network: SpeakerEmbedder, device: Device) -> None:
         self._segmentation, self._network = segmentation, network
         self._parts = device.threads if device.name == "cpu" else 1
         self._threads = ThreadPoolExecutor(self._parts, "speakers", lambda: device.set_threads(1))
@@ -119,8 +114,7 @@ class WindowDiarizer:
         """See pyannote.Segmentation.heard. All of one length."""
         parts = min(self._parts, len(windows))
         if parts == 1:
-            found: np.ndarray = self._segmentation.speaker_probabilities(np.stack(windows))
-            return found
+            return self._segmentation.speaker_probabilities(np.stack(windows))
         batches = np.array_split(windows, parts)
         return np.concatenate(list(self._threads.map(self._segmentation.speaker_probabilities, batches)))
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from asr_serve.engine.request import RecognitionRequest, VadScheduler
     from asr_serve.engine.stats import EngineStats
     from asr_serve.models.auxiliary.silero import Silero
+    from asr_serve.models.interfaces import Vocoder
+    from asr_serve.models.model_files import AsrModel, SpeechModel
 
 
 CHECKS_PER_IDLE, MAX_CHECKS = 32, 8_192
@@ -41,13 +43,13 @@ class LoopContext(Protocol):
 class EngineComponents(NamedTuple):
     """What an engine is made of."""
 
-    model: Any
+    model: AsrModel | SpeechModel
     vad: Silero | None
     """None of a model that speaks."""
     device: Device
     decode_text: Callable[[list[int]], str]
-    codec: Any = None
-    """Of a model that makes frames."""
+    codec: Vocoder | None = None
+    """Vocoder of an acoustic model."""
     encode_text: Callable[[str], list[int]] | None = None
     """A text's tokens, of a model whose hot words are spelt in them."""
 

@@ -10,7 +10,8 @@ Source  Whisper's, but for the two named below: openai-whisper, `_ALIGNMENT_HEAD
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -101,11 +102,39 @@ def _of(
     return AlignmentHeads(by_layer, ms_to_samples(shift_ms))
 
 
+class AlignmentLayer(Protocol):
+    """Decoder layer that can be gone through without pages of its own."""
+
+    scale: float
+    """Factor of products of queries and keys."""
+
+    def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
+        """Causal self-attention of whole rows: x (packing.total, width), with the residual."""
+
+    def cross_query(self, x: Tensor) -> Tensor:
+        """Cross-attention queries (packing.total, heads * head_dim)."""
+
+    def cross_attention(
+        self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
+    ) -> Tensor:
+        """The rest of the layer, with the residual; `index` is the layer's number in the pages."""
+
+
+class AlignmentDecoder(Protocol):
+    """Decoder as `alignment_scores` goes through it."""
+
+    heads: int
+    kernels: ModuleType
+    alignment: AlignmentHeads
+
+    @property
+    def decoder(self) -> Sequence[AlignmentLayer]: ...
+
+
 def alignment_scores(
-    model: Any, x: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
+    model: AlignmentDecoder, x: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
 ) -> list[Tensor]:
-    """Nothing is written. A decoder layer offers `said` (self-attention, without pages), `asked` (queries) and
-    `heard` (what the audio answers).
+    """Scores of the alignment heads; no pages are written.
 
     In      x (packing.total, width): embedded tokens of each row end to end, its start before them; audio: pages
             with each row's cross keys; frames: how many of them are looked at
@@ -114,7 +143,7 @@ def alignment_scores(
     spread, last = audio.expand_rows(packing), max(model.alignment.heads)
     found: list[list[Tensor]] = [[] for _ in frames]
     for index, layer in enumerate(model.decoder[: last + 1]):
-        x = layer.self_attention(x, packing, model)
+        x = layer.self_attention(x, packing)
         query = layer.cross_query(x)
         if heads := model.alignment.heads.get(index):
             each = audio.attention_scores(

@@ -1,9 +1,7 @@
 """Model cards, and how model files are found.
 
-A model file holds CARDS, one for each published size. One of `asr` has Config, Model, rename and tiny beside them,
-and is_package_folder and convert where weights come in another form than ours; one of `turn` has Model; one of
-`tts` has load, which returns a model of models/interfaces. There is no list to edit: a file with CARDS in the
-folder of its task is a model.
+A model file holds CARDS, one for each published size, and what models/model_files.py says of its task. There is no
+list to edit: a file with CARDS in the folder of its task is a model.
 """
 
 from __future__ import annotations
@@ -14,12 +12,21 @@ import pkgutil
 from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from asr_serve import units
 from asr_serve.errors import UnknownModel
+
+if TYPE_CHECKING:
+    from asr_serve.models.model_files import (
+        AsrModelFile,
+        GatheredModelFile,
+        TtsModelFile,
+        TurnModelFile,
+        VocoderFile,
+    )
 
 
 class PackagedWeights(msgspec.Struct, frozen=True):
@@ -195,9 +202,34 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             module = importlib.import_module(f"{folder.__name__}.{info.name}")
             if info.ispkg:
                 folders.append(module)
-            elif any(card.task == task for card in getattr(module, "CARDS", ())):
+            elif any(card.task == task for card in vars(module).get("CARDS", ())):
                 found[info.name] = module
     return found
+
+
+def asr_model_file(kind: str) -> AsrModelFile:
+    """The model file of a recogniser's card."""
+    return model_modules("asr")[kind]
+
+
+def tts_model_file(kind: str) -> TtsModelFile:
+    """The model file of a voice model's card."""
+    return model_modules("tts")[kind]
+
+
+def vocoder_file(kind: str) -> VocoderFile:
+    """The model file of a codec's card."""
+    return model_modules("codec")[kind]
+
+
+def turn_model_file(kind: str) -> TurnModelFile:
+    """The model file of a turn model's card."""
+    return model_modules("turn")[kind]
+
+
+def gathered_model_file(card: ModelCard) -> GatheredModelFile:
+    """The model file of a card without `packaged` and `shipped`, which collects its weights itself."""
+    return model_modules(card.task)[card.kind]
 
 
 def asr_cards() -> dict[str, AsrCard]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from asr_serve.devices.interface import Device
 from asr_serve.engine.cache.page_pool import PagePool
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.kernels import PAGE
+from asr_serve.models.interfaces import EncoderDecoderModel
 
 DRAFT_RESYNC_TOKENS = 4
 """Tokens of a draft among which the next one is looked for when another was said."""
@@ -207,7 +207,9 @@ class ForwardInputs:
 class DecodeBatch:
     """Rows are kept dense: the last one moves into the gap of one that leaves."""
 
-    def __init__(self, model: Any, device: Device, max_rows: int, kv_bytes: int, longest_frames: int) -> None:
+    def __init__(
+        self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
+    ) -> None:
         self.device, self.max_rows = device, max_rows
         shape = (model.layers, 2, model.heads, model.head_dim * PAGE)
         page_bytes = int(np.prod(shape)) * device.dtype.itemsize
@@ -372,25 +374,22 @@ def rows_for(options: SearchOptions) -> int:
 
 
 class DecoderPrompts:
-    """Of one model. `special`: its ids by name that are no text; None: a row begins with one token and says text
-    until it ends."""
+    """Prompts of one model, and the rules of its special tokens, where it has any."""
 
-    def __init__(self, model: Any, device: Device) -> None:
-        self._model = model
-        self.vocab_size = len(model.embedding)
-        self.special: Any = getattr(model, "special", None)
+    def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
+        self._model, self.vocab_size, self.special = model, model.vocab_size, model.special_tokens
         self.rules: TokenRules | None = None
         self.languages: list[str] = []
         if self.special is not None:
             where = device.torch_device
-            self.rules = TokenRules(self.special, model.suppress, model.suppress_first, self.vocab_size, where)
+            self.rules = TokenRules(self.special, self.vocab_size, where)
             self.languages = list(self.special.languages)
             self.language_ids = torch.tensor(list(self.special.languages.values()), device=where)
         self._cached_prompt = lru_cache(MAX_CACHED_PROMPTS)(self._build_prompt)
 
     def detects_language(self, options: SearchOptions) -> bool:
         """Whether the model is to tell it."""
-        return self.special is not None and bool(self.special.multilingual) and not options.language
+        return self.special is not None and self.special.multilingual and not options.language
 
     def prompt_tokens(self, options: SearchOptions) -> tuple[int, ...]:
         """Of a row whose language is to be heard, as many as when it is. Raises OptionError."""
@@ -402,12 +401,11 @@ class DecoderPrompts:
         return self._cached_prompt(options, language)
 
     def _build_prompt(self, options: SearchOptions, language: str) -> tuple[int, ...]:
-        start: tuple[int, ...] = self._model.prompt_tokens(msgspec.structs.replace(options, language=language))
-        return start
+        return self._model.prompt_tokens(msgspec.structs.replace(options, language=language))
 
     def positions_needed(self, options: SearchOptions, max_tokens: int) -> int:
         """Positions of a row with an answer of `max_tokens` at most, the last of which is never fed."""
-        begins, most = len(self.prompt_tokens(options)), int(self._model.max_tokens)
+        begins, most = len(self.prompt_tokens(options)), self._model.max_tokens
         return begins - 1 + min(max_tokens, most - begins)
 
     def validate(self, options: SearchOptions) -> None:

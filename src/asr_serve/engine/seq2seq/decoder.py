@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from asr_serve.engine.seq2seq.decode_batch import (
 from asr_serve.engine.seq2seq.encoder import BorrowedPages, EncoderResult, OwnedPages
 from asr_serve.errors import OptionError
 from asr_serve.kernels import PAGE
+from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.models.packing import PagedKeyValues
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class AlignmentQueries:
     theirs that keep too, so all together never hold more than as many rows as there are, as long as they may get.
     """
 
-    def __init__(self, model: Any, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
+    def __init__(self, model: EncoderDecoderModel, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
         """`layers`: queries (positions, heads * head_dim) of each layer that has alignment heads; `wanted`: which
         positions are told of; None: all."""
         self._model, self._layers, self._logit_positions = model, layers, wanted
@@ -78,7 +79,7 @@ class ForwardOutputs(NamedTuple):
     no_speech_logprobs: Tensor | None = None
 
 
-def forward_outputs(model: Any, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
+def forward_outputs(model: EncoderDecoderModel, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
     """`made`: as they come, what was asked between what is always told and what is told at times."""
     tokens, logprobs, logits, hidden, *more = made
     layers = len(model.alignment.heads)
@@ -95,7 +96,9 @@ MAX_VERIFY_POSITIONS = 256
 class DecodeRunner:
     """Up to `max_rows` sequences, one token each per step; they join and leave between any two steps."""
 
-    def __init__(self, model: Any, device: Device, max_rows: int, kv_bytes: int, longest_frames: int) -> None:
+    def __init__(
+        self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
+    ) -> None:
         self.model, self.device, self.max_rows = model, device, max_rows
         self.batch = DecodeBatch(model, device, max_rows, kv_bytes, longest_frames)
         self.rows, self.page_pool, self.kv_cache = self.batch.rows, self.batch.page_pool, self.batch.kv_cache
@@ -330,6 +333,7 @@ class DecodeRunner:
     def _detect_languages(self, rows: Sequence[DecodeRow]) -> None:
         """The likeliest one after "start" alone, whatever was said before."""
         starts, count = self.prompts, len(rows)
+        assert starts.special is not None
         passed = self._run_forward(
             self.batch.prefill_inputs(rows, [(starts.special.sot,)] * count, [1] * count), [GIVEN] * count
         )
@@ -447,6 +451,7 @@ class DecodeRunner:
         """Each position by its own rule. `timed`: some ask something of timestamps; `begun`: rows may have their
         start among these positions."""
         assert self.prompts.rules is not None
+        assert self.prompts.special is not None
         logits, hidden, *asked = self._decode(*given)
         silence: tuple[Tensor, ...] = ()
         if begun:
@@ -464,13 +469,12 @@ class DecodeRunner:
         audio_lengths: Tensor,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = self.model.decode(
+        return self.model.decode(
             tokens,
             PagedKeyValues(self.kv_cache, own, own_lengths),
             PagedKeyValues(self.kv_cache, audio, audio_lengths),
             wanted,
         )
-        return made
 
     def _argmax(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         picked = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from asr_serve.devices.interface import Device
 from asr_serve.engine.remote.connection import EncodeClip, EncodedBatch, PeerConnection, RemoteBatch
 from asr_serve.engine.remote.peer_pool import PeerPool
 from asr_serve.errors import AsrServeError, PeerGone, RoadTimeout, Torn
+from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Priority
 
@@ -56,7 +57,7 @@ class OwnedPages(NamedTuple):
 class EncodeRunner:
     """Utterances to EncoderResults, in one batch."""
 
-    def __init__(self, model: Any, device: Device) -> None:
+    def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
         self.model, self.device = model, device
 
     @torch.inference_mode()
@@ -73,7 +74,7 @@ class EncodeRunner:
     def encode_hidden(self, batch: Sequence[np.ndarray], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
         """The encoder's frames alone, clips end to end: what `cross` makes the rest from, here or elsewhere."""
         clips = [tensor_from_array(pcm) for pcm in batch]
-        return self.model.encode(clips, whole) if any(whole) else self.model.encode(clips)  # type: ignore[no-any-return]
+        return self.model.encode(clips, whole)
 
 
 def tensor_from_array(array: np.ndarray) -> Tensor:
@@ -238,7 +239,7 @@ class EncoderPool:
         all_of_it = whole or [False] * len(pcm)
         classes = batch.classes or [("interactive", None)] * len(pcm)
         clips = [
-            EncodeClip(each, model.count_frames(len(each), *[True] * of_it), of_it, priority, within_ms)
+            EncodeClip(each, model.count_frames(len(each), of_it), of_it, priority, within_ms)
             for each, of_it, (priority, within_ms) in zip(pcm, all_of_it, classes, strict=True)
         ]
         started = self._peers.submit_batch(clips, lambda came: self._on_peer_result(batch, came))

@@ -92,7 +92,7 @@ class TokenAligner:
         for layer, heads in model.alignment.heads.items():
             keys = audio.keys(layer, heads, 0, frames)
             asked = query[first : first + len(heads)]
-            scores.append(asked.float() @ keys.float() * model.decoder[layer].scale)
+            scores.append(asked.float() @ keys.float() * model.attention_scale)
             first += len(heads)
         return torch.cat(scores)
 
@@ -124,8 +124,7 @@ class TokenAligner:
 
     def _frames(self, each: FinishedRow) -> int:
         """Those of its audio: what fills a window is silence."""
-        frame_samples: int = self._runner.model.frame_samples
-        return min(each.row.frames, max(1, -(-each.samples // frame_samples)))
+        return min(each.row.frames, max(1, -(-each.samples // self._runner.model.frame_samples)))
 
     def _audio(self, ended: Sequence[FinishedRow]) -> PagedKeyValues:
         pool = self._runner.kv_cache

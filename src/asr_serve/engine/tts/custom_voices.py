@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from asr_serve.errors import UnknownVoice
+from asr_serve.models.interfaces import TtsModel
 from asr_serve.models.registry import TtsCard
 from asr_serve.types import Sentence, suggest_name
 
@@ -18,10 +18,9 @@ SUFFIX = ".safetensors"
 class CustomVoiceLoader:
     """What there is in a folder, into which others write. Belongs to the loop's thread."""
 
-    def __init__(self, model: Any, card: TtsCard, folder: Path) -> None:
-        """`model`: has `voice(name, path)`, where its card says that it can be taught voices."""
+    def __init__(self, model: TtsModel, card: TtsCard, folder: Path) -> None:
         self._model, self._card, self._folder = model, card, folder
-        self._built_in = tuple(getattr(model, "voices", card.voices))
+        self._built_in = model.voices
 
     def ensure_for_sentence(self, sentence: Sentence) -> None:
         """The model knows its voice from here on. Raises UnknownVoice, WeightsCorrupt, OptionError."""

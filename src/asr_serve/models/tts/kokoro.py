@@ -29,7 +29,12 @@ import numpy as np
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.onnx_session import OnnxGraphEditor, OnnxSession
-from asr_serve.models.interfaces import SynthesizedSentence, validate_phonemes, validate_voice
+from asr_serve.models.interfaces import (
+    SynthesizedSentence,
+    WholeSentenceTtsModel,
+    validate_phonemes,
+    validate_voice,
+)
 from asr_serve.models.registry import TtsCard
 from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
@@ -93,8 +98,8 @@ IDS = {
 """Symbol -> its number, as the model was trained."""
 
 
-class Model:
-    """The network with its weights, and the voices. See models/interfaces.WholeSentenceTtsModel."""
+class Model(WholeSentenceTtsModel):
+    """The network with its weights, and the voices."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
         """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""

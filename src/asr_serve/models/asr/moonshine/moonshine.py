@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import moonshine_alignment
 from asr_serve.models.checkpoints import onnx_graph
+from asr_serve.models.interfaces import EncoderDecoderModel
+from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
 from asr_serve.models.registry import AsrCard, PackagedWeights
 
@@ -66,7 +69,7 @@ CARDS = (
 )
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes, under the names a checkpoint's config.json uses."""
 
     vocab_size: int = 32_768
@@ -117,7 +120,7 @@ def tiny() -> Config:
     )
 
 
-class Model:
+class Model(EncoderDecoderModel):
     """Encoder and decoder. The two meet only in `cross`: what it returns is all the decoder needs of a clip.
 
     State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
@@ -133,6 +136,7 @@ class Model:
             config.decoder_num_attention_heads,
             config.head_dim,
         )
+        self.attention_scale = config.head_dim**-0.5
         self.kernels = device.kernels
         take = MoonshineTensors(config, weights, device)
         self.stem = _MoonshineStem(take)
@@ -148,12 +152,12 @@ class Model:
                 for kind in "kv"
             ]
         )
-        self.decoder = [MoonshineDecoderLayer(take, i) for i in range(config.decoder_num_hidden_layers)]
-        self.decoder_norm = take.vector("model.decoder.norm.weight")
         half = config.rotary_half(config.decoder_num_attention_heads)
-        self.decoder_angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
+        angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
+        self.decoder = [MoonshineDecoderLayer(take, i, angles) for i in range(config.decoder_num_hidden_layers)]
+        self.decoder_norm = take.vector("model.decoder.norm.weight")
         self.embedding, self.head = take.vocabulary()
-        self.head_weight = self.head.weight
+        self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.frame_samples = STEM_STRIDE
         self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
@@ -161,12 +165,12 @@ class Model:
         """The tokens that an answer begins with, whatever is asked for."""
         return (self.bos,)
 
-    def count_frames(self, samples: int) -> int:
+    def count_frames(self, samples: int, whole: bool = False) -> int:
         """Encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
         first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
         return ((first - 7) // 3 + 1 - 3) // 2 + 1
 
-    def encode(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
         """Hidden states of several clips end to end, each as if it were alone: no clip pays for another's
         length.
 
@@ -199,7 +203,7 @@ class Model:
         x = self.embedding.embed(tokens)
         asked = []
         for i, layer in enumerate(self.decoder):
-            x, query = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            x, query = layer(i, x, positions, own, audio, self.kernels)
             asked += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
@@ -342,8 +346,9 @@ class _MoonshineEncoderLayer:
 class MoonshineDecoderLayer:
     """One position of each row: attention to its own tokens, then to its audio; of Moonshine Streaming too."""
 
-    def __init__(self, take: MoonshineTensors, index: int) -> None:
+    def __init__(self, take: MoonshineTensors, index: int, angles: tuple[Tensor, Tensor]) -> None:
         at = f"model.decoder.layers.{index}"
+        self.device, self.angles = take.device, angles
         self.heads = take.config.decoder_num_attention_heads
         self.scale = take.config.head_dim**-0.5
         self.norm1 = take.vector(f"{at}.input_layernorm.weight")
@@ -362,12 +367,11 @@ class MoonshineDecoderLayer:
         positions: Tensor,
         own: PagedKeyValues,
         audio: PagedKeyValues,
-        angles: tuple[Tensor, Tensor],
-        kernels: Any,
+        kernels: ModuleType,
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
-        kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *angles)
+        kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *self.angles)
         qkv = qkv.view(rows, 3, width)
         kernels.append(own.pool, index, qkv, own.block_tables, positions)
         mixed = torch.empty_like(x)
@@ -376,17 +380,19 @@ class MoonshineDecoderLayer:
         query = self.cross_query(x)
         return self.cross_attention(index, x, query, audio, kernels), query
 
-    def self_attention(self, x: Tensor, packing: PackedBatch, model: Any) -> Tensor:
+    def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
         """All positions of rows at once, up to what they ask of their audio."""
         qkv = self.qkv(F.layer_norm(x, (x.shape[1],), self.norm1)).view(len(x), 3, self.heads, -1)
-        model.kernels.rope(qkv, packing.positions(x.device), *model.decoder_angles)
-        return self.own_out(model.device.causal_attention(qkv, packing, self.scale), add=x)
+        self.device.kernels.rope(qkv, packing.positions(x.device), *self.angles)
+        return self.own_out(self.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def cross_query(self, x: Tensor) -> Tensor:
         """Queries, (rows, heads * head_dim)."""
         return self.query(F.layer_norm(x, (x.shape[1],), self.norm2))
 
-    def cross_attention(self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: Any) -> Tensor:
+    def cross_attention(
+        self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
+    ) -> Tensor:
         """What the audio answers, and what is made of it."""
         width = x.shape[1]
         mixed = torch.empty_like(x)
@@ -457,6 +463,9 @@ def convert(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(settings, indent=1))
     _tokenizer(source, target)
     save_file({k: torch.from_numpy(np.array(v)) for k, v in tensors.items()}, target / "model.safetensors")
+
+
+CONVERTER = WeightsConverter(is_package_folder, convert)
 
 
 def _tokenizer(source: Path, target: Path) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingEncoder
 from asr_serve.models.packing import PackedBatch, pack_clips
 
 TAPS, STRIDE = 5, 2
@@ -29,8 +30,7 @@ NOTHING = -1e30
 class CheckpointTensors(Protocol):
     """A checkpoint's tensors by name. Raises WeightsCorrupt for one that is not there."""
 
-    device: Any
-    """devices/interface.Device."""
+    device: Device
 
     def get(self, name: str) -> Tensor:
         """In float32, where it was loaded to."""
@@ -38,8 +38,8 @@ class CheckpointTensors(Protocol):
     def vector(self, name: str) -> Tensor:
         """On the device, in its dtype."""
 
-    def linear(self, *names: str, bias: bool = False) -> Any:
-        """devices/interface.Linear of several matrices of the same input, stacked."""
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        """Product with several matrices of the same input, stacked."""
 
 
 class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +82,7 @@ class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         return [(back - 1, max(ahead - 1, 0)) for back, ahead in self.sliding_windows]
 
 
-class WindowEncoder:
+class WindowEncoder(StreamingEncoder):
     """See StreamingModel in models/interfaces.py; an attention decoder reads what it hears.
 
     Layers that see ahead wait: in a step a layer takes frames that are as far ahead as it and all layers after it
@@ -94,11 +94,6 @@ class WindowEncoder:
             ahead of them.
     """
 
-    heads: tuple[str, ...] = ()
-    attention = True
-    """An encoder for an attention decoder."""
-    recordable = False
-    """A step looks at where its rows stand, on the host: no CUDA graph can hold it."""
     frame_block = 1
 
     def __init__(self, config: WindowEncoderConfig, take: CheckpointTensors) -> None:

@@ -28,13 +28,16 @@ Tools = tuple[
 
 
 class LstmTransducer:
-    """What `models.streaming.Transducer` asks of a model, but for the durations.
+    """Predictor and joint network; see models/interfaces.Transducer. The blank is the last token.
 
     tools   gets a checkpoint's float32 tensor by name (decoder.prediction.*, joint.*); puts a tensor on the
             device, in a dtype or the device's own; makes a product of a weight (out, in) and a bias (out,)
     """
 
-    def __init__(self, tools: Tools, layers: int, activation: str) -> None:
+    def __init__(
+        self, tools: Tools, layers: int, activation: str, vocab_size: int, durations: tuple[int, ...]
+    ) -> None:
+        self.vocab_size, self.blank_id, self.durations = vocab_size, vocab_size - 1, durations
         get, put, linear = tools
         lstm = "decoder.prediction.dec_rnn.lstm"
         embedding = get("decoder.prediction.embed.weight").clone()

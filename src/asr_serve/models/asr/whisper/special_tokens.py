@@ -6,9 +6,10 @@ Source  arXiv:2212.04356, section 2.3; tests/models/test_whisper_special_tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from asr_serve.errors import OptionError, UnsupportedOption, WeightsCorrupt
+from asr_serve.models.interfaces import PromptOptions
 
 _CODES = (
     "en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th ur "
@@ -127,19 +128,6 @@ NON_SPEECH: tuple[int, ...] = (
 """Brackets, notes, dashes and the like: how subtitles write what nobody says."""
 
 
-class PromptOptions(Protocol):
-    """What of a request decides how its answer begins: `decoding.attention.SearchOptions` has it."""
-
-    @property
-    def task(self) -> str: ...
-    @property
-    def language(self) -> str: ...
-    @property
-    def prompt(self) -> tuple[int, ...]: ...
-    @property
-    def timestamps(self) -> bool: ...
-
-
 class SpecialTokens(NamedTuple):
     """Ids by name. What lies below `eot` is text; from `timestamp_begin` on, each id is 20 ms later."""
 
@@ -200,7 +188,7 @@ class SpecialTokens(NamedTuple):
         return (BLANK, self.eot) if self.eot > BLANK else (self.eot,)
 
     def prompt_tokens(self, options: PromptOptions, longest_prompt: int) -> tuple[int, ...]:
-        """The tokens that an answer begins with. See `models/asr/whisper.Model.start`."""
+        """The tokens that an answer begins with. See `EncoderDecoderModel.prompt_tokens`."""
         self.validate(options)
         kept = options.prompt[-longest_prompt:] if options.prompt else ()
         begin = (self.sot_prev, *kept, self.sot) if kept else (self.sot,)

@@ -1,6 +1,7 @@
 """Contracts of model files: what a module that holds a model defines, and how its weights come to it.
 
-`models/registry.py` finds the modules in the folders below `models`.
+Modules are found by `models/registry.py`: in the folders below `models`, and in installed packages by the entry
+point group `asr_serve.models`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Model cards, and how model files are found.
 
 A model file holds CARDS, one for each published size, and what models/model_files.py says of its task. There is no
-list to edit: a file with CARDS in the folder of its task is a model.
+list to edit: a file with CARDS in the folder of its task is a model, and so is a module that an installed package
+names in the entry point group `asr_serve.models`. An entry point reaches the engine's process too, which a call in
+the caller's process would not.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import entry_points
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from asr_serve import units
-from asr_serve.errors import UnknownModel
+from asr_serve.errors import ModelError, UnknownModel
 
 if TYPE_CHECKING:
     from asr_serve.models.model_files import (
@@ -186,13 +189,17 @@ _FOLDERS = {
     "speaker": "auxiliary",
 }
 """Where the model files of a task lie, under models/."""
+ENTRY_POINTS = "asr_serve.models"
+"""Entry point group in which an installed package names its model files, one module each."""
 
 
 @cache
 def model_modules(task: str = "asr") -> dict[str, ModuleType]:
-    """Find the model files of a task: the modules of its folder, and of the families in it, that have CARDS of it.
+    """Find the model files of a task: modules with CARDS of it, in its folder, in families below that, and among
+    the entry points of installed packages.
 
-    Returns: modules by file name, which is the `kind` of their cards. A file that does not import raises here.
+    Returns: modules by the `kind` of their cards, which is the file name of one in the folder.
+    Raises ModelError for two files of one kind. A file that does not import raises here.
     """
     found: dict[str, ModuleType] = {}
     folders = [importlib.import_module(f"asr_serve.models.{_FOLDERS[task]}")]
@@ -204,6 +211,15 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
                 folders.append(module)
             elif any(card.task == task for card in vars(module).get("CARDS", ())):
                 found[info.name] = module
+    for entry in entry_points(group=ENTRY_POINTS):
+        module = entry.load()
+        for kind in {card.kind for card in module.CARDS if card.task == task}:
+            if kind in found:
+                raise ModelError(
+                    f"the entry point {entry.name} of {ENTRY_POINTS} has a model file of kind {kind!r}",
+                    f"a kind that no other has, unlike {found[kind].__name__}",
+                )
+            found[kind] = module
     return found
 
 

@@ -32,7 +32,7 @@ import serve
 import serve_load
 import serve_peers
 from live_calls import Call
-from live_protocols import NAMES
+from live_protocols import NAMES, REFUSED
 from live_report import OURS, Row
 from live_speech import RATE_HZ, Caller
 from offline import say
@@ -115,7 +115,11 @@ class Bench:
             for caller, heard in zip(callers, found["callers"], strict=True)
         ]
         references = [clip.text for clip in self.speech]
-        return live_report.row(system, calls, found, references, self.args.seconds)
+        admitted = [call for call in calls if call.heard["error"] != REFUSED] if self.args.at_once else calls
+        if not admitted:
+            return {**live_report.blank(system, len(callers)), "failed": "every caller was refused"}
+        row = live_report.row(system, admitted, found, references, self.args.seconds)
+        return {**row, "callers": len(callers), "refused": len(calls) - len(admitted)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,6 +147,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seconds": args.seconds,
         "pause_s": args.pause,
         "silence_ms": args.silence_ms,
+        "at_once": args.at_once,
         "device": args.device,
         "server": args.server,
     }
@@ -162,6 +167,7 @@ def ours(bench: Bench) -> list[Row]:
     service = serve_peers.asr_serve(serve_peers.Setting(port, args.threads, bench.folder, options))
     run = serve.Run(args, bench.speech, [], bench.env, bench.folder)
     load = {"url": f"ws://{serve_peers.HOST}:{port}", "grace_s": GRACE_S, "silence_ms": args.silence_ms}
+    load["at_once"] = args.at_once
     rows: list[Row] = []
     with ExitStack() as stack:
         process, trouble = stack.enter_context(serve.started(service, port, run))
@@ -277,6 +283,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         metavar="MS",
         help="the pause that ends a sentence; default: the streaming table's",
+    )
+    add(
+        "--at-once",
+        action="store_true",
+        help="all connect in one instant; those refused are counted, not measured",
     )
     add("--peers", type=offline.named(live_peers.MAKERS), default=[], metavar="A,B", help="moonshine-voice,vosk")
     add("--only-peers", action="store_true", help="leave asr-serve out")

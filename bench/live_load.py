@@ -20,7 +20,7 @@ from typing import Any
 import live_protocols
 import live_speech
 import machine
-from live_protocols import code
+from live_protocols import REFUSED, code
 from live_speech import Caller, Pace, Pcm
 from serve_load import tree, tree_cpu_s
 from websockets.asyncio.client import ClientConnection, connect
@@ -33,6 +33,8 @@ SEND_BUFFER_BYTES = 8_192
 """So that a server that does not read is felt early: what waits in our own buffers is sent for nobody."""
 CONNECT_S = 1.0
 """A caller dials so long before it speaks."""
+RETRY_S = 3.0
+"""A caller who is refused for lack of capacity dials again after so long, unless all dial at once."""
 
 
 class Line:
@@ -51,6 +53,18 @@ class Line:
         """The whole call; whatever ends it early is in `error`."""
         clock = asyncio.get_running_loop()
         await asyncio.sleep(self.begins_s - CONNECT_S - clock.time())
+        await self.call()
+        while (
+            self.error == REFUSED
+            and not self.job["at_once"]
+            and clock.time() - self.begins_s < self.job["grace_s"]
+        ):
+            await asyncio.sleep(RETRY_S)
+            self.error = None
+            await self.call()
+
+    async def call(self) -> None:
+        """One attempt: dial, talk, hang up."""
         try:
             async with connect(
                 self.job["url"] + self.protocol.path,
@@ -129,7 +143,7 @@ class Line:
 async def run(job: Job) -> dict[str, Any]:
     clips = live_speech.restore(Path(job["clips"]))
     callers = [Caller(*caller) for caller in job["callers"]]
-    begins = live_speech.begins_s(len(callers), job["seconds"])
+    begins = [0.0] * len(callers) if job["at_once"] else live_speech.begins_s(len(callers), job["seconds"])
     sounds = [live_speech.stream(caller, clips) for caller in callers]
     clock = asyncio.get_running_loop()
     opened_s = clock.time() + CONNECT_S + 0.5

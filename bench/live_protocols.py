@@ -16,6 +16,8 @@ import numpy as np
 from live_speech import RATE_HZ
 
 OPENAI_HZ = 24_000
+REFUSED = "at_capacity"
+"""Code of a server that has no capacity for one more caller."""
 Message = dict[str, Any]
 """{"sentences": [{"text", "start", "end"}], "partial": text}, times in ms."""
 Timed = tuple[float, Message]

@@ -70,7 +70,7 @@ def row(system: str, calls: Sequence[Call], found: Row, references: Sequence[str
         **blank(system, len(calls)),
         **shares("first_word", [pair[0] for pair in first if pair is not None], (50, 95)),
         **shares("first_right", [pair[1] for pair in first if pair is not None], (50,)),
-        **(shares("final", [wait for wait, _ in closed], (50, 95, 99)) if ours else {}),
+        **(shares("final", [wait for wait, _ in closed], (50, 95, 99, 100)) if ours else {}),
         **shares("settled", [settled for settled, _ in after], (50, 95)),
         **shares("after_speech", [locked for _, locked in after], (50, 95)),
         "realtime_misses": sum(misses.values()),

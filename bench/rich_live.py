@@ -30,7 +30,7 @@ import meetings
 import numpy as np
 
 from asr_serve.api.client.stream import StreamClient
-from asr_serve.protocols.stream_events import Segment
+from asr_serve.protocols.stream.server_events import SegmentEvent
 from asr_serve.units import RATE_HZ
 
 Delays = dict[int, float]
@@ -76,7 +76,7 @@ def call(url: str, pcm: np.ndarray, way: str, begins_s: float) -> Delays:
 
         def read() -> None:
             for event in stream:
-                if isinstance(event, Segment):
+                if isinstance(event, SegmentEvent):
                     told.append((event.end_s, time.perf_counter()))
 
         reader = threading.Thread(target=read)

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from asr_serve import errors
 from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.metrics import CONTENT_TYPE, EngineMetrics, ServerMetrics, render_exposition
-from asr_serve.server.layers.replies import code_of
+from asr_serve.server.middleware.error_handlers import error_code
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 
@@ -189,7 +189,7 @@ def error_codes() -> set[str]:
         for kind in vars(errors).values()
         if isinstance(kind, type) and not issubclass(kind, errors.ServerError)  # those are a client's
     ]
-    return {code_of(kind("", "", 1) if issubclass(kind, errors.AtCapacity) else kind("")) for kind in kinds}
+    return {error_code(kind("", "", 1) if issubclass(kind, errors.AtCapacity) else kind("")) for kind in kinds}
 
 
 def test_the_reasons_on_the_page_are_codes_of_errors() -> None:

@@ -32,11 +32,11 @@ def load(
     turn_model: str = "auto",
     engine: EngineConfig | None = None,
 ) -> Model:
-    """A model ready to transcribe or to speak, with its engine running on a thread of its own.
+    """Load a model that transcribes or speaks; its engine runs on a thread of its own.
 
     model: a name from `asr-serve models list`; auto is the best voice on this machine. device: auto, cpu, cuda,
     cuda:N. dtype: auto, fp32, bf16. weights: a checkpoint folder, instead of the cache, the installed package or
-    the hub. turn_model: tells whether a speaker has finished: smart-turn, none, or auto for whichever is on this
+    the hub. turn_model: detects whether a speaker has finished: smart-turn, none, or auto for whichever is on this
     machine, if any.
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError.

@@ -1,8 +1,7 @@
-"""Where a server's settings come from: defaults, then a file, the environment, flags. A later one replaces an
-earlier one, lists and tables whole.
+"""Sources of a server's settings: defaults, then a file, the environment, flags. A later source replaces an
+earlier one; lists and tables are replaced whole.
 
-Nothing is guessed: an unknown name, a wrong type or a number out of range is an OptionError that says where it
-came from.
+Nothing is guessed: an unknown name, a wrong type or a number out of range is an OptionError that names the source.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from asr_serve.errors import OptionError
 from asr_serve.types import SECRETS, ApiKey, PeerKey, describe_allowed, suggest_name
 
 SERVICE_LINK = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
-"""What follows the prefix in variables that Kubernetes sets in pods beside a service called asr-serve."""
+"""Suffixes after the prefix of variables that Kubernetes sets in pods beside a service called asr-serve."""
 
 
 class Setting(NamedTuple):
@@ -42,17 +41,17 @@ class Setting(NamedTuple):
 
     @property
     def allowed(self) -> str:
-        """What it takes, in words."""
+        """Allowed values, in words."""
         return describe_allowed(self.kind)
 
     @property
     def variable(self) -> str:
-        """`ASR_SERVE_PORT`, `ASR_SERVE_ENGINE__MAX_DECODE_ROWS`."""
+        """Environment variable: `ASR_SERVE_PORT`, `ASR_SERVE_ENGINE__MAX_DECODE_ROWS`."""
         return PREFIX + self.name.replace(".", "__").upper()
 
 
 class SettingValue(NamedTuple):
-    """A value that somebody set, and where: `env ASR_SERVE_PORT`."""
+    """A value that was set, and its source: `env ASR_SERVE_PORT`."""
 
     value: object
     source: str
@@ -67,8 +66,8 @@ def all_settings() -> dict[str, Setting]:
         for field in msgspec.structs.fields(struct):
             if field.type is EngineConfig:
                 continue
-            made = field.default is msgspec.NODEFAULT
-            default = field.default_factory() if made else field.default
+            factory = field.default is msgspec.NODEFAULT
+            default = field.default_factory() if factory else field.default
             help = helps.get((struct.__name__, field.name), "")
             name = prefix + field.name
             found[name] = Setting(name, inspect.type_info(field.type), default, help)
@@ -76,7 +75,7 @@ def all_settings() -> dict[str, Setting]:
 
 
 def setting_docstrings() -> dict[tuple[str, str], str]:
-    """(class, field) -> the string below the field in config.py, on one line."""
+    """Docstrings of the fields in config.py: (class, field) -> the string below the field, on one line."""
     try:
         tree = ast.parse(sources.getsource(config))
     except OSError:  # built without sources: no help, and all else works
@@ -95,10 +94,8 @@ def setting_docstrings() -> dict[tuple[str, str], str]:
 def load_serve_config(
     file: str | None, environ: Mapping[str, str], flags: Mapping[str, object] | None = None
 ) -> ServeConfig:
-    """A server's settings, from a TOML file (else the one ASR_SERVE_CONFIG names), the environment, and `flags`:
-    setting -> value, or its text. Files with keys are read here.
-
-    Raises OptionError.
+    """Read a server's settings from a TOML file (else the one ASR_SERVE_CONFIG names), the environment, and
+    `flags`: setting -> value, or its text. Key files are read here. Raises OptionError.
     """
     return build_config(
         collect_values(file, environ, {name: SettingValue(value, "flag") for name, value in (flags or {}).items()})
@@ -108,20 +105,20 @@ def load_serve_config(
 def collect_values(
     file: str | None, environ: Mapping[str, str], flags: Mapping[str, SettingValue]
 ) -> dict[str, SettingValue]:
-    """What was set, by setting; the last source wins. Raises OptionError for a name that is no setting."""
+    """Values that were set, by setting; the last source wins. Raises OptionError for a name that is no setting."""
     file = file or environ.get(f"{PREFIX}CONFIG")
-    given = values_from_file(file) if file else {}
+    values = values_from_file(file) if file else {}
     for name, (value, source) in [*values_from_environ(environ).items(), *flags.items()]:
         if name not in all_settings():
             raise unknown_setting_error(name, source)
-        given[name] = SettingValue(
+        values[name] = SettingValue(
             parse_value(all_settings()[name], value, source) if isinstance(value, str) else value, source
         )
-    return given
+    return values
 
 
 def build_config(given: Mapping[str, SettingValue]) -> ServeConfig:
-    """The one object of what was gathered, with the keys of files in api_keys and admin_keys."""
+    """Build the ServeConfig of collected values; keys from key files are added to their settings."""
     values: dict[str, Any] = {name: value for name, (value, _) in given.items() if "." not in name}
     engine: dict[str, Any] = {name.partition(".")[2]: value for name, (value, _) in given.items() if "." in name}
     with with_source(given, "engine."):
@@ -137,7 +134,7 @@ def build_config(given: Mapping[str, SettingValue]) -> ServeConfig:
 
 @contextlib.contextmanager
 def with_source(given: Mapping[str, SettingValue], prefix: str) -> Iterator[None]:
-    """An error about a field says where its value came from."""
+    """Add the source of the value to an error about a field."""
     try:
         yield
     except OptionError as error:
@@ -147,7 +144,7 @@ def with_source(given: Mapping[str, SettingValue], prefix: str) -> Iterator[None
 
 
 def unknown_setting_error(name: str, source: str) -> OptionError:
-    """The error for a name that is no setting, with the nearest one in whichever table."""
+    """The error for a name that is no setting, with the nearest one in any table."""
     return OptionError(
         f"unknown setting {name!r} ({source})",
         "asr-serve serve --print-config lists them all",
@@ -170,17 +167,17 @@ def values_from_file(file: str) -> dict[str, SettingValue]:
     engine = tables.pop("engine", {})
     if not isinstance(engine, dict):
         raise OptionError(f"engine={engine!r} (file {file}{toml_line('engine', text)})", "a table, [engine]")
-    given = {}
+    values = {}
     for name, value in [*tables.items(), *((f"engine.{name}", value) for name, value in engine.items())]:
         source = f"file {file}{toml_line(name, text)}"
         if name not in all_settings():
             raise unknown_setting_error(name, source)
-        given[name] = SettingValue(value, source)
-    return given
+        values[name] = SettingValue(value, source)
+    return values
 
 
 def toml_line(name: str, text: str) -> str:
-    """`:12`, where a setting or its table stands in TOML; nothing where it is written in an unusual way."""
+    """Line of a setting or its table in TOML, as `:12`; empty where it is written in an unusual way."""
     section = ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[([\w.]+)\]", line):
@@ -192,12 +189,13 @@ def toml_line(name: str, text: str) -> str:
 
 
 def values_from_environ(environ: Mapping[str, str]) -> dict[str, SettingValue]:
-    """The settings in the environment. Passed over: our variables that are no setting, and those of Kubernetes,
-    which sets ASR_SERVE_PORT=tcp://10.0.0.1:8000 and the like.
+    """The settings in the environment. Skips our variables that are no setting, and those of Kubernetes, which
+    sets ASR_SERVE_PORT=tcp://10.0.0.1:8000 and the like. Raises OptionError for any other variable with the
+    prefix.
     """
     names = {setting.variable: name for name, setting in all_settings().items()}
     others = [PREFIX + name for name in NON_SETTING_VARIABLES]
-    given = {}
+    values = {}
     for variable, text in sorted(environ.items()):
         rest = variable.removeprefix(PREFIX)
         link = SERVICE_LINK.fullmatch(rest) or (rest.endswith("PORT") and "://" in text)
@@ -209,12 +207,12 @@ def values_from_environ(environ: Mapping[str, str]) -> dict[str, SettingValue]:
                 "asr-serve serve --print-config lists them all",
                 suggest_name(variable, [*names, *others]),
             )
-        given[names[variable]] = SettingValue(text, f"env {variable}")
-    return given
+        values[names[variable]] = SettingValue(text, f"env {variable}")
+    return values
 
 
 def parse_value(setting: Setting, text: str, source: str) -> object:
-    """The value that a text stands for; as it came where it stands for none, for the struct to refuse."""
+    """The value that a text stands for; the text itself where it does not parse, for the struct to refuse."""
     if not text.isascii():
         try:
             text.encode()
@@ -224,7 +222,7 @@ def parse_value(setting: Setting, text: str, source: str) -> object:
     if isinstance(kind, inspect.UnionType):
         if text.lower() == "none":
             return None
-        kind = next(each for each in kind.types if not isinstance(each, inspect.NoneType))
+        kind = next(member for member in kind.types if not isinstance(member, inspect.NoneType))
     kind = kind.type if isinstance(kind, inspect.Metadata) else kind
     match kind:
         case inspect.VarTupleType():
@@ -246,7 +244,8 @@ def parse_value(setting: Setting, text: str, source: str) -> object:
 
 
 def read_keys(file: str, name: str) -> list[str]:
-    """The keys in a file, one a line; # starts a comment. A file without any is an error, not an open server."""
+    """The keys in a file, one per line; # starts a comment. Raises OptionError for a file without any: it must not
+    open the server."""
     try:
         lines = Path(file).expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -271,7 +270,7 @@ def read_keys(file: str, name: str) -> list[str]:
 
 
 def config_to_toml(made: ServeConfig, given: Mapping[str, SettingValue]) -> str:
-    """Everything in force as a file that makes the same server again, but for its keys."""
+    """All settings in force, as a TOML file that configures the same server again, except for its keys."""
     lines = [
         "# Every setting of this server, and where it comes from.",
         "# As a --config file it makes the same server, but for the keys: they are not printed.",
@@ -295,7 +294,7 @@ def config_to_toml(made: ServeConfig, given: Mapping[str, SettingValue]) -> str:
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML writes it."""
+    """A value in TOML syntax."""
     match value:
         case bool():
             return str(value).lower()

@@ -1,79 +1,79 @@
-"""Every error a caller can meet.
+"""Every error that callers can get.
 
 AsrServeError
-├── AudioError                what was handed in as audio cannot be transcribed
-│   ├── SourceNotFound        no such file, or it may not be read
+├── AudioError                audio input that cannot be transcribed
+│   ├── SourceNotFound        no such file, or no permission to read it
 │   ├── EmptyAudio            no bytes, or no samples
-│   ├── NotAudio              the bytes are no container we know, or hold no audio stream
-│   ├── UnsupportedAudio      a container or codec we can name but not decode, or an odd array
-│   ├── TruncatedAudio        the stream ends before what it announced
-│   ├── CorruptAudio          the decoder gave up in the middle
+│   ├── NotAudio              no known container, or one without an audio stream
+│   ├── UnsupportedAudio      a known container or codec that cannot be decoded, or an odd array
+│   ├── TruncatedAudio        the stream ends before its announced length
+│   ├── CorruptAudio          the decoder failed in the middle
 │   ├── AudioTooLong          more seconds than allowed
-│   ├── TooFewClips           of somebody's recordings too little can be learnt from
+│   ├── TooFewClips           too few usable recordings to clone a voice
 │   └── AudioTooLarge         more bytes than allowed
 ├── OptionError               an option is unknown or out of range
-│   ├── UnknownOption         nothing here has that name
-│   ├── MissingOption         one that there must be did not come
-│   ├── UnsupportedOption     an option that is known, and that this model or server does not honour
-│   ├── UnknownVoice          this model has no voice of that name
-│   │   └── NoSuchVoice       no voice of that name was cloned
-│   └── TextError             what is to be spoken cannot be
-│       ├── EmptyText         there is nothing in it to say
-│       ├── TextTooLong       more characters to be spoken than allowed
+│   ├── UnknownOption         no option of that name
+│   ├── MissingOption         a required option is missing
+│   ├── UnsupportedOption     a known option that this model or server does not support
+│   ├── UnknownVoice          no voice of that name in this model
+│   │   └── NoSuchVoice       no cloned voice of that name
+│   └── TextError             text that cannot be synthesized
+│       ├── EmptyText         nothing in the text to speak
+│       ├── TextTooLong       more characters to speak than allowed
 │       ├── UnsupportedScript letters that no voice here reads
-│       ├── MalformedSsml     no XML, or an element or value that is not known; `line` and `column` say where
-│       └── UnknownPhoneme    a letter that is not in the voice's alphabet
-├── RequestError              the request itself is no good, before anybody listened to its audio
-│   ├── MalformedRequest      not what the protocol says
+│       ├── MalformedSsml     invalid XML, or an unknown element or value, at `line` and `column`
+│       └── UnknownPhoneme    a symbol that is not in the voice's alphabet
+├── RequestError              an invalid request, refused before its audio is processed
+│   ├── MalformedRequest      a violation of the protocol
 │   │   ├── UnknownCommand    a text that is no command
-│   │   ├── OutOfTurn         good in itself, and not at this point
-│   │   └── RequestTimeout    it stopped coming
-│   │       └── IdleTimeout   nothing came for too long
-│   ├── UnsupportedProtocol   one that is known, and not served here
+│   │   ├── OutOfTurn         valid in itself, but not at this point
+│   │   └── RequestTimeout    the request stopped arriving
+│   │       └── IdleTimeout   no message for too long
+│   ├── UnsupportedProtocol   a known protocol that is not served here
 │   ├── InvalidKey            no key, or a wrong one
-│   ├── NotAllowed            the key is good, and may not do this
-│   ├── NoSuchRoute           nothing answers at that path, or not to that method
-│   ├── SessionExpired        the live session is over, or was never there
-│   ├── UnknownJob            no cloning of that number, or not any more
-│   ├── EventsExpired         it is there, and what its client missed is not kept any more
-│   ├── TakenOver             another connection goes on with the session
-│   └── ClientGone            nobody waits for the answer any more
+│   ├── NotAllowed            a valid key without permission
+│   ├── NoSuchRoute           no route at that path, or not for that method
+│   ├── SessionExpired        the live session has ended, or never existed
+│   ├── UnknownJob            no cloning job of that number, or no longer
+│   ├── EventsExpired         the session exists, but events that its client missed are dropped
+│   ├── TakenOver             another connection continues the session
+│   └── ClientGone            the client no longer waits for the response
 ├── ModelError
 │   ├── UnknownModel          no model of that name
-│   ├── ModelNotLoaded        the model is known, and this server has not loaded it
-│   ├── WrongModel            the model is loaded, and is of another kind: one that speaks hears nothing
-│   ├── WeightsMissing        the model is known, its weights are not on this machine
-│   ├── WeightsCorrupt        the bytes are not the ones the card names
+│   ├── ModelNotLoaded        a known model that this server has not loaded
+│   ├── WrongModel            a loaded model of another kind: speech synthesis instead of recognition
+│   ├── WeightsMissing        a known model whose weights are not on this machine
+│   ├── WeightsCorrupt        bytes that differ from those the card names
 │   └── ProgramMissing        a package or program that the model needs is not on this machine
-├── ServerError               what a client of ours meets
-│   ├── Unreachable           nothing answers there, or not any more
-│   └── Refused               the server said no; `code` is its word for why
+├── ServerError               an error of our own clients
+│   ├── Unreachable           no server answers there, or no longer
+│   └── Refused               the server refused; `code` is its reason
 └── EngineError
     ├── AtCapacity            full; try again after `retry_after_ms`
-    │   ├── RateLimited       this caller has had its share for now
-    │   └── Draining          the server is going down: try another, or this one when it is back
-    ├── Cancelled             the caller took the request back
-    ├── StepFailed            our own failure in one step; only the requests in it are lost
+    │   ├── RateLimited       this client has used its share for now
+    │   └── Draining          the server is shutting down: try another, or this one when it is back
+    ├── Cancelled             the caller cancelled the request
+    ├── StepFailed            an internal failure in one step; only the requests in it are lost
     ├── ProgramFailed         a program beside the engine failed, or did not answer in time
-    ├── PeerGone              the process at the other end of a ring or a road is gone, or hung up
-    ├── PeerRefused           another engine may not work with this one: something of the two differs
-    ├── OutOfStep             the ring holds other audio than the one that was announced
-    ├── RoadFailed            bytes cannot be carried from one engine to another
-    │   ├── RoadTimeout       they were not there in time
-    │   └── Torn              what arrived is not what was sent
-    ├── DiskFailed            what lay in a file on disk cannot be had, or cannot be put there
-    │   └── DiskFull          there is no room for it
-    ├── EngineCrashed         one engine process after another died while it worked on this request
+    ├── PeerGone              the process at the other end of a ring or a transport is gone, or hung up
+    ├── PeerRefused           another engine that is incompatible with this one
+    ├── OutOfStep             audio in the ring that differs from what was announced
+    ├── RoadFailed            bytes cannot be transferred from one engine to another
+    │   ├── RoadTimeout       the bytes did not arrive in time
+    │   └── Torn              bytes that arrived differ from those that were sent
+    ├── DiskFailed            an entry cannot be read from disk, or not be written
+    │   └── DiskFull          no space left for it
+    ├── EngineCrashed         several engine processes in a row died while they worked on this request
     └── EngineClosed          the engine is shutting down or has stopped
 
-Each says what came, what is allowed and what to do, in that order, in one sentence each.
+Each message says what came, what is allowed and what to do, in that order, in one sentence each.
 """
 
 from __future__ import annotations
 
 
 class AsrServeError(Exception):
-    """Root of the tree. `code` is the stable name that goes over the wire."""
+    """Root of the tree. `code` is the stable name that clients receive."""
 
     def __init__(self, came: str, allowed: str = "", todo: str = "") -> None:
         self.came, self.allowed, self.todo = came, allowed, todo
@@ -82,7 +82,7 @@ class AsrServeError(Exception):
 
     @property
     def code(self) -> str:
-        """`AudioTooLong` -> `audio_too_long`."""
+        """Class name in snake case: `AudioTooLong` -> `audio_too_long`."""
         name = type(self).__name__
         return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
@@ -98,11 +98,11 @@ def _rebuild(kind: type[AsrServeError], fields: dict[str, object], args: tuple[o
 
 
 class AudioError(AsrServeError):
-    """What was handed in as audio cannot be transcribed."""
+    """Audio input that cannot be transcribed."""
 
 
 class SourceNotFound(AudioError):
-    """No such file, or it may not be read."""
+    """No such file, or no permission to read it."""
 
 
 class EmptyAudio(AudioError):
@@ -110,19 +110,19 @@ class EmptyAudio(AudioError):
 
 
 class NotAudio(AudioError):
-    """The bytes are no container we know, or hold no audio stream."""
+    """Bytes that are no known container, or hold no audio stream."""
 
 
 class UnsupportedAudio(AudioError):
-    """A container or codec we can name but not decode, or an array of the wrong kind."""
+    """A container or codec that is known but cannot be decoded, or an array of the wrong kind."""
 
 
 class TruncatedAudio(AudioError):
-    """The stream ends before what it announced."""
+    """The stream ends before its announced length."""
 
 
 class CorruptAudio(AudioError):
-    """The decoder gave up in the middle of the stream."""
+    """The decoder failed in the middle of the stream."""
 
 
 class AudioTooLong(AudioError):
@@ -130,7 +130,7 @@ class AudioTooLong(AudioError):
 
 
 class TooFewClips(AudioError):
-    """Of somebody's recordings too little can be learnt from."""
+    """Too few usable recordings to clone a voice."""
 
 
 class AudioTooLarge(AudioError):
@@ -138,7 +138,7 @@ class AudioTooLarge(AudioError):
 
 
 class OptionError(AsrServeError):
-    """An option is unknown or out of range. `param` names it where it came by name."""
+    """An option is unknown or out of range. `param` is its name where it has one."""
 
     def __init__(self, came: str, allowed: str = "", todo: str = "", *, param: str | None = None) -> None:
         self.param = param
@@ -146,35 +146,35 @@ class OptionError(AsrServeError):
 
 
 class UnknownOption(OptionError):
-    """Nothing here has that name."""
+    """No option of that name."""
 
 
 class MissingOption(OptionError):
-    """One that there must be did not come."""
+    """A required option is missing."""
 
 
 class UnsupportedOption(OptionError):
-    """An option that is known, and that this model or server does not honour."""
+    """A known option that this model or server does not support."""
 
 
 class UnknownVoice(OptionError):
-    """This model has no voice of that name."""
+    """No voice of that name in this model."""
 
 
 class NoSuchVoice(UnknownVoice):
-    """No voice of that name was cloned."""
+    """No cloned voice of that name."""
 
 
 class TextError(OptionError):
-    """What is to be spoken cannot be."""
+    """Text that cannot be synthesized."""
 
 
 class EmptyText(TextError):
-    """There is nothing in it to say."""
+    """Nothing in the text to speak."""
 
 
 class TextTooLong(TextError):
-    """More characters to be spoken than allowed."""
+    """More characters to speak than allowed."""
 
 
 class UnsupportedScript(TextError):
@@ -182,7 +182,7 @@ class UnsupportedScript(TextError):
 
 
 class MalformedSsml(TextError):
-    """No XML, or an element, attribute or value that is not known. `line` and `column` count from 1."""
+    """Invalid XML, or an unknown element, attribute or value. `line` and `column` count from 1."""
 
     def __init__(self, came: str, allowed: str = "", todo: str = "", *, line: int = 1, column: int = 1) -> None:
         self.line, self.column = line, column
@@ -190,15 +190,15 @@ class MalformedSsml(TextError):
 
 
 class UnknownPhoneme(TextError):
-    """A letter that is not in the voice's alphabet."""
+    """A symbol that is not in the voice's alphabet."""
 
 
 class RequestError(AsrServeError):
-    """The request itself is no good, before anybody listened to its audio."""
+    """An invalid request, refused before its audio is processed."""
 
 
 class MalformedRequest(RequestError):
-    """Not what the protocol says."""
+    """A violation of the protocol."""
 
 
 class UnknownCommand(MalformedRequest):
@@ -206,19 +206,19 @@ class UnknownCommand(MalformedRequest):
 
 
 class UnsupportedProtocol(RequestError):
-    """A protocol that is known, and not served here: nothing more of it can be answered."""
+    """A known protocol that is not served here: no further message of it can be answered."""
 
 
 class OutOfTurn(MalformedRequest):
-    """Good in itself, and not at this point."""
+    """Valid in itself, but not at this point."""
 
 
 class RequestTimeout(MalformedRequest):
-    """It stopped coming."""
+    """The request stopped arriving."""
 
 
 class IdleTimeout(RequestTimeout):
-    """Nothing came for too long."""
+    """No message for too long."""
 
 
 class InvalidKey(RequestError):
@@ -226,31 +226,31 @@ class InvalidKey(RequestError):
 
 
 class NotAllowed(RequestError):
-    """The key is good, and may not do this."""
+    """A valid key without permission for this."""
 
 
 class NoSuchRoute(RequestError):
-    """Nothing answers at that path, or not to that method."""
+    """No route at that path, or not for that method."""
 
 
 class SessionExpired(RequestError):
-    """The live session asked for is over, or was never there."""
+    """The requested live session has ended, or never existed."""
 
 
 class UnknownJob(RequestError):
-    """No cloning of that number, or not any more."""
+    """No cloning job of that number, or no longer."""
 
 
 class EventsExpired(RequestError):
-    """The live session is there, and what its client missed is not kept any more."""
+    """The live session exists, but events that its client missed have been dropped."""
 
 
 class TakenOver(RequestError):
-    """Another connection goes on with the live session."""
+    """Another connection continues the live session."""
 
 
 class ClientGone(RequestError):
-    """Nobody waits for the answer any more."""
+    """The client no longer waits for the response."""
 
 
 class ModelError(AsrServeError):
@@ -262,19 +262,19 @@ class UnknownModel(ModelError):
 
 
 class ModelNotLoaded(ModelError):
-    """The model is known, and this server has not loaded it."""
+    """A known model that this server has not loaded."""
 
 
 class WrongModel(ModelError):
-    """The model is loaded, and is of another kind: one that speaks hears nothing, and the other way round."""
+    """A loaded model of another kind: speech synthesis where recognition was requested, or the reverse."""
 
 
 class WeightsMissing(ModelError):
-    """The model is known, its weights are not on this machine."""
+    """A known model whose weights are not on this machine."""
 
 
 class WeightsCorrupt(ModelError):
-    """The bytes found are not the ones the card names."""
+    """Bytes that differ from those the card names."""
 
 
 class ProgramMissing(ModelError):
@@ -282,11 +282,11 @@ class ProgramMissing(ModelError):
 
 
 class ServerError(AsrServeError):
-    """What a client of ours meets."""
+    """An error of our own clients."""
 
 
 class Unreachable(ServerError):
-    """Nothing answers there, or not any more. `close_code` is the WebSocket's, where one came."""
+    """No server answers there, or no longer. `close_code` is the WebSocket's, where there was one."""
 
     def __init__(self, came: str, allowed: str = "", todo: str = "", *, close_code: int | None = None) -> None:
         self.close_code = close_code
@@ -294,7 +294,7 @@ class Unreachable(ServerError):
 
 
 class Refused(ServerError):
-    """The server said no, or failed. `retry_after_ms` says when to try again, where that may help."""
+    """The server refused, or failed. `retry_after_ms` says when to try again, where that may help."""
 
     def __init__(self, message: str, code: str, retry_after_ms: int | None = None) -> None:
         self._code, self.retry_after_ms = code, retry_after_ms
@@ -302,12 +302,12 @@ class Refused(ServerError):
 
     @property
     def code(self) -> str:
-        """The server's word for why: `at_capacity`, `session_expired`."""
+        """The server's error code: `at_capacity`, `session_expired`."""
         return self._code
 
 
 class EngineError(AsrServeError):
-    """The engine did not do the work."""
+    """The engine could not do the work."""
 
 
 class AtCapacity(EngineError):
@@ -319,19 +319,19 @@ class AtCapacity(EngineError):
 
 
 class RateLimited(AtCapacity):
-    """This caller has had its share for now."""
+    """The client has used its share for now."""
 
 
 class Draining(AtCapacity):
-    """The server is going down: try another, or this one when it is back."""
+    """The server is shutting down: try another, or this one when it is back."""
 
 
 class Cancelled(EngineError):
-    """The caller took the request back."""
+    """The caller cancelled the request."""
 
 
 class StepFailed(EngineError):
-    """Our own failure in one step; only the requests in that step are lost."""
+    """An internal failure in one step; only the requests in that step are lost."""
 
 
 class ProgramFailed(EngineError):
@@ -339,39 +339,40 @@ class ProgramFailed(EngineError):
 
 
 class PeerGone(EngineError):
-    """The process at the other end of a ring or a road is gone, or hung up."""
+    """The process at the other end of a ring or a transport is gone, or hung up."""
 
 
 class PeerRefused(EngineError):
-    """Another engine may not work with this one: model, weights, dtype, key or release of the two differ."""
+    """Another engine that is incompatible with this one: model, weights, dtype, key or release differ."""
 
 
 class OutOfStep(EngineError):
-    """The ring holds other audio than the one that was announced."""
+    """Audio in the ring that differs from what was announced."""
 
 
 class RoadFailed(EngineError):
-    """Bytes cannot be carried from one engine to another: none such between the two, or a message of no sense."""
+    """Bytes cannot be transferred from one engine to another: no common transport, or an invalid message."""
 
 
 class RoadTimeout(RoadFailed):
-    """The bytes were not there in time. The road is closed: what comes late must find nothing."""
+    """The bytes did not arrive in time. The transport is closed, so that late bytes are never taken for new
+    ones."""
 
 
 class Torn(RoadFailed):
-    """What arrived is not what was sent: the checksum is another."""
+    """Bytes that arrived differ from those that were sent: the checksum is wrong."""
 
 
 class DiskFailed(EngineError):
-    """What lay in a file on disk cannot be had, or cannot be put there."""
+    """An entry cannot be read from disk, or not be written to it."""
 
 
 class DiskFull(DiskFailed):
-    """There is no room for it on that disk."""
+    """No space left on that disk."""
 
 
 class EngineCrashed(EngineError):
-    """One engine process after another died while it worked on this request."""
+    """Several engine processes in a row died while they worked on this request."""
 
 
 class EngineClosed(EngineError):

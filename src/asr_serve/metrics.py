@@ -1,6 +1,7 @@
-"""Every metric, once. docs/metrics.md says what each tells, and what to do when it moves.
+"""All metrics. docs/metrics.md explains each, and what to do when it changes.
 
-The engine and the server are two processes, each with a registry of its own; `exposition` makes one text of both.
+The engine and the server are two processes, each with its own registry; `render_exposition` joins both into one
+text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from prometheus_client import (
 )
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-"""Of what `exposition` returns."""
+"""Media type of the text that `render_exposition` returns."""
 
 STAGES = ("vad", "chunk", "encode", "verify", "decode", "hotwords", "speak", "turn", "speakers")
 PRIORITIES = ("live", "interactive", "bulk")
@@ -34,19 +35,19 @@ PEER_PHASES = ("waiting", "encoding", "road", "whole")
 
 STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 WAIT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2.5, 5, 10, 30, 60)
-"""Finest between 100 ms and 1 s, where a listener begins to notice."""
+"""Bounds for waiting times, finest between 100 ms and 1 s, where a listener begins to notice."""
 FIRST_SOUND_BUCKETS_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.25, 0.35, 0.5, 0.75, 1, 2.5, 5, 10)
-"""Finest up to 250 ms, in which somebody who is spoken to expects an answer to begin."""
+"""Bounds for the latency of speech, finest up to 250 ms, within which a listener expects an answer to begin."""
 REQUEST_BUCKETS_S = (*WAIT_BUCKETS_S, 120, 300, 900, 3_600)
-"""Recordings of hours pass through the same routes."""
+"""Bounds for whole requests: recordings of hours pass through the same routes."""
 REAL_TIME_FACTOR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 3, 10)
-"""Above 1 the answer took longer than the audio lasts."""
+"""Bounds for the real-time factor; above 1 the request took longer than its audio lasts."""
 BATCH_ROWS_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024)
 BATCH_FILL_BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
 class EngineMetrics:
-    """What an engine process counts. Labels are resolved once, so that a step costs no look-up of them:
+    """Metrics of an engine process. Labels are resolved once, so that a step costs no label look-up:
     `metrics.step["decode"].observe(seconds)`."""
 
     def __init__(self, model: str, registry: CollectorRegistry | None = None) -> None:
@@ -199,12 +200,12 @@ class EngineMetrics:
         ).labels(model)
 
     def render(self) -> bytes:
-        """As Prometheus text, for `exposition` in the server."""
+        """Render the registry as Prometheus text, for `render_exposition` in the server."""
         return generate_latest(self.registry)
 
 
 class LiveRouteMetrics(NamedTuple):
-    """What one route's live sessions count, its labels resolved."""
+    """Metrics of one route's live sessions, with resolved labels."""
 
     audio: Counter
     interval: Histogram
@@ -213,8 +214,8 @@ class LiveRouteMetrics(NamedTuple):
 
 
 class ServerMetrics:
-    """What the server counts. `route` is the template a request matched, never the path it sent: labels must
-    not grow with what clients write. What has the label `model` is there while the model is loaded."""
+    """Metrics of the server. `route` is the template that a request matched, never its path: clients must not be
+    able to add labels. Series with the label `model` exist while the model is loaded."""
 
     def __init__(self, version: str, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
@@ -327,7 +328,7 @@ class ServerMetrics:
         )
 
     def remove_model(self, model: str) -> None:
-        """Of a model that is not loaded any more."""
+        """Remove the series of a model that has been unloaded."""
         for metric in (
             self.engine_up,
             self.live_turnaround,
@@ -343,7 +344,7 @@ class ServerMetrics:
 
 
 def render_exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:
-    """The server's metrics and those of its engines (`EngineMetrics.text`) as one Prometheus text: each
+    """Render the server's metrics and those of its engines (`EngineMetrics.render`) as one Prometheus text: each
     family once, with the samples of all engines together."""
     families: dict[str, list[str]] = {}
     for text in (generate_latest(server.registry), *engines):
@@ -352,8 +353,8 @@ def render_exposition(server: ServerMetrics, engines: Iterable[bytes]) -> bytes:
             if line.startswith("# HELP "):
                 family = families.setdefault(line.split(" ", 3)[2], [])
             if line.startswith("#") and line in family:
-                continue  # said by the engine before
+                continue  # repeated from the previous engine
             family.append(line)
-    # The library adds when each series began; nothing reads that, and it is a family more for each.
-    kept = (family for name, family in families.items() if not name.endswith("_created"))
-    return "".join(f"{line}\n" for family in kept for line in family if line).encode()
+    # The library adds the creation time of each series; nothing reads it, and it doubles the number of families.
+    exposed = (family for name, family in families.items() if not name.endswith("_created"))
+    return "".join(f"{line}\n" for family in exposed for line in family if line).encode()

@@ -1,4 +1,4 @@
-"""The nouns every room shares. Plain frozen data; positions are samples at 16 kHz since the start."""
+"""Records shared by all packages: plain frozen data. Positions are samples at 16 kHz since the start."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asr_serve import units
 from asr_serve.errors import OptionError
 
 Priority = Literal["live", "interactive", "bulk"]
-"""`live`: somebody is speaking. `interactive`: somebody waits for the answer. `bulk`: a batch job that takes what
-is left. Most urgent first."""
+"""Priority of a request, most urgent first. `live`: a caller is speaking. `interactive`: a client waits for the
+response. `bulk`: a batch job that uses the remaining capacity."""
 
 
 class Span(msgspec.Struct, frozen=True, order=True):
@@ -30,7 +30,7 @@ class Span(msgspec.Struct, frozen=True, order=True):
 
 
 class EngineTimestamps(msgspec.Struct, frozen=True):
-    """When an utterance passed through the engine: `time.time_ns`, which the server's clock reads too."""
+    """Times of an utterance's stages in the engine, by `time.time_ns`, a clock shared with the server."""
 
     submitted_ns: int
     encode_start_ns: int
@@ -39,44 +39,44 @@ class EngineTimestamps(msgspec.Struct, frozen=True):
 
 
 class SearchToken(NamedTuple):
-    """Something a search found."""
+    """One token of a search's output."""
 
     id: int
     frame: int
-    """Encoder frame of the session at which it was said."""
+    """Encoder frame of the session at which the token was emitted."""
     logprob: float
-    """Natural log."""
+    """Natural-log probability."""
 
 
 class SearchResult(NamedTuple):
-    """What a step of a search says of one session."""
+    """Output of one step of a search for one session."""
 
     fixed_tokens: list[SearchToken]
-    """New, and for ever."""
+    """New final tokens."""
     tail_tokens: list[SearchToken]
-    """After everything fixed: what is likeliest now, and may change."""
+    """Most likely continuation after all fixed tokens; it may still change."""
     token_runs: list[tuple[int, int]] = []  # noqa: RUF012
-    """Where it was asked for: the first frame of each token, and the one behind its last, of all that were fixed
-    since this was told last, these included."""
+    """Frame ranges (first, end) of all tokens fixed since ranges were last reported, this step's included; only
+    where they were requested."""
 
 
 class NBestHypothesis(NamedTuple):
-    """One entry of an n-best list, after what is fixed."""
+    """One entry of an n-best list, after the fixed tokens."""
 
     tokens: list[SearchToken]
     logprob: float
-    """Of all that was heard, by the search; natural log."""
+    """Natural-log probability of all audio so far, by the search."""
     gain: float = 0.0
-    """What the caller's hot words in it are worth besides."""
+    """Bonus of the hot words in it, not included in `logprob`."""
 
 
 class PhonemeSpan(msgspec.Struct, frozen=True):
-    """Part of a sentence, all said in one manner."""
+    """Part of a sentence with one prosody."""
 
     phonemes: str
-    """In the model's alphabet, a character each."""
+    """Phonemes in the model's alphabet, one character each."""
     speed: float = 1.0
-    """0.25 to 4 times as fast as the voice would by itself."""
+    """Factor on the voice's own speed, 0.25 to 4."""
     pitch: float = 0.0
     """Semitones, -12 to 12."""
     energy: float = 0.0
@@ -84,42 +84,42 @@ class PhonemeSpan(msgspec.Struct, frozen=True):
 
 
 class Sentence(msgspec.Struct, frozen=True):
-    """What a voice says in one breath: an engine encodes it once. Without pauses of its own at the ends."""
+    """Unit of speech synthesis, which an engine encodes once. It has no pauses at its ends."""
 
     spans: tuple[PhonemeSpan, ...]
     voice: str
     seed: int = 0
-    """Of what is random: the same sentence and seed give the same samples, in any company."""
+    """Random seed: the same sentence and seed give the same samples in any batch."""
 
     @property
     def phonemes(self) -> str:
-        """Of all stretches."""
-        return "".join(stretch.phonemes for stretch in self.spans)
+        """Phonemes of all spans."""
+        return "".join(span.phonemes for span in self.spans)
 
 
 class SentenceAudio(NamedTuple):
-    """A piece of a sentence as it is said, in order."""
+    """A chunk of a sentence's audio; chunks come in order."""
 
     pcm: bytes
-    """int16, little-endian, mono, at the card's rate."""
+    """Samples as int16, little-endian, mono, at the card's rate."""
     phoneme_ends: tuple[int, ...]
-    """With the first piece only: the sample at which each phoneme of the sentence ends."""
+    """Sample at which each phoneme of the sentence ends; in the first chunk only."""
     is_last: bool
 
 
 class Word(msgspec.Struct, frozen=True):
-    """A word of a segment, or a character of a script that has no spaces, and when it was said."""
+    """A word of a segment, or a character of a script without spaces, with its time."""
 
     text: str
-    """As in the segment's text, with the marks that touch it, without spaces around it."""
+    """Text as in the segment, with adjacent punctuation, without spaces around it."""
     start_samples: int
     end_samples: int
     confidence: float = 0.0
     """0 to 1: the geometric mean of its tokens' probabilities."""
     speaker: str = ""
-    """Who said it, where speakers were wanted: one of the names in `Transcript.turns`."""
+    """Speaker, one of the names in `Transcript.turns`; empty unless speakers were requested."""
     spoken: str = ""
-    """Of the written form: the words that were said for it, where they are others."""
+    """Spoken words, where the written form differs from them."""
 
     @property
     def start_s(self) -> float:
@@ -131,7 +131,7 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class SpeakerTurn(msgspec.Struct, frozen=True):
-    """Somebody speaks. Turns of two speakers may overlap."""
+    """Stretch of one speaker's speech. Turns of two speakers may overlap."""
 
     speaker: str
     start_samples: int
@@ -148,19 +148,19 @@ class Segment(msgspec.Struct, frozen=True):
     avg_logprob: float = 0.0
     """Mean natural-log probability of the tokens, end-of-text included."""
     temperature: float = 0.0
-    """0 for greedy; above it when the greedy answer was rejected and sampled again."""
+    """Sampling temperature: 0 for greedy; above it when the greedy result was rejected and sampled again."""
     finish: Literal["stop", "length", "repetition"] = "stop"
-    """Why decoding ended: end-of-text, the token limit, or the repetition guard."""
+    """Reason why decoding ended: end-of-text, the token limit, or the repetition guard."""
     logprobs: tuple[float, ...] = ()
     """Natural-log probability of each token."""
     no_speech_prob: float = 0.0
-    """How sure the model was that nobody speaks; 0 of one that cannot tell."""
+    """The model's probability that the segment holds no speech; 0 for a model that does not estimate it."""
     words: tuple[Word, ...] = ()
-    """In order, inside the segment, never overlapping; empty unless they were wanted."""
+    """Words in order, inside the segment, never overlapping; empty unless requested."""
     speaker: str = ""
-    """Who said it, where speakers were wanted."""
+    """Speaker; empty unless speakers were requested."""
     spoken: str = ""
-    """Where the written form was wanted and is another: the text as it was said."""
+    """Text as spoken, where the written form was requested and differs from it."""
 
     @property
     def start_s(self) -> float:
@@ -172,7 +172,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Transcript(msgspec.Struct, frozen=True):
-    """What one input said. `segments` are in order and never overlap."""
+    """Transcript of one input. `segments` are in order and never overlap."""
 
     key: str
     text: str
@@ -181,11 +181,11 @@ class Transcript(msgspec.Struct, frozen=True):
     segments: tuple[Segment, ...]
     model: str = ""
     cached_samples: int = 0
-    """Of what was heard in it, how much somebody had brought before: it was not computed anew, or not all."""
+    """Samples of its speech that were in the cache, and so not computed again, or not completely."""
     language_prob: float = 0.0
-    """How sure the model was of the language, where it was to hear it; 0 where it was told."""
+    """The model's probability of the language, where it detected it; 0 where the request named it."""
     turns: tuple[SpeakerTurn, ...] = ()
-    """Who spoke when, where speakers were wanted, in order of their starts."""
+    """Speaker turns in order of their starts; empty unless speakers were requested."""
 
     @property
     def duration_s(self) -> float:
@@ -240,7 +240,7 @@ SECRETS = ("api_keys", "admin_keys", "peer_keys")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, and nothing that is sent there leaves it."""
+    """Whether a host is this machine, so that nothing sent to it leaves the machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
@@ -248,9 +248,9 @@ def is_loopback(host: str) -> bool:
 
 
 def coerce_fields(config: msgspec.Struct) -> None:
-    """Bring every field to its declared type: a list to a tuple, an int to a float.
+    """Convert every field to its declared type in place: a list to a tuple, an int to a float.
 
-    Raises OptionError, with the field as `param`, for what does not fit.
+    Raises OptionError, with the field as `param`, for a value that does not fit.
     """
     for field in msgspec.structs.fields(config):
         value = getattr(config, field.name)
@@ -264,7 +264,7 @@ def coerce_fields(config: msgspec.Struct) -> None:
 
 
 def describe_allowed(kind: inspect.Type) -> str:
-    """What a type takes, in words: `a whole number, 1 or more; or none`."""
+    """Allowed values of a type, in words: `a whole number, 1 or more; or none`."""
     match kind:
         case inspect.Metadata():
             return str((kind.extra_json_schema or {})["description"])
@@ -291,7 +291,7 @@ def describe_allowed(kind: inspect.Type) -> str:
 
 
 def describe_range(kind: inspect.IntType | inspect.FloatType) -> str:
-    """`0 to 65535`, `1 or more`, `more than 0, less than 1`."""
+    """Allowed range in words: `0 to 65535`, `1 or more`, `more than 0, less than 1`."""
     if kind.ge is not None:
         return f"{kind.ge:g} to {kind.le:g}" if kind.le is not None else f"{kind.ge:g} or more"
     most = f", less than {kind.lt:g}" if kind.lt is not None else ""
@@ -313,12 +313,12 @@ OPTION_SYNONYMS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("word_boost", "phrases", "phrase_hints", "vocabulary", "custom_vocabulary"), _HOTWORDS),
     **dict.fromkeys(("inverse_text_normalization", "smart_format", "numerals", "format_text"), ("itn",)),
 }
-"""What other programs call something, and what it may be called here."""
+"""Names of options in other programs -> names of the same option here."""
 
 
 def suggest_name(came: object, names: Iterable[str]) -> str:
-    """`did you mean 'port'?`, or nothing where no name is near: the one that means the same, or is spelt about the
-    same. Of a mapping, the value is what is shown."""
+    """Suggestion like `did you mean 'port'?`, for a name with the same meaning or a similar spelling; empty where
+    there is none. For a mapping, its value is shown."""
     shown = names if isinstance(names, Mapping) else {name: name for name in names}
     text = str(came)
     meant = OPTION_SYNONYMS.get(text.strip().casefold().replace("-", "_").removesuffix("[]"), ())

@@ -1,11 +1,11 @@
-"""Exact time. Positions are integer samples since session start; only this file divides by a rate."""
+"""Exact time: positions are integer samples since session start, and only this file divides by a rate."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 RATE_HZ = 16_000
-"""The one rate inside the engine. Audio of any other rate is resampled at the door (`audio/`)."""
+"""The only rate inside the engine. Audio of any other rate is resampled on input (`audio/`)."""
 
 
 def samples_to_s(samples: int, rate_hz: int = RATE_HZ) -> float:
@@ -32,5 +32,5 @@ def s_to_samples(seconds: float, rate_hz: int = RATE_HZ) -> int:
 
 
 def resampled_samples(samples: int, from_hz: int, to_hz: int = RATE_HZ) -> int:
-    """How many samples `samples` at `from_hz` become at `to_hz`: rounded up, so the last one is kept."""
+    """Number of samples that `samples` at `from_hz` become at `to_hz`, rounded up to keep the last one."""
     return -(-samples * to_hz // from_hz)

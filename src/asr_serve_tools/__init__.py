@@ -1,1 +1,1 @@
-"""asr_serve_tools."""
+"""Offline tools around asr-serve: evaluation, labels, training."""

@@ -18,7 +18,7 @@ import pytest
 
 from asr_serve import errors
 from asr_serve.audio import AudioLimits, open_audio, read_audio
-from asr_serve.server.bodies.spool import Spool, SpoolReader
+from asr_serve.server.uploads.spool import Spool, SpoolReader
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -80,7 +80,7 @@ def job(bench: SimpleNamespace, tmp_path: Path, url: str, seconds: float, caller
     bench.live_speech.save(path, [np.ones(round(seconds * S), np.int16)])
     caller = bench.live_speech.Caller([0], [0], round(seconds * S))
     made: dict[str, Any] = {"clips": str(path), "callers": [caller] * callers, "seconds": seconds}
-    made |= {"url": url.removesuffix("/"), "protocol": "funasr", "silence_ms": None}
+    made |= {"url": url.removesuffix("/"), "protocol": "funasr", "silence_ms": None, "at_once": False}
     return {**made, "grace_s": 30.0, "pid": os.getpid()}
 
 

@@ -17,7 +17,7 @@ from asr_serve.cloning import clips, training_material
 from asr_serve.cloning.clips import CloningClip, RecognizedClipSpan
 from asr_serve.cloning.cloning_recognizer import CloningRecognizer, TextPhonemizer
 from asr_serve.cloning.voice_corpus import HOP, RATE_HZ
-from asr_serve.errors import AsrServeError, OptionError, TooFewClips
+from asr_serve.errors import AsrServeError, MalformedRequest, OptionError, TooFewClips
 from asr_serve.models.auxiliary import ge2e
 from asr_serve.models.checkpoints import store
 from asr_serve.models.registry import tts_card
@@ -135,6 +135,9 @@ def test_a_text_beside_a_recording(tmp_path):
     assert clips.transcript_of(str(tmp_path / "b.wav"), {}) == "Of b."
     assert clips.transcript_of(str(tmp_path / "b.wav"), {"b": "By name."}) == "By name."
     assert clips.transcript_of(str(tmp_path / "c.wav"), {}) is None
+    (tmp_path / "d.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(MalformedRequest, match=r"d\.txt is not UTF-8"):
+        clips.transcript_of(str(tmp_path / "d.wav"), {})
     assert clips.spoken_case("NASA OK") == "NASA OK"
 
 

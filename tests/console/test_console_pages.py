@@ -17,8 +17,8 @@ from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server.app import create_app
 from asr_serve.server.console.pages import STATIC
-from asr_serve.server.engines import Engines
-from asr_serve.server.layers.gate import Gate
+from asr_serve.server.engine_registry import EngineRegistry
+from asr_serve.server.middleware.admission import AdmissionController
 
 CONSOLE = Path(__file__).resolve().parents[2] / "console"
 
@@ -30,9 +30,9 @@ async def client() -> AsyncIterator[Callable[..., httpx.AsyncClient]]:
 
     def come(*, draining: bool = False, **settings: object) -> httpx.AsyncClient:
         config = ServeConfig(**settings)
-        gate = Gate(config)
+        gate = AdmissionController(config)
         gate.draining = draining
-        app = create_app(config, Engines(config), ServerMetrics(__version__), gate)
+        app = create_app(config, EngineRegistry(config), ServerMetrics(__version__), gate)
         made.append(httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://console.test"))
         return made[-1]
 

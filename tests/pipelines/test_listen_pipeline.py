@@ -326,7 +326,7 @@ def test_leaving_at_any_moment_frees_everything(model, talk, seed):
 
 
 def test_abrupt_leaving_of_many_at_once(model, beckett):
-    callers = [Caller(model, hurried()) for _ in range(40)]
+    callers = [Caller(model, hurried()) for _ in range(32)]
     for caller in callers:
         caller.write(beckett[: 2 * RATE_HZ])
     for caller in callers:

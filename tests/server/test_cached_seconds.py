@@ -13,9 +13,9 @@ from conftest import MODEL, Running
 
 from asr_serve.config import ServeConfig
 from asr_serve.pipelines.options import TranscribeOptions
-from asr_serve.protocols.transcriptions.answers import Usage, render
-from asr_serve.protocols.transcriptions.openai import Ask
-from asr_serve.server.engines import open_engine
+from asr_serve.protocols.openai.transcription_form import TranscriptionRequest
+from asr_serve.protocols.openai.transcription_response import Usage, render_transcription
+from asr_serve.server.engine_registry import open_engine
 from asr_serve.types import Segment, Transcript
 
 
@@ -50,8 +50,8 @@ def test_what_is_new_does_not_speak_of_it() -> None:
     segment = Segment(0, 32_000, "Good day.")
     new = Transcript("a", "Good day.", "en", 40_000, (segment,))
     known = msgspec.structs.replace(new, cached_samples=32_000)
-    asked = Ask(None, TranscribeOptions())
-    bodies = [json.loads(render(each, asked, lambda _: "")) for each in (new, known)]
+    asked = TranscriptionRequest(None, TranscribeOptions())
+    bodies = [json.loads(render_transcription(each, asked, lambda _: "")) for each in (new, known)]
     assert [body["usage"] for body in bodies] == [
         {"type": "duration", "seconds": 3},
         {"type": "duration", "seconds": 3, "cached_seconds": 2},

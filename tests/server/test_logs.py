@@ -26,7 +26,7 @@ Read = Callable[[], list[str]]
 def logging_as_it_was() -> Iterator[None]:
     """`setup` changes loggers that all tests share; and so is the context they run in."""
     logs.request_id.set("")
-    loggers = [logging.getLogger(name) for name in (None, *logs.OURS)]
+    loggers = [logging.getLogger(name) for name in (None, *logs.LOGGER_NAMES)]
     kept = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
     for logger, (handlers, level, propagate) in zip(loggers, kept, strict=True):
@@ -48,7 +48,7 @@ def test_the_line_of_a_request_as_json(read: Read) -> None:
     logs.setup("json")
     before = datetime.now(UTC)
     logs.request_id.set("req-1")
-    logs.access(
+    logs.log_access(
         method="POST",
         route="/v1/audio/transcriptions",
         status=200,
@@ -79,7 +79,7 @@ def test_the_line_of_a_request_as_json(read: Read) -> None:
 def test_the_line_of_a_request_as_text(read: Read) -> None:
     logs.setup("text")
     logs.request_id.set("req-1")
-    logs.access(method="GET", route="/health", status=200, duration_ms=0.2, client="a client")
+    logs.log_access(method="GET", route="/health", status=200, duration_ms=0.2, client="a client")
     (line,) = read()
     stamp, rest = line.split(" ", 1)
     assert stamp.endswith("Z")
@@ -94,7 +94,7 @@ def test_the_line_of_a_request_as_text(read: Read) -> None:
 )
 def test_only_our_own_failures_are_errors(read: Read, status: int, level: str) -> None:
     logs.setup("json")
-    logs.access(method="GET", route="/", status=status, duration_ms=1)
+    logs.log_access(method="GET", route="/", status=status, duration_ms=1)
     assert only(read())["level"] == level
 
 
@@ -124,7 +124,7 @@ def test_a_record_may_bring_its_id_from_elsewhere(read: Read) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_granian_goes_through_the_same_handler(read: Read, form: logs.Form) -> None:
+def test_granian_goes_through_the_same_handler(read: Read, form: logs.LogFormat) -> None:
     logs.setup(form)
     configure_logging(LogLevels.info, logs.GRANIAN)
     configure_logging(LogLevels.info, logs.GRANIAN)  # a worker's, after the server's
@@ -145,7 +145,7 @@ def test_setup_twice_is_setup_once(read: Read) -> None:
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
-def test_levels_are_ours_and_libraries_speak_from_warnings_up(read: Read, level: logs.Level) -> None:
+def test_levels_are_ours_and_libraries_speak_from_warnings_up(read: Read, level: logs.LogLevel) -> None:
     logs.setup("json", level)
     for logger in (log, logging.getLogger("python_multipart")):
         for said in ("debug", "info", "warning", "error"):
@@ -162,7 +162,7 @@ def test_levels_are_ours_and_libraries_speak_from_warnings_up(read: Read, level:
 @pytest.mark.parametrize(
     "value", [b"Bearer sk-secret", np.ones(3, np.float32), ["said this"], {"text": "said this"}, {"sk-secret"}]
 )
-def test_what_is_not_plain_shows_its_type_only(read: Read, form: logs.Form, value: object) -> None:
+def test_what_is_not_plain_shows_its_type_only(read: Read, form: logs.LogFormat, value: object) -> None:
     logs.setup(form)
     log.info("got", extra={"value": value})
     (line,) = read()
@@ -185,7 +185,7 @@ def test_what_is_ours_cannot_be_overwritten(read: Read) -> None:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_an_exception_comes_with_its_traceback(read: Read, form: logs.Form) -> None:
+def test_an_exception_comes_with_its_traceback(read: Read, form: logs.LogFormat) -> None:
     logs.setup(form)
     try:
         raise ValueError("one\ntwo")
@@ -205,10 +205,10 @@ def test_an_exception_comes_with_its_traceback(read: Read, form: logs.Form) -> N
 def test_no_text_passes_for_a_line_of_its_own(message: str, value: str) -> None:
     """Whatever a client managed to get into a record."""
     record = logging.makeLogRecord({"name": "n", "msg": message, "levelname": "INFO", "value": value})
-    lines = logs._Text().format(record).split("\n")
+    lines = logs._TextFormatter().format(record).split("\n")
     assert all(line.startswith("    ") for line in lines[1:])
     assert len(lines) == 1 + message.count("\n")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029]", "".join(lines))
-    fields = json.loads(logs._Json().format(record))
+    fields = json.loads(logs._JsonFormatter().format(record))
     assert (fields["message"], fields["value"]) == (message, value)
-    assert logs._Json().format(record).isascii()
+    assert logs._JsonFormatter().format(record).isascii()

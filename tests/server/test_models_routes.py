@@ -18,7 +18,7 @@ from asr_serve.config import EngineConfig, ServeConfig
 from asr_serve.errors import EngineClosed, ModelNotLoaded, NotAllowed, UnknownModel, WeightsMissing
 from asr_serve.metrics import ServerMetrics, render_exposition
 from asr_serve.models.registry import AsrCard, TtsCard
-from asr_serve.server.engines import Engine, Engines, Parts
+from asr_serve.server.engine_registry import EngineParts, EngineRegistry, ModelEngine
 
 ROUTE = "/v1/audio/transcriptions"
 OTHER = "moonshine-base-en"
@@ -30,14 +30,14 @@ OTHER = "moonshine-base-en"
 class Shelf:
     """Loads the one real engine under any name that its process knows; closing it is noted and not done."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
         self.opened: list[str] = []
         self.closed: list[str] = []
         self.go = threading.Event()
         self.go.set()
 
-    def open(self, name: str, config: ServeConfig) -> Parts:
+    def open(self, name: str, config: ServeConfig) -> EngineParts:
         assert self.go.wait(WAIT_S)
         if name == "missing":
             raise WeightsMissing("no weights")
@@ -60,15 +60,15 @@ class Lent:
 
 
 @pytest.fixture
-def shelf(parts: Parts) -> Shelf:
+def shelf(parts: EngineParts) -> Shelf:
     return Shelf(parts)
 
 
 async def test_names_and_aliases(shelf):
-    engines = Engines(ServeConfig(voice="none", aliases={"whisper-1": MODEL}), shelf.open)
+    engines = EngineRegistry(ServeConfig(voice="none", aliases={"whisper-1": MODEL}), shelf.open)
     await engines.start()
     assert engines.get().name == engines.get(MODEL).name == engines.get("whisper-1").name == MODEL
-    assert {MODEL, OTHER} <= set(engines.known())
+    assert {MODEL, OTHER} <= set(engines.known_models())
     assert engines.state(OTHER) == "not_loaded"
     assert engines.aliases(MODEL) == ["whisper-1"]
     with pytest.raises(UnknownModel, match=f"did you mean '{MODEL}'"):
@@ -80,7 +80,7 @@ async def test_names_and_aliases(shelf):
 
 
 async def test_while_it_loads_it_is_not_ready(shelf):
-    engines = Engines(ServeConfig(voice="none", more_models=(OTHER,)), shelf.open)
+    engines = EngineRegistry(ServeConfig(voice="none", more_models=(OTHER,)), shelf.open)
     shelf.go.clear()
     starting = asyncio.create_task(engines.start())
     await asyncio.sleep(0.05)
@@ -95,7 +95,7 @@ async def test_while_it_loads_it_is_not_ready(shelf):
 
 
 async def test_places_are_bounded_and_loading_is_shared(shelf):
-    engines = Engines(ServeConfig(voice="none", max_models=2), shelf.open)
+    engines = EngineRegistry(ServeConfig(voice="none", max_models=2), shelf.open)
     await engines.start()
     shelf.go.clear()
     both = asyncio.gather(engines.load(OTHER), engines.load(OTHER))
@@ -106,7 +106,7 @@ async def test_places_are_bounded_and_loading_is_shared(shelf):
     assert shelf.opened == [MODEL, OTHER]
     await engines.close()
 
-    engines = Engines(ServeConfig(voice="none", max_models=1), shelf.open)
+    engines = EngineRegistry(ServeConfig(voice="none", max_models=1), shelf.open)
     await engines.start()
     with pytest.raises(NotAllowed, match="max_models=1"):
         await engines.load(OTHER)
@@ -115,9 +115,9 @@ async def test_places_are_bounded_and_loading_is_shared(shelf):
 
 
 async def test_unloading_waits_for_requests(shelf):
-    engines = Engines(ServeConfig(voice="none"), shelf.open)
+    engines = EngineRegistry(ServeConfig(voice="none"), shelf.open)
     await engines.start()
-    with engines.get().used():
+    with engines.get().in_use():
         leaving = asyncio.create_task(engines.unload(MODEL))
         again = asyncio.create_task(engines.unload(MODEL))
         await asyncio.sleep(0.05)
@@ -130,16 +130,16 @@ async def test_unloading_waits_for_requests(shelf):
 
 
 async def test_unloading_does_not_wait_for_ever(shelf):
-    engines = Engines(ServeConfig(voice="none", drain_s=0), shelf.open)
+    engines = EngineRegistry(ServeConfig(voice="none", drain_s=0), shelf.open)
     await engines.start()
-    with engines.get().used():
+    with engines.get().in_use():
         await asyncio.wait_for(engines.unload(MODEL), WAIT_S)
     assert shelf.closed == [MODEL]
 
 
 async def test_a_restart_is_counted_once(parts, monkeypatch):
     """Two who ask for metrics at once meet between reading the count and writing it down."""
-    metrics, engine = ServerMetrics("0"), Engine(parts)
+    metrics, engine = ServerMetrics("0"), ModelEngine(parts)
     meeting = threading.Barrier(2)
 
     class Slow(dict[str, int]):
@@ -156,7 +156,7 @@ async def test_a_restart_is_counted_once(parts, monkeypatch):
 
 
 async def test_nothing_is_said_of_a_model_that_is_gone(shelf):
-    engines, metrics = Engines(ServeConfig(voice="none"), shelf.open), ServerMetrics("0")
+    engines, metrics = EngineRegistry(ServeConfig(voice="none"), shelf.open), ServerMetrics("0")
 
     def said() -> bool:
         return f'model="{MODEL}"' in render_exposition(metrics, []).decode()
@@ -170,7 +170,7 @@ async def test_nothing_is_said_of_a_model_that_is_gone(shelf):
 
 
 async def test_a_load_that_fails_leaves_its_place(shelf):
-    engines = Engines(ServeConfig(voice="none", model="missing"), shelf.open)
+    engines = EngineRegistry(ServeConfig(voice="none", model="missing"), shelf.open)
     with pytest.raises(WeightsMissing):
         await engines.start()
     assert engines.describe() == {}

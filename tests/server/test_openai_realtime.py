@@ -27,9 +27,9 @@ from websockets.sync.client import ClientConnection, connect
 from asr_serve.audio.pcm import alaw_table, mulaw_table
 from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig
-from asr_serve.protocols.openai_realtime import EVENTS
-from asr_serve.server import openai_live
-from asr_serve.server.engines import open_engine
+from asr_serve.protocols.openai.realtime_client_events import CLIENT_EVENT_TYPES
+from asr_serve.server.engine_registry import open_engine
+from asr_serve.server.realtime.openai import endpoint
 from asr_serve_tools.evaluate.wer import wer
 
 PATH = "/v1/realtime"
@@ -524,7 +524,7 @@ NAMES_SENT = st.sampled_from(
 MEMBERS = st.recursive(
     LEAVES, lambda each: st.lists(each) | st.dictionaries(NAMES_SENT | st.text(), each), max_leaves=9
 )
-KINDS = st.sampled_from([*EVENTS, "response.create", ""])
+KINDS = st.sampled_from([*CLIENT_EVENT_TYPES, "response.create", ""])
 
 
 def test_whatever_is_sent_is_answered_or_taken(server):
@@ -679,7 +679,7 @@ def test_an_engine_that_is_gone_when_a_session_ends(how):
             while caller.until("error")["error"]["code"] != "engine_closed":
                 pass
         assert caller.closed() == 1_013
-    eventually(lambda: not server.gate.inside)
+    eventually(lambda: not server.gate.in_flight_requests)
     server.stop()
 
 
@@ -727,7 +727,7 @@ def test_who_waits_no_longer_breaks_off(serve):
         caller.until("session.created")
 
         async def break_off() -> None:
-            server.gate.break_off()
+            server.gate.cancel_all()
 
         server.call(break_off())
         assert refusal(caller) == ("draining", 1_012)
@@ -736,7 +736,7 @@ def test_who_waits_no_longer_breaks_off(serve):
 
 @pytest.mark.slow
 def test_a_client_that_never_reads_is_dropped(server, speech, monkeypatch):
-    monkeypatch.setattr(openai_live, "SEND_S", 1.0)
+    monkeypatch.setattr(endpoint, "OUTBOX_SEND_TIMEOUT_S", 1.0)
     gone = server.counted("asr_serve_live_sessions_total", route=PATH, end="client_gone")
     url = _ws(server) + PATH
     with connect(url, max_queue=1, ping_interval=None, close_timeout=1) as deaf:

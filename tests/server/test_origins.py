@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from asr_serve.errors import NotAllowed
-from asr_serve.server.layers.gate import origin_host
+from asr_serve.server.middleware.admission import origin_host
 
 ROUTE = "/v1/audio/transcriptions"
 UNREADABLE = ["http://[", "http://[::1", "http://]:8000"]

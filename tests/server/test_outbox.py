@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asr_serve.errors import ClientGone
-from asr_serve.server.live.outbox import CROWD, Outbox
+from asr_serve.server.realtime.outbox import CONGESTION_EVENTS, Outbox
 
 
 class Reader:
@@ -37,19 +37,19 @@ async def test_a_slow_reader_gets_every_event_and_the_newest_state():
     reader, made = Reader(), []
     outbox = Outbox(reader.send)
     writer = asyncio.create_task(outbox.run())
-    outbox.say("a")
+    outbox.send("a")
     await asyncio.sleep(0)  # under way
-    assert outbox.show(state("one", made))
-    assert not outbox.show(state("two", made))
-    outbox.say("b")
-    assert not outbox.show(state("three", made))
+    assert outbox.send_state(state("one", made))
+    assert not outbox.send_state(state("two", made))
+    outbox.send("b")
+    assert not outbox.send_state(state("three", made))
     reader.gate.set()
-    await outbox.empty()
+    await outbox.wait_empty()
     assert reader.took == ["a", "b", "three"]
     assert made == ["three"], "what nobody sees is not made"
-    assert outbox.show(state("four"))
-    outbox.say_instead("final")
-    await outbox.empty()
+    assert outbox.send_state(state("four"))
+    outbox.send_replacing_state("final")
+    await outbox.wait_empty()
     assert reader.took[3:] == ["final"]
     writer.cancel()
 
@@ -57,20 +57,20 @@ async def test_a_slow_reader_gets_every_event_and_the_newest_state():
 async def test_a_crowd_is_told_of():
     reader = Reader()
     outbox = Outbox(reader.send)
-    for number in range(CROWD):
-        assert not outbox.crowded
-        outbox.say(str(number))
-    assert outbox.crowded
+    for number in range(CONGESTION_EVENTS):
+        assert not outbox.congested
+        outbox.send(str(number))
+    assert outbox.congested
     writer = asyncio.create_task(outbox.run())
     reader.gate.set()
-    await outbox.empty()
-    assert not outbox.crowded
-    assert len(reader.took) == CROWD
+    await outbox.wait_empty()
+    assert not outbox.congested
+    assert len(reader.took) == CONGESTION_EVENTS
     writer.cancel()
 
 
 async def test_who_takes_nothing_is_given_up():
     outbox = Outbox(Reader().send, send_s=0.05)
-    outbox.say("a")
+    outbox.send("a")
     with pytest.raises(ClientGone, match=r"took nothing for 0\.05 s"):
         await outbox.run()

@@ -20,8 +20,8 @@ from asr_serve.audio.encode import FORMATS
 from asr_serve.audio.reader import open_audio
 from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError
-from asr_serve.server.engines import Parts, open_engine
-from asr_serve.server.speaking.saying import Saying
+from asr_serve.server.engine_registry import EngineParts, open_engine
+from asr_serve.server.tts.audio_stream import SpeechStream
 from asr_serve.units import s_to_samples
 
 VOICE = "fastpitch-en"
@@ -43,7 +43,7 @@ EARLY_S = 0.7
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[tuple[Parts, Callable[[], psutil.Process]]]:
+def engine() -> Iterator[tuple[EngineParts, Callable[[], psutil.Process]]]:
     """The voice, and what its engine's process is now."""
     others = set(psutil.Process().children(recursive=True))
     made = open_engine(VOICE, ServeConfig(engine_threads=1))
@@ -60,7 +60,7 @@ def engine() -> Iterator[tuple[Parts, Callable[[], psutil.Process]]]:
 
 
 @pytest.fixture(scope="module")
-def running(parts: Parts, engine: tuple[Parts, object]) -> Iterator[Running]:
+def running(parts: EngineParts, engine: tuple[EngineParts, object]) -> Iterator[Running]:
     server = Running(ServeConfig(voice=VOICE), lambda name, config: engine[0] if name == VOICE else parts)
     yield server
     server.stop()
@@ -83,15 +83,15 @@ def test_the_text_is_heard(speaker):
 @pytest.mark.parametrize("form", FORMATS)
 def test_sound_leaves_before_its_sentence_is_made(speaker, form, monkeypatch, tmp_path):
     """The server is kept from taking more than EARLY_S until some of it was decoded here."""
-    heard, taken = threading.Event(), Saying._taken
+    heard, taken = threading.Event(), SpeechStream._drain_events
     before: list[bool] = []
 
     def waiting(saying):
-        if saying.said_samples > s_to_samples(EARLY_S, saying.rate_hz):
+        if saying.synthesized_samples > s_to_samples(EARLY_S, saying.rate_hz):
             before.append(heard.wait(WAIT_S))
         return taken(saying)
 
-    monkeypatch.setattr(Saying, "_taken", waiting)
+    monkeypatch.setattr(SpeechStream, "_drain_events", waiting)
     path, sound = tmp_path / f"begun.{form}", b""
     with Raw(speaker.port) as line:
         post(line, input=SENTENCE, response_format=form)

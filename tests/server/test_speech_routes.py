@@ -23,8 +23,8 @@ from asr_serve.audio.resample import resample_clip
 from asr_serve.audio.watermark import detect_watermark
 from asr_serve.cloning.pitch_tracking import track_pitch
 from asr_serve.cloning.voice_corpus import RATE_HZ
-from asr_serve.server.speaking.saying import Saying
-from asr_serve.server.speaking.voices import OPENAI_VOICES
+from asr_serve.server.tts.audio_stream import SpeechStream
+from asr_serve.server.tts.voice_catalog import OPENAI_VOICES
 
 ROUTE = "/v1/audio/speech"
 TEXT = "Ever tried. Ever failed. No matter. Try again. Fail again. Fail better."
@@ -86,14 +86,14 @@ def as_wav(samples: bytes, rate_hz: int) -> bytes:
 
 def test_the_first_bytes_come_before_the_last_are_made(speaker, monkeypatch):
     """The server is kept from taking a third sentence until the client has heard of the first."""
-    text, heard, waited, taken = LONG[:500], threading.Event(), list[bool](), Saying._taken
+    text, heard, waited, taken = LONG[:500], threading.Event(), list[bool](), SpeechStream._drain_events
 
     def waiting(saying):
         if saying.sentences == 2:
             waited.append(heard.wait(WAIT_S))
         return taken(saying)
 
-    monkeypatch.setattr(Saying, "_taken", waiting)
+    monkeypatch.setattr(SpeechStream, "_drain_events", waiting)
     with speaker.openai().audio.speech.with_streaming_response.create(
         model="tts-1", voice="alloy", input=text, response_format="pcm"
     ) as answer:
@@ -336,20 +336,20 @@ def test_a_client_that_hangs_up_ends_the_work(speaker):
 
 def test_a_client_that_does_not_read_is_paced(speaker, monkeypatch):
     sayings = []
-    begin = Saying.begin
+    begin = SpeechStream.start
 
     async def begun(saying):
         sayings.append(saying)
         await begin(saying)
 
-    monkeypatch.setattr(Saying, "begin", begun)
+    monkeypatch.setattr(SpeechStream, "start", begun)
     with Raw(speaker.port) as line:
         post(line, sample_rate=48_000)
         line.until(b"\r\n\r\n")
         (slow,) = sayings
         before = -1
-        while slow.said_samples != before:  # until nothing more is made, however much the system buffers
-            before = slow.said_samples
+        while slow.synthesized_samples != before:  # until nothing more is made, however much the system buffers
+            before = slow.synthesized_samples
             for _ in range(5):
                 assert speak(speaker).status_code == 200  # others are served meanwhile
         assert speaker.held()["working"] == 1
@@ -386,14 +386,14 @@ def test_a_key_is_asked_for(serve_voice):
 
 def test_what_fails_in_the_middle_is_seen(speaker, monkeypatch):
     """A stream of events says so; of sound, the end is missing."""
-    pieces = Saying._pieces
+    pieces = SpeechStream._chunks
 
     def break_off(saying, spoken):
         if saying.sentences > 1:
             raise ZeroDivisionError("an encoder's fault")
         return pieces(saying, spoken)
 
-    monkeypatch.setattr(Saying, "_pieces", break_off)
+    monkeypatch.setattr(SpeechStream, "_chunks", break_off)
     with Raw(speaker.port) as line:
         post(line)
         assert b"200 OK" in line.until(b"\r\n\r\n")

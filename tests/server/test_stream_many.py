@@ -12,11 +12,11 @@ from conftest import Running, eventually
 from stream_client import TRANSPORTS, WebSocket, pcm_of, pour, whole
 
 from asr_serve.errors import EventsExpired
-from asr_serve.protocols.stream_events import Ack, Flushed, Told
-from asr_serve.server.layers import visits
-from asr_serve.server.streams import connection, log
-from asr_serve.server.streams.connection import Connection
-from asr_serve.server.streams.session import StreamSession
+from asr_serve.protocols.stream.server_events import AckEvent, EncodedEvent, FlushedEvent
+from asr_serve.server.middleware import request_context
+from asr_serve.server.realtime.stream import connection, event_log
+from asr_serve.server.realtime.stream.connection import StreamConnection
+from asr_serve.server.realtime.stream.session import StreamSession
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_of_sessions_that_are_over_only_so_many_are_kept(serve, beckett):
 
 @pytest.mark.slow
 def test_sessions_that_are_cut_resumed_taken_over_and_left_leave_nothing(serve, beckett, monkeypatch):
-    monkeypatch.setattr(visits, "LEFT_S", 0.05)
+    monkeypatch.setattr(request_context, "DRAIN_BODY_S", 0.05)
     server: Running = serve(max_live_sessions=8, resume_s=1.5)
     pcm, rng, found = pcm_of(beckett, 0.3), random.Random(5), set()
     for number in range(60):
@@ -61,78 +61,78 @@ def test_sessions_that_are_cut_resumed_taken_over_and_left_leave_nothing(serve, 
                     first.rest()
                 second.rest()
         first.socket.close()
-        eventually(lambda: server.gate.live < 8)
+        eventually(lambda: server.gate.live_sessions < 8)
     server.expect_empty()
-    eventually(lambda: server.gate.live == 0)
+    eventually(lambda: server.gate.live_sessions == 0)
 
     eventually(lambda: server.counted("asr_serve_live_waiting_sessions") == 0)
 
     def held() -> int:
         gc.collect()
         sessions = [each for each in gc.get_objects() if type(each) is StreamSession]
-        return sum(each.facts.session_id in found for each in sessions)
+        return sum(each.info.session_id in found for each in sessions)
 
     eventually(lambda: not held(), lambda: f"{held()} are still in memory")
 
 
-def partial(text: str) -> Told:
-    return Told("partial", None, json.dumps({"text": text}).encode())
+def partial(text: str) -> EncodedEvent:
+    return EncodedEvent("partial", None, json.dumps({"text": text}).encode())
 
 
 async def test_numbered_events_come_in_order_and_of_the_rest_the_newest():
-    kept = log.EventLog()
-    line = Connection(kept, 0, str)
+    kept = event_log.EventLog()
+    line = StreamConnection(kept, 0, str)
     for number in range(3):
-        kept.add(Flushed(id=str(number), position_s=1.0))
-        line.show(partial(f"p{number}"))
-        line.acknowledge(Ack(received_bytes=number, received_s=0.5))
-    line.refuse(ValueError("no"))
+        kept.append(FlushedEvent(id=str(number), position_s=1.0))
+        line.show_partial(partial(f"p{number}"))
+        line.acknowledge(AckEvent(received_bytes=number, received_s=0.5))
+    line.send_error(ValueError("no"))
     line.finish()
-    found = [json.loads(each.json) if each.json != b"no" else "no" async for each in line.told() if each]
+    found = [json.loads(each.json) if each.json != b"no" else "no" async for each in line.events() if each]
     assert found[0] == "no"
     assert [each["id"] for each in found[1:4]] == ["0", "1", "2"]
     assert [found[4]["text"], found[5]["received_bytes"]] == ["p2", 2]
 
 
 async def test_what_is_stopped_says_no_more_and_why():
-    kept = log.EventLog()
-    kept.add(Flushed(id="1", position_s=1.0))
-    line = Connection(kept, 0, str)
+    kept = event_log.EventLog()
+    kept.append(FlushedEvent(id="1", position_s=1.0))
+    line = StreamConnection(kept, 0, str)
     line.stop(EventsExpired("they are gone"))
     line.stop()
     with pytest.raises(EventsExpired):
-        _ = [each async for each in line.told()]
+        _ = [each async for each in line.events()]
 
 
 async def test_a_reader_that_lags_far_behind_is_given_up():
-    kept = log.EventLog()
-    line = Connection(kept, 0, str)
-    for number in range(log.EVENTS + 1):
-        kept.add(Flushed(id=str(number), position_s=1.0))
-    assert line.crowded
+    kept = event_log.EventLog()
+    line = StreamConnection(kept, 0, str)
+    for number in range(event_log.MAX_LOG_EVENTS + 1):
+        kept.append(FlushedEvent(id=str(number), position_s=1.0))
+    assert line.congested
     with pytest.raises(EventsExpired):
-        _ = [each async for each in line.told()]
+        _ = [each async for each in line.events()]
 
 
 @pytest.mark.parametrize("what", ["events", "refusals"])
 async def test_room_comes_when_all_was_told(what):
-    kept = log.EventLog()
-    line = Connection(kept, 0, str)
-    for number in range(connection.CROWD):
+    kept = event_log.EventLog()
+    line = StreamConnection(kept, 0, str)
+    for number in range(connection.CONGESTION_EVENTS):
         if what == "events":
-            kept.add(Flushed(id=str(number), position_s=1.0))
+            kept.append(FlushedEvent(id=str(number), position_s=1.0))
         else:
-            line.refuse(ValueError("no"))
-    waiting = asyncio.create_task(line.wait(line.caught_up()))
+            line.send_error(ValueError("no"))
+    waiting = asyncio.create_task(line.pause_reading(line.wait_caught_up()))
     await asyncio.sleep(0)
-    assert (line.crowded, line.blocked, waiting.done()) == (True, True, False)
+    assert (line.congested, line.blocked, waiting.done()) == (True, True, False)
     quiet = 0
-    async for each in line.told(0.01):
+    async for each in line.events(0.01):
         quiet += each is None
         if quiet == 2:
             line.finish()
     await waiting
-    assert (line.crowded, line.blocked) == (False, False)
+    assert (line.congested, line.blocked) == (False, False)
 
 
 def test_only_sessions_that_hold_a_seat_are_counted_as_waiting(serve, beckett):

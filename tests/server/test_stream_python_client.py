@@ -29,7 +29,16 @@ from asr_serve.api.client.stream import ConnectionLost, StreamClient
 from asr_serve.api.client.transcript import SessionTranscript
 from asr_serve.audio import read_audio
 from asr_serve.errors import OptionError, OutOfTurn, Refused, Unreachable
-from asr_serve.protocols.stream_events import Ack, Ended, Flushed, Locked, Numbered, Partial, Segment, Session
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EndEvent,
+    FlushedEvent,
+    LockedTextEvent,
+    NumberedEvent,
+    PartialEvent,
+    SegmentEvent,
+    SessionEvent,
+)
 
 RUN = "from asr_serve.api.cli import main; main()"
 OPTIONS: dict[str, Any] = {"silence_schedule": "inf:300", "partial_ms": 200}
@@ -130,22 +139,22 @@ def uncut(shared_server: Running, speech: bytes) -> list[Any]:
         return told(stream)[1]
 
 
-def segments(events: list[Any]) -> list[Segment]:
-    return [event for event in events if isinstance(event, Segment)]
+def segments(events: list[Any]) -> list[SegmentEvent]:
+    return [event for event in events if isinstance(event, SegmentEvent)]
 
 
-def said(found: list[Segment]) -> list[tuple[float, float, str]]:
+def said(found: list[SegmentEvent]) -> list[tuple[float, float, str]]:
     return [(each.start_s, each.end_s, each.text) for each in found]
 
 
 def test_a_session_from_beginning_to_end(uncut: list[Any]) -> None:
-    assert isinstance(uncut[0], Session)
+    assert isinstance(uncut[0], SessionEvent)
     assert not uncut[0].resumed
-    assert isinstance(uncut[-1], Ended)
+    assert isinstance(uncut[-1], EndEvent)
     assert uncut[-1].duration_s == 12.0
     assert uncut[-1].segments == len(segments(uncut)) >= 2
-    assert [event.seq for event in uncut if isinstance(event, Numbered)] == list(
-        range(1, 1 + sum(isinstance(event, Numbered) for event in uncut))
+    assert [event.seq for event in uncut if isinstance(event, NumberedEvent)] == list(
+        range(1, 1 + sum(isinstance(event, NumberedEvent) for event in uncut))
     )
     assert not any(isinstance(event, ConnectionLost) for event in uncut)
     text = " ".join(each.text for each in segments(uncut))
@@ -175,14 +184,14 @@ def test_connections_cut_at_random_change_nothing(
             events.append(event)
     assert proxy.connections > 1
     assert said(segments(events)) == said(segments(uncut))
-    seqs = [event.seq for event in events if isinstance(event, Numbered)]
+    seqs = [event.seq for event in events if isinstance(event, NumberedEvent)]
     assert seqs == sorted(set(seqs)), "each once, in order"
     assert seqs[-1] - len(seqs) in (0, 1), "all, but for a flush that had to be asked for twice"
     assert events[-1].duration_s == 12.0
     assert sum(isinstance(event, ConnectionLost) for event in events) == sum(
-        isinstance(event, Session) and event.resumed for event in events
+        isinstance(event, SessionEvent) and event.resumed for event in events
     )
-    flushed = [event.id for event in events if isinstance(event, Flushed)]
+    flushed = [event.id for event in events if isinstance(event, FlushedEvent)]
     assert flushed in ([], ["now"]), "asked for once, answered once"
     assert transcript.ended
     assert transcript.text == transcript.final == " ".join(each.text for each in segments(events))
@@ -222,9 +231,9 @@ def send_in_pieces(stream: StreamClient, audio: bytes, chance: random.Random) ->
 def test_what_is_locked_begins_the_segment(uncut: list[Any]) -> None:
     locked = ""
     for event in uncut:
-        if isinstance(event, Locked):
+        if isinstance(event, LockedTextEvent):
             locked += event.text
-        if isinstance(event, Segment):
+        if isinstance(event, SegmentEvent):
             assert event.text.startswith(locked)
             locked = ""
 
@@ -236,7 +245,7 @@ def test_a_flush_makes_final_what_was_sent(server: Running, speech: bytes) -> No
         with pytest.raises(OptionError):
             stream.flush(name)
         final = []
-        while not isinstance(event := stream.take(WAIT_S), Flushed):
+        while not isinstance(event := stream.take(WAIT_S), FlushedEvent):
             final.append(event)
         assert event.id == name
         assert event.position_s == 3.0
@@ -251,7 +260,7 @@ def test_a_flush_makes_final_what_was_sent(server: Running, speech: bytes) -> No
 def test_a_connection_that_stands_still_is_found_again(proxy: Proxy, speech: bytes, uncut: list[Any]) -> None:
     with StreamClient(proxy.url, **OPTIONS) as stream:
         stream.send(speech[:100_000])
-        while not isinstance(stream.take(WAIT_S), Ack):
+        while not isinstance(stream.take(WAIT_S), AckEvent):
             pass
         proxy.deaf = True
         proxy.cut()
@@ -293,7 +302,7 @@ def test_a_session_whose_time_is_up(serve: Callable[..., Running], speech: bytes
     proxy = Proxy(server.port)
     with StreamClient(proxy.url) as stream:
         stream.send(speech[:64_000])
-        while not isinstance(stream.take(WAIT_S), Ack):
+        while not isinstance(stream.take(WAIT_S), AckEvent):
             pass
         proxy.deaf = True
         proxy.cut()
@@ -324,13 +333,13 @@ def test_keys(serve: Callable[..., Running]) -> None:
             StreamClient(server.url, api_key=key)
     with StreamClient(server.url, api_key="right") as stream:
         stream.end()
-        assert isinstance(told(stream)[1][-1], Ended)
+        assert isinstance(told(stream)[1][-1], EndEvent)
 
 
 def test_hanging_up_drops_the_session(server: Running, speech: bytes) -> None:
     with StreamClient(server.url) as stream:
         stream.send(speech)
-        assert isinstance(stream.take(WAIT_S), Session)
+        assert isinstance(stream.take(WAIT_S), SessionEvent)
     assert stream.over or stream._closed
     server.expect_empty()
 
@@ -357,25 +366,25 @@ def test_what_is_no_address(server: str) -> None:
 
 def test_adding_up() -> None:
     known = SessionTranscript()
-    assert known.note(Partial(start_s=0, end_s=1, text="So"))
-    assert not known.note(Partial(start_s=0, end_s=2, text="So"))
-    assert known.note(Locked(start_s=0, end_s=1, text="So it", seq=1))
-    assert known.note(Partial(start_s=0, end_s=2, text=" goes"))
+    assert known.note(PartialEvent(start_s=0, end_s=1, text="So"))
+    assert not known.note(PartialEvent(start_s=0, end_s=2, text="So"))
+    assert known.note(LockedTextEvent(start_s=0, end_s=1, text="So it", seq=1))
+    assert known.note(PartialEvent(start_s=0, end_s=2, text=" goes"))
     assert (known.text, known.certain, known.final) == ("So it goes", "So it", "")
-    assert known.note(Segment(index=0, start_s=0, end_s=2, text="So it goes.", seq=2))
-    assert known.note(Partial(start_s=2, end_s=3, text="And"))
+    assert known.note(SegmentEvent(index=0, start_s=0, end_s=2, text="So it goes.", seq=2))
+    assert known.note(PartialEvent(start_s=2, end_s=3, text="And"))
     assert (known.text, known.certain, known.final) == ("So it goes. And", "So it goes.", "So it goes.")
-    assert not known.note(Ack(received_bytes=64_000, received_s=2.0))
-    assert known.note(Ended(duration_s=3.0, segments=1, seq=3))
+    assert not known.note(AckEvent(received_bytes=64_000, received_s=2.0))
+    assert known.note(EndEvent(duration_s=3.0, segments=1, seq=3))
     assert (known.heard_s, known.ended) == (3.0, True)
 
 
 def test_what_is_locked_may_yet_be_written_otherwise() -> None:
     known = SessionTranscript(itn=True)
-    assert known.note(Locked(start_s=0, end_s=1, text="We paid twenty", seq=1))
+    assert known.note(LockedTextEvent(start_s=0, end_s=1, text="We paid twenty", seq=1))
     assert (known.text, known.certain) == ("We paid twenty", "")
     assert known.note(
-        Segment(index=0, start_s=0, end_s=2, text="We paid $20.", spoken="We paid twenty dollars.", seq=2)
+        SegmentEvent(index=0, start_s=0, end_s=2, text="We paid $20.", spoken="We paid twenty dollars.", seq=2)
     )
     assert (known.text, known.certain) == ("We paid $20.", "We paid $20.")
 
@@ -384,10 +393,10 @@ def test_where_the_speaker_changes_several_segments_end_at_once() -> None:
     """What was locked begins all of them together: nothing of it is lost, or certain twice."""
     known = SessionTranscript()
     said = ["You were in pain?", "Not now.", "Do you remember?"]
-    known.note(Locked(start_s=0, end_s=3, text="You were in pain? Not now. Do you", seq=1))
+    known.note(LockedTextEvent(start_s=0, end_s=3, text="You were in pain? Not now. Do you", seq=1))
     certain = [known.certain]
     for index, text in enumerate(said):
-        known.note(Segment(index=index, start_s=index, end_s=index + 1, text=text, seq=index + 2))
+        known.note(SegmentEvent(index=index, start_s=index, end_s=index + 1, text=text, seq=index + 2))
         certain.append(known.certain)
     assert certain == ["You were in pain? Not now. Do you"] * 3 + [" ".join(said)]
 

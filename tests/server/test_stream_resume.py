@@ -23,8 +23,8 @@ from stream_client import (
     whole,
 )
 
-from asr_serve.protocols.stream_events import Flushed
-from asr_serve.server.streams import log
+from asr_serve.protocols.stream.server_events import FlushedEvent
+from asr_serve.server.realtime.stream import event_log
 
 SEEDS = 10
 
@@ -215,7 +215,7 @@ def test_a_session_waits_so_long_and_no_longer(serve, pcm: bytes):
 
 
 def test_what_is_missed_must_not_be_too_much(server: Running, monkeypatch, pcm: bytes):
-    monkeypatch.setattr(log, "EVENTS", 5)
+    monkeypatch.setattr(event_log, "MAX_LOG_EVENTS", 5)
     with WebSocket(server.port) as line:
         session = line.hear("session")["session_id"]
         pour(line, pcm[:64_000])
@@ -238,14 +238,14 @@ def test_what_is_missed_must_not_be_too_much(server: Running, monkeypatch, pcm: 
 
 
 def test_a_log_is_bounded_in_bytes_too(monkeypatch):
-    monkeypatch.setattr(log, "LOG_BYTES", 1_000)
-    kept = log.EventLog()
+    monkeypatch.setattr(event_log, "MAX_LOG_BYTES", 1_000)
+    kept = event_log.EventLog()
     for number in range(100):
-        kept.add(Flushed(id=str(number), position_s=1.0))
+        kept.append(FlushedEvent(id=str(number), position_s=1.0))
     held = [kept.next(after) for after in range(90, 100)]
     assert [json.loads(told.json)["id"] for told in held] == [str(n) for n in range(90, 100)]
     assert kept.next(100) is None
-    with pytest.raises(log.EventsExpired):
+    with pytest.raises(event_log.EventsExpired):
         kept.next(0)
 
 

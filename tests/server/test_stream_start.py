@@ -16,8 +16,8 @@ from websockets.sync.client import connect
 from asr_serve.api.client.stream import StreamClient
 from asr_serve.audio import read_audio
 from asr_serve.errors import MalformedRequest, OptionError
-from asr_serve.protocols import stream
-from asr_serve.protocols.stream_events import Segment
+from asr_serve.protocols.stream import client_messages
+from asr_serve.protocols.stream.server_events import SegmentEvent
 
 
 def names(count: int) -> list[str]:
@@ -43,7 +43,7 @@ def test_ten_thousand_hot_words_come_to_a_stream(server: Running, beckett: Path)
     with StreamClient(server.url, hotwords=",".join([*names(9_999), "Beckett"])) as line:
         line.send(pcm)
         line.end()
-        told = " ".join(event.text for event in line if isinstance(event, Segment))
+        told = " ".join(event.text for event in line if isinstance(event, SegmentEvent))
     assert "fail" in told.lower()
 
 
@@ -78,10 +78,12 @@ def test_a_start_says_what_a_query_says(server: Running):
 
 def test_a_start_is_bounded():
     with pytest.raises(MalformedRequest, match="a start of"):
-        stream.started({}, "x" * (stream.START_CHARACTERS + 1))
+        client_messages.merge_start_message({}, "x" * (client_messages.MAX_START_CHARACTERS + 1))
     with pytest.raises(OptionError, match="once is allowed"):
-        stream.started({"itn": ["true"]}, '{"type":"start","itn":false}')
-    query = stream.started({"model": ["m"]}, '{"type":"start","words":true,"rate":8000,"hotwords":["a b","c:2"]}')
+        client_messages.merge_start_message({"itn": ["true"]}, '{"type":"start","itn":false}')
+    query = client_messages.merge_start_message(
+        {"model": ["m"]}, '{"type":"start","words":true,"rate":8000,"hotwords":["a b","c:2"]}'
+    )
     assert query == {"model": ["m"], "words": ["true"], "rate": ["8000"], "hotwords": ["a b,c:2"]}
     with pytest.raises(OptionError, match="a body is audio only"):
-        stream.ask({"start": ["true"]}, packets=False)
+        client_messages.parse_query({"start": ["true"]}, packets=False)

@@ -32,7 +32,7 @@ from stream_client import (
     segments,
     whole,
 )
-from test_live_sockets import STARTED, calling
+from test_funasr_websocket import STARTED, calling
 
 from asr_serve.audio.pcm import alaw_table, decode_pcm16, mulaw_table
 

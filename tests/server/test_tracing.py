@@ -51,12 +51,12 @@ def engine_work() -> EngineTimestamps:
 
 
 def test_a_request_with_two_utterances(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
-    with tracer.request("POST", {}) as request:
+    with tracer.start_request("POST", {}) as request:
         with request.upload():
             request.engine_phases(engine_work())  # text streams while the upload still runs
         request.engine_phases(engine_work())
-        request.note(model="moonshine-tiny-en", audio_ms=3_000)
-        request.answered("/v1/audio/transcriptions", 200)
+        request.set_attributes(model="moonshine-tiny-en", audio_ms=3_000)
+        request.set_response("/v1/audio/transcriptions", 200)
     spans = traced(tracer, exporter)
 
     (root,) = [span for span in spans if span.parent is None]
@@ -90,7 +90,7 @@ def test_a_request_with_two_utterances(tracer: OtelTracer, exporter: InMemorySpa
 
 
 def test_the_engines_times_are_its_own(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
-    with tracer.request("POST", {}) as request:
+    with tracer.start_request("POST", {}) as request:
         request.engine_phases(EngineTimestamps(1_000, 4_000, 9_000, 25_000))
     times = {span.name: (span.start_time, span.end_time) for span in traced(tracer, exporter)}
     del times["POST"]
@@ -103,7 +103,7 @@ def test_the_engines_times_are_its_own(tracer: OtelTracer, exporter: InMemorySpa
 
 
 def test_the_callers_trace_is_continued(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
-    with tracer.request("POST", {"traceparent": CALLER}):
+    with tracer.start_request("POST", {"traceparent": CALLER}):
         pass
     (root,) = traced(tracer, exporter)
     assert root.context.trace_id == 0x0AF7651916CD43DD8448EB211C80319C
@@ -114,11 +114,11 @@ def test_the_callers_trace_is_continued(tracer: OtelTracer, exporter: InMemorySp
 def test_a_trace_the_caller_does_not_record_is_not_recorded(
     tracer: OtelTracer, exporter: InMemorySpanExporter
 ) -> None:
-    with tracer.request("POST", {"traceparent": CALLER[:-1] + "0"}) as request:
+    with tracer.start_request("POST", {"traceparent": CALLER[:-1] + "0"}) as request:
         with request.upload():
             pass
         request.engine_phases(engine_work())
-        request.answered("/asr", 200)
+        request.set_response("/asr", 200)
     assert traced(tracer, exporter) == []
 
 
@@ -128,14 +128,14 @@ def test_a_trace_the_caller_does_not_record_is_not_recorded(
 def test_a_bad_traceparent_begins_a_trace_of_our_own(
     tracer: OtelTracer, exporter: InMemorySpanExporter, header: str
 ) -> None:
-    with tracer.request("POST", {"traceparent": header}):
+    with tracer.start_request("POST", {"traceparent": header}):
         pass
     (root,) = traced(tracer, exporter)
     assert root.parent is None
 
 
 def test_a_request_that_breaks_off(tracer: OtelTracer, exporter: InMemorySpanExporter) -> None:
-    with pytest.raises(ConnectionError), tracer.request("POST", {}) as request, request.upload():
+    with pytest.raises(ConnectionError), tracer.start_request("POST", {}) as request, request.upload():
         raise ConnectionError("what the message says stays out of the trace")
     upload, root = traced(tracer, exporter)
     assert (upload.name, root.name) == ("upload", "POST")
@@ -148,8 +148,8 @@ def test_a_request_that_breaks_off(tracer: OtelTracer, exporter: InMemorySpanExp
 def test_only_our_own_failures_are_errors(
     tracer: OtelTracer, exporter: InMemorySpanExporter, status: int, failed: bool
 ) -> None:
-    with tracer.request("POST", {}) as request:
-        request.answered("/asr", status)
+    with tracer.start_request("POST", {}) as request:
+        request.set_response("/asr", status)
     (root,) = traced(tracer, exporter)
     assert (root.status.status_code is StatusCode.ERROR) == failed
     assert root.attributes.get("error.type") == (str(status) if failed else None)
@@ -161,11 +161,11 @@ def test_without_an_endpoint_nothing_is_loaded() -> None:
         from asr_serve.server.telemetry.tracing import Tracer
         from asr_serve.types import EngineTimestamps
         tracer = Tracer.create(None, "asr-serve")
-        with tracer.request("POST", {"traceparent": "x"}) as request:
+        with tracer.start_request("POST", {"traceparent": "x"}) as request:
             with request.upload():
                 request.engine_phases(EngineTimestamps(1, 2, 3, 4))
-            request.note(model="m")
-            request.answered("/asr", 200)
+            request.set_attributes(model="m")
+            request.set_response("/asr", 200)
         tracer.close()
         sys.exit(any(name.split(".")[0] in ("opentelemetry", "torch") for name in sys.modules))
     """
@@ -200,9 +200,9 @@ def test_spans_reach_a_collector(suffix: str) -> None:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         tracer = Tracer.create(f"http://127.0.0.1:{server.server_port}{suffix}", "asr-serve")
-        with tracer.request("POST", {}) as request:
+        with tracer.start_request("POST", {}) as request:
             request.engine_phases(engine_work())
-            request.answered("/asr", 200)
+            request.set_response("/asr", 200)
         tracer.close()
         server.shutdown()
         thread.join(60)
@@ -214,15 +214,15 @@ def test_spans_reach_a_collector(suffix: str) -> None:
 
 @pytest.mark.slow
 def test_a_collector_that_is_away_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
+    monkeypatch.setattr(tracing, "TRACER_CLOSE_S", 0.2)
     before = set(threading.enumerate())
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as taken:
         port = taken.server_port
     tracer = Tracer.create(f"http://127.0.0.1:{port}", "asr-serve")
     began = time.monotonic()
     for _ in range(3_000):  # more than the SDK keeps
-        with tracer.request("POST", {}) as request:
-            request.answered("/asr", 200)
+        with tracer.start_request("POST", {}) as request:
+            request.set_response("/asr", 200)
     tracer.close()
     assert time.monotonic() - began < 60  # an exporter that is waited for tries again for longer
     for thread in set(threading.enumerate()) - before:

@@ -10,8 +10,8 @@ from conftest import MODEL
 
 from asr_serve.errors import OptionError
 from asr_serve.models.registry import asr_card, asr_cards
-from asr_serve.protocols.transcriptions.answers import render
-from asr_serve.protocols.transcriptions.openai import ask_translation
+from asr_serve.protocols.openai.transcription_form import parse_translation_form
+from asr_serve.protocols.openai.transcription_response import render_transcription
 from asr_serve.types import Segment, Transcript
 
 ROUTE = "/v1/audio/translations"
@@ -34,21 +34,25 @@ def test_what_a_transcription_takes_and_a_translation_does_not(server, beckett):
 
 
 def test_a_form_becomes_what_is_asked():
-    asked = ask_translation({"temperature": ["0.4"], "response_format": ["srt"], "vad": ["false"]}, complete=True)
+    asked = parse_translation_form(
+        {"temperature": ["0.4"], "response_format": ["srt"], "vad": ["false"]}, complete=True
+    )
     assert (asked.options.task, asked.options.language, asked.options.temperatures) == ("translate", None, (0.4,))
     assert (asked.response_format, asked.options.vad, asked.stream) == ("srt", False, False)
-    read = ask_translation({"prompt": ["Said."], "hotwords": ["Ada,Bob"], "beam": ["5"]}, complete=True).options
+    read = parse_translation_form(
+        {"prompt": ["Said."], "hotwords": ["Ada,Bob"], "beam": ["5"]}, complete=True
+    ).options
     assert (read.prompt, read.hotwords, read.beam) == ("Said.", ("Ada", "Bob"), 5)
     with pytest.raises(OptionError, match=r"beam=5\. up to 4 on this server"):
-        ask_translation({"beam": ["5"]}, complete=True, max_beam=4)
+        parse_translation_form({"beam": ["5"]}, complete=True, max_beam=4)
     with pytest.raises(OptionError, match="stream"):
-        ask_translation({"stream": ["true"]}, complete=True)
+        parse_translation_form({"stream": ["true"]}, complete=True)
 
 
 def test_an_answer_is_english_whatever_was_spoken():
     transcript = Transcript("a", "Good day.", "fr", 32_000, (Segment(0, 32_000, "Good day."),))
-    asked = ask_translation({"response_format": ["verbose_json"]}, complete=True)
-    told = json.loads(render(transcript, asked, lambda tokens: ""))
+    asked = parse_translation_form({"response_format": ["verbose_json"]}, complete=True)
+    told = json.loads(render_transcription(transcript, asked, lambda tokens: ""))
     assert (told["task"], told["language"], told["text"]) == ("translate", "en", "Good day.")
 
 

@@ -1,1 +1,2 @@
-"""A recording or a speaker in, text while it comes: what `Model.stream` returns."""
+"""Python API: `Model` (library), streams of results, speech. `api/client` is the client of a server, `api/cli`
+the command line."""

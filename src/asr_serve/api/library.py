@@ -1,4 +1,4 @@
-"""The library's face: one object, thread-safe, sync and async."""
+"""Python library: one thread-safe object, sync and async."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from asr_serve.types import Transcript
 
 
 class Model:
-    """A loaded model and its engine. Any number of threads and tasks may share one."""
+    """Loaded model with its engine. Any number of threads and tasks may share one."""
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: none of a model that speaks."""
+        """`tokenizer`: None for a speech synthesis model."""
         assert isinstance(client.backend, ThreadBackend)
         self.card, self.device = client.backend.card, client.backend.device
         self._client, self._words = client, tokenizer
@@ -41,7 +41,7 @@ class Model:
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        """Raises WrongModel of a model that speaks."""
+        """Tokenizer of a recognition model. Raises WrongModel for a speech synthesis model."""
         _ = self._client.card
         assert self._words is not None
         return self._words
@@ -62,9 +62,8 @@ class Model:
         checkpoint = find_checkpoint(model, weights, config)
         turn = turns.load_turn_model(turn_model) if isinstance(checkpoint, AsrCheckpoint) else None
         if isinstance(checkpoint.card, TtsCard):
-            next(
-                frontend_for(checkpoint.card).passages("One.")
-            )  # what texts are read by, before the first of them comes
+            # Loads the resources of the text front end, before the first text.
+            next(frontend_for(checkpoint.card).passages("One."))
         keep_memory()
         link = thread_backend(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
         return cls(
@@ -72,24 +71,24 @@ class Model:
         )
 
     def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
-        """The transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
+        """Returns the transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
         (array, rate_hz).
 
-        options: the fields of TranscribeOptions. Raises the first input's error that there is, OptionError.
+        options: the fields of TranscribeOptions. Raises OptionError, and the error of the first input that fails.
         """
-        found: list[Transcript] = []
+        transcripts: list[Transcript] = []
         with contextlib.closing(self.events(_items(inputs), TranscribeOptions.of(options))) as stream:
             for event in stream:
                 if isinstance(event, FileFailed):
                     raise event.error
                 if isinstance(event, FileDone):
-                    found.append(event.transcript)
-        return found
+                    transcripts.append(event.transcript)
+        return transcripts
 
     async def atranscribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
-        """`transcribe` without blocking the event loop. Cancelling the task cancels the work."""
+        """Transcribes like `transcribe`, without blocking the event loop. Cancelling the task cancels the work."""
         stream = self.events(_items(inputs), TranscribeOptions.of(options))
-        found: list[Transcript] = []
+        transcripts: list[Transcript] = []
         step: asyncio.Future[Event | None] | None = None
         try:
             while True:
@@ -97,26 +96,26 @@ class Model:
                 step = asyncio.get_running_loop().run_in_executor(None, next, stream, None)
                 event = await asyncio.shield(step)
                 if event is None:
-                    return found
+                    return transcripts
                 if isinstance(event, FileFailed):
                     raise event.error
                 if isinstance(event, FileDone):
-                    found.append(event.transcript)
+                    transcripts.append(event.transcript)
         finally:
             # A generator cannot be closed while a thread is inside it; that one step ends by itself.
             if step is not None and not step.done():
-                step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen: no warning
+                step.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # avoids a warning
                 step.add_done_callback(lambda _: stream.close())
             else:
                 stream.close()
 
     def stream(self, source: Source | Chunks, **options: Any) -> TranscriptStream:
-        """Text while the audio comes: a StreamResult for every `chunk_ms` of it, and a final one. Read it with
-        `for` or `async for`; nothing happens before.
+        """Streams text while audio arrives: a StreamResult for every `chunk_ms` of it, and a final one. Read it
+        with `for` or `async for`; nothing happens before.
 
-        source: one input as for `transcribe`; or its chunks, from a plain or an asynchronous iterable: (n,)
-        int16 or float arrays at `rate_hz` (16 kHz), or bytes of PCM16. options: the fields of StreamOptions and
-        of ListenOptions. The final text depends on the audio and ListenOptions, not on how the audio was cut.
+        source: one input as for `transcribe`; or its chunks, from a plain or an asynchronous iterable: (n,) int16
+        or float arrays at `rate_hz` (16 kHz), or bytes of PCM16. options: the fields of StreamOptions and of
+        ListenOptions. The final text depends on the audio and ListenOptions, not on how the audio was cut.
 
         Raises OptionError, UnsupportedAudio; reading it raises AtCapacity, EngineClosed, and the source's errors.
         """
@@ -125,14 +124,14 @@ class Model:
     def events(
         self, items: Iterable[InputItem], options: TranscribeOptions | None = None
     ) -> Generator[Event, None, None]:
-        """What happens, as it happens: SegmentDone, FileDone, FileFailed, Progress, files in order.
+        """Yields SegmentDone, FileDone, FileFailed and Progress events as they happen, files in order.
 
-        Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is under way.
+        Lazy, with a bounded look-ahead over `items`; closing the generator cancels what is pending.
         """
         return self._held(events(self._client, self._tokenizer, items, options or TranscribeOptions()))
 
     def _held(self, stream: Generator[Event, None, None]) -> Generator[Event, None, None]:
-        """The same, keeping the model alive as long as somebody reads."""
+        """Yields the same events and keeps the model alive while they are read."""
         yield from stream
 
     def speak(
@@ -143,24 +142,24 @@ class Model:
         lexicon: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Speech:
-        """Sound of `text`, of a model that speaks: read it with `for` or `async for`, each piece as soon as it is
-        made, or have all of it. Nothing happens before.
+        """Synthesizes `text`, with a speech synthesis model. Read it with `for` or `async for`, each chunk as soon
+        as it is made, or all of it at once. Nothing happens before.
 
             model = asr_serve.load("fastpitch-en")
             model.speak("Hello there.").save("hello.mp3")              # or .wav .opus .flac .aac .pcm
             samples = model.speak("Hello there.", seed=7).read()       # (n,) int16, at model.card.rate_hz
             for piece in model.speak("A long story.", speed=1.2):      # while it is made
                 play(piece.pcm, piece.rate_hz)
-                show(piece.words)                                      # where a sentence begins, all of its
+                show(piece.words)                                      # at the start of a sentence, all its words
             for piece in model.speak(language_model.stream()):         # begins with the first clause
                 play(piece.pcm, piece.rate_hz)
 
-        text: all of it; or its pieces, from a plain or an asynchronous iterable, as a language model writes them.
-        language: en or en-gb, as far as the model was taught it; None: the voice's own. lexicon: words and their
+        text: the whole text; or its pieces, from a plain or an asynchronous iterable, as a language model writes
+        them. language: en or en-gb, if the model supports it; None: the voice's own. lexicon: words and their
         phonemes. options: the fields of SpeakOptions: voice, speed, pitch, energy, ssml, phonemes, seed, rate_hz,
         watermark, priority.
 
-        Raises OptionError, WrongModel for a model that hears; reading it raises TextError (empty, too long,
+        Raises OptionError, WrongModel for a recognition model; reading it raises TextError (empty, too long,
         another script, malformed SSML), UnknownVoice, AtCapacity, EngineClosed, and the text's own errors.
         """
         chosen = SpeakOptions.of(options)
@@ -169,11 +168,11 @@ class Model:
         return Speech(self._client, front, text, chosen, self)
 
     def describe(self) -> dict[str, Any]:
-        """Model, device and what the engine has done so far."""
+        """Returns model, device and statistics of the engine."""
         return {"model": self.card.name, **self.device.describe(), "engine": self._client.describe()}
 
     def close(self) -> None:
-        """Stop the engine; requests still in it raise EngineClosed."""
+        """Stops the engine; requests still in it raise EngineClosed."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -186,6 +185,6 @@ class Model:
 
 
 def _items(inputs: Source | Iterable[Source]) -> Iterable[InputItem]:
-    """One source or several."""
+    """Expands one source or several."""
     several = isinstance(inputs, Iterable) and not is_single_source(inputs)
     return expand_inputs(inputs if several else [inputs])  # type: ignore[arg-type,list-item]

@@ -1,4 +1,4 @@
-"""What `model.speak` returns: sound, piece by piece while it is made, or all of it, or a file."""
+"""Result of `model.speak`: audio in chunks while it is made, or all of it, or a file."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from asr_serve.text.g2p.frontend import TextFrontend
 from asr_serve.types import suggest_name
 
 Text = str | Iterable[str] | AsyncIterable[str]
-"""All of it; or pieces, as a language model writes them."""
+"""Whole text; or pieces, as a language model writes them."""
 SUFFIXES = {f".{form}": form for form in FORMATS} | {".ogg": "opus", ".oga": "opus", ".raw": "pcm", ".wave": "wav"}
 
 
 class Speech:
-    """One speech. Read it once: with `for` or `async for`, or by `read`, `encoded` or `save`. Leaving the loop
-    stops the work; so does the end of a `with` block around it, or `close`, from any thread."""
+    """Synthesized speech, read once: with `for` or `async for`, or by `read`, `encoded` or `save`. Leaving the
+    loop stops the work; so does the end of a `with` block around it, or `close`, from any thread."""
 
     def __init__(
         self, client: EngineClient, front: TextFrontend, text: Text, options: SpeakOptions, holder: object
     ) -> None:
-        """`holder` lives as long as this. Raises OptionError, WrongModel; reading raises TextError, AtCapacity,
-        UnknownVoice, EngineClosed, and what the text's source does."""
+        """`holder` is kept alive as long as this object. Raises OptionError, WrongModel; reading raises
+        TextError, AtCapacity, UnknownVoice, EngineClosed, and the errors of the text's source."""
         if not isinstance(text, str | Iterable | AsyncIterable):
             raise OptionError(
                 f"a {type(text).__name__} to speak", "text, or an iterable of pieces of text", param="text"
@@ -43,11 +43,11 @@ class Speech:
         self._owner = holder
         self.rate_hz: int = options.rate_hz or client.voice_card.rate_hz
         self.words: list[SpokenWord] = []
-        """Of what was read so far, and of the sentence that is being read, to its end."""
+        """Words of the audio read so far, to the end of the current sentence."""
         self._canceller = SpeakCanceller()
         self._begun = False
 
-    # --- pieces ----------------------------------------------------------------------------------------
+    # --- chunks ----------------------------------------------------------------------------------------
 
     def __iter__(self) -> Generator[AudioChunk, None, None]:
         self._begin()
@@ -57,75 +57,75 @@ class Speech:
             )
         with contextlib.closing(
             speak(self._client, self._front, self._text, self._options, self._canceller)
-        ) as pieces:
-            for spoken in pieces:
-                self.words += spoken.words
-                yield spoken
+        ) as chunks:
+            for chunk in chunks:
+                self.words += chunk.words
+                yield chunk
 
     async def __aiter__(self) -> AsyncGenerator[AudioChunk, None]:
         self._begin()
-        loop, awake = asyncio.get_running_loop(), asyncio.Event()
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(awake.set)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: no reader waits
+                loop.call_soon_threadsafe(ready.set)
 
         text = self._text
-        whole = text if isinstance(text, str) else None
-        speaking = TtsSession(self._client, self._front, self._options, wake, whole)
-        self._canceller.attach(speaking)
-        feeder = _feeder(speaking, text, wake)
+        full_text = text if isinstance(text, str) else None
+        session = TtsSession(self._client, self._front, self._options, wake, full_text)
+        self._canceller.attach(session)
+        feeder = _feeder(session, text, wake)
         try:
-            while not speaking.done:
-                awake.clear()
-                pieces = speaking.take_audio(1)
-                for spoken in pieces:
-                    self.words += spoken.words
-                    yield spoken
+            while not session.done:
+                ready.clear()
+                chunks = session.take_audio(1)
+                for chunk in chunks:
+                    self.words += chunk.words
+                    yield chunk
                 if feeder is not None:
                     feeder.raise_failure()
-                if not pieces and not speaking.done:
-                    await awake.wait()
+                if not chunks and not session.done:
+                    await ready.wait()
         finally:
-            speaking.close()
+            session.close()
             if feeder is not None:
                 feeder.close()
 
     # --- all of it -------------------------------------------------------------------------------------
 
     def read(self) -> np.ndarray:
-        """All samples, (n,) int16 at `rate_hz`."""
-        return np.concatenate([np.zeros(0, np.int16), *(spoken.pcm for spoken in self)])
+        """Returns all samples, (n,) int16 at `rate_hz`."""
+        return np.concatenate([np.zeros(0, np.int16), *(chunk.pcm for chunk in self)])
 
     async def aread(self) -> np.ndarray:
-        """The same without blocking the event loop."""
-        found = [np.zeros(0, np.int16)]
-        async with contextlib.aclosing(aiter(self)) as pieces:
-            async for spoken in pieces:
-                found.append(spoken.pcm)
-        return np.concatenate(found)
+        """Reads like `read`, without blocking the event loop."""
+        parts = [np.zeros(0, np.int16)]
+        async with contextlib.aclosing(aiter(self)) as chunks:
+            async for chunk in chunks:
+                parts.append(chunk.pcm)
+        return np.concatenate(parts)
 
     def encoded(self, form: str = "wav", **options: Any) -> Iterator[bytes]:
-        """The bytes of an audio format, as they come: wav, mp3, opus, aac, flac, pcm. options: Encoder's,
-        `to_hz` and `bit_rate`."""
+        """Yields the bytes of an audio format as they are made: wav, mp3, opus, aac, flac, pcm. options:
+        AudioEncoder's, `to_hz` and `bit_rate`."""
         encoder = AudioEncoder(form, self.rate_hz, **options)
-        for spoken in self:
-            if data := encoder.encode(spoken.pcm):
+        for chunk in self:
+            if data := encoder.encode(chunk.pcm):
                 yield data
         yield encoder.finish()
 
     def save(self, path: str | os.PathLike[str], form: str | None = None) -> Path:
-        """Into a file, whose suffix tells the format unless `form` does. It appears when it is whole.
+        """Writes a file, whose suffix selects the format unless `form` does. The file appears when it is complete.
 
-        Raises what reading does; OptionError for a suffix that is no format's; OSError.
+        Raises what reading raises; OptionError for a suffix without a format; OSError.
         """
         target = Path(path)
         encoder = AudioEncoder(form or format_of_path(target), self.rate_hz)
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             with part.open("wb") as file:
-                for spoken in self:
-                    file.write(encoder.encode(spoken.pcm))
+                for chunk in self:
+                    file.write(encoder.encode(chunk.pcm))
                 file.write(encoder.finish())
                 if header := encoder.final_header():
                     file.seek(0)
@@ -135,10 +135,10 @@ class Speech:
             part.unlink(missing_ok=True)
         return target
 
-    # --- its end ---------------------------------------------------------------------------------------
+    # --- end -------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the work, at once. Whoever is reading gets Cancelled. Idempotent."""
+        """Stops the work at once. A pending read raises Cancelled. Idempotent."""
         self._canceller.cancel()
 
     async def aclose(self) -> None:
@@ -167,25 +167,25 @@ class Speech:
 
 
 def format_of_path(path: Path) -> str:
-    """The format that a file's name tells. Raises OptionError."""
-    found = SUFFIXES.get(path.suffix.lower())
-    if found is None:
+    """Returns the format of a file's suffix. Raises OptionError."""
+    form = SUFFIXES.get(path.suffix.lower())
+    if form is None:
         raise OptionError(
             f"{path.name}, whose suffix names no format",
             f"one of {' '.join(SUFFIXES)}",
             suggest_name(path.suffix.lower(), list(SUFFIXES)),
             param="format",
         )
-    return found
+    return form
 
 
 class _AsyncTextFeeder:
-    """A text that comes asynchronously, fed to a speech on the event loop; see Feeder."""
+    """Feeds an asynchronous text to a session on the event loop; see TextFeeder."""
 
     def __init__(self, taker: TextSink, texts: AsyncIterable[str], wake: Callable[[], None]) -> None:
         self._taker, self._moved = taker, asyncio.Event()
         self._task = asyncio.ensure_future(self._feed(texts))
-        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen: no warning
+        self._task.add_done_callback(lambda task: task.cancelled() or task.exception())  # avoids a warning
         self._task.add_done_callback(lambda _: wake())
 
     def raise_failure(self) -> None:
@@ -206,7 +206,7 @@ class _AsyncTextFeeder:
 
 
 def _feeder(taker: TextSink, text: Text, wake: Callable[[], None]) -> TextFeeder | _AsyncTextFeeder | None:
-    """None: the text is whole."""
+    """Returns a feeder for a text in pieces; None for a whole text."""
     if isinstance(text, str):
         return None
     return (

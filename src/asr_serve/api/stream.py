@@ -1,7 +1,7 @@
-"""Read with `for` or `async for`: chunks in, a result for each.
+"""Streaming transcription in Python: an iterable, sync or async, with one result for each chunk of audio.
 
-The next chunk is taken when all that can be known of the last one is known. So results tell what was heard, not
-how fast; nothing piles up; and whoever stops reading stops the work.
+The next chunk is read when all that can be known of the last one is known. So results depend on the audio, not on
+timing; nothing queues up; and work stops when the reader does.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from asr_serve.types import Segment
 CHUNK_TYPES = (np.dtype(np.int16), np.dtype(np.float32), np.dtype(np.float64))
 
 Chunk = np.ndarray | bytes | bytearray | memoryview
-"""Mono samples (n,), int16 or float in -1..1, or the bytes of 16-bit little-endian ones, cut anywhere."""
+"""Mono samples (n,), int16 or float in -1..1, or bytes of 16-bit little-endian samples, cut anywhere."""
 Chunks = Iterable[Chunk] | AsyncIterable[Chunk]
 
 
 def is_single_source(given: object) -> bool:
-    """Whether it is one source of audio, and not several or chunks; a list of numbers is none."""
+    """Returns whether `given` is one source of audio, not several sources or chunks; a list of numbers is none."""
     if isinstance(given, tuple) and len(given) == 2:
         return isinstance(given[0], np.ndarray) and not isinstance(given[1], np.ndarray | tuple)
     plain = isinstance(given, str | bytes | bytearray | memoryview | os.PathLike | np.ndarray)
@@ -55,18 +55,18 @@ def is_single_source(given: object) -> bool:
 
 
 class Chunker:
-    """Audio in chunks of any size and kind in, pieces of one size out."""
+    """Cuts chunks of any size and type into pieces of one size."""
 
     def __init__(self, piece_ms: int, rate_hz: int) -> None:
-        """`rate_hz`: of what `chunk` takes."""
+        """`rate_hz`: sample rate of the chunks passed to `add_chunk`."""
         self._samples = units.ms_to_samples(piece_ms)
         self._resampler = Resampler(rate_hz)
         self._piece = WindowAlignedBuffer()
         self._half = b""
-        """Of a sample, when bytes were cut in the middle of one."""
+        """First byte of a sample whose second is in the next chunk."""
 
     def add_chunk(self, chunk: object) -> Iterator[np.ndarray]:
-        """Raises UnsupportedAudio."""
+        """Adds a chunk and yields complete pieces. Raises UnsupportedAudio."""
         if isinstance(chunk, bytes | bytearray | memoryview):
             joined = self._half + bytes(chunk)
             whole = len(joined) // 2 * 2
@@ -78,20 +78,20 @@ class Chunker:
         elif chunk.dtype not in CHUNK_TYPES:
             came, todo = f"an array of {chunk.dtype}", "convert the samples first"
         else:
-            pcm = to_mono(chunk.copy())  # whoever records may fill the same array again
+            pcm = to_mono(chunk.copy())  # the caller may refill the same array
             return self.add(clipped(self._resampler.resample(pcm)))
         raise UnsupportedAudio(
             f"{came} came as a chunk", "(n,) int16 or float samples, or bytes of PCM16, are allowed", todo
         )
 
     def add(self, pcm: np.ndarray) -> Iterator[np.ndarray]:
-        """`pcm` (n,) float32 at 16 kHz."""
+        """Adds `pcm` (n,) float32 at 16 kHz and yields complete pieces."""
         self._piece.append(pcm)
         while self._piece.samples >= self._samples:
             yield self._piece.take_windows(self._samples, 1, last=False)
 
     def flush(self) -> np.ndarray:
-        """What is left at the end: less than a piece, and half a sample is none."""
+        """Returns the rest, shorter than a piece; half a sample is dropped."""
         self._piece.append(clipped(self._resampler.finish()))
         return self._piece.take_windows(0, 1, last=True)
 
@@ -100,14 +100,14 @@ MIN_CHUNK_MS, MAX_CHUNK_MS = 100, 30_000
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may choose. Raises OptionError for what cannot be."""
+    """Options of a stream. Raises OptionError for invalid values."""
 
     chunk_ms: int = 720
     """Audio between two results."""
     rollback_chars: int = 8
-    """At the end of the text, how many characters at least are not fixed before it is final."""
+    """Least number of characters at the end of the text that are not fixed before the final result."""
     rate_hz: int | None = None
-    """Of the chunks. None: 16 kHz."""
+    """Sample rate of the chunks. None: 16 kHz."""
     listen: ListenOptions = ListenOptions()
 
     def __post_init__(self) -> None:
@@ -122,39 +122,39 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> StreamOptions:
-        """From keyword arguments: the fields of this and of ListenOptions, less `partial_ms`, which follows
-        from `chunk_ms`. An unknown one fails and names the nearest."""
+        """Builds options from keyword arguments: the fields of this class and of ListenOptions, except
+        `partial_ms`, which follows from `chunk_ms`. Raises for an unknown name and suggests the nearest."""
         own = tuple(name for name in cls.__struct_fields__ if name != "listen")
         rest = tuple(name for name in ListenOptions.__struct_fields__ if name != "partial_ms")
         options = validate_option_names(options, own + rest)
         chosen = cls(**{name: options[name] for name in own if name in options})
-        # A chunk's hypothesis may be one of its anchors: then what came after that is worth a partial as well.
+        # A chunk's hypothesis may be an anchor: then the audio after the anchor is worth a partial as well.
         partial_ms = max(MIN_CHUNK_MS, chosen.chunk_ms // 3)
         listen = ListenOptions.of({"partial_ms": partial_ms} | {n: options[n] for n in rest if n in options})
         return msgspec.structs.replace(chosen, listen=listen)
 
 
 class StreamResult(msgspec.Struct, frozen=True):
-    """All that is known after a chunk. May also be read as a mapping: `result["fixed_text"]`."""
+    """Result after a chunk. Readable as a mapping, too: `result["fixed_text"]`."""
 
     text: str
-    """Of all audio so far."""
+    """Text of all audio so far."""
     fixed_text: str
-    """The beginning of `text`, in whole words, that no later result changes."""
+    """Beginning of `text`, in whole words, that no later result changes."""
     audio_duration_ms: int
-    """All audio so far."""
+    """Duration of all audio so far."""
     is_final: bool
-    """The last result: no more audio will come, and all of the text is fixed."""
+    """Whether this is the last result: the audio has ended, and all of the text is fixed."""
     segments: tuple[Segment, ...]
-    """Those that are closed; `text` begins with theirs."""
+    """Closed segments; `text` begins with theirs."""
     language: str = ""
-    """That the last of them was heard in, as a code; empty before one is, and where the model knows only one."""
+    """Language code of the last segment; empty before there is one, and where the model has only one language."""
     language_prob: float = 0.0
-    """How probable that is, 0 to 1; 0 where nobody asked the audio."""
+    """Probability of the language, 0 to 1; 0 where it was not detected."""
 
     @property
     def unfixed_text(self) -> str:
-        """The rest of `text`, with the space before it."""
+        """Rest of `text`, with the space before it."""
         return self.text[len(self.fixed_text) :]
 
     def keys(self) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ class StreamResult(msgspec.Struct, frozen=True):
 
 
 class StreamRun:
-    """One source on its way through the pipeline, in the turns of whoever reads."""
+    """Recognition of one source, advanced by its reader."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class StreamRun:
         self._itn = options.listen.itn
         self._wake, self._called = wake, False
         self._lock = threading.Lock()
-        """Held while working, so that another thread may close."""
+        """Held while advancing, so that another thread may close."""
         self._closed = self._rechecked = self._finishing = self._finished = False
         self._segments: tuple[Segment, ...] = ()
         self._locked = self._fixed = ""
@@ -196,21 +196,21 @@ class StreamRun:
         self._rechecked = False
 
     def finish(self, pcm: np.ndarray) -> None:
-        """With the last of the audio."""
+        """Appends the last audio and ends the session."""
         self.append_audio(pcm)
         self._finishing = True
         self._session.finish()
 
     def take_result(self) -> StreamResult | None:
-        """The result, once all that was put has been heard; None: call again after `wake`.
+        """Returns the result once all appended audio has been processed; None: call again after `wake`.
 
-        Raises Cancelled when it was closed, and what Listening does.
+        Raises Cancelled once closed, and what LiveSession raises.
         """
         with self._lock:
             while True:
                 if self._closed:
                     raise Cancelled("the stream was closed", "", "read it before it is")
-                self._called = False  # before advancing: a call from now on tells of something new
+                self._called = False  # before advancing: any later call means something new
                 for event in self._session.advance():
                     self._apply_event(event)
                 if self._finished:
@@ -228,9 +228,10 @@ class StreamRun:
         self._wake()
 
     def _clock(self) -> float:
-        """Audio is the clock of what is asked for; a second look is for what came after an anchor."""
-        heard_s = units.samples_to_s(self._samples)
-        return heard_s + self._partial_s if self._rechecked else heard_s
+        """Time by which partials are spaced: audio appended, in seconds. The second pass over a chunk is a
+        partial interval later, so that audio after an anchor gets a partial."""
+        audio_s = units.samples_to_s(self._samples)
+        return audio_s + self._partial_s if self._rechecked else audio_s
 
     def _on_wake(self) -> None:
         if not self._called:
@@ -255,9 +256,9 @@ class StreamRun:
         if is_final:
             self._fixed = text
         else:
-            # A number that is still being said may be written in another form once all of it is.
-            certain = self._locked if self._itn else _joined(self._locked, self._partial.locked_text)
-            end = min(len(certain), len(text) - self._rollback)
+            # A number that is not complete may still be written differently.
+            locked = self._locked if self._itn else _joined(self._locked, self._partial.locked_text)
+            end = min(len(locked), len(text) - self._rollback)
             if end < len(text):
                 end = text.rfind(" ", 0, max(0, end + 1))
             self._fixed = max(self._fixed, text[: max(0, end)], key=len)
@@ -266,7 +267,7 @@ class StreamRun:
 
 
 def with_speaker(segment: Segment, speaker: str) -> Segment:
-    """The same, when all that was said shows who said it."""
+    """Returns the segment with a revised speaker."""
     if segment.speaker == speaker:
         return segment
     words = tuple(msgspec.structs.replace(word, speaker=speaker) for word in segment.words)
@@ -278,8 +279,8 @@ def _joined(before: str, after: str) -> str:
 
 
 class TranscriptStream:
-    """Results of one source: read it once, with `for` or `async for`. Leaving the loop frees what it holds; so
-    does the end of a `with` block around it, or `close`, from any thread."""
+    """Results of one source, read once with `for` or `async for`. Leaving the loop frees the session; so does
+    the end of a `with` block around it, or `close`, from any thread."""
 
     def __init__(
         self,
@@ -289,8 +290,8 @@ class TranscriptStream:
         options: StreamOptions,
         holder: object,
     ) -> None:
-        """`holder` lives as long as this. Raises OptionError, UnsupportedAudio; reading raises AtCapacity,
-        EngineClosed, and what the source does."""
+        """`holder` is kept alive as long as this object. Raises OptionError, UnsupportedAudio; reading raises
+        AtCapacity, EngineClosed, and the source's errors."""
         resolve_language(client, options.listen.language)
         prompt_tokens(client, tokenizer, options.listen.prompt)
         hotword_bias(client, tokenizer, options.listen.hotwords)
@@ -314,44 +315,44 @@ class TranscriptStream:
         self._session: StreamRun | None = None
 
     def __iter__(self) -> Generator[StreamResult, None, None]:
-        awake = threading.Event()
+        ready = threading.Event()
 
-        def known(run: StreamRun) -> StreamResult:
+        def wait_result(run: StreamRun) -> StreamResult:
             while (result := run.take_result()) is None:
-                awake.wait()
-                awake.clear()
+                ready.wait()
+                ready.clear()
             return result
 
-        with self._begin(awake.set) as run, contextlib.closing(self._pieces()) as pieces:
+        with self._begin(ready.set) as run, contextlib.closing(self._pieces()) as pieces:
             for pcm in pieces:
                 run.append_audio(pcm)
-                yield known(run)
+                yield wait_result(run)
             run.finish(self._chunker.flush())
-            yield known(run)
+            yield wait_result(run)
 
     async def __aiter__(self) -> AsyncGenerator[StreamResult, None]:
-        loop, awake = asyncio.get_running_loop(), asyncio.Event()
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(awake.set)
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: no reader waits
+                loop.call_soon_threadsafe(ready.set)
 
-        async def known(run: StreamRun) -> StreamResult:
+        async def wait_result(run: StreamRun) -> StreamResult:
             while (result := run.take_result()) is None:
-                await awake.wait()
-                awake.clear()
+                await ready.wait()
+                ready.clear()
             return result
 
         with self._begin(wake) as run:
             async with contextlib.aclosing(self._pieces_async()) as pieces:
                 async for pcm in pieces:
                     run.append_audio(pcm)
-                    yield await known(run)
+                    yield await wait_result(run)
             run.finish(self._chunker.flush())
-            yield await known(run)
+            yield await wait_result(run)
 
     def close(self) -> None:
-        """Free what is held, at once. Whoever is reading gets Cancelled. Idempotent."""
+        """Frees the session at once. A pending read raises Cancelled. Idempotent."""
         if self._session is not None:
             self._session.close()
 
@@ -380,10 +381,10 @@ class TranscriptStream:
         self._session = StreamRun(self._client, self._tokenizer, self._options, wake)
         return contextlib.closing(self._session)
 
-    # --- the source ------------------------------------------------------------------------------------
+    # --- source ---------------------------------------------------------------------------------------
 
     def _pieces(self) -> Generator[np.ndarray, None, None]:
-        """Whole chunks; the rest stays in `_cut`."""
+        """Yields complete pieces; the rest stays in the chunker."""
         if self._whole:
             with open_audio(cast(Source, self._source)) as audio:
                 for pcm in audio:
@@ -406,7 +407,7 @@ class TranscriptStream:
         elif isinstance(self._source, np.ndarray | list | tuple):
             for pcm in self._pieces():
                 yield pcm
-        else:  # it may have to wait, for a disk or for somebody to speak
+        else:  # reading may block: on a disk, or on live audio
             pieces = self._pieces()
             step: asyncio.Future[np.ndarray | None] | None = None
             try:

@@ -1,12 +1,12 @@
-"""Any audio in, chunks of 16 kHz mono float32 out.
+"""Audio of any kind to chunks of 16 kHz mono float32.
 
     open_audio   a path, bytes, a stream or an array, read piece by piece
     read_audio   the same, all at once
     Resampler    one stream at any rate to 16 kHz
 
-`io` is the door. Behind it: `sources` (bytes), `headers` (what they announce), `media` (decoding),
-`pcm` (numbers to -1..1 mono), `resample`. `live` is the door for bytes as they are spoken, with `ogg` and `opus`
-behind it.
+`reader` is the entry point for recordings. It uses `byte_source` (bytes), `container_headers` (announced lengths),
+`media_reader` (decoding), `pcm` (samples to -1..1 mono) and `resample`. `stream_decoder` is the entry point for
+live audio, with `ogg_opus` and `opus_decoder`.
 """
 
 from asr_serve.audio.reader import CHUNK_SAMPLES, AudioLimits, AudioStream, Source, open_audio, read_audio

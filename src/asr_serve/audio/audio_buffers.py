@@ -1,4 +1,4 @@
-"""Audio on its way: gathered into pieces for one reader, kept for another."""
+"""Audio buffers: chunks joined to whole windows, and a history of recent audio."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asr_serve.types import Span
 
 
 class WindowAlignedBuffer:
-    """Chunks of any size in, pieces of whole windows out; the last window is filled up with silence."""
+    """Chunks of any size to pieces of whole windows; the last window is padded with silence."""
 
     def __init__(self) -> None:
         self.chunks: list[np.ndarray] = []
@@ -21,21 +21,21 @@ class WindowAlignedBuffer:
         self.samples += len(chunk)
 
     def take_windows(self, limit: int, window: int, *, last: bool) -> np.ndarray:
-        """Up to `limit` samples; the last piece is all there is, filled up to a multiple of `window`."""
+        """Remove and return up to `limit` samples; with `last` all of them, padded to a multiple of `window`."""
         if not self.samples:
             return np.zeros(0, np.float32)
         joined = np.concatenate(self.chunks) if len(self.chunks) > 1 else self.chunks[0]
         if last:
             missing = -len(joined) % window
-            taken, rest = (np.pad(joined, (0, missing)) if missing else joined), joined[:0]
+            windows, rest = (np.pad(joined, (0, missing)) if missing else joined), joined[:0]
         else:
-            taken, rest = joined[:limit], joined[limit:]
+            windows, rest = joined[:limit], joined[limit:]
         self.chunks, self.samples = ([rest] if len(rest) else []), len(rest)
-        return taken
+        return windows
 
 
 class AudioHistory:
-    """The audio that a segment to come may still need."""
+    """Recent audio that a future segment may still need."""
 
     def __init__(self) -> None:
         self.start = self.end = 0
@@ -49,7 +49,7 @@ class AudioHistory:
         """The samples of `span`; a view where they lie in one piece."""
         parts: list[np.ndarray] = []
         at = self.end
-        for chunk in reversed(self.chunks):  # what is wanted is new, mostly
+        for chunk in reversed(self.chunks):  # spans are mostly recent
             at -= len(chunk)
             first, last = max(span.start_samples - at, 0), min(span.end_samples - at, len(chunk))
             if first < last:

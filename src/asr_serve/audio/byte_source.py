@@ -1,4 +1,4 @@
-"""Bytes from a path, memory or a stream behind one small reader, with the byte limit kept."""
+"""One reader for bytes from a path, memory or a stream, with a limit on their number."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import BinaryIO, cast
 from asr_serve.errors import AudioError, AudioTooLarge, EmptyAudio, SourceNotFound, UnsupportedAudio
 
 HEAD_BYTES = 65_536
-"""How much of the beginning is kept for `headers`."""
+"""Bytes of the beginning that are kept for `container_headers`."""
 
 SPOOL_MAX_BYTES = 4 * 1024**3
-"""The most that is put on disk for a stream that must be seeked in but cannot be."""
+"""Most bytes copied to disk for a stream that must be seekable but is not."""
 
 
 class _Memory:
-    """A caller's buffer as a raw file, without copying it as a whole."""
+    """A buffer as a raw file, without copying it as a whole."""
 
     def __init__(self, buffer: bytes | bytearray | memoryview) -> None:
         view = memoryview(buffer)
@@ -45,13 +45,13 @@ class _Memory:
 
 
 class ByteSource:
-    """One input's bytes, with just the methods PyAV looks for.
+    """Bytes of one input, with just the methods that PyAV uses.
 
-    A stream is read from where it stands, and stays open when we are done; a path's file is ours to close.
-    One that sets `seekable_when_read` promises that it can seek once it was read to its end.
+    A stream is read from its current position, and stays open afterwards; a file opened by path is closed.
+    A stream that sets `seekable_when_read` promises that it can seek once it has been read to its end.
 
     Raises  SourceNotFound, EmptyAudio, AudioTooLarge, UnsupportedAudio (not a binary stream); at open, from
-            `spool`, or from `expect_unbroken` for what shows only while PyAV reads
+            `spool`, or from `expect_unbroken` for errors that occur while PyAV reads
     """
 
     def __init__(self, source: object, max_bytes: int | None) -> None:
@@ -98,7 +98,7 @@ class ByteSource:
             raise EmptyAudio(f"{self.label} holds 0 bytes", "audio needs some", "check how it was written")
 
     def spool(self) -> None:
-        """Make a stream seekable that is not: by waiting for its end where that is enough, else by a copy on disk.
+        """Make a stream seekable: by waiting for its end where that is enough, else by a copy on disk.
 
         Raises  AudioTooLarge past the byte limit, or past SPOOL_MAX_BYTES where there is none; SourceNotFound
         """
@@ -110,7 +110,7 @@ class ByteSource:
             while not _seekable(self._raw):
                 piece = self._read_raw(HEAD_BYTES)
                 assert piece or _seekable(self._raw), "it promised to be seekable once read"
-        if _seekable(self._raw):  # also one that has become so since it was opened
+        if _seekable(self._raw):  # including a stream that has become so since it was opened
             self._base = self._raw.tell() - self.read_bytes
             self.size_bytes = self._raw.seek(0, os.SEEK_END) - self._base
             self._expect_allowed(self.size_bytes)
@@ -122,7 +122,7 @@ class ByteSource:
             disk.write(self.head)
             while piece := self._read_raw(HEAD_BYTES):
                 disk.write(piece)
-            undo.pop_all()  # it outlives this call, as our source
+            undo.pop_all()  # the file outlives this call, as our source
         self.size_bytes = self.read_bytes
         self.close()
         self._raw, self._owned, self._can_seek, self._base = cast(BinaryIO, disk), True, True, 0
@@ -132,10 +132,10 @@ class ByteSource:
         return self._can_seek
 
     def read(self, size: int) -> bytes:
-        """For PyAV: what cannot be read looks like the end, and `expect_unbroken` raises it.
+        """Read for PyAV: an error looks like the end of the input, and `expect_unbroken` raises it.
 
-        PyAV holds what is raised in here until a later call of its own. It prints all but the last to stderr
-        when a demuxer (matroska) reads on, and the last may come up in another input on the same thread.
+        PyAV stores exceptions raised in here until a later call. It prints all but the last to stderr when a
+        demuxer (matroska) reads on, and the last may be raised for another input on the same thread.
         """
         if self._broken is None:
             try:
@@ -145,7 +145,7 @@ class ByteSource:
         return b""
 
     def expect_unbroken(self) -> None:
-        """Raises what `read` or `seek` kept to itself, if anything."""
+        """Raise the error that `read` or `seek` stored, if any."""
         if self._broken is not None:
             raise self._broken
 
@@ -161,7 +161,7 @@ class ByteSource:
         return piece
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """For PyAV: -1, its word for a failure, where the stream is broken."""
+        """Seek for PyAV; -1, its code for a failure, where the stream is broken."""
         assert self.size_bytes is not None, "only offered to PyAV where seekable() says so"
         self._at = max(0, offset + (0, self._at, self.size_bytes)[whence])
         try:
@@ -203,7 +203,7 @@ class ByteSource:
         return bytes(piece)
 
     def _left_bytes(self) -> int:
-        """What may still be read of a stream, and one byte more, to see that it is too large."""
+        """Bytes that may still be read of a stream, and one more, to detect that it is too large."""
         if self._can_seek or self.max_bytes is None:
             return sys.maxsize
         return self.max_bytes - self.read_bytes + 1
@@ -224,11 +224,11 @@ def _seekable(raw: BinaryIO) -> bool:
     try:
         return bool(answer()) if callable(answer) else True
     except (OSError, ValueError):
-        return False  # closed: reading it will say so
+        return False  # closed: reading it will raise the error
 
 
 def _open_path(path: str | os.PathLike[str], label: str) -> BinaryIO:
-    # The file is opened here and never by ffmpeg, for which "http://..." and "concat:..." are no file names.
+    # The file is opened here, never by ffmpeg, which does not take "http://..." and "concat:..." for file names.
     todo = "check the path" if "://" not in os.fsdecode(path) else "fetch it first: nothing is downloaded here"
     try:
         return cast(BinaryIO, open(path, "rb", buffering=0))

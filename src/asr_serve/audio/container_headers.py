@@ -1,4 +1,4 @@
-"""What the first bytes of a file say about it. Pure functions over bytes; decoding is PyAV's."""
+"""Parsers for the first bytes of audio files. Pure functions over bytes; decoding is PyAV's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 from asr_serve.units import resampled_samples
 
-# What a writer that cannot seek back leaves in a RIFF size: 0, or the largest number it knew, less its own
-# headers (ffmpeg 2^32-1, sox 2^31-4096, others 2^31). No real file is taken for one: it would have to end
-# within 4 KiB of 2 or 4 GiB.
+# A writer that cannot seek back leaves a RIFF size of 0, or the largest number it can write, less its own
+# headers (ffmpeg 2^32-1, sox 2^31-4096, others 2^31). A real file is mistaken for a streamed one only if its
+# length is within 4 KiB of 2 or 4 GiB.
 _STREAMED_SLACK_BYTES = 4_096
 
 _MAGICS: tuple[tuple[int, bytes, str], ...] = (
@@ -34,11 +34,11 @@ class WavHeader(msgspec.Struct, frozen=True):
     bytes_per_s: int
     data_start_bytes: int
     data_bytes: int | None
-    """None: a streaming writer, which announced nothing."""
+    """Length of the data chunk; None: unknown, from a streaming writer."""
 
 
 def container_name(head: bytes) -> str | None:
-    """The container the first bytes belong to, where that needs no guess; None otherwise."""
+    """Name of the container that the first bytes identify; None where they identify none."""
     for offset, magic, name in _MAGICS:
         if head[offset : offset + len(magic)] == magic:
             return name
@@ -46,7 +46,7 @@ def container_name(head: bytes) -> str | None:
 
 
 def read_wav_header(head: bytes) -> WavHeader | None:
-    """Read a WAV header; None where `head` is no WAV or holds not all of it."""
+    """Parse a WAV header; None where `head` is no WAV or the header is incomplete."""
     if head[:4] not in (b"RIFF", b"RF64") or head[8:12] != b"WAVE":
         return None
     at, fmt, long_bytes = 12, None, None
@@ -59,7 +59,7 @@ def read_wav_header(head: bytes) -> WavHeader | None:
             long_bytes = struct.unpack_from("<QQ", body)[1]
         elif name == b"data" and fmt is not None:
             tag, channels, rate_hz, bytes_per_s, block_bytes, _ = fmt
-            if tag in (1, 3, 0xFFFE):  # PCM needs no word of the writer's for its bytes per second
+            if tag in (1, 3, 0xFFFE):  # for PCM it is computed, which is safer than the announced value
                 bytes_per_s = rate_hz * block_bytes
             announced = long_bytes if long_bytes and size == 0xFFFFFFFF else _unless_streamed(size)
             return WavHeader(channels, rate_hz, bytes_per_s, at + 8, announced)
@@ -74,7 +74,7 @@ def _unless_streamed(size: int) -> int | None:
 
 
 def mp4_needs_seeking(head: bytes) -> bool:
-    """True for an mp4 whose index (moov) does not come before its audio (mdat) within `head`."""
+    """Whether `head` is an mp4 whose index (moov) does not come before its audio (mdat) within `head`."""
     if container_name(head) != "mp4":
         return False
     at = 0
@@ -91,7 +91,7 @@ def mp4_needs_seeking(head: bytes) -> bool:
 def mp3_announced_samples(head: bytes) -> int | None:
     """Samples at 16 kHz that the Xing/Info header of an mp3 announces; None where there is none.
 
-    Without one an mp3 announces nothing: what ffmpeg then calls its duration is guessed from the bit rate.
+    Without this header an mp3 announces no length: ffmpeg's duration is then an estimate from the bit rate.
     """
     at = 0
     if head[:3] == b"ID3" and len(head) >= 10:

@@ -1,25 +1,25 @@
-"""Speech probabilities of one caller -> closed spans of samples, in order and never overlapping.
+"""Endpointing: speech probabilities of one caller to closed spans of samples, in order and never overlapping.
 
-Words used here, all in whole windows of 512 samples:
+Terms used here, all in whole windows of 512 samples:
 
 speech   a window with probability >= `threshold`
-pause    from the first window below `neg_threshold` to the next speech. What lies between the two
-         thresholds continues whatever was going on (hysteresis), so a word may fade without ending.
+pause    from the first window below `neg_threshold` to the next speech. A window between the two
+         thresholds continues the current state (hysteresis), so a word may fade without ending.
 
-A segment opens at speech, and closes at a pause once that lasts as long as the schedule asks of a segment
-of that length. Its span is the speech with some padding, but never reaches into the span before, nor past
-the audio known to exist. So a span, once given out, depends on nothing that comes later.
+A segment opens at speech, and closes at a pause once that lasts as long as the schedule requires for a segment
+of that length. Its span is the speech with some padding, but never reaches into the previous span, nor past
+the audio known to exist. So a returned span does not depend on later audio.
 
-Dropped: a segment whose speech adds up to less than `min_speech_ms`, and which stands alone: before it and
-after it the schedule's whole silence, or the end of the audio. Nothing else that was speech is left out.
+Dropped: a segment with less than `min_speech_ms` of speech that is isolated: before and after it lies the
+schedule's whole silence, or the end of the audio. All other speech is kept.
 
-Flushed: on request the open segment ends where the audio does, in the middle of a word if need be. The last sound
-of that word, if no more follows, is dropped.
+Flushed: on request the open segment ends at the end of the audio so far, in the middle of a word if need be. The
+last sound of that word, if nothing follows it, is dropped.
 
-Cut: when one window more would make the span longer than `max_segment_ms`, it ends early, at the longest
-pause in its last 40 %. If that pause is still running, the segment closes there as it would have later.
-If speech has resumed since, both pieces meet in the middle of that pause. Without any pause they meet in
-the quietest 96 ms. Pieces share the cut sample: none is lost or heard twice.
+Cut: when one more window would make the span longer than `max_segment_ms`, it ends early, at the longest
+pause in its last 40 %. If that pause still lasts, the segment closes there as it would have later.
+If speech has resumed since, both parts meet in the middle of that pause. Without any pause they meet in
+the quietest 96 ms. The parts share the cut position: no sample is lost or recognized twice.
 """
 
 from __future__ import annotations
@@ -38,32 +38,36 @@ from asr_serve.units import ms_to_samples
 
 WINDOW_SAMPLES = 512
 CALM_MS = 192
-"""A pause this long lies between two words; a shorter one may be within one."""
+"""Least pause that lies between two words; a shorter one may be within a word."""
 MIN_MAX_SEGMENT_MS = 1_000
 LOOK_BACK = 0.4
 LEFT_OVER_SAMPLES = 4 * WINDOW_SAMPLES
-"""Speech that goes on behind a flush in its middle, and no longer than this, is what was flushed dying away."""
+"""Longest speech after a flush in the middle of speech that counts as the end of the flushed word."""
 NEVER = sys.maxsize
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When speech starts, ends and is too long.
+    """Thresholds and lengths of endpointing.
 
     Raises  OptionError
     """
 
     threshold: float = 0.5
-    """Speech starts here. Silero is trained to be read at one half."""
+    """Probability at which speech starts. Silero is trained for one half."""
     neg_threshold: float = 0.35
-    """Speech ends below this: 0.15 lower, as the model's authors use it, so that a fading vowel holds."""
+    """Probability below which speech ends: 0.15 lower, as the model's authors use it, so that a fading vowel does
+    not end it."""
     min_speech_ms: int = 60
-    """Two windows of 32 ms: a lone one is a click or a breath, two may already be a 'yes'."""
+    """Least speech of an isolated segment, two windows of 32 ms: one is a click or a breath, two may be a
+    'yes'."""
     pad_before_ms: int = 250
-    """Onsets are quiet: an 's' or 'h' runs 100-200 ms before the first window that is surely speech."""
+    """Padding before speech. Onsets are quiet: an 's' or 'h' starts 100-200 ms before the first window that is
+    clearly speech."""
     pad_after_ms: int = 250
-    """Endings too; and recognisers drop a last word that touches the end of their audio."""
+    """Padding after speech. Endings are quiet too, and recognizers drop a last word that touches the end of their
+    audio."""
     max_segment_ms: int | None = None
-    """The longest the model can take, pads included; None for no limit."""
+    """Longest segment that the model takes, padding included; None for no limit."""
     schedule: SilenceSchedule = OFFLINE_SCHEDULE
 
     def __post_init__(self) -> None:
@@ -94,7 +98,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Endpointer:
-    """The endpointing of one caller: `push` probabilities as they come, `finish` once.
+    """Endpointing of one caller: `append_probabilities` as they come, `finish` once.
 
     State   one open segment and, with a length limit, the probabilities of its last 40 %: bounded
     """
@@ -111,59 +115,59 @@ class Endpointer:
         limit_ms = config.max_segment_ms
         self._limit = NEVER if limit_ms is None else ms_to_samples(limit_ms)
         self.settled_samples = NEVER if limit_ms is None else ms_to_samples(limit_ms * (1 - LOOK_BACK))
-        """Samples at the start of a span in which it is not cut."""
+        """Samples at the start of a span within which it is never cut."""
         look_back = 0 if limit_ms is None else ms_to_samples(limit_ms * LOOK_BACK) // WINDOW_SAMPLES + 1
 
         self._now = 0
         """Start of the next window; everything before it is audio that exists."""
         self._floor = 0
-        """End of the last span given out."""
+        """End of the last returned span."""
         self._alone_from = 0
-        """A segment that starts before this did not have the schedule's silence before it."""
+        """Position from which on a segment has the schedule's whole silence before it."""
         self._flushed_at = -WINDOW_SAMPLES
-        """Where a segment was flushed in the middle of speech."""
+        """Position at which a segment was last flushed in the middle of speech."""
         self._finished = False
         self._open = False
         self.split_mid_speech = False
-        """The open segment, or else the last one, begins in the middle of speech: no pause to cut at was found."""
+        """Whether the open segment, or else the last one, begins in the middle of speech, cut without a pause."""
         # of the open segment:
         self._start = 0
         self._pause: int | None = None
         self._speech = 0
         self._droppable = False
         self._least = self._min_speech
-        """A droppable one with less speech is dropped."""
+        """Least speech that keeps a droppable segment."""
         self._pauses: list[Span] = []
-        """Pauses that ended, where a cut could still fall."""
+        """Pauses that have ended, at which the segment could still be cut."""
         self._recent: deque[float] = deque(maxlen=look_back)
 
     @property
     def open_from_samples(self) -> int | None:
-        """Where the open segment starts; None when none is open."""
+        """Start of the open segment; None when none is open."""
         return self._start if self._open else None
 
     @property
     def pause_from_samples(self) -> int | None:
-        """Where the pause began that the open segment is in; None when there is speech, or no segment."""
+        """Start of the open segment's current pause; None during speech, or without an open segment."""
         return self._pause if self._open else None
 
     @property
     def closes_at_samples(self) -> int | None:
-        """Where the pause will have been long enough, if it goes on; None outside of one."""
+        """Position at which the current pause closes the segment, if it lasts; None outside a pause."""
         return self._enough_at(self._pause) if self._open and self._pause is not None else None
 
     @property
     def is_certain(self) -> bool:
-        """The open segment has enough speech, or company, not to be dropped."""
+        """Whether the open segment can no longer be dropped: it has enough speech, or is not isolated."""
         return self._open and not (self._droppable and self._speech < self._least)
 
     @property
     def keep_from_samples(self) -> int:
-        """The earliest sample that any span still to come may include; older audio can be let go."""
+        """Earliest sample that a future span may include; older audio can be dropped."""
         return self._start if self._open else max(self._floor, self._now - self._pad_before)
 
     def append_probabilities(self, probabilities: NDArray[np.floating]) -> list[Span]:
-        """Take the next windows; give out the spans that they close."""
+        """Process the probabilities (windows,) of the next windows; return the spans that they close."""
         assert not self._finished, "push after finish"
         assert not np.isnan(probabilities).any(), "a speech probability is NaN"
         closed: list[Span] = []
@@ -179,9 +183,9 @@ class Endpointer:
         return closed
 
     def finish(self, total_samples: int) -> list[Span]:
-        """No more audio: give out the open segment. The last window may have been a partial one.
+        """End the audio and return the span of the open segment. The last window may have been a partial one.
 
-        In      total_samples: the audio's length, which the windows pushed must cover, none to spare
+        In      total_samples: the audio's length, which the appended windows must cover without a spare one
         """
         assert not self._finished, "finish twice"
         assert 0 <= self._now - total_samples < WINDOW_SAMPLES, f"{self._now} samples scored of {total_samples}"
@@ -193,8 +197,8 @@ class Endpointer:
         return closed
 
     def flush(self, at_samples: int) -> list[Span]:
-        """Give out the open segment now, up to `at_samples`, which lies within the next window; the next segment
-        begins there at the earliest. One that is not `sure` stays open: nobody could say yet whether it is
+        """Close the open segment at `at_samples`, which lies within the next window, and return its span; the next
+        segment begins there at the earliest. A segment that is not `is_certain` stays open: it may not be
         speech."""
         assert not self._finished, "flush after finish"
         assert 0 <= at_samples - self._now < WINDOW_SAMPLES, f"{self._now} samples scored, flushed at {at_samples}"
@@ -226,7 +230,7 @@ class Endpointer:
             self._close(self._pause, self._now, closed)
 
     def _enough_at(self, pause: int) -> int:
-        """When the pause that started at `pause` will have been long enough."""
+        """Position at which a pause that started at `pause` closes the segment."""
         length = pause - self._start
         return pause + next(silence for up_to, silence in self._schedule if length <= up_to)
 
@@ -235,25 +239,25 @@ class Endpointer:
         self._least = self._min_speech
         if start <= self._flushed_at:
             self._droppable, self._least = True, LEFT_OVER_SAMPLES
-        self._speech = 0  # asked for only if droppable, so a piece need not count what it inherits
+        self._speech = 0  # read only if droppable, so a part after a cut need not count inherited speech
         self._pauses = [pause for pause in self._pauses if pause.end_samples > start + self.settled_samples]
 
     def _close(self, end_of_speech: int, known: int, closed: list[Span]) -> None:
-        """Give the span out, unless it is a lone blip. `known`: audio up to here is known to exist."""
+        """Append the span to `closed`, unless it is dropped. `known`: audio up to here is known to exist."""
         self._open, self._pause, self._pauses = False, None, []
         if self._droppable and self._speech < self._least:
             return
         self._floor = min(end_of_speech + self._pad_after, known)
-        if self._floor > self._start:  # it may have been flushed up to the very end
+        if self._floor > self._start:  # the audio may have been flushed up to its very end
             closed.append(Span(self._start, self._floor))
 
     def _cut(self, closed: list[Span]) -> None:
-        """End the open segment before the window at `now`, which would make it too long."""
+        """Cut the open segment before the window at `_now`, which would make it too long."""
         earliest = self._start + self.settled_samples
         pauses = [Span(max(p.start_samples, earliest), p.end_samples) for p in self._pauses]
         if self._pause is not None:
             pauses.append(Span(max(self._pause, earliest), self._now))
-        # the later of two equal ones: the longer piece
+        # The later of two equal pauses, for a longer first part.
         longest = max(pauses, key=lambda p: (p.samples, p.start_samples), default=Span(0, 0))
         if self._pause is not None and longest.end_samples == self._now:
             self._droppable = False
@@ -269,7 +273,7 @@ class Endpointer:
         self.split_mid_speech = longest.samples < ms_to_samples(CALM_MS)
 
     def _quietest(self, earliest: int) -> int:
-        """Middle of the window around which three windows are the quietest, `earliest` up to `now`."""
+        """Middle of the three windows with the lowest mean probability between `earliest` and `_now`."""
         count = min(len(self._recent), (self._now - earliest) // WINDOW_SAMPLES)
         recent = np.array(self._recent)[len(self._recent) - count :]
         means = np.convolve(recent, np.full(3, 1 / 3), mode="valid")

@@ -1,11 +1,11 @@
-"""Files, folders, globs, wav.scp, jsonl manifests, text lists and `-` become Items, lazily and in order.
+"""Files, folders, globs, wav.scp, jsonl manifests, text lists and `-` to InputItems, lazily and in order.
 
-A name that leads to no audio (a missing file, a glob or folder with nothing in it) still comes out as an
-Item: reading it fails, that failure is reported under its key, and the others finish. Only a list that is
-malformed raises, because which of its lines to trust would be a guess.
+A name without audio (a missing file, an empty glob or folder) still yields an item: reading it fails, the error is
+reported under its key, and the others finish. Only a malformed list raises, because none of its lines can then be
+trusted.
 
 Keys: a list's own key; else the path as it was written; `stdin` for `-`; `input-N` for the Nth input when it
-has no name. A key seen before gets `#2`, then `#3` and so on.
+has no name. A repeated key gets `#2`, then `#3` and so on.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _AUDIO = (
     ".oga .ogg .opus .wav .webm .wma .wv"
 )
 AUDIO_SUFFIXES = frozenset(_AUDIO.split())
-"""What is taken from a folder. A file named outright may have any name."""
+"""Suffixes of files that are read from a folder. A file named explicitly may have any suffix."""
 KALDI_SUFFIX, JSONL_SUFFIX = ".scp", ".jsonl"
 TEXT_SUFFIXES = frozenset((".txt", ".lst", ".list"))
 LIST_SUFFIXES = frozenset((KALDI_SUFFIX, JSONL_SUFFIX, *TEXT_SUFFIXES))
 SOURCE_FIELDS = ("wav", "audio", "path", "audio_filepath", "source")
-"""Names a jsonl manifest may give the audio's path; the first one present is used."""
+"""Fields of a jsonl manifest that may hold the audio's path; the first one present is used."""
 LINE_BYTES = 1 << 20
 """Longest line of a list."""
 
@@ -43,7 +43,7 @@ _ARCHIVE = re.compile(r"\.ark:\d+$")
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """One input: a key to report it by, and where its audio is."""
+    """One input: a key to report it by, and the source of its audio."""
 
     key: str
     source: Source
@@ -55,10 +55,10 @@ def expand_inputs(
     recursive: bool = True,
     stdin: BinaryIO | None = None,
 ) -> Iterator[InputItem]:
-    """Every input as Items with unique keys. Folders are walked and lists are read only as items are taken.
+    """Every input as InputItems with unique keys. Folders and lists are read lazily, as items are consumed.
 
-    Folders are read in the order of their names; hidden entries and linked folders are left out.
-    `recursive=False` stays in the folder itself. `stdin` stands in for the process's own.
+    Folders are read in the order of their names; hidden entries and linked folders are skipped.
+    `recursive=False` skips subfolders. `stdin` replaces the process's own.
     Raises OptionError, with the list's name and line, for a malformed list.
     """
     if isinstance(inputs, str | bytes | os.PathLike):
@@ -74,24 +74,24 @@ def expand_inputs(
 
 
 def path_key(path: str | os.PathLike[str]) -> str:
-    """A path as a key: valid Unicode even where the file's name is not."""
+    """Key of a path: valid Unicode even where the file's name is not."""
     return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _expand(inputs: Iterable[object], recursive: bool, stdin: BinaryIO | None) -> Iterator[InputItem]:
     stdin_taken = False
-    for number, each in enumerate(inputs, start=1):
-        if isinstance(each, InputItem):
-            yield each
-        elif isinstance(each, str) and each == "-":
+    for number, source in enumerate(inputs, start=1):
+        if isinstance(source, InputItem):
+            yield source
+        elif isinstance(source, str) and source == "-":
             if stdin_taken:
                 raise OptionError("`-` is given twice", "standard input can be read once", "name the other input")
             stdin_taken = True
             yield InputItem("stdin", sys.stdin.buffer if stdin is None else stdin)
-        elif isinstance(each, str | os.PathLike):
-            yield from _named(Path(each), recursive)
+        elif isinstance(source, str | os.PathLike):
+            yield from _named(Path(source), recursive)
         else:
-            yield InputItem(f"input-{number}", each)  # type: ignore[arg-type]  # the caller's Source, as it came
+            yield InputItem(f"input-{number}", source)  # type: ignore[arg-type]  # any Source
 
 
 def _named(path: Path, recursive: bool) -> Iterator[InputItem]:
@@ -122,11 +122,11 @@ def _walk(folder: Path, recursive: bool) -> Iterator[InputItem]:
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
-    except OSError:  # may not be read: let the reader of audio say so under the folder's name
+    except OSError:  # no permission: the audio reader reports it under the folder's name
         yield _plain(folder)
         return
     for entry in found:
-        if entry.name.startswith("."):  # also the ._x.wav companions that macOS leaves behind
+        if entry.name.startswith("."):  # includes the ._x.wav companions of macOS
             continue
         if entry.is_dir(follow_symlinks=False):
             if recursive:
@@ -144,7 +144,7 @@ def _list(path: Path) -> Iterator[InputItem]:
 
 
 class ManifestLine(msgspec.Struct, frozen=True):
-    """A line of a list, for errors and for relative paths."""
+    """Position of a line in a list, for errors and for relative paths."""
 
     path: Path
     number: int
@@ -153,12 +153,12 @@ class ManifestLine(msgspec.Struct, frozen=True):
         raise OptionError(f"{self.path}, line {self.number}: {came}", allowed, todo)
 
     def item(self, key: str | None, written: str) -> InputItem:
-        """Relative paths are relative to the list's own folder."""
+        """Item of a line; its path is relative to the list's own folder."""
         return InputItem(path_key(written) if key is None else key, self.path.parent / written)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers. File names need not be UTF-8, so lines need not be."""
+    """Non-blank lines with their numbers. File names need not be UTF-8, so lines need not be either."""
     with path.open("rb") as file:
         number = 0
         while line := file.readline(LINE_BYTES + 1):
@@ -174,7 +174,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _text(where: ManifestLine, line: str) -> InputItem | None:
-    """One path a line; `#` starts a comment line."""
+    """One path per line; `#` starts a comment line."""
     return None if line.startswith("#") else where.item(None, line)
 
 
@@ -194,7 +194,7 @@ def _kaldi(where: ManifestLine, line: str) -> InputItem:
 
 
 def _jsonl(where: ManifestLine, line: str) -> InputItem:
-    """A JSON object with the audio's path in one of SOURCE_FIELDS, and perhaps a `key`."""
+    """A JSON object with the audio's path in one of SOURCE_FIELDS, and optionally a `key`."""
     try:
         row = msgspec.json.decode(line.encode("utf-8", "surrogateescape"))
     except msgspec.DecodeError as error:
@@ -209,6 +209,6 @@ def _jsonl(where: ManifestLine, line: str) -> InputItem:
         where.refuse(f"{field} is {msgspec.json.encode(written).decode()}", f"{field} is a path")
     if key is not None and not isinstance(key, str | int):
         where.refuse(f"key is {msgspec.json.encode(key).decode()}", "key is a text or a number")
-    if row.get("offset"):  # NeMo: a piece of a file. Transcribing all of it would be a silent wrong answer.
+    if row.get("offset"):  # NeMo: a part of a file. Transcribing all of it would be silently wrong.
         where.refuse(f"offset {row['offset']}", "whole files", "cut the file first, or leave `offset` out")
     return where.item(None if key is None else str(key), written)

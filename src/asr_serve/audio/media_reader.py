@@ -1,4 +1,4 @@
-"""Media files to mono pieces, by PyAV."""
+"""Media files to mono chunks, by PyAV."""
 
 from __future__ import annotations
 
@@ -18,47 +18,48 @@ from asr_serve.errors import AudioError, CorruptAudio, EmptyAudio, NotAudio, Tru
 from asr_serve.units import RATE_HZ, samples_to_s
 
 DECODE_CHUNK_SAMPLES = 16_384
-"""Frames are gathered to about this many samples: a call per mp3 frame would cost more than the decoding."""
+"""Least samples of a chunk, gathered from frames: a call per mp3 frame would cost more than the decoding."""
 
 MAX_REFUSED_IN_A_ROW = 25
-"""Packets (a quarter to a whole second of speech) the decoder may refuse one after another."""
+"""Most consecutive packets (a quarter to a whole second of speech) that the decoder may refuse."""
 
 MAX_REFUSED_SHARE = 0.1
-"""Share of all packets the decoder may refuse; two are always forgiven."""
+"""Largest share of packets that the decoder may refuse; two are always tolerated."""
 
 GAP_S = 0.05
-"""A hole in the timestamps that is no jitter."""
+"""Least gap in the timestamps that is not jitter."""
 
 EXPECTED_GAP_S = 0.002
-"""The same where a packet was refused; timestamps may be whole milliseconds."""
+"""Least gap after a refused packet; timestamps may be whole milliseconds."""
 
 MAX_BACKWARD_S = 1.0
-"""Timestamps that go back further than this belong to a joined file."""
+"""Largest backward step of timestamps within a file; a larger one means a joined file."""
 
 MAX_GAP_S = 60.0
-"""A hole beyond this is a jump of the clock (a joined file), not lost audio."""
+"""Longest gap that counts as lost audio; a longer one is a jump of the clock in a joined file."""
 
 PAUSE_S = 1.0
-"""A hole up to this may be an encoder that sends next to nothing in pauses (opus: 20 ms of every 400)."""
+"""Longest gap that may come from an encoder that sends next to nothing in pauses (opus: 20 ms of every 400)."""
 
 MAX_PAUSES_SHARE = 25.0
-"""Silence for such holes, as a share of the decoded audio."""
+"""Most silence for gaps up to PAUSE_S, as a share of the decoded audio."""
 
 MAX_HOLES_SHARE = 0.1
-"""Silence for longer holes, as a share of the decoded audio."""
+"""Most silence for longer gaps, as a share of the decoded audio."""
 
 FREE_HOLES_S = 60.0
-"""This much of either is always forgiven. Without a bound, a few packets with wild timestamps last for hours."""
+"""Silence of either kind that is always allowed. Without a bound, a few wrong timestamps would make hours of
+it."""
 
 MAX_CHANNELS = 64
-"""Microphone arrays have as many."""
+"""Most channels, enough for microphone arrays."""
 
 RIFF_SLACK_BYTES = 64
-"""Some writers count their headers as data."""
+"""Tolerance for writers that count their headers as data."""
 
-# How far the decoded length may fall short of the announced one, by ffmpeg's container name. A container
-# that is not here announces nothing exact: raw aac, mpeg-ts and ogg know only what came, and an mp3
-# without a Xing header is guessed from its bit rate. WAV is counted in bytes.
+# Tolerated difference of decoded and announced length, by ffmpeg's container name. Other containers announce
+# no exact length: raw aac, mpeg-ts and ogg have none, and that of an mp3 without a Xing header is estimated
+# from its bit rate. WAV is counted in bytes.
 _SHORTFALL_S = {
     "flac": 0.01,
     "aiff": 0.01,
@@ -67,14 +68,15 @@ _SHORTFALL_S = {
     "mov,mp4,m4a,3gp,3g2,mj2": 0.5,
     "matroska,webm": 0.5,
 }
-# Containers whose packets have a stated size, so that one cut short proves that the file was.
+# Containers whose packets have a stated size, so that a truncated packet proves a truncated file.
 _SIZED_PACKETS = ("mov,mp4,m4a,3gp,3g2,mj2", "w64")
 
 
 class GapDetector:
     """Finds lost audio in the timestamps, without mistaking jitter, drift or a joined file for it.
 
-    expected    set it when a packet was refused: then the shortest hole counts, else only one over GAP_S
+    expected    set by the caller after a refused packet: then a gap over EXPECTED_GAP_S counts, else only one over
+                GAP_S
     """
 
     def __init__(self) -> None:
@@ -84,29 +86,29 @@ class GapDetector:
         self._clock_s = 0.0  # of all audio so far, holes included, on the container's clock
 
     def gap_before_s(self, start_s: float | None, length_s: float) -> float:
-        """Seconds missing between the last frame and this one; 0.0 where none are."""
-        hole_s = 0.0
+        """Seconds missing between the last frame and this one; 0.0 if none."""
+        gap_s = 0.0
         if start_s is None:
             start_s = self._clock_s
         if self._end_s is None or not -MAX_BACKWARD_S <= start_s - self._clock_s <= MAX_GAP_S:
             self._clock_s = start_s
         else:
-            # The smaller of both: a late timestamp after an early one is jitter, and must not add up.
-            seen_s = min(start_s - self._end_s, start_s - self._clock_s)
-            if seen_s > (EXPECTED_GAP_S if self.expected else GAP_S):
-                hole_s = seen_s
+            # The smaller of both, because a late timestamp after an early one is jitter, which must not add up.
+            observed_s = min(start_s - self._end_s, start_s - self._clock_s)
+            if observed_s > (EXPECTED_GAP_S if self.expected else GAP_S):
+                gap_s = observed_s
         self.expected = False
-        self._clock_s += hole_s + length_s
+        self._clock_s += gap_s + length_s
         self._end_s = start_s + length_s
         self._heard_s += length_s
-        if hole_s <= PAUSE_S:
-            self._pauses_s += hole_s
+        if gap_s <= PAUSE_S:
+            self._pauses_s += gap_s
         else:
-            self._holes_s += hole_s
-        return hole_s
+            self._holes_s += gap_s
+        return gap_s
 
     def exceeds_limits(self) -> bool:
-        """Whether more was missing so far than the bounds above allow."""
+        """Whether more audio is missing so far than the bounds above allow."""
         return (
             self._pauses_s > FREE_HOLES_S + MAX_PAUSES_SHARE * self._heard_s
             or self._holes_s > FREE_HOLES_S + MAX_HOLES_SHARE * self._heard_s
@@ -116,10 +118,10 @@ class GapDetector:
 class MediaFile:
     """One opened container: its announced lengths, and its audio in order.
 
-    hint_samples        at 16 kHz; the best guess, None where there is none
-    announced_samples   at 16 kHz; what the header promises, None where it promises nothing
-    Raises              NotAudio, UnsupportedAudio, TruncatedAudio, CorruptAudio, EmptyAudio, and what
-                        `ByteSource` raises
+    hint_samples        estimated length at 16 kHz; None if unknown
+    announced_samples   length at 16 kHz that the header promises; None where it promises none
+    Raises              NotAudio, UnsupportedAudio, TruncatedAudio, CorruptAudio, EmptyAudio, and the errors of
+                        `ByteSource`
     """
 
     def __init__(self, source: ByteSource) -> None:
@@ -137,8 +139,8 @@ class MediaFile:
             self._container = av.open(
                 source,
                 "r",
-                container_options={"protocol_whitelist": "none"},  # no protocol's name: playlists open nothing
-                metadata_errors="replace",  # titles in latin-1 are common, and none of our business
+                container_options={"protocol_whitelist": "none"},  # no protocol, so playlists open nothing
+                metadata_errors="replace",  # titles in latin-1 are common, and not used
             )
         except av.error.FFmpegError as error:
             source.expect_unbroken()
@@ -155,36 +157,36 @@ class MediaFile:
         self._container.close()
 
     def audio_chunks(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(rate_hz, mono (n,) float32) in order; the rate may change on the way.
+        """Pairs of (rate_hz, mono (n,) float32) in order; the rate may change.
 
-        A packet the decoder refuses, and a hole of up to MAX_GAP_S in the timestamps, become silence of
-        the same length, so that what follows keeps its time. Otherwise time is counted in decoded samples.
+        A packet that the decoder refuses, and a gap of up to MAX_GAP_S in the timestamps, become silence of
+        the same length, so that later audio keeps its time. Otherwise time is counted in decoded samples.
         """
-        held: list[np.ndarray] = []
-        held_samples, held_hz, total_s = 0, 0, Fraction(0)
+        pending: list[np.ndarray] = []
+        pending_samples, pending_hz, total_s = 0, 0, Fraction(0)
         for rate_hz, mono in self._frames():
-            if held and (rate_hz != held_hz or held_samples >= DECODE_CHUNK_SAMPLES):
-                yield held_hz, np.concatenate(held)
-                total_s += Fraction(held_samples, held_hz)
-                held, held_samples = [], 0
-            held.append(mono)
-            held_hz = rate_hz
-            held_samples += len(mono)
-        if held:
-            yield held_hz, np.concatenate(held)
-            total_s += Fraction(held_samples, held_hz)
+            if pending and (rate_hz != pending_hz or pending_samples >= DECODE_CHUNK_SAMPLES):
+                yield pending_hz, np.concatenate(pending)
+                total_s += Fraction(pending_samples, pending_hz)
+                pending, pending_samples = [], 0
+            pending.append(mono)
+            pending_hz = rate_hz
+            pending_samples += len(mono)
+        if pending:
+            yield pending_hz, np.concatenate(pending)
+            total_s += Fraction(pending_samples, pending_hz)
         self._expect_whole(int(total_s * RATE_HZ))
 
     def _frames(self) -> Iterator[tuple[int, np.ndarray]]:
         packets = refused = refused_in_a_row = 0
         frames = 0
-        holes = GapDetector()
+        gaps = GapDetector()
         for packet in self._packets():
             packets += 1
             try:
                 decoded = packet.decode()
             except av.error.FFmpegError as error:
-                holes.expected = True
+                gaps.expected = True
                 refused += 1
                 refused_in_a_row += 1
                 if refused_in_a_row > MAX_REFUSED_IN_A_ROW:
@@ -196,13 +198,13 @@ class MediaFile:
                     continue
                 refused_in_a_row = 0
                 rate_hz = frame.sample_rate
-                hole_s = holes.gap_before_s(frame.time, frame.samples / rate_hz)
-                if holes.exceeds_limits():
+                gap_s = gaps.gap_before_s(frame.time, frame.samples / rate_hz)
+                if gaps.exceeds_limits():
                     raise self._corrupt(
                         f"by its timestamps more is missing than may be (frame {frames} shows it)",
                         f"{FREE_HOLES_S:g} s and {MAX_HOLES_SHARE:.0%} may be, besides pauses up to {PAUSE_S:g} s",
                     )
-                yield from _silence(hole_s, rate_hz)
+                yield from _silence(gap_s, rate_hz)
                 frames += 1
                 yield rate_hz, to_mono(_planes(frame), CorruptAudio)
         if refused and (not frames or refused > max(2, MAX_REFUSED_SHARE * packets)):
@@ -263,7 +265,7 @@ class MediaFile:
             return None
         if kind == "mp3":
             return container_headers.mp3_announced_samples(self._source.head)
-        # Matroska announces the longest of its streams, which need not be the audio.
+        # Matroska announces the length of its longest stream, which need not be the audio.
         if kind == "matroska,webm" and len(self._container.streams) > 1:
             return None
         return self._guess()
@@ -280,8 +282,10 @@ class MediaFile:
         if self._wav is not None:
             if self._wav.data_bytes is None:
                 return False
-            came = self._source.size_bytes if self._source.size_bytes is not None else self._source.read_bytes
-            return came + RIFF_SLACK_BYTES < self._wav.data_start_bytes + self._wav.data_bytes
+            read_bytes = (
+                self._source.size_bytes if self._source.size_bytes is not None else self._source.read_bytes
+            )
+            return read_bytes + RIFF_SLACK_BYTES < self._wav.data_start_bytes + self._wav.data_bytes
         if self.announced_samples is None:
             return False
         return samples + _SHORTFALL_S[self._container.format.name] * RATE_HZ < self.announced_samples
@@ -320,7 +324,7 @@ _MONO_TYPES = {"s16": "i2", "s16p": "i2", "s32": "i4", "s32p": "i4", "flt": "f4"
 
 
 def _planes(frame: av.AudioFrame) -> np.ndarray:
-    """(channels, n) or (n,), in the decoder's own sample type."""
+    """Samples of a frame, (channels, n) or (n,), in the decoder's own sample type."""
     channels = frame.layout.nb_channels
     if channels > MAX_CHANNELS:
         raise UnsupportedAudio(
@@ -346,7 +350,7 @@ def _planes(frame: av.AudioFrame) -> np.ndarray:
 
 
 def _silence(length_s: float, rate_hz: int) -> Iterator[tuple[int, np.ndarray]]:
-    left = round(length_s * rate_hz)
-    while left > 0:
-        yield rate_hz, np.zeros(min(left, DECODE_CHUNK_SAMPLES), np.float32)
-        left -= DECODE_CHUNK_SAMPLES
+    remaining = round(length_s * rate_hz)
+    while remaining > 0:
+        yield rate_hz, np.zeros(min(remaining, DECODE_CHUNK_SAMPLES), np.float32)
+        remaining -= DECODE_CHUNK_SAMPLES

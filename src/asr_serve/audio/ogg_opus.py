@@ -1,4 +1,4 @@
-"""An Ogg Opus stream, cut anywhere, to mono samples: pages, packets, and which of the samples count.
+"""Ogg Opus stream, cut anywhere, to mono samples: pages, packets, pre-skip and end trimming.
 
 Source  RFC 3533 (Ogg), RFC 7845 (Opus in it)
 """
@@ -18,9 +18,9 @@ from asr_serve.audio.opus_decoder import MAX_PACKET_BYTES, OpusPacketDecoder
 from asr_serve.errors import AudioError, CorruptAudio, UnsupportedAudio
 
 HEAD_BYTES = 27
-"""Of a page, without the lengths of its segments."""
+"""Length of a page's header, without its segment table."""
 FULL_SEGMENT_BYTES = 255
-"""A packet goes on after a segment as long as this."""
+"""Length of a segment after which its packet continues."""
 CONTINUED, FIRST, LAST = 1, 2, 4
 
 _BITS_TURNED = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
@@ -35,15 +35,15 @@ _OTHERS: tuple[tuple[bytes, str], ...] = (
 
 
 class OggPage(msgspec.Struct, frozen=True):
-    """One page whose checksum was right."""
+    """One page with a valid checksum."""
 
     flags: int
     position: int
-    """Samples at 48 kHz up to the end of the last packet that ends here; -1: none does."""
+    """Granule position: samples at 48 kHz up to the end of the last packet that ends here; -1: none does."""
     stream: int
     number: int
     parts: tuple[tuple[bytes, bool], ...]
-    """Packets or parts of them, and whether each ends here."""
+    """Packets or parts of them, and whether each ends in this page."""
 
     @property
     def begins_stream(self) -> bool:
@@ -55,21 +55,21 @@ class OggPage(msgspec.Struct, frozen=True):
 
     @property
     def continues(self) -> bool:
-        """The first part belongs to a packet of the page before."""
+        """Whether the first part continues a packet of the previous page."""
         return bool(self.flags & CONTINUED)
 
 
 class OggPageReader:
-    """Bytes in, pages out. Holds less than one page, 65,307 bytes. Raises CorruptAudio, UnsupportedAudio."""
+    """Bytes to pages. Buffers less than one page, 65,307 bytes. Raises CorruptAudio, UnsupportedAudio."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._past_bytes = 0
-        """Of the pages that were given out."""
+        """Length of all pages returned so far."""
 
     @property
     def has_pending_bytes(self) -> bool:
-        """Part of a page waits for the rest."""
+        """Whether part of a page waits for the rest."""
         return bool(self._buffer)
 
     def append_bytes(self, data: bytes | memoryview) -> Iterator[OggPage]:
@@ -85,17 +85,17 @@ class OggPageReader:
             del self._buffer[:at]
 
     def _length(self, at: int) -> int:
-        """Of the page at `at`; 0: not all of it is here."""
-        held = self._buffer
-        if len(held) < at + HEAD_BYTES:
+        """Bytes of the page at `at`; 0 while it is incomplete."""
+        buffer = self._buffer
+        if len(buffer) < at + HEAD_BYTES:
             return 0
-        if held[at : at + 5] != b"OggS\0":
-            raise self._no_page(bytes(held[at : at + HEAD_BYTES]))
-        segments = held[at + HEAD_BYTES - 1]
-        if len(held) < at + HEAD_BYTES + segments:
+        if buffer[at : at + 5] != b"OggS\0":
+            raise self._no_page(bytes(buffer[at : at + HEAD_BYTES]))
+        segments = buffer[at + HEAD_BYTES - 1]
+        if len(buffer) < at + HEAD_BYTES + segments:
             return 0
-        length = HEAD_BYTES + segments + sum(held[at + HEAD_BYTES : at + HEAD_BYTES + segments])
-        return length if len(held) >= at + length else 0
+        length = HEAD_BYTES + segments + sum(buffer[at + HEAD_BYTES : at + HEAD_BYTES + segments])
+        return length if len(buffer) >= at + length else 0
 
     def _read(self, page: bytes) -> OggPage:
         _, _, flags, position, stream, number, checksum, segments = struct.unpack_from("<4sBBqIIIB", page)
@@ -125,9 +125,9 @@ class OggPageReader:
 
 
 def ogg_crc(data: bytes) -> int:
-    """Ogg's checksum: zlib's polynomial with bits in the other order, from 0 on."""
-    turned = zlib.crc32(data.translate(_BITS_TURNED), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
-    return int.from_bytes(turned.to_bytes(4, "big").translate(_BITS_TURNED), "little")
+    """Ogg's checksum: zlib's polynomial with reversed bits, starting from 0."""
+    crc = zlib.crc32(data.translate(_BITS_TURNED), 0xFFFF_FFFF) ^ 0xFFFF_FFFF
+    return int.from_bytes(crc.to_bytes(4, "big").translate(_BITS_TURNED), "little")
 
 
 class OggOpusState(Enum):
@@ -138,9 +138,9 @@ class OggOpusState(Enum):
 
 
 class OggOpusDecoder:
-    """Pages of one Opus stream after another.
+    """Pages of one Opus stream after another to samples.
 
-    Out     (n,) float32, mono, 48 kHz: without each stream's pre-skip and what its last page cuts off
+    Out     (n,) float32, mono, 48 kHz, without each stream's pre-skip and the samples that its last page trims
     Raises  CorruptAudio, UnsupportedAudio
     """
 
@@ -148,18 +148,18 @@ class OggOpusDecoder:
         self._expects = OggOpusState.STREAM
         self._stream = 0
         self._next: int | None = None
-        """Number of the page to come. None: any, since somebody may begin to listen in the middle."""
+        """Number of the next page. None: any, since a stream may be joined in the middle."""
         self._packet = b""
-        """The parts so far of one that goes on."""
+        """Parts so far of a packet that continues."""
         self._opus = OpusPacketDecoder()
         self._skip = self._past = 0
-        """Samples that are still to be skipped; that were decoded."""
+        """Samples still to skip; samples decoded."""
         self._base: int | None = None
-        """Position of the first decoded sample, as the first page of audio tells it."""
+        """Position of the first decoded sample, from the first page of audio."""
 
     @property
     def has_pending_packet(self) -> bool:
-        """Part of a packet waits for the rest."""
+        """Whether part of a packet waits for the rest."""
         return bool(self._packet)
 
     def decode_page(self, page: OggPage) -> np.ndarray:
@@ -177,18 +177,18 @@ class OggOpusDecoder:
         pcm = np.concatenate(audio) if audio else np.zeros(0, np.float32)
         if self._base is None and page.position >= 0:
             self._base = 0 if page.ends_stream else max(0, page.position - self._past - len(pcm))
-        kept = len(pcm)
+        end = len(pcm)
         if page.ends_stream:
             if page.position >= 0:
-                kept = min(kept, max(0, page.position - (self._base or 0) - self._past))
+                end = min(end, max(0, page.position - (self._base or 0) - self._past))
             self._expects = OggOpusState.STREAM
         self._past += len(pcm)
         skipped = min(self._skip, len(pcm))
         self._skip -= skipped
-        return pcm[skipped:kept]
+        return pcm[skipped:end]
 
     def finish(self) -> np.ndarray:
-        """What the decoder of a stream holds that was not ended."""
+        """Remaining samples of the decoder, for a stream that was not ended."""
         if self._expects is not OggOpusState.AUDIO:
             return np.zeros(0, np.float32)
         self._expects = OggOpusState.STREAM
@@ -219,7 +219,7 @@ class OggOpusDecoder:
         self._skip, self._past, self._base = skip, 0, None
 
     def _expect_next(self, page: OggPage) -> None:
-        """Raises CorruptAudio unless `page` follows the last one."""
+        """Raise CorruptAudio unless `page` follows the previous one."""
         if self._expects is OggOpusState.STREAM or page.stream != self._stream:
             why = f"a page of Ogg stream {page.stream} came"
         elif self._next is not None and page.number != self._next:
@@ -236,7 +236,7 @@ class OggOpusDecoder:
         return bool(self._packet) or self._expects is OggOpusState.MORE_TAGS
 
     def _skip_tags(self, page: OggPage) -> None:
-        """They may be long, with a picture in them: nothing of them is kept."""
+        """Skip a page of OpusTags without storing it: tags may be long, with a picture in them."""
         if self._expects is OggOpusState.TAGS and not (page.parts and page.parts[0][0].startswith(b"OpusTags")):
             raise CorruptAudio("no OpusTags follow the OpusHead", "RFC 7845 wants them", "write the stream again")
         self._expects = OggOpusState.MORE_TAGS
@@ -246,7 +246,7 @@ class OggOpusDecoder:
     def _packets(self, page: OggPage) -> Iterator[bytes]:
         parts = page.parts
         if page.continues and not self._packet:
-            parts = parts[1:]  # its beginning was sent before we came
+            parts = parts[1:]  # the beginning of this packet was sent before we joined
         for part, ends in parts:
             self._packet += part
             if len(self._packet) > MAX_PACKET_BYTES:

@@ -13,14 +13,14 @@ from asr_serve.audio.pcm import to_mono
 from asr_serve.errors import CorruptAudio
 
 OPUS_RATE_HZ = 48_000
-"""What Opus decodes to, whatever was recorded."""
+"""Rate that Opus decodes to, whatever was recorded."""
 MAX_PACKET_BYTES = 61_298
-"""RFC 6716, appendix B: 48 frames of up to 1,275 bytes, their lengths, two bytes for what they are, and padding
-that nobody sends."""
+"""Longest packet, by RFC 6716, appendix B: 48 frames of up to 1,275 bytes, their lengths, two header bytes, and
+padding that no encoder sends."""
 
 
 class OpusPacketDecoder:
-    """One packet after another.
+    """Decoder of one packet after another.
 
     Out     (n,) float32, mono, 48 kHz: 2.5 to 120 ms of a packet, the encoder's delay included
     Raises  CorruptAudio
@@ -28,7 +28,7 @@ class OpusPacketDecoder:
     """
 
     def __init__(self, channels: int = 1, gain: int = 0) -> None:
-        """`channels` 1 or 2: they are averaged; decoding one costs less. `gain` in 1/256 dB."""
+        """`channels` 1 or 2, which are averaged; one costs less to decode. `gain` in 1/256 dB."""
         self._codec = av.CodecContext.create("opus", "r")
         self._codec.extradata = struct.pack("<8sBBHIhB", b"OpusHead", 1, channels, 0, OPUS_RATE_HZ, gain, 0)
         self._packets = 0
@@ -43,7 +43,7 @@ class OpusPacketDecoder:
             raise self._corrupt("is none", "RFC 6716 says what one looks like") from error
 
     def finish(self) -> np.ndarray:
-        """What the decoder still holds."""
+        """Remaining samples of the decoder."""
         return self._decoded(None)
 
     def _decoded(self, packet: av.Packet[Any] | None) -> np.ndarray:

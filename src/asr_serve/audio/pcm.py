@@ -1,4 +1,4 @@
-"""Samples of any numeric type and channel count, and the bytes of some, to mono float32 in -1..1."""
+"""Samples of any numeric type and channel count, and raw PCM bytes, to mono float32 in -1..1."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 from asr_serve.errors import AudioError, UnsupportedAudio
 
 SAMPLE_BYTES = 2
-"""Of a 16-bit sample."""
+"""Bytes of a 16-bit sample."""
 
 MAX_LEVEL = 8.0
-"""Floats a little over full scale are honest (mixing, lossy codecs) and get clipped at the door; floats
-far over it are integers in disguise, and clipping those would leave square waves."""
+"""Highest absolute float sample. Floats slightly above full scale come from mixing or lossy codecs and are clipped
+on input; far larger ones are really integers, and clipping them would leave square waves."""
 
 # dtype kind and bytes -> (value that means silence, value that means full scale)
 _SCALES: dict[tuple[str, int], tuple[float, float]] = {
@@ -27,7 +27,7 @@ def to_mono(planes: np.ndarray, bad: type[AudioError] = UnsupportedAudio) -> np.
     """Mean over channels, scaled to full scale 1.
 
     In      planes (channels, n) or (n,): uint8 around 128, int16, int32, float32 or float64
-    Out     (n,) float32, contiguous; a contiguous float32 mono input comes back as itself, not a copy
+    Out     (n,) float32, contiguous; a contiguous float32 mono input is returned itself, not copied
     Raises  `bad` for samples that are NaN, infinite or beyond +-MAX_LEVEL; UnsupportedAudio for another
             type or no channel
     """
@@ -53,7 +53,7 @@ def to_mono(planes: np.ndarray, bad: type[AudioError] = UnsupportedAudio) -> np.
     elif full != 1.0:
         mono = mono * np.float32(1.0 / full)
     if dtype.kind == "f" and len(mono):
-        # Written so that NaN, which fails every comparison, is caught too.
+        # This form also catches NaN, which fails every comparison.
         low, high = float(mono.min()), float(mono.max())
         if not (low >= -MAX_LEVEL and high <= MAX_LEVEL):
             raise bad(
@@ -65,21 +65,21 @@ def to_mono(planes: np.ndarray, bad: type[AudioError] = UnsupportedAudio) -> np.
 
 
 def clipped(chunk: np.ndarray) -> np.ndarray:
-    """`chunk` itself where it lies in -1..1, else a copy that does."""
+    """`chunk` itself where it lies in -1..1, else a clipped copy."""
     if len(chunk) and (chunk.max() > 1.0 or chunk.min() < -1.0):
         chunk = np.clip(chunk, -1.0, 1.0)
     return chunk
 
 
 class Pcm16Assembler:
-    """Frames cut anywhere to whole samples: a lone last byte waits for the frame that brings its other half."""
+    """Frames cut anywhere to whole samples: an odd last byte waits for the other half in the next frame."""
 
     def __init__(self) -> None:
         self._pending_byte = b""
 
     @property
     def has_pending_byte(self) -> bool:
-        """A byte waits."""
+        """Whether half a sample is buffered."""
         return bool(self._pending_byte)
 
     def take_whole_samples(self, frame: bytes | memoryview) -> bytes | memoryview:
@@ -99,27 +99,27 @@ def decode_pcm16(pcm: bytes | memoryview) -> np.ndarray:
 
 
 def to_int16(pcm: np.ndarray) -> np.ndarray:
-    """(n,) float32 in -1..1, clipped to that, or int16 as it is, to (n,) int16."""
+    """(n,) float32, clipped to -1..1, to (n,) int16; int16 is returned as it is."""
     if pcm.dtype == np.int16:
         return pcm
     return np.asarray(np.clip(np.rint(pcm * 32_768), -32_768, 32_767).astype(np.int16))
 
 
 def to_float32(pcm: np.ndarray) -> np.ndarray:
-    """(n,) int16, or float32 as it is, to (n,) float32 in -1..1."""
+    """(n,) int16 to (n,) float32 in -1..1; float32 is returned as it is."""
     return pcm * np.float32(1 / 32_768) if pcm.dtype == np.int16 else pcm
 
 
 def mulaw_table() -> np.ndarray:
-    """(256,) float32: what each byte of G.711 mu-law stands for. Source  ITU-T G.711, table 2."""
-    code = ~np.arange(256) & 0xFF  # it is sent with every bit turned over
+    """Decoded value of each byte of G.711 mu-law, (256,) float32. Source  ITU-T G.711, table 2."""
+    code = ~np.arange(256) & 0xFF  # mu-law is sent with all bits inverted
     magnitude = ((code & 0x0F) * 2 + 33 << (code >> 4 & 7)) - 33
     return (np.where(code & 0x80, -magnitude, magnitude) / 8_192).astype(np.float32)
 
 
 def alaw_table() -> np.ndarray:
-    """(256,) float32: what each byte of G.711 A-law stands for. Source  ITU-T G.711, table 1."""
-    code = np.arange(256) ^ 0x55  # every other bit is turned over
+    """Decoded value of each byte of G.711 A-law, (256,) float32. Source  ITU-T G.711, table 1."""
+    code = np.arange(256) ^ 0x55  # A-law is sent with every other bit inverted
     step, exponent = (code & 0x0F) * 2 + 1, code >> 4 & 7
     magnitude = np.where(exponent > 0, step + 32 << np.maximum(exponent - 1, 0), step)
     return (np.where(code & 0x80, magnitude, -magnitude) / 4_096).astype(np.float32)

@@ -1,7 +1,7 @@
-"""The door for audio: whatever is handed in, 16 kHz mono float32 chunks come out.
+"""Entry point for audio: any supported input to chunks of 16 kHz mono float32.
 
-Nothing is ever decoded as a whole: memory is bounded by a second or two of audio, whatever the length.
-Times are counted in samples from the first decoded one; container timestamps only show holes.
+Audio is decoded as a stream: memory is bounded by a second or two of it, whatever the length.
+Time is counted in samples from the first decoded one; container timestamps only reveal gaps.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio, UnsupportedAu
 from asr_serve.units import RATE_HZ, resampled_samples, s_to_samples, samples_to_s
 
 CHUNK_SAMPLES = RATE_HZ
-"""Every chunk but the last has this many samples: one second."""
+"""Samples of every chunk but the last: one second."""
 
 MAX_ARRAY_CHANNELS = 8
-"""In a 2-D array the axis of at most this many is the channels; the other must be longer than this."""
+"""Most channels of a 2-D array: its axis of at most this length is the channels; the other must be longer."""
 
 HEADER_SLACK_S = 0.25
-"""A header that counts padding may announce this much over `max_duration_s`; the samples decide then."""
+"""Excess over `max_duration_s` that a header which counts padding may announce; the decoded samples decide."""
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO | np.ndarray | tuple[np.ndarray, int]
-"""What may be handed in. A bare array is at 16 kHz; (array, rate_hz) at any rate."""
+"""Types of input. A bare array is at 16 kHz; (array, rate_hz) at any rate."""
 
 
 class AudioLimits(msgspec.Struct, frozen=True):
-    """The most one input may be. None: no limit. Bytes are those of a file, buffer or stream, not arrays."""
+    """Limits on one input. None: no limit. `max_bytes` is for files, buffers and streams, not arrays."""
 
     max_duration_s: float | None = None
     max_bytes: int | None = None
@@ -48,19 +48,19 @@ NO_LIMITS = AudioLimits()
 
 
 class AudioStream:
-    """Chunks of one input, in order, once.
+    """Iterator over the chunks of one input, in order.
 
     Out     chunks (n,) float32, mono, 16 kHz, -1..1, contiguous, 0 < n <= CHUNK_SAMPLES, all but the last
             CHUNK_SAMPLES; together exactly ceil(samples_in * 16000 / rate) samples. A contiguous float32
-            mono array at 16 kHz comes back as views of itself.
+            mono array at 16 kHz is returned as views of itself.
     Raises  while iterating: TruncatedAudio and CorruptAudio (after the good part), EmptyAudio, AudioTooLong,
             AudioTooLarge, UnsupportedAudio, SourceNotFound; AudioError when read after `close`
 
-    One thread at a time; different streams in different threads do not meet.
+    One thread at a time; streams in different threads are independent.
     """
 
     duration_hint_samples: int | None
-    """At 16 kHz, as the header tells it: for progress bars, not for arithmetic. None where it does not."""
+    """Length at 16 kHz according to the header: for progress bars, not for arithmetic. None if unknown."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class AudioStream:
         self.close()
 
     def close(self) -> None:
-        """Give back the decoder and our own file. A stream that was handed in stays open. Idempotent."""
+        """Release the decoder and close our own file. A stream passed by the caller stays open. Idempotent."""
         if not self._closed:
             self._closed = True
             self._chunks.close()
@@ -100,10 +100,10 @@ class AudioStream:
 
 
 def open_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> AudioStream:
-    """Open whatever holds audio and read no more of it than its header.
+    """Open an audio input and read no more of it than its header.
 
-    Paths are files of this machine, never addresses: nothing is fetched, playlists are refused. A file with
-    several audio streams gives the one ffmpeg thinks best; channels are averaged.
+    Paths are local files, never addresses: nothing is downloaded, playlists are refused. Of several audio streams
+    in a file, ffmpeg's best is read; channels are averaged.
 
     Raises  SourceNotFound, EmptyAudio, NotAudio, UnsupportedAudio, TruncatedAudio, CorruptAudio,
             AudioTooLong (by its header), AudioTooLarge; the rest while iterating, see AudioStream
@@ -125,7 +125,8 @@ def open_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> AudioStrea
 
 
 def read_audio(source: Source, *, limits: AudioLimits = NO_LIMITS) -> np.ndarray:
-    """All of it as one (n,) float32 array, for short things. Raises what `open_audio` and its chunks do."""
+    """Read a whole input as one (n,) float32 array, for short audio. Raises what `open_audio` and its chunks
+    do."""
     with open_audio(source, limits=limits) as stream:
         return np.concatenate(list(stream))
 
@@ -135,7 +136,7 @@ def _open_array(samples: np.ndarray, rate_hz: int, max_samples: int | None) -> A
     check_rate_hz(rate_hz)
     length_samples = resampled_samples(planes.shape[1], rate_hz)
     _expect_allowed(length_samples, max_samples)
-    to_mono(planes[:, :0])  # refuses a type it cannot do
+    to_mono(planes[:, :0])  # raises for an unsupported sample type
     pieces = (
         (rate_hz, to_mono(planes[:, at : at + CHUNK_SAMPLES])) for at in range(0, planes.shape[1], CHUNK_SAMPLES)
     )
@@ -143,7 +144,7 @@ def _open_array(samples: np.ndarray, rate_hz: int, max_samples: int | None) -> A
 
 
 def _planes(samples: np.ndarray) -> np.ndarray:
-    """A view (channels, n) of a 1-D array, or of a 2-D one in either order."""
+    """View (channels, n) of a 1-D array, or of a 2-D array in either order."""
     came = f"an array of shape {samples.shape} came"
     allowed = f"(n,), (n, channels) or (channels, n) with at most {MAX_ARRAY_CHANNELS} channels is allowed"
     if samples.ndim not in (1, 2):
@@ -187,26 +188,26 @@ def _expect_allowed(samples: int, max_samples: int | None, slack_samples: int = 
 
 
 def _at_16k(pieces: Iterator[tuple[int, np.ndarray]]) -> Iterator[np.ndarray]:
-    """One resampler for each run of equal rate; the length is rounded up once, not once for each run."""
-    due, given, now = Fraction(0), 0, None
+    """Resample with one resampler for each run of equal rate; the total length is rounded up once, not per run."""
+    due, output, resampler = Fraction(0), 0, None
     for rate_hz, mono in pieces:
-        if now is None or now.rate_hz != rate_hz:
-            if now is not None:
-                due += Fraction(now.input_samples * RATE_HZ, now.rate_hz)
-                tail = now.finish()[: -int(-due // 1) - given]
-                given += len(tail)
+        if resampler is None or resampler.rate_hz != rate_hz:
+            if resampler is not None:
+                due += Fraction(resampler.input_samples * RATE_HZ, resampler.rate_hz)
+                tail = resampler.finish()[: -int(-due // 1) - output]
+                output += len(tail)
                 yield tail
-            now = Resampler(rate_hz)
-        ready = now.resample(mono)
-        given += len(ready)
+            resampler = Resampler(rate_hz)
+        ready = resampler.resample(mono)
+        output += len(ready)
         yield ready
-    if now is not None:
-        due += Fraction(now.input_samples * RATE_HZ, now.rate_hz)
-        yield now.finish()[: -int(-due // 1) - given]
+    if resampler is not None:
+        due += Fraction(resampler.input_samples * RATE_HZ, resampler.rate_hz)
+        yield resampler.finish()[: -int(-due // 1) - output]
 
 
 def _limited(pieces: Iterator[np.ndarray], max_samples: int | None) -> Iterator[np.ndarray]:
-    """Clip to full scale; stop as soon as the limit is passed."""
+    """Clip to full scale; raise AudioTooLong as soon as the limit is exceeded."""
     samples = 0
     for piece in pieces:
         samples += len(piece)
@@ -217,7 +218,7 @@ def _limited(pieces: Iterator[np.ndarray], max_samples: int | None) -> Iterator[
 def _closing(
     parts: tuple[MediaFile | ByteSource, ...], chunks: Iterator[np.ndarray]
 ) -> Generator[np.ndarray, None, None]:
-    """Close `parts` at the end of `chunks`, good or bad, for callers that use no with block."""
+    """Close `parts` at the end of `chunks` or at an error, for callers without a with block."""
     try:
         yield from chunks
     finally:
@@ -226,16 +227,16 @@ def _closing(
 
 
 def _rechunked(pieces: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Chunks of CHUNK_SAMPLES and a rest; views where a piece holds a whole chunk."""
-    held: list[np.ndarray] = []
-    held_samples = 0
+    """Chunks of CHUNK_SAMPLES and a remainder; views where a piece contains a whole chunk."""
+    pending: list[np.ndarray] = []
+    pending_samples = 0
     for piece in pieces:
-        while held_samples + len(piece) >= CHUNK_SAMPLES:
-            cut = CHUNK_SAMPLES - held_samples
-            yield np.concatenate([*held, piece[:cut]]) if held else piece[:cut]
-            held, held_samples, piece = [], 0, piece[cut:]
+        while pending_samples + len(piece) >= CHUNK_SAMPLES:
+            cut = CHUNK_SAMPLES - pending_samples
+            yield np.concatenate([*pending, piece[:cut]]) if pending else piece[:cut]
+            pending, pending_samples, piece = [], 0, piece[cut:]
         if len(piece):
-            held.append(piece)
-            held_samples += len(piece)
-    if held:
-        yield np.concatenate(held) if len(held) > 1 else held[0]
+            pending.append(piece)
+            pending_samples += len(piece)
+    if pending:
+        yield np.concatenate(pending) if len(pending) > 1 else pending[0]

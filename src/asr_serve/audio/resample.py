@@ -1,4 +1,4 @@
-"""Streaming resampling, to 16 kHz unless told, that loses no sample of clock."""
+"""Streaming resampling, to 16 kHz by default, without drift of a single sample."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asr_serve.units import RATE_HZ, resampled_samples
 
 MIN_RATE_HZ = 1_000
 MAX_RATE_HZ = 384_000
-"""Twice what recorders offer. More would only be work: an input of a few bytes could ask for hours of it."""
+"""Twice the highest rate of recorders. With higher ones an input of a few bytes could cost hours of work."""
 
 
 def check_rate_hz(rate_hz: int) -> None:
-    """Raises UnsupportedAudio for a rate outside MIN_RATE_HZ..MAX_RATE_HZ."""
+    """Raise UnsupportedAudio for a rate outside MIN_RATE_HZ..MAX_RATE_HZ."""
     if not MIN_RATE_HZ <= rate_hz <= MAX_RATE_HZ:
         raise UnsupportedAudio(
             f"a sample rate of {rate_hz} Hz came",
@@ -24,13 +24,13 @@ def check_rate_hz(rate_hz: int) -> None:
 
 
 class Resampler:
-    """One mono stream at `rate_hz` to `to_hz`, in pieces of any size.
+    """Resampler of one mono stream from `rate_hz` to `to_hz`, in chunks of any size.
 
     In      chunk (n,) float32, any n
-    Out     (m,) float32; after `finish`, n samples in have become exactly ceil(n * to_hz / rate_hz) out,
-            and sample k of the output stands at k / to_hz s of the input (the filter's delay is taken out).
-            Any chunking gives the same samples, bit for bit.
-    State   `taken_samples` in at `rate_hz`, `given_samples` out at `to_hz`, and soxr's filter
+    Out     (m,) float32; after `finish`, n input samples have become exactly ceil(n * to_hz / rate_hz), and
+            output sample k is at k / to_hz s of the input (the filter's delay is removed). Any chunking gives the
+            same samples, bit for bit.
+    State   `input_samples` at `rate_hz`, `output_samples` at `to_hz`, and soxr's filter
     Raises  UnsupportedAudio for a rate outside MIN_RATE_HZ..MAX_RATE_HZ
     Source  soxr, quality HQ
     """
@@ -44,7 +44,7 @@ class Resampler:
         self._soxr = None if rate_hz == to_hz else _new_soxr(rate_hz, to_hz)
 
     def resample(self, chunk: np.ndarray) -> np.ndarray:
-        """Take `chunk`; return what is ready, which may be nothing. Where the rates are equal that is `chunk`
+        """Append `chunk`; return the samples that are ready, which may be none. With equal rates that is `chunk`
         itself."""
         self.input_samples += len(chunk)
         if self._soxr is None:
@@ -57,22 +57,23 @@ class Resampler:
         return ready
 
     def finish(self) -> np.ndarray:
-        """The rest, as if silence followed. What is put afterwards goes on at its place, through a new filter."""
+        """Remaining samples, as if silence followed. Later chunks continue at their position, with a new
+        filter."""
         if self._soxr is None:
             return np.zeros(0, np.float32)
-        # soxr rounds the length to nearest: silence behind the end lets the filter make the sample that
-        # rounding up asks for, and the surplus is cut.
+        # soxr rounds the length to nearest: silence after the end lets the filter produce the sample that
+        # rounding up needs, and the surplus is cut.
         silence = np.zeros(self.rate_hz // self.to_hz + 2, np.float32)
-        wanted = resampled_samples(self.input_samples, self.rate_hz, self.to_hz) - self.output_samples
+        missing = resampled_samples(self.input_samples, self.rate_hz, self.to_hz) - self.output_samples
         tail: np.ndarray = self._soxr.resample_chunk(silence, last=True)
-        assert 0 <= wanted <= len(tail), (self.rate_hz, self.input_samples, self.output_samples, len(tail))
-        self.output_samples += wanted
+        assert 0 <= missing <= len(tail), (self.rate_hz, self.input_samples, self.output_samples, len(tail))
+        self.output_samples += missing
         self._soxr = _new_soxr(self.rate_hz, self.to_hz)
-        return tail[:wanted]
+        return tail[:missing]
 
 
 def resample_clip(pcm: np.ndarray, rate_hz: int, to_hz: int) -> np.ndarray:
-    """All of a clip at once: (n,) float32 -> (ceil(n * to_hz / rate_hz),)."""
+    """Resample a whole clip: (n,) float32 -> (ceil(n * to_hz / rate_hz),)."""
     resampler = Resampler(rate_hz, to_hz)
     return np.concatenate([resampler.resample(np.asarray(pcm, np.float32)), resampler.finish()])
 

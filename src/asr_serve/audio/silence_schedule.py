@@ -1,7 +1,7 @@
-"""How long a pause must last to end a segment, given how long the segment already is.
+"""Silence that ends a segment, as a function of the segment's length.
 
-A short segment waits for a long pause, so that a sentence is not cut at a breath; a long one takes the
-first pause it can get. Source: FunASR's dynamic VAD tables (vLLM guide, section 7).
+A short segment needs a long pause, so that a sentence is not cut at a breath; a long segment ends at the next
+short pause. Source: FunASR's dynamic VAD tables (vLLM guide, section 7).
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, rows: Iterable[tuple[float, float]]) -> SilenceSchedule:
-        """From a plain list, as FunASR's callers write it: [(5000, 1500), (20000, 800), (inf, 300)]."""
+        """Build from a plain list in FunASR's form: [(5000, 1500), (20000, 800), (inf, 300)]. Raises
+        OptionError."""
         checked = []
         for row in rows:
             try:
@@ -72,7 +73,7 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_text(cls, text: str) -> SilenceSchedule:
-        """From the command line.
+        """Parse the text of a command-line option. Raises OptionError.
 
         >>> SilenceSchedule.from_text("5000:1500,inf:300").rows
         ((5000.0, 1500), (inf, 300))
@@ -98,7 +99,7 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
         return next(silence_ms for up_to_ms, silence_ms in self.rows if accumulated_ms <= up_to_ms)
 
     def __str__(self) -> str:
-        """The text that `from_text` reads back."""
+        """Text that `from_text` parses."""
         return ",".join(f"{up_to_ms:.15g}:{silence_ms}" for up_to_ms, silence_ms in self.rows)
 
 
@@ -115,7 +116,7 @@ OFFLINE_SCHEDULE = SilenceSchedule(
         (math.inf, 100),
     )
 )
-"""Whole files: keep segments long."""
+"""Schedule for whole files, which keeps segments long."""
 
 STREAMING_SCHEDULE = SilenceSchedule(
     (
@@ -127,4 +128,4 @@ STREAMING_SCHEDULE = SilenceSchedule(
         (math.inf, 100),
     )
 )
-"""Live: the words should settle soon."""
+"""Schedule for live audio, which finalizes text soon."""

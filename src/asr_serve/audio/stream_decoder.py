@@ -1,4 +1,4 @@
-"""Audio while it is spoken, without I/O: bytes of a stated encoding in, samples out, each piece at once."""
+"""Decoding of live audio, sans-I/O: bytes of a stated encoding in, samples out without delay."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from asr_serve.units import RATE_HZ
 
 MIN_RATE_HZ, MAX_RATE_HZ = 8_000, 48_000
 DEFAULT_RATES_HZ = {"s16le": RATE_HZ, "mulaw": 8_000, "alaw": 8_000}
-"""Of the encodings that do not tell it themselves."""
+"""Default rate of each encoding that does not carry its rate."""
 ENCODINGS = (*DEFAULT_RATES_HZ, "opus", "ogg")
 
 
 class LiveAudioDecoder:
-    """Bytes of one caller, in order.
+    """Bytes of one caller, in order, to samples.
 
-    Out     (n,) float32, mono, 16 kHz, -1..1; n may be 0. After `finish` all together ceil(n * 16000 / rate_hz)
-            samples, bit for bit the same however the bytes were cut
-    Raises  CorruptAudio, UnsupportedAudio; nothing may be put afterwards
+    Out     (n,) float32, mono, 16 kHz, -1..1; n may be 0. After `finish` ceil(n * 16000 / rate_hz) samples in all,
+            bit for bit the same however the bytes were cut
+    Raises  CorruptAudio, UnsupportedAudio; it must not be used afterwards
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class LiveAudioDecoder:
         rest: Callable[[], np.ndarray] | None = None,
         has_pending_bytes: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`read`: bytes to samples at `rate_hz`, which do not share memory with them; `rest`: what it still holds
-        at the end; `has_pending_bytes`: whether it waits for more bytes."""
+        """`read`: bytes to samples at `rate_hz`, which do not share memory with them; `rest`: the samples it still
+        buffers at the end; `has_pending_bytes`: whether it waits for more bytes."""
         self.rate_hz = rate_hz
-        """What the bytes decode to, before it becomes 16 kHz."""
+        """Rate of the decoded samples, before they are resampled to 16 kHz."""
         self._read, self._flush, self._has_pending, self._resampler = (
             read,
             rest,
@@ -49,19 +49,20 @@ class LiveAudioDecoder:
 
     @property
     def has_pending_bytes(self) -> bool:
-        """Some of the bytes wait for more: half a sample, part of a page. At the end they are dropped."""
+        """Whether some bytes wait for more: half a sample, part of a page. At the end they are dropped."""
         return self._has_pending()
 
     def decode(self, data: bytes | memoryview) -> np.ndarray:
-        """Cut anywhere; `opus`: one packet. What is returned never shares memory with `data`."""
+        """Decode bytes, cut anywhere; `opus`: one packet. The samples never share memory with `data`."""
         return _joined([self._resampler.resample(pcm) for pcm in self._read(data)])
 
     def drain_resampler(self) -> np.ndarray:
-        """What the resampler still holds: all that was put is out, as if silence followed. More may be put."""
+        """Remaining samples of the resampler for all bytes so far, as if silence followed. More bytes may
+        follow."""
         return clipped(self._resampler.finish())
 
     def finish(self) -> np.ndarray:
-        """What resampler and codec still hold."""
+        """Remaining samples of resampler and codec."""
         return (
             self.drain_resampler()
             if self._flush is None
@@ -76,9 +77,9 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def create_live_decoder(encoding: str, rate_hz: int | None = None) -> LiveAudioDecoder:
-    """For one of ENCODINGS: `opus` is one RFC 6716 packet a call, `ogg` a stream with Opus in it.
+    """Decoder for one of ENCODINGS: `opus` is one RFC 6716 packet a call, `ogg` an Ogg stream of Opus.
 
-    `rate_hz` is of the other three; None: 16 kHz, for telephones' mulaw and alaw 8 kHz. Raises OptionError.
+    `rate_hz` is for the other three; None: 16 kHz, and 8 kHz for telephony's mulaw and alaw. Raises OptionError.
     """
     if encoding not in ENCODINGS:
         raise OptionError(
@@ -100,7 +101,7 @@ def create_live_decoder(encoding: str, rate_hz: int | None = None) -> LiveAudioD
 
 
 def _linear(rate_hz: int) -> LiveAudioDecoder:
-    """16-bit little-endian samples."""
+    """Decoder of 16-bit little-endian samples."""
     pcm = Pcm16Assembler()
     return LiveAudioDecoder(
         rate_hz,
@@ -110,19 +111,19 @@ def _linear(rate_hz: int) -> LiveAudioDecoder:
 
 
 def _companded(encoding: str, rate_hz: int) -> LiveAudioDecoder:
-    """A sample a byte, which a table tells."""
+    """Decoder of G.711: one byte per sample, by table."""
     table = mulaw_table() if encoding == "mulaw" else alaw_table()
     return LiveAudioDecoder(rate_hz, lambda data: (table[np.frombuffer(data, np.uint8)],))
 
 
 def _opus() -> LiveAudioDecoder:
-    """One packet a call."""
+    """Decoder of one Opus packet a call."""
     packets = OpusPacketDecoder()
     return LiveAudioDecoder(OPUS_RATE_HZ, lambda data: (packets.decode(bytes(data)),), rest=packets.finish)
 
 
 def _ogg() -> LiveAudioDecoder:
-    """Opus in Ogg; one stream may follow another."""
+    """Decoder of Opus in Ogg; one stream may follow another."""
     pages, opus = OggPageReader(), OggOpusDecoder()
     return LiveAudioDecoder(
         OPUS_RATE_HZ,

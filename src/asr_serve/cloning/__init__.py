@@ -1,1 +1,1 @@
-"""A voice out of recordings of somebody: what in them can be learnt from, and what a model learns of it."""
+"""Voice cloning: selects training material from a speaker's recordings, and fine-tunes a model on it."""

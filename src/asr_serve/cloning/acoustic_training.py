@@ -1,7 +1,7 @@
-"""Teaches the acoustic model: phonemes, durations and spectrograms of many voices' recorded speech.
+"""Training of the acoustic model: phonemes, durations and spectrograms of many voices' recorded speech.
 
-In training the decoder hears what the teachers did: their durations, pitch and energy of each phoneme. The
-predictors learn those from the encoder beside it. Attention sees chunks, as it will when it speaks.
+In training the decoder gets the recorded durations, pitch and energy of each phoneme. The predictors learn those
+from the encoder's output. Attention is masked in chunks, as in synthesis.
 
 Source  FastPitch (arXiv:2006.06873) for what is predicted and how it is conditioned; AdamW (arXiv:1711.05101) with
         a cosine; weights averaged over the last steps (EMA)
@@ -34,16 +34,16 @@ WEIGHTS = {"mel": 1.0, "f0": 0.3, "voice": 0.1, "duration": 0.2, "pitch": 0.1, "
 
 
 class AcousticNorms(msgspec.Struct, frozen=True):
-    """What numbers are told from: of all speech, and of each speaker's pitch."""
+    """Mean and deviation of features: of all speech, and of each speaker's pitch."""
 
     mel: tuple[float, float]
     energy: tuple[float, float]
     pitch: dict[str, tuple[float, float]]
-    """By speaker: mean and deviation of the natural log of F0 in Hz."""
+    """Speaker -> mean and deviation of the natural log of F0 in Hz."""
 
 
 class AcousticItem(NamedTuple):
-    """An utterance as it is learnt from."""
+    """Training item: an utterance's features."""
 
     speaker: int
     ids: np.ndarray
@@ -54,11 +54,11 @@ class AcousticItem(NamedTuple):
     mel: np.ndarray
     """(frames, 80) float16, natural log."""
     f0: np.ndarray
-    """(frames,) natural log of F0, 0 where there is no voice."""
+    """(frames,) natural log of F0, 0 where unvoiced."""
 
 
 class AcousticBatch(NamedTuple):
-    """Utterances side by side, filled up with zeros."""
+    """Batch of utterances, padded with zeros."""
 
     ids: Tensor
     phoneme_mask: Tensor
@@ -66,7 +66,7 @@ class AcousticBatch(NamedTuple):
     durations: Tensor
     prosody: PhonemeProsody
     base: Tensor
-    """(rows, phonemes): natural log of F0 that the pitch stands for."""
+    """(rows, phonemes): natural log of F0 for the phonemes' pitch."""
     mel: Tensor
     f0: Tensor
     frames: Tensor
@@ -83,12 +83,12 @@ def mels() -> SlaneyMel:
 
 
 def loudness(mel: np.ndarray) -> np.ndarray:
-    """(frames, 80) natural log -> (frames,): natural log of the root of the summed power."""
+    """Computes the natural log of the root of the summed power, (frames,), from (frames, 80) natural log."""
     return np.asarray(0.5 * np.log(np.exp(2 * mel.astype(np.float32)).sum(1)), np.float32)
 
 
 def acoustic_item(recording: VoiceRecording, speaker: int, vocabulary: Mapping[str, int]) -> AcousticItem:
-    """Raises KeyError for a phoneme that is not in the vocabulary."""
+    """Computes the features of a recording. Raises KeyError for a phoneme that is not in the vocabulary."""
     line = recording.line
     mel = mels()(torch.from_numpy(recording.pcm.astype(np.float32) / FULL_SCALE)[None])[0].numpy()
     durations = np.array(line.frames, np.int64)
@@ -113,15 +113,15 @@ def acoustic_item(recording: VoiceRecording, speaker: int, vocabulary: Mapping[s
 
 
 def compute_norms(items: Sequence[AcousticItem], speakers: Sequence[str]) -> AcousticNorms:
-    some = items[:: max(1, len(items) // 400)]
-    mel = np.concatenate([each.mel.astype(np.float32) for each in some])
-    energy = np.concatenate([each.energy for each in some])
+    sample = items[:: max(1, len(items) // 400)]
+    mel = np.concatenate([each.mel.astype(np.float32) for each in sample])
+    energy = np.concatenate([each.energy for each in sample])
     pitch = {}
     for at, name in enumerate(speakers):
-        heard = np.concatenate(
+        voiced_pitch = np.concatenate(
             [each.pitch[each.voiced > 0] for each in items if each.speaker == at] or [np.zeros(1)]
         )
-        pitch[name] = (float(heard.mean()), float(heard.std()) or 1.0)
+        pitch[name] = (float(voiced_pitch.mean()), float(voiced_pitch.std()) or 1.0)
     return AcousticNorms((float(mel.mean()), float(mel.std())), (float(energy.mean()), float(energy.std())), pitch)
 
 
@@ -146,11 +146,11 @@ def collate(
     )
     voiced = stacked("voiced", phonemes, torch.float32)
     pitch = (stacked("pitch", phonemes, torch.float32) - mean) / deviation * voiced
-    there = torch.arange(phonemes) < torch.tensor([len(each.ids) for each in items])[:, None]
-    energy = (stacked("energy", phonemes, torch.float32) - norms.energy[0]) / norms.energy[1] * there
+    mask = torch.arange(phonemes) < torch.tensor([len(each.ids) for each in items])[:, None]
+    energy = (stacked("energy", phonemes, torch.float32) - norms.energy[0]) / norms.energy[1] * mask
     return AcousticBatch(
         stacked("ids", phonemes, torch.int64),
-        there,
+        mask,
         torch.tensor([each.speaker for each in items]),
         stacked("durations", phonemes, torch.int64),
         PhonemeProsody(pitch, voiced, energy),
@@ -162,8 +162,8 @@ def collate(
 
 
 class AcousticOutput(NamedTuple):
-    """What the network makes of a batch. `frames`: (rows, frames, 82), as Network.decode gives them; `phoneme`: of
-    each frame; `numbers`: each frame's number."""
+    """Network's output for a batch. `frames`: (rows, frames, 82), as from FastPitchNetwork.decode; `phoneme`:
+    index of each frame's phoneme; `numbers`: each frame's number."""
 
     log_durations: Tensor
     pitch: Tensor
@@ -175,7 +175,7 @@ class AcousticOutput(NamedTuple):
 
 
 class AcousticLearner(nn.Module):
-    """The network with weights that learn."""
+    """Trainable network."""
 
     def __init__(self, sizes: FastPitchSizes) -> None:
         super().__init__()
@@ -192,50 +192,51 @@ class AcousticLearner(nn.Module):
         self.network = FastPitchNetwork(sizes, self)
 
     def on(self, device: torch.device) -> AcousticLearner:
-        """There, with all that it learns."""
+        """Moves the module to a device, and rebuilds the network from its parameters there."""
         self.to(device)
-        self.network = FastPitchNetwork(self.sizes, self)  # which holds what it is made of
+        self.network = FastPitchNetwork(self.sizes, self)  # it holds references to its parameters
         return self
 
-    # What the network is made of.
+    # Parameters of the network (TensorSource).
     def linear(self, name: str) -> Any:
         return self.linears[_key(name)]
 
     def vector(self, name: str) -> Tensor:
-        found: Tensor = self.tables[name] if name in self.tables else self.norms[_key(name)]
-        return found
+        tensor: Tensor = self.tables[name] if name in self.tables else self.norms[_key(name)]
+        return tensor
 
     def checkpoint(self) -> dict[str, Tensor]:
-        """By the names that the model file reads."""
-        found = {name: table.data for name, table in self.tables.items()}
+        """Returns the weights by the names that the model file reads."""
+        tensors = {name: table.data for name, table in self.tables.items()}
         for name in self.sizes.linears():
             linear = self.linears[_key(name)]
-            found |= {f"{name}.weight": linear.weight.data, f"{name}.bias": linear.bias.data}
-        return found | {name.replace("/", "."): norm.data for name, norm in self.norms.items()}
+            tensors |= {f"{name}.weight": linear.weight.data, f"{name}.bias": linear.bias.data}
+        return tensors | {name.replace("/", "."): norm.data for name, norm in self.norms.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """From such a checkpoint. Tables may have grown: a new speaker begins as the mean of all."""
+        """Loads such a checkpoint. Tables may have grown: a new speaker is initialized as the mean of all."""
         for name, own in self.checkpoint().items():
-            theirs = tensors[name].float()
-            if name in self.tables and len(theirs) < len(own):
-                own.copy_(theirs.mean(0).expand_as(own))
-                own[: len(theirs)] = theirs
+            loaded = tensors[name].float()
+            if name in self.tables and len(loaded) < len(own):
+                own.copy_(loaded.mean(0).expand_as(own))
+                own[: len(loaded)] = loaded
             else:
-                own.copy_(theirs)
+                own.copy_(loaded)
 
     def forward(self, b: AcousticBatch, changes: LoraChanges | None = None) -> AcousticOutput:
-        """With the recorded durations, pitch and energy; with a voice's `changes` to the products."""
-        network, there, device = self.network, b.phoneme_mask, b.ids.device
+        """Runs the network with the recorded durations, pitch and energy; `changes`: a voice's low-rank
+        changes."""
+        network, mask, device = self.network, b.phoneme_mask, b.ids.device
         with torch.autocast(device.type, torch.bfloat16):
-            hidden = network.encode(b.ids, there, self.tables["speakers"][b.speaker], changes)
-            log_durations = network.log_durations(hidden, there, changes)
-            pitch, voiced, energy = network.prosody(hidden, there, changes)
+            hidden = network.encode(b.ids, mask, self.tables["speakers"][b.speaker], changes)
+            log_durations = network.log_durations(hidden, mask, changes)
+            pitch, voiced, energy = network.prosody(hidden, mask, changes)
             numbers = torch.arange(b.mel.shape[1], device=device).expand(len(b.ids), -1)
             index, place = places(b.durations, numbers)
-            said = network.condition(hidden, b.prosody)
-            said = said.gather(1, index[..., None].expand(-1, -1, said.shape[-1]))
-            x = network.decoder_input(said, place, self.tables["speakers_decoder"][b.speaker])
+            conditioned = network.condition(hidden, b.prosody)
+            conditioned = conditioned.gather(1, index[..., None].expand(-1, -1, conditioned.shape[-1]))
+            x = network.decoder_input(conditioned, place, self.tables["speakers_decoder"][b.speaker])
             return AcousticOutput(
                 log_durations, pitch, voiced, energy, network.decode(x, b.frames, changes), index, numbers
             )
@@ -243,26 +244,26 @@ class AcousticLearner(nn.Module):
     def losses(
         self, b: AcousticBatch, norms: AcousticNorms, changes: LoraChanges | None = None
     ) -> dict[str, Tensor]:
-        """How far what is found is from what was recorded."""
+        """Computes the losses between predictions and recorded features."""
         log_durations, pitch, voiced, energy, out, index, numbers = self(b, changes)
-        there = b.phoneme_mask
+        mask = b.phoneme_mask
         inside = (numbers < b.frames[:, None]).float()
         has_voice = (b.f0 > 0).float() * inside
-        off = b.f0 - b.base.gather(1, index)
+        offset = b.f0 - b.base.gather(1, index)
         target = (b.mel - norms.mel[0]) / norms.mel[1]
-        count, phonemes = inside.sum(), there.sum()
+        count, phonemes = inside.sum(), mask.sum()
         voiced_phonemes = b.prosody.voiced.sum().clamp(min=1)
         in_frames = F.binary_cross_entropy_with_logits(out[..., 81], has_voice, reduction="none") * inside
-        in_phonemes = F.binary_cross_entropy_with_logits(voiced, b.prosody.voiced, reduction="none") * there
-        wanted = b.durations.clamp(min=1).float().log()
+        in_phonemes = F.binary_cross_entropy_with_logits(voiced, b.prosody.voiced, reduction="none") * mask
+        log_targets = b.durations.clamp(min=1).float().log()
         return {
             "mel": ((out[..., :80] - target).abs() * inside[..., None]).sum() / (80 * count),
-            "f0": ((out[..., 80] - off * F0_SCALE).abs() * has_voice).sum() / has_voice.sum().clamp(min=1),
+            "f0": ((out[..., 80] - offset * F0_SCALE).abs() * has_voice).sum() / has_voice.sum().clamp(min=1),
             "voice": in_frames.sum() / count,
-            "duration": (torch.where(there, log_durations - wanted, 0.0) ** 2).sum() / phonemes,
+            "duration": (torch.where(mask, log_durations - log_targets, 0.0) ** 2).sum() / phonemes,
             "pitch": ((pitch - b.prosody.pitch) ** 2 * b.prosody.voiced).sum() / voiced_phonemes,
             "voiced": in_phonemes.sum() / phonemes,
-            "energy": ((energy - b.prosody.energy) ** 2 * there).sum() / phonemes,
+            "energy": ((energy - b.prosody.energy) ** 2 * mask).sum() / phonemes,
         }
 
 
@@ -271,7 +272,7 @@ def _key(name: str) -> str:
 
 
 class _Linear(nn.Linear):
-    """A Linear of devices/interface.py through which gradients flow."""
+    """Trainable Linear with the interface of devices/interface.py."""
 
     nbytes = 0
 

@@ -1,4 +1,4 @@
-"""The model that is taught another voice: it stays as it is, and says what a recording is compared with."""
+"""Base model of fine-tuning: its weights stay unchanged, and its voices are references for alignment."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from asr_serve.models.tts.fastpitch_layers import LoraChanges
 from asr_serve.models.tts.fastpitch_network import F0_SCALE, PhonemeProsody, places
 
 SPEAKER_EMBEDDINGS_FILE = "speakers.safetensors"
-"""Beside a checkpoint: `ge2e` (voices, 256), what its voices are like to a speaker encoder."""
+"""File beside a checkpoint: `ge2e` (voices, 256), speaker embeddings of its voices."""
 MODEL_FILE = "model.safetensors"
 
 
 class CloningBaseModel:
-    """A checkpoint, with one more place among its speakers: the last, for who is to be learnt."""
+    """Checkpoint with one more row in its speaker tables: the last, for the new voice."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises WeightsCorrupt."""
+        """Loads a checkpoint. Raises WeightsCorrupt."""
         try:
             self.config = Config.of(json.loads((folder / "config.json").read_text("utf-8")))
             tensors = load_file(folder / MODEL_FILE)
-            near = (
+            embeddings = (
                 load_file(folder / SPEAKER_EMBEDDINGS_FILE)["ge2e"]
                 if (folder / SPEAKER_EMBEDDINGS_FILE).is_file()
                 else None
             )
         except (OSError, json.JSONDecodeError, SafetensorError, KeyError) as failure:
             raise WeightsCorrupt(f"{folder} holds no FastPitch: {failure}") from failure
-        self.likeness = None if near is None else near.float().numpy()
+        self.likeness = None if embeddings is None else embeddings.float().numpy()
         self.fingerprint = checkpoint_fingerprint(folder)
         self.speaker = self.config.sizes.speakers
-        """Number of the new one."""
+        """Number of the new speaker."""
         sizes = msgspec.structs.replace(self.config.sizes, speakers=self.speaker + 1)
         self.learner = AcousticLearner(sizes)
         self.learner.load(tensors)
@@ -51,19 +51,19 @@ class CloningBaseModel:
         self.norms = AcousticNorms(self.config.norms.mel, self.config.norms.energy, dict(self.config.norms.pitch))
 
     def nearest_voices(self, voice: np.ndarray, pitch: float) -> list[str]:
-        """The model's voices, those most like this one first: by the speaker encoder's cosine, where the
-        checkpoint tells what its own are like; else by how high they are. `pitch`: mean natural log of F0."""
+        """Returns the model's voices, the most similar first: by the speaker encoder's cosine, where the
+        checkpoint has embeddings; else by pitch. `pitch`: mean natural log of F0."""
         names = [name for name in self.config.voices if name in self.config.norms.pitch]
         if (known := self.likeness) is not None:
-            heard = [name for name in names if known[self.number(name)].any()]
-            return sorted(heard, key=lambda name: -similarity(voice, known[self.number(name)]))
+            with_embedding = [name for name in names if known[self.number(name)].any()]
+            return sorted(with_embedding, key=lambda name: -similarity(voice, known[self.number(name)]))
         return sorted(names, key=lambda name: abs(self.config.norms.pitch[name][0] - pitch))
 
     def number(self, name: str) -> int:
         return self.config.voices.index(name)
 
     def phoneme_ids(self, phonemes: str) -> Tensor:
-        """Of a sentence and the pauses around it. Raises OptionError for what the model does not know."""
+        """Returns ids of a sentence and the pauses around it. Raises OptionError for unknown phonemes."""
         unknown = sorted(set(phonemes) - self.config.vocabulary.keys())
         if unknown:
             raise OptionError(f"the phonemes {' '.join(unknown)}", "those of the model's alphabet")
@@ -73,7 +73,7 @@ class CloningBaseModel:
     def synthesize_mel(
         self, phonemes: str, speaker: int, changes: LoraChanges | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How that speaker says it: mel (frames, 80), natural log, and frames of each phoneme and both pauses."""
+        """Synthesizes mel (frames, 80), natural log, and frames of each phoneme and both pauses."""
         mel, _, frames = self.synthesize_prosody(phonemes, speaker, changes)
         return mel.numpy(), frames.numpy()
 
@@ -85,31 +85,31 @@ class CloningBaseModel:
         changes: LoraChanges | None = None,
         pitch: tuple[float, float] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mel (frames, 80), F0 in Hz (frames,) and frames of each phoneme. `pitch`: the speaker's, where it is
-        none of the model's own."""
+        """Synthesizes mel (frames, 80), F0 in Hz (frames,) and frames of each phoneme. `pitch`: statistics of a
+        speaker who is none of the model's own."""
         network, tables, ids = self.learner.network, self.learner.tables, self.phoneme_ids(phonemes)
-        there = torch.ones_like(ids, dtype=torch.bool)
-        hidden = network.encode(ids, there, tables["speakers"][[speaker]], changes)
-        level, voiced, energy = network.prosody(hidden, there, changes)
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        hidden = network.encode(ids, mask, tables["speakers"][[speaker]], changes)
+        level, voiced, energy = network.prosody(hidden, mask, changes)
         prosody = PhonemeProsody(level, (voiced > 0).float(), energy)
-        durations = whole_frames(network.log_durations(hidden, there, changes).exp() * self.config.lengthen)
+        durations = whole_frames(network.log_durations(hidden, mask, changes).exp() * self.config.lengthen)
         frames = int(durations.sum())
         chunk = self.config.sizes.chunk
         numbers = torch.arange(-(-frames // chunk) * chunk)[None]
         index, place = places(durations, numbers)
-        said = network.condition(hidden, prosody)[:, index[0]]
-        x = network.decoder_input(said, place, tables["speakers_decoder"][[speaker]])
+        conditioned = network.condition(hidden, prosody)[:, index[0]]
+        x = network.decoder_input(conditioned, place, tables["speakers_decoder"][[speaker]])
         out = network.decode(x, torch.tensor([frames]), changes)[0, :frames]
         mean, deviation = self.config.norms.mel
-        middle, spread = pitch or self.config.norms.pitch.get(
+        pitch_mean, pitch_deviation = pitch or self.config.norms.pitch.get(
             self.config.voices[min(speaker, self.speaker - 1)], (0.0, 1.0)
         )
-        base = (level * prosody.voiced * spread + middle)[0][index[0]][:frames]
+        base = (level * prosody.voiced * pitch_deviation + pitch_mean)[0][index[0]][:frames]
         f0 = torch.where(out[:, 81] > 0, torch.exp(base + out[:, 80] / F0_SCALE), 0.0)
         return out[:, :80] * deviation + mean, f0, durations[0]
 
 
 def checkpoint_fingerprint(folder: Path) -> str:
-    """Of a checkpoint's weights: a voice fits those that it was taught with, and no others."""
+    """Returns the sha256 of a checkpoint's weights: a voice fits only those that it was trained with."""
     with (folder / MODEL_FILE).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Recordings of a speaker, taken apart into clips, and what is wrong with each."""
+"""Clips for cloning, cut from a speaker's recordings, with the reasons why others are rejected."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from asr_serve.audio.pcm import clipped
 from asr_serve.audio.reader import Source
 from asr_serve.audio.resample import Resampler, resample_clip
 from asr_serve.cloning.voice_corpus import HOP, RATE_HZ
-from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio
+from asr_serve.errors import AudioError, AudioTooLong, EmptyAudio, MalformedRequest
 from asr_serve.units import RATE_HZ as HEARD_HZ
 from asr_serve.voices.cloning_messages import ClipReport
 from asr_serve.voices.transcripts import recording_stem
 
 SHORTEST_S, LONGEST_S = 1.0, 20.0
-"""Of a clip: less says little, more does not fit into a batch."""
+"""Shortest and longest clip: less has little to train on, more does not fit into a batch."""
 SILENT_S = 5.0
-"""So much longer it may be with the silence around it."""
+"""Additional length allowed for the silence around a clip."""
 RECORDING_S = 1_800.0
-"""Longest recording that is taken apart."""
+"""Longest recording that is read."""
 BLOCK = RATE_HZ // 50
 QUIET_DB = 38.0
-"""So far below its loud parts a clip's ends are silence."""
+"""Level below a clip's loud parts at which its ends count as silence."""
 EDGE_SILENCE_S = 0.15
-"""Silence that is left at, or put to, both ends: voices are taught with it."""
+"""Silence that is left at, or added to, both ends: voices are trained with it."""
 CLIPPED_SHARE, AT_THE_TOP = 0.0005, 0.985
-"""Of the samples, those that stand at the recording's greatest; a run of three or more counts."""
+"""Largest fraction of clipped samples, and amplitude, relative to the greatest, of a clipped one; runs of three or
+more count."""
 OTHERWISE, TOLD_WORDS = 0.6, 5
-"""Share of a text's words that are heard otherwise, above which it is another clip's; of so many words at least:
-of fewer a recogniser makes anything."""
+"""Largest word error rate between transcript and recognition, above which the transcript belongs to another clip;
+and the least number of words to check: recognition of fewer is unreliable."""
 FULL = 0.25
-"""Below this of full scale nothing is clipped, however flat its tops are."""
+"""Peak amplitude below which nothing counts as clipped, however flat."""
 NOTHING = 1e-10
-"""Power of what a converter makes of silence."""
+"""Power of digital silence, after a converter's rounding."""
 NOISY_DB, FAINT = 12.0, 0.002
-"""Speech must stand so far above what is heard between words; and be no fainter than this, as root mean square."""
+"""Least ratio of speech to the noise between words, and least root mean square of speech."""
 
 
 class RecognizedClipSpan(NamedTuple):
-    """Part of a recording, and what is said in it; samples at 16 kHz."""
+    """Span of a recording with its text; samples at 16 kHz."""
 
     start: int
     end: int
@@ -55,12 +56,12 @@ class RecognizedClipSpan(NamedTuple):
 
 
 ClipRecognizer = Callable[[np.ndarray], list[RecognizedClipSpan]]
-"""(samples,) float32 at 16 kHz -> what is said in it, in order."""
+"""(samples,) float32 at 16 kHz -> recognized spans, in order."""
 
 
 class CloningClip(NamedTuple):
-    """What may be learnt from. `pcm` float32 at 22.05 kHz, its ends silent for KEPT_S; `given`: somebody has told
-    its text, else it was heard."""
+    """Training clip. `pcm` float32 at 22.05 kHz, with EDGE_SILENCE_S of silence at its ends; `is_transcribed`: its
+    text was supplied, not recognized."""
 
     key: str
     pcm: np.ndarray
@@ -70,7 +71,7 @@ class CloningClip(NamedTuple):
 
 
 def read_clip(source: Source) -> np.ndarray:
-    """(samples,) float32 at 22.05 kHz, mono. Raises AudioError."""
+    """Decodes (samples,) float32 at 22.05 kHz, mono. Raises AudioError."""
     if isinstance(source, np.ndarray | tuple):
         pcm, rate_hz = source if isinstance(source, tuple) else (source, HEARD_HZ)
         return resample_clip(np.asarray(pcm), rate_hz, RATE_HZ)
@@ -86,21 +87,21 @@ def read_clip(source: Source) -> np.ndarray:
 
 
 def _decoded(pieces: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Pieces of any rates, one after the other."""
+    """Concatenates pieces of any rates. Raises AudioTooLong, EmptyAudio."""
     parts: list[np.ndarray] = []
-    now: Resampler | None = None
+    resampler: Resampler | None = None
     samples = 0
     for rate_hz, mono in pieces:
-        if now is None or now.rate_hz != rate_hz:
-            parts += [now.finish()] if now else []
-            now = Resampler(rate_hz, RATE_HZ)
-        parts.append(now.resample(mono))
+        if resampler is None or resampler.rate_hz != rate_hz:
+            parts += [resampler.finish()] if resampler else []
+            resampler = Resampler(rate_hz, RATE_HZ)
+        parts.append(resampler.resample(mono))
         samples += len(parts[-1])
         if samples > RECORDING_S * RATE_HZ:
             raise AudioTooLong(
                 f"the recording lasts over {RECORDING_S / 60:g} minutes", "half an hour", "cut it into parts"
             )
-    parts += [now.finish()] if now else []
+    parts += [resampler.finish()] if resampler else []
     pcm = np.concatenate(parts) if parts else np.zeros(0, np.float32)
     if not len(pcm):
         raise EmptyAudio("0 samples came", "a voice needs some")
@@ -108,12 +109,13 @@ def _decoded(pieces: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
 
 
 def to_16k(pcm: np.ndarray) -> np.ndarray:
-    """Of 22.05 kHz."""
+    """Resamples from 22.05 kHz to 16 kHz."""
     return resample_clip(pcm, RATE_HZ, HEARD_HZ)
 
 
 def split_recording(item: InputItem, text: str | None, ear: ClipRecognizer) -> Iterator[CloningClip | ClipReport]:
-    """The clips of a recording, or what is wrong with it or a part of it. One whose text is known is one clip."""
+    """Yields the clips of a recording, or reports on what is wrong with it or its parts. With a transcript it is
+    one clip."""
     try:
         pcm = read_clip(item.source)
     except AudioError as failure:
@@ -125,49 +127,50 @@ def split_recording(item: InputItem, text: str | None, ear: ClipRecognizer) -> I
             item.key, round(seconds, 2), text, f"it is longer than {LONGEST_S:g} s: cut it with its text"
         )
         return
-    heard = ear(to_16k(pcm))
+    spans = ear(to_16k(pcm))
     if text is not None:
-        yield from _one(item.key, pcm, text, True, " ".join(each.text for each in heard))
+        yield from _one(item.key, pcm, text, True, " ".join(each.text for each in spans))
         return
-    if not heard:
+    if not spans:
         yield ClipReport(item.key, round(seconds, 2), "", "no speech was heard in it")
-    for number, part in enumerate(heard, 1):
-        key = item.key if len(heard) == 1 else f"{item.key}#{number}"
+    for number, part in enumerate(spans, 1):
+        key = item.key if len(spans) == 1 else f"{item.key}#{number}"
         first, last = (round(at * RATE_HZ / HEARD_HZ) for at in (part.start, part.end))
         yield from _one(key, pcm[first:last], part.text, False, part.text)
 
 
 def _one(key: str, pcm: np.ndarray, text: str, given: bool, heard: str) -> Iterator[CloningClip | ClipReport]:
-    wrong = clip_fault(pcm) or ("" if re.search(r"\w", text) else "no words were heard in it")
-    cut = pcm if wrong else trim_silence(pcm)
-    seconds = round(len(cut) / RATE_HZ, 2)
-    if not wrong and not SHORTEST_S + 2 * EDGE_SILENCE_S <= seconds <= LONGEST_S + 2 * EDGE_SILENCE_S:
-        wrong = f"{seconds - 2 * EDGE_SILENCE_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are wanted"
+    fault = clip_fault(pcm) or ("" if re.search(r"\w", text) else "no words were heard in it")
+    trimmed = pcm if fault else trim_silence(pcm)
+    seconds = round(len(trimmed) / RATE_HZ, 2)
+    if not fault and not SHORTEST_S + 2 * EDGE_SILENCE_S <= seconds <= LONGEST_S + 2 * EDGE_SILENCE_S:
+        fault = f"{seconds - 2 * EDGE_SILENCE_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are wanted"
     if (
-        not wrong
+        not fault
         and given
         and len(words(text)) >= TOLD_WORDS
         and (share := word_error_share(text, heard)) > OTHERWISE
     ):
-        wrong = f"{heard!r} was heard in it: {100 * share:.0f} % other words than its text"
-    yield ClipReport(key, seconds, text, wrong) if wrong else CloningClip(key, cut, text, given, heard)
+        fault = f"{heard!r} was heard in it: {100 * share:.0f} % other words than its text"
+    yield ClipReport(key, seconds, text, fault) if fault else CloningClip(key, trimmed, text, given, heard)
 
 
 def powers(pcm: np.ndarray) -> np.ndarray:
-    """Of blocks of 20 ms."""
+    """Computes the power of blocks of 20 ms."""
     blocks = len(pcm) // BLOCK
-    found: np.ndarray = np.square(pcm[: blocks * BLOCK].reshape(blocks, BLOCK), dtype=np.float64).mean(1)
-    return found
+    power: np.ndarray = np.square(pcm[: blocks * BLOCK].reshape(blocks, BLOCK), dtype=np.float64).mean(1)
+    return power
 
 
 def between(power: np.ndarray, percent: float) -> float:
-    """What is heard between words: of the blocks, that percentile. Digital silence is nobody's room."""
-    heard = power[power > NOTHING]
-    return float(np.percentile(heard, percent)) if len(heard) else NOTHING
+    """Returns the noise between words: a percentile of the blocks' power. Digital silence is excluded: it is no
+    room noise."""
+    audible = power[power > NOTHING]
+    return float(np.percentile(audible, percent)) if len(audible) else NOTHING
 
 
 def clip_fault(pcm: np.ndarray) -> str:
-    """What makes it no good to learn from, in words; empty where nothing does."""
+    """Returns the reason to reject a clip; empty where there is none."""
     power = powers(pcm)
     if len(power) < 10:
         return f"{len(pcm) / RATE_HZ:.1f} s: {SHORTEST_S:g} s or more are wanted"
@@ -180,19 +183,19 @@ def clip_fault(pcm: np.ndarray) -> str:
     if flat.mean() > CLIPPED_SHARE:
         return f"it is clipped ({100 * flat.mean():.1f} % of the samples stand at its top): record it less loud"
     noise = between(power, 8)
-    above = 10 * math.log10(level**2 / noise)
-    if above < NOISY_DB:
-        return f"it is noisy: speech is {above:.0f} dB above what is heard between words, {NOISY_DB:g} are wanted"
+    snr_db = 10 * math.log10(level**2 / noise)
+    if snr_db < NOISY_DB:
+        return f"it is noisy: speech is {snr_db:.0f} dB above what is heard between words, {NOISY_DB:g} are wanted"
     return ""
 
 
 def trim_silence(pcm: np.ndarray) -> np.ndarray:
-    """KEPT_S of silence before and after what is spoken: its own as far as there is any. Whole frames."""
+    """Trims a clip to its speech with EDGE_SILENCE_S around it, padded where there is less. Whole frames."""
     power = powers(pcm)
     floor = max(float(np.percentile(power, 95)) * 10 ** (-QUIET_DB / 10), 3 * between(power, 5))
     spoken = np.flatnonzero(power > floor)
-    kept = round(EDGE_SILENCE_S * RATE_HZ)
-    first, last = spoken[0] * BLOCK - kept, (spoken[-1] + 1) * BLOCK + kept
+    edge = round(EDGE_SILENCE_S * RATE_HZ)
+    first, last = spoken[0] * BLOCK - edge, (spoken[-1] + 1) * BLOCK + edge
     padded = np.pad(pcm[max(0, first) : last], (max(0, -first), max(0, last - len(pcm))))
     return padded[: len(padded) // HOP * HOP].astype(np.float32)
 
@@ -202,27 +205,34 @@ def words(text: str) -> list[str]:
 
 
 def word_error_share(text: str, heard: str) -> float:
-    """Share of a text's words that were heard otherwise, missed or added: its word error rate, without figures."""
-    wanted, came = words(text), words(heard)
-    row = list(range(len(came) + 1))
-    for number, word in enumerate(wanted, 1):
+    """Returns the fraction of a text's words that were substituted, missed or added: its word error rate, without
+    figures."""
+    reference, recognized = words(text), words(heard)
+    row = list(range(len(recognized) + 1))
+    for number, word in enumerate(reference, 1):
         before, row[0] = row[0], number
-        for at, other in enumerate(came, 1):
+        for at, other in enumerate(recognized, 1):
             before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (word != other))
-    return row[-1] / max(1, len(wanted))
+    return row[-1] / max(1, len(reference))
 
 
 def transcript_of(key: str, known: Mapping[str, str]) -> str | None:
-    """By the recording's name; or what stands beside it, in a file of the same name that ends in .txt or .lab."""
+    """Returns a recording's transcript by name, or from the file beside it that ends in .txt or .lab; else None.
+
+    Raises MalformedRequest for a file that is not UTF-8.
+    """
     if (text := known.get(recording_stem(key))) is not None:
         return spoken_case(text)
     for suffix in (".txt", ".lab"):
         beside = Path(key).with_suffix(suffix)
         if beside.is_file():
-            return spoken_case(beside.read_text("utf-8").strip())
+            try:
+                return spoken_case(beside.read_text("utf-8").strip())
+            except UnicodeDecodeError:
+                raise MalformedRequest(f"{beside.name} is not UTF-8", "transcripts in UTF-8") from None
     return None
 
 
 def spoken_case(text: str) -> str:
-    """Capitals throughout are how a corpus writes, and no abbreviations."""
+    """Lowers text in capitals: some corpora are written so, and it would be read as abbreviations."""
     return text.capitalize() if text.isupper() and len(text.split()) > 2 else text

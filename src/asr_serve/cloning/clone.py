@@ -1,10 +1,10 @@
-"""From recordings of somebody to a voice that says anything. START HERE.
+"""Voice cloning from recordings to a voice file. START HERE.
 
-1. `material.gather` takes recordings apart, hears what is said where nobody tells, and keeps clips that are good.
-2. `material.written` has the most similar voices of the model's own say the same, and lays the clips upon that.
-3. `tuning` teaches the model one more voice, for as many steps as there is speech.
-4. The voice says the texts of clips that it did not learn from; a speaker encoder tells how like the recordings
-that is, and it is made as loud as the voice that it began as.
+1. `training_material.gather_material` splits recordings, recognizes those without a transcript, and selects clips.
+2. `training_material.write_material` aligns the clips with the same texts in the model's most similar voices.
+3. `fine_tuning` trains one more voice, with a number of steps that depends on the amount of speech.
+4. The voice synthesizes the texts of held-out clips; a speaker encoder compares it with the recordings, and its
+   loudness is adjusted to that of the voice that it was initialized from.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from asr_serve.voices.cloning_messages import STAGES, ClipReport, CloneProgress,
 from asr_serve.voices.voice_store import VoiceStore
 
 ASKED = 5
-"""Of the model's own voices, those that say the clips' texts for comparison: the most similar ones."""
+"""Number of the model's own voices that clips are aligned with: the most similar ones."""
 COMPARED = 4
-"""Clips whose texts are said, to be compared: those that are held out, and as many more as that takes."""
+"""Number of clips whose texts are synthesized for comparison: held-out ones, then others."""
 LOUDER_DB = 8.0
-"""So much louder or less loud a voice is made at most."""
+"""Largest change of a voice's loudness."""
 
 OnCloneProgress = Callable[[CloneProgress], None]
 
 
 class PreparedCloning(NamedTuple):
-    """What there is to learn from."""
+    """Training material of a voice."""
 
     items: list[AcousticItem]
     verdicts: list[ClipReport]
@@ -69,10 +69,10 @@ class PreparedCloning(NamedTuple):
 def clone_voice(
     order: CloneRequest, told: OnCloneProgress = lambda _: None, stop: Callable[[], bool] = lambda: False
 ) -> CloneReport:
-    """The voice is in its folder when this returns. `told` hears of progress; `stop` is asked often.
+    """Clones a voice into the folder of voices. `told` receives progress; `stop` is polled often.
 
-    Raises OptionError, TooFewClips, UnsupportedOption for a model that learns no voices, UnknownModel,
-    WeightsMissing, WeightsCorrupt, Cancelled.
+    Raises OptionError, TooFewClips, UnsupportedOption for a model that cannot clone, UnknownModel, WeightsMissing,
+    WeightsCorrupt, Cancelled.
     """
     began = time.monotonic()
     store = VoiceStore(Path(order.voices_dir))
@@ -93,20 +93,20 @@ def clone_voice(
     tell("learning", 0.0)
     base.norms.pitch[order.name] = ready.pitch
     tuning = VoiceFineTuning(base, order.name, ready.start, ready.items, order.seed)
-    found = tuning.train(
+    result = tuning.train(
         order.minutes,
         lambda going: tell("learning", going.share, round(going.held_out, 4), round(going.left_s, 1)),
         stop,
     )
     tell("comparing", 0.0)
-    like, gain = (None, 0.0) if codec is None else _heard(tuning, ready, codec, encoder)
-    found.tensors["gain"] = torch.tensor([gain])
-    card_of = _card(order, base, ready, found, like)
+    similarity, gain = (None, 0.0) if codec is None else _heard(tuning, ready, codec, encoder)
+    result.tensors["gain"] = torch.tensor([gain])
+    card_of = _card(order, base, ready, result, similarity)
     tell("comparing", 1.0)
     store.add(*card_of, reserved=base.config.voices)
     tell("done", 1.0)
     return CloneReport(
-        card_of[0], ready.verdicts, round(found.before, 4), round(found.after, 4), time.monotonic() - began
+        card_of[0], ready.verdicts, round(result.before, 4), round(result.after, 4), time.monotonic() - began
     )
 
 
@@ -117,65 +117,67 @@ def _prepared(
     card: ModelCard,
     tell: _ProgressReporter,
 ) -> PreparedCloning:
-    """Recordings heard, chosen and laid upon their phonemes. Nothing of them is kept on disk."""
+    """Recognizes, selects and aligns the recordings. Nothing of them remains on disk."""
     recogniser = order.recogniser or RECOGNISER
     with CloningRecognizer(recogniser) as ear:
         material = gather_material(expand_inputs(order.audio), order.texts, ear, encoder, tell.of("listening"))
-    heights = np.concatenate([track_pitch(good.clip.pcm) for good in material.clips])
-    near = base.nearest_voices(material.voice, float(np.log(heights[heights > 0]).mean()))[:ASKED]
-    numbers = [base.number(name) for name in near]
+    pitch_hz = np.concatenate([track_pitch(accepted.clip.pcm) for accepted in material.clips])
+    nearest = base.nearest_voices(material.voice, float(np.log(pitch_hz[pitch_hz > 0]).mean()))[:ASKED]
+    numbers = [base.number(name) for name in nearest]
     with tempfile.TemporaryDirectory(prefix="asr-serve-voice-") as folder:
         voice, verdicts = write_material(
             material,
-            TextPhonemizer(card, near[0]),
+            TextPhonemizer(card, nearest[0]),
             lambda said: [base.synthesize_mel(said, number) for number in numbers],
             Path(folder),
             "clone",
             tell.of("aligning"),
         )
         items = [acoustic_item(recording, base.speaker, base.config.vocabulary) for recording in voice]
-    return PreparedCloning(items, verdicts, material, near[0], pitch_statistics(items))
+    return PreparedCloning(items, verdicts, material, nearest[0], pitch_statistics(items))
 
 
 def pitch_statistics(items: Sequence[AcousticItem]) -> tuple[float, float]:
-    """Mean and deviation of the natural log of F0, over phonemes."""
-    heard = np.concatenate([each.pitch[each.voiced > 0] for each in items])
-    return float(heard.mean()), float(heard.std()) or 1.0
+    """Returns mean and deviation of the natural log of F0, over phonemes."""
+    pitch = np.concatenate([each.pitch[each.voiced > 0] for each in items])
+    return float(pitch.mean()), float(pitch.std()) or 1.0
 
 
 def _heard(
     tuning: VoiceFineTuning, ready: PreparedCloning, codec: Vocoder, encoder: ge2e.Ge2eEncoder
 ) -> tuple[float | None, float]:
-    """Cosine of what the voice says to the recordings: None of a voice that cannot be heard; and the natural log
-    of how much louder the voice that it began as says the same. What a model has heard little of it says as a mean
-    of many sounds, in logarithms, and that is fainter than any of them."""
+    """Returns the cosine of the synthesized voice with the recordings, None where it is silent; and the gain,
+    natural log, that makes it as loud as the voice that it was initialized from. A model with little training data
+    predicts a mean of many spectra, in logarithms, which is quieter than any of them."""
     base, names = tuning.base, {number: letter for letter, number in tuning.base.config.vocabulary.items()}
-    said, levels = [], []
-    for each in [*tuning.held_out_items, *tuning.training_items][:COMPARED]:
-        phonemes = "".join(names[number] for number in each.ids[1:-1].tolist())
+    synthesized, levels = [], []
+    for item in [*tuning.held_out_items, *tuning.training_items][:COMPARED]:
+        phonemes = "".join(names[number] for number in item.ids[1:-1].tolist())
         mel, f0, _ = base.synthesize_prosody(phonemes, base.speaker, tuning.delta.changes(), ready.pitch)
-        other, other_f0, _ = base.synthesize_prosody(phonemes, base.number(ready.start))
-        own, stock = vocode(mel, f0, codec), vocode(other, other_f0, codec)
-        said.append(resample_clip(own, RATE_HZ, HEARD_HZ))
-        levels.append((speech_rms(own), speech_rms(stock)))
-    whole, whole_stock = np.array(levels).mean(0)
-    gain = math.log(whole_stock / whole) if whole and whole_stock else 0.0
-    most = LOUDER_DB * LN10_20
+        start_mel, start_f0, _ = base.synthesize_prosody(phonemes, base.number(ready.start))
+        pcm, start_pcm = vocode(mel, f0, codec), vocode(start_mel, start_f0, codec)
+        synthesized.append(resample_clip(pcm, RATE_HZ, HEARD_HZ))
+        levels.append((speech_rms(pcm), speech_rms(start_pcm)))
+    level, start_level = np.array(levels).mean(0)
+    gain = math.log(start_level / level) if level and start_level else 0.0
+    limit = LOUDER_DB * LN10_20
     try:
-        like = ge2e.similarity(encoder.embed_speaker(said[: len(tuning.held_out_items)]), ready.material.voice)
+        cosine = ge2e.similarity(
+            encoder.embed_speaker(synthesized[: len(tuning.held_out_items)]), ready.material.voice
+        )
     except EmptyAudio:
-        like = None
-    return like, min(most, max(-most, gain))
+        cosine = None
+    return cosine, min(limit, max(-limit, gain))
 
 
 @torch.no_grad()
 def vocode(mel: Tensor, f0: Tensor, codec: Vocoder) -> np.ndarray:
-    found: np.ndarray = codec.vocode(torch.cat([mel, f0[:, None]], 1)[None])[0].float().numpy()
-    return found
+    pcm: np.ndarray = codec.vocode(torch.cat([mel, f0[:, None]], 1)[None])[0].float().numpy()
+    return pcm
 
 
 def _codec(named: str) -> Vocoder | None:
-    """None where its weights are not on this machine: a voice can be learnt without being heard."""
+    """Loads the vocoder; None where its weights are not on this machine: a voice can be trained without it."""
     try:
         card, folder = find_codec(named)
     except WeightsMissing:
@@ -190,7 +192,7 @@ def _card(
     found: FineTuningResult,
     like: float | None,
 ) -> tuple[ClonedVoiceCard, bytes]:
-    """What is known of the voice, and its file."""
+    """Returns the voice's card, and its file."""
     marks = {"fingerprint": base.fingerprint, "model": order.model, "made_by": f"asr-serve {__version__}"}
     tensors = save({name: tensor.contiguous() for name, tensor in found.tensors.items()}, marks)
     used = [verdict for verdict in ready.verdicts if not verdict.left_out]
@@ -214,7 +216,7 @@ def _card(
 
 
 class _ProgressReporter:
-    """Tells how far all of it is; and asks whether to go on."""
+    """Reports overall progress, and raises Cancelled when cloning is to stop."""
 
     def __init__(self, told: OnCloneProgress, stop: Callable[[], bool]) -> None:
         self._told, self._stop = told, stop

@@ -1,4 +1,4 @@
-"""What is said in recordings, by a recogniser of our own, and how it is read aloud."""
+"""Recognition of the recordings' texts by a model of this package, and their phonemes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from asr_serve.text.g2p.passages import Clause
 
 RECOGNISER = "moonshine-tiny-en"
 SEGMENT_MS = 12_000
-"""Longest clip that is cut of a longer recording."""
+"""Longest clip that is cut from a longer recording."""
 
 
 class TextPhonemizer:
-    """Phonemes of what is said: numbers, dates and all as people read them."""
+    """Phonemes of a text, with numbers, dates and the like verbalized."""
 
     def __init__(self, card: TtsCard, voice: str) -> None:
-        """As that voice of the card's model reads it, in its alphabet. Raises OptionError, ProgramMissing."""
+        """Makes phonemes for a voice of the card's model, in its alphabet. Raises OptionError, ProgramMissing."""
         self._front = frontend_for(card, voice)
 
     def __call__(self, text: str) -> str:
-        """Raises OptionError for what cannot be read."""
-        found = (each for each in self._front.passages(text) if isinstance(each, Clause))
-        return " ".join(each.phonemes for each in found)
+        """Returns the phonemes of a text. Raises OptionError for text that cannot be converted."""
+        clauses = (each for each in self._front.passages(text) if isinstance(each, Clause))
+        return " ".join(each.phonemes for each in clauses)
 
 
 class CloningRecognizer:
-    """An Ear. Segments are cut at pauses."""
+    """ClipRecognizer with a model of this package. Segments are cut at pauses."""
 
     def __init__(self, model: str = RECOGNISER, weights: str | None = None) -> None:
-        """Raises UnknownModel, WeightsMissing."""
+        """Loads the model. Raises UnknownModel, WeightsMissing."""
         self._model = Model.load(model, device="cpu", weights=weights)
 
     def __call__(self, pcm: np.ndarray) -> list[RecognizedClipSpan]:
-        (found,) = self._model.transcribe([pcm], max_segment_ms=SEGMENT_MS)
-        return [RecognizedClipSpan(each.start_samples, each.end_samples, each.text) for each in found.segments]
+        (transcript,) = self._model.transcribe([pcm], max_segment_ms=SEGMENT_MS)
+        return [
+            RecognizedClipSpan(each.start_samples, each.end_samples, each.text) for each in transcript.segments
+        ]
 
     def close(self) -> None:
         self._model.close()

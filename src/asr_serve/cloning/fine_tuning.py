@@ -1,8 +1,8 @@
-"""Teaches a model one more voice, and nothing else: a vector for its encoder, one for its decoder, and low-rank
-changes to its products. All that the model knows of others stays as it is, bit for bit.
+"""Fine-tuning of one voice: a vector for the encoder, one for the decoder, and low-rank changes to linear layers.
+The model's own weights stay unchanged, bit for bit.
 
-A vector alone does not hold a voice that the model has never heard; teaching all weights erases the others. What
-is learnt here is 1 MB, and belongs to rows of a batch.
+A vector alone cannot represent a voice that was not in the training data; training all weights would damage the
+other voices. The result is 1 MB, and is applied to single rows of a batch.
 
 Source  LoRA (arXiv:2106.09685)
 """
@@ -29,31 +29,30 @@ BATCH_FRAMES = 1_600
 RATE, RATE_OF_VECTORS = 2e-3, 1e-2
 WARM_UP = 10
 STEPS, STEPS_A_SECOND, MOST_STEPS = 90, 0.7, 600
-"""How long it is taught: so many steps, and so many more for each second of speech. A voice of few clips is faint
-and less like its speaker's after fifty; after 120 it gets hardly more like it, while fewer words of what it says
-are understood. The loss on what is held out, a clip or two, tells neither."""
+"""Number of training steps, additional steps for each second of speech, and their limit. A voice of few clips is
+faint and less similar to its speaker's after fifty; after 120 its similarity hardly grows, while fewer of its
+words are intelligible. The loss on held-out clips, one or two, shows neither."""
 EVERY = 12
-"""Steps between two looks at what is held out."""
+"""Steps between evaluations of the held-out clips."""
 WORSE = 1.25
-"""Times the best loss on what is held out, above which it goes back to the best."""
+"""Factor of the best held-out loss above which the best parameters are restored."""
 HELD_OUT, MOST_HELD_OUT = 0.15, 8
 DECAY = 0.01
 
 
 class FineTuningResult(NamedTuple):
-    """What a voice's file holds, and how it went."""
+    """Content of a voice's file, and statistics of the training."""
 
     tensors: dict[str, Tensor]
     steps: int
     before: float
     after: float
-    """The loss on clips that were never learnt from: as the nearest voice would have said them, and as this
-    one."""
+    """Losses on held-out clips: of the nearest voice, and of this one."""
     seconds: float
 
 
 class FineTuningProgress(NamedTuple):
-    """How far it is. `share` of the time or steps that there are; `left_s`: about."""
+    """Progress. `share`: completed fraction of the time or steps; `left_s`: an estimate."""
 
     share: float
     held_out: float
@@ -61,11 +60,11 @@ class FineTuningProgress(NamedTuple):
 
 
 class VoiceDelta(nn.Module):
-    """What is learnt of a voice: changes to products here, and the last row of the base's tables of speakers.
-    Their other rows are never looked up, so that their gradients are zero and they stay."""
+    """Trained parameters of a voice: low-rank changes of linear layers, and the last row of the base's speaker
+    tables. Their other rows are never looked up, so that their gradients are zero and they do not change."""
 
     def __init__(self, base: CloningBaseModel, start: str) -> None:
-        """`start`: the voice of the model's own that it begins as."""
+        """Initializes the parameters. `start`: the model's voice that the new one is initialized from."""
         super().__init__()
         self.tables = nn.ParameterDict()
         for name in ("speakers", "speakers_decoder"):
@@ -79,28 +78,28 @@ class VoiceDelta(nn.Module):
             self.up[name.replace(".", "/")] = nn.Parameter(torch.zeros(RANK, outputs))
 
     def changes(self, rows: int = 1) -> LoraChanges:
-        """For a batch in which all rows are this voice."""
+        """Returns the changes for a batch whose rows all have this voice."""
         return {
             name.replace("/", "."): (down.expand(rows, -1, -1), self.up[name].expand(rows, -1, -1))
             for name, down in self.down.items()
         }
 
     def tensors(self, pitch: tuple[float, float]) -> dict[str, Tensor]:
-        """As models/tts/fastpitch.read_voice has them: what is large in half precision."""
-        found = {
+        """Returns the tensors for models/tts/fastpitch.read_voice: matrices in half precision."""
+        tensors = {
             "speaker": self.tables["speakers"][-1].detach().clone(),
             "speaker_decoder": self.tables["speakers_decoder"][-1].detach().clone(),
             "pitch": torch.tensor(pitch),
         }
         for name, down in self.down.items():
-            own = name.replace("/", ".")
-            found[f"{own}.down"] = down.detach().half()
-            found[f"{own}.up"] = self.up[name].detach().half()
-        return found
+            layer = name.replace("/", ".")
+            tensors[f"{layer}.down"] = down.detach().half()
+            tensors[f"{layer}.up"] = self.up[name].detach().half()
+        return tensors
 
 
 class VoiceFineTuning:
-    """A voice while it is learnt: `items` of speaker `base.speaker`, whose pitch is in `base.norms` by `name`."""
+    """Training of a voice: `items` of speaker `base.speaker`, whose pitch is in `base.norms` by `name`."""
 
     def __init__(
         self, base: CloningBaseModel, name: str, start: str, items: Sequence[AcousticItem], seed: int
@@ -113,26 +112,28 @@ class VoiceFineTuning:
         self.training_items, self.held_out_items = split_items(items)
 
     def losses(self, items: Sequence[AcousticItem]) -> dict[str, Tensor]:
-        """Of a batch, as this voice says it now."""
-        made = collate(items, self.base.norms, self._speakers, self.base.config.sizes.chunk)
-        return self.base.learner.losses(made, self.base.norms, self.delta.changes(len(items)))
+        """Computes the losses of a batch with the current parameters."""
+        batch = collate(items, self.base.norms, self._speakers, self.base.config.sizes.chunk)
+        return self.base.learner.losses(batch, self.base.norms, self.delta.changes(len(items)))
 
     @torch.no_grad()
     def held_out(self) -> float:
-        """The loss on clips that are not learnt from."""
-        found = [(len(part), float(total_loss(self.losses(part)))) for part in length_batches(self.held_out_items)]
-        return sum(count * loss for count, loss in found) / sum(count for count, _ in found)
+        """Computes the loss on held-out clips."""
+        losses = [
+            (len(part), float(total_loss(self.losses(part)))) for part in length_batches(self.held_out_items)
+        ]
+        return sum(count * loss for count, loss in losses) / sum(count for count, _ in losses)
 
     def steps(self) -> int:
-        """As many as there is speech to learn from."""
+        """Returns the number of steps for the amount of speech."""
         seconds = sum(len(each.mel) for each in self.training_items) * HOP / RATE_HZ
         return min(MOST_STEPS, round(STEPS + STEPS_A_SECOND * seconds))
 
     def train(
         self, minutes: float, told: Callable[[FineTuningProgress], None], stop: Callable[[], bool]
     ) -> FineTuningResult:
-        """So many steps, ever more slowly, within so many minutes; what is held out is only watched. Raises
-        Cancelled."""
+        """Trains for `steps()` steps, with a decaying learning rate, within `minutes`; held-out clips are only
+        evaluated. Raises Cancelled."""
         began = time.monotonic()
         vectors = list(self.delta.tables.parameters())
         matrices = [*self.delta.down.parameters(), *self.delta.up.parameters()]
@@ -145,15 +146,15 @@ class VoiceFineTuning:
             betas=(0.9, 0.98),
         )
         before = best = now = self.held_out()
-        kept, kept_at, steps = self._copied(), 0, self.steps()
+        best_parameters, best_step, steps = self._copied(), 0, self.steps()
         for step, part in enumerate(self._drawn()):
-            passed = time.monotonic() - began
-            share = max(passed / 60 / minutes, step / steps)
+            elapsed_s = time.monotonic() - began
+            share = max(elapsed_s / 60 / minutes, step / steps)
             if step and (step % EVERY == 0 or share >= 1):
                 now = self.held_out()
                 if now < best:
-                    best, kept, kept_at = now, self._copied(), step
-                left_s = min(passed * (steps / step - 1), max(0.0, 60 * minutes - passed))
+                    best, best_parameters, best_step = now, self._copied(), step
+                left_s = min(elapsed_s * (steps / step - 1), max(0.0, 60 * minutes - elapsed_s))
                 told(FineTuningProgress(min(1.0, share), now, left_s))
             if share >= 1:
                 break
@@ -167,13 +168,13 @@ class VoiceFineTuning:
             torch.nn.utils.clip_grad_norm_([*vectors, *matrices], 1.0)
             optimizer.step()
         if not now <= WORSE * best:
-            self._restore(kept)
-            now, step = best, kept_at
+            self._restore(best_parameters)
+            now, step = best, best_step
         tensors = self.delta.tensors(self.base.norms.pitch[self.name])
         return FineTuningResult(tensors, step, before, now, time.monotonic() - began)
 
     def _drawn(self) -> Iterator[list[AcousticItem]]:
-        """All that is learnt from, over and over, in batches."""
+        """Yields batches of all training items, again and again."""
         while True:
             yield from length_batches(self.training_items, self._chance)
 
@@ -182,8 +183,8 @@ class VoiceFineTuning:
 
     @torch.no_grad()
     def _restore(self, kept: Sequence[Tensor]) -> None:
-        for parameter, was in zip(self.delta.parameters(), kept, strict=True):
-            parameter.copy_(was)
+        for parameter, value in zip(self.delta.parameters(), kept, strict=True):
+            parameter.copy_(value)
 
 
 def total_loss(losses: dict[str, Tensor]) -> Tensor:
@@ -191,25 +192,25 @@ def total_loss(losses: dict[str, Tensor]) -> Tensor:
 
 
 def split_items(items: Sequence[AcousticItem]) -> tuple[list[AcousticItem], list[AcousticItem]]:
-    """To learn from, and held out: short, middling and long ones, at least one."""
+    """Splits into training and held-out items: the latter are of all lengths, one at least."""
     order = sorted(items, key=lambda item: len(item.mel))
     count = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(order))))
-    held = {int((at + 0.5) * len(order) / count) for at in range(count)}
+    held_out = {int((at + 0.5) * len(order) / count) for at in range(count)}
     return (
-        [each for at, each in enumerate(order) if at not in held],
-        [each for at, each in enumerate(order) if at in held],
+        [each for at, each in enumerate(order) if at not in held_out],
+        [each for at, each in enumerate(order) if at in held_out],
     )
 
 
 def length_batches(items: Sequence[AcousticItem], chance: random.Random | None = None) -> list[list[AcousticItem]]:
-    """All of them, those of a length together, in an order by `chance`."""
-    made: list[list[AcousticItem]] = [[]]
+    """Batches all items by length; `chance` varies and shuffles the batches."""
+    batches: list[list[AcousticItem]] = [[]]
     lengths = {id(item): len(item.mel) * (chance.uniform(0.8, 1.25) if chance else 1.0) for item in items}
     for each in sorted(items, key=lambda item: lengths[id(item)]):
-        longest = max([len(each.mel), *(len(other.mel) for other in made[-1])])
-        if made[-1] and (len(made[-1]) + 1) * longest > BATCH_FRAMES:
-            made.append([])
-        made[-1].append(each)
+        longest = max([len(each.mel), *(len(other.mel) for other in batches[-1])])
+        if batches[-1] and (len(batches[-1]) + 1) * longest > BATCH_FRAMES:
+            batches.append([])
+        batches[-1].append(each)
     if chance:
-        chance.shuffle(made)
-    return made
+        chance.shuffle(batches)
+    return batches

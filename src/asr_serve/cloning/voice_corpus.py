@@ -1,8 +1,8 @@
-"""Speech to learn a voice from, on disk: PCM, what was said, when each sound of it ends, and how high.
+"""Corpus of voices on disk: PCM, text, phoneme durations and pitch.
 
-A folder has a voice in each three files: `NAME.i16`, 22.05 kHz mono end to end; `NAME.f0`, float32 in Hz, a value
-for each mel frame, 0 where there is no voice; `NAME.jsonl`, an utterance a line. A line is written last: what a
-run that was stopped has left half done is cut off by the next.
+A folder holds three files for each voice: `NAME.i16`, 22.05 kHz mono end to end; `NAME.f0`, float32 in Hz, a value
+for each mel frame, 0 where unvoiced; `NAME.jsonl`, an utterance a line. A line is written last: incomplete data of
+an interrupted run is truncated by the next.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from asr_serve.errors import OptionError
 RATE_HZ, HOP = 22_050, 256
 FULL_SCALE = 32_767
 LEVEL, RANGE_DB = 0.1, 40.0
-"""Root mean square that all speech is brought to, over the stretches that are no more than RANGE_DB below the
+"""Root mean square that all speech is normalized to, measured over blocks that are at most RANGE_DB below the
 loudest."""
 
 
 class CorpusUtterance(msgspec.Struct, frozen=True):
-    """An utterance. `frames`: mel frames of each phoneme; together they are all of it."""
+    """Utterance. `frames`: mel frames of each phoneme; they add up to the whole utterance."""
 
     text: str
     phonemes: str
@@ -42,7 +42,7 @@ class VoiceRecording(NamedTuple):
 
 
 class VoiceCorpus:
-    """One voice's files. Opening them for writing cuts off what is half there."""
+    """Files of one voice. Opening them for writing truncates incomplete data."""
 
     def __init__(self, folder: Path, name: str, *, write: bool = False) -> None:
         self.name = name
@@ -53,14 +53,14 @@ class VoiceCorpus:
                 path.touch()
         elif not self._lines.is_file():
             raise OptionError(f"{self._lines} is not there", "the three files of a voice", param="speech")
-        whole = self._lines.read_bytes()
-        kept = whole[: whole.rfind(b"\n") + 1]
-        self.lines = [msgspec.json.decode(line, type=CorpusUtterance) for line in kept.splitlines()]
+        content = self._lines.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        self.lines = [msgspec.json.decode(line, type=CorpusUtterance) for line in complete.splitlines()]
         self.samples = sum(line.samples for line in self.lines)
         self.frames = sum(sum(line.frames) for line in self.lines)
         if write:
             for path, size in (
-                (self._lines, len(kept)),
+                (self._lines, len(complete)),
                 (self._pcm, 2 * self.samples),
                 (self._f0, 4 * self.frames),
             ):
@@ -72,7 +72,7 @@ class VoiceCorpus:
         return self.samples / RATE_HZ / 60
 
     def append(self, line: CorpusUtterance, pcm: np.ndarray, f0: np.ndarray) -> None:
-        """`pcm` (samples,) float32, `f0` (frames,)."""
+        """Appends an utterance: `pcm` (samples,) float32, `f0` (frames,)."""
         assert (len(pcm), len(f0)) == (line.samples, sum(line.frames))
         with self._pcm.open("ab") as file:
             file.write(np.round(pcm * FULL_SCALE).clip(-FULL_SCALE, FULL_SCALE).astype(np.int16).tobytes())
@@ -96,27 +96,27 @@ class VoiceCorpus:
 
 
 def open_voice_corpora(folder: Path) -> list[VoiceCorpus]:
-    """Those in a folder that have anything, by name. Raises OptionError where there is none."""
-    found = [VoiceCorpus(folder, path.stem) for path in sorted(folder.glob("*.jsonl"))]
-    found = [voice for voice in found if voice.lines]
-    if not found:
+    """Opens the non-empty corpora of a folder, by name. Raises OptionError where there is none."""
+    corpora = [VoiceCorpus(folder, path.stem) for path in sorted(folder.glob("*.jsonl"))]
+    corpora = [voice for voice in corpora if voice.lines]
+    if not corpora:
         raise OptionError(
             f"{folder} holds no speech", "a folder that asr-serve train voice has filled", param="speech"
         )
-    return found
+    return corpora
 
 
 def normalize_level(pcm: np.ndarray) -> np.ndarray:
-    """(n,) float at 22.05 kHz, as loud as all other speech here. Silence stays what it is."""
-    found = speech_rms(pcm)
-    if not found:
+    """Normalizes speech (n,) float at 22.05 kHz to LEVEL. Silence stays unchanged."""
+    rms = speech_rms(pcm)
+    if not rms:
         return pcm
-    gain = LEVEL / found
+    gain = LEVEL / rms
     return (pcm * min(gain, 0.99 / float(np.abs(pcm).max()))).astype(np.float32)
 
 
 def speech_rms(pcm: np.ndarray) -> float:
-    """Root mean square of what is spoken, see RANGE_DB. 0 where nothing is."""
+    """Returns the root mean square of the loud blocks, see RANGE_DB. 0 where there is no sound."""
     size = RATE_HZ // 50
     if len(pcm) < size:
         return 0.0

@@ -1,7 +1,7 @@
-"""A process that clones one voice, beside a server: an Order in, a line of JSON for whatever happens out.
+"""Process that clones one voice, beside a server: reads a CloneRequest, writes a line of JSON for every event.
 
-It is told to stop, and dies with whoever started it, by the end of its standard input. It is nice to everybody
-else.
+The end of its standard input stops it, so that it ends with the process that started it. It runs at a low
+priority.
 
     python -m asr_serve.cloning.worker < order.json
 """
@@ -46,8 +46,8 @@ def main() -> None:
 
 
 def _watch(asked: int, stop: threading.Event) -> None:
-    """Until the other side hangs up. Not through the buffer: its lock, held by a thread that waits, would abort
-    the interpreter's end."""
+    """Waits until the other side hangs up. Unbuffered: the buffer's lock, held by a waiting thread, would abort
+    the interpreter's exit."""
     while os.read(asked, 1):
         pass
     stop.set()
@@ -58,7 +58,7 @@ def say(out: BinaryIO, what: Said) -> None:
         out.write(msgspec.json.encode(what) + b"\n")
         out.flush()
     except BrokenPipeError:
-        os._exit(1)  # nobody is there any more
+        os._exit(1)  # the other side is gone
 
 
 if __name__ == "__main__":

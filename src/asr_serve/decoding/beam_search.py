@@ -1,7 +1,7 @@
-"""Beam search for attention decoders: the likeliest few ways to go on, until as many have ended.
+"""Beam search for attention decoders: extends the likeliest hypotheses until as many have ended.
 
-Source  openai-whisper's: patience 1, an answer's score is the mean of its tokens' log-probabilities.
-        `tests/engine/seq2seq/test_batched_beam_search.py` compares with all of it written out plainly.
+Source  openai-whisper: patience 1; the score of a hypothesis is the mean of its tokens' log-probabilities.
+        `tests/engine/seq2seq/test_batched_beam_search.py` compares with a plain implementation.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from asr_serve.decoding.biasing import OPEN, BiasingGraph
 from asr_serve.decoding.seq2seq import Finish
 
 NEAR = 16
-"""Tokens beside the wanted ones that may be among the likeliest when their logits are known better."""
+"""Extra candidates that may move into the top ones when bf16 logits are recomputed in float32, or with hot
+words."""
 
 
 class BeamHypothesis(NamedTuple):
-    """What one beam has said."""
+    """Hypothesis of one beam."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of the tokens; of one that has ended, of end-of-text too."""
+    """Log-probability of each token; of an ended hypothesis, of end-of-text too."""
     total: float = 0.0
-    """With what its hot words are worth."""
+    """Sum of the log-probabilities and of hot words' bonuses."""
     node: int = OPEN
-    """Where it is in the graph of hot words."""
+    """Node in the biasing graph."""
 
     def extend(
         self, token: int, logprob: float, ended: bool, graph: BiasingGraph | None = None, boost: float = 0.0
@@ -45,7 +46,8 @@ class BeamHypothesis(NamedTuple):
 
 
 class BeamSearch:
-    """Of one answer. It is told what each way may go on with, and tells from which each new one came."""
+    """Beam search of one answer. Each step takes the candidates of every live hypothesis and returns which one
+    each new hypothesis extends."""
 
     def __init__(
         self,
@@ -57,8 +59,8 @@ class BeamSearch:
         node: int = OPEN,
         boost: float = 0.0,
     ) -> None:
-        """`graph`: of hot words, at `node` after what is not searched; `boost`: what a token of theirs is given,
-        in natural-log probability, where it weighs 1."""
+        """`graph`: hot words, at `node` after the tokens that are not searched; `boost`: bonus of a token of a hot
+        word of weight 1, natural log."""
         self.width, self.eos, self.max_tokens = width, eos, max_tokens
         self.graph, self.boost = graph, boost
         self.live = [BeamHypothesis(node=node)]
@@ -66,48 +68,53 @@ class BeamSearch:
 
     @property
     def choices(self) -> int:
-        """How many tokens of each way must be known: one of them may be end-of-text."""
+        """Candidate tokens needed of each hypothesis: one of them may be end-of-text."""
         return self.width + 1 + (0 if self.graph is None else NEAR)
 
     def advance(self, leading: Sequence[Sequence[tuple[int, float]]]) -> list[int]:
-        """`leading[i]`: tokens that may follow `live[i]` and their log-probabilities, likeliest first. Which way
-        each of the new ones goes on from; empty when the search is over."""
-        found = [
-            (way.extend(token, logprob, token == self.eos, self.graph, self.boost), source, token == self.eos)
-            for source, (way, tokens) in enumerate(zip(self.live, leading, strict=True))
+        """Extends the beam. `leading[i]`: tokens that may follow `live[i]` and their log-probabilities, likeliest
+        first. Returns the source index of each new live hypothesis; empty when the search is over."""
+        candidates = [
+            (
+                hypothesis.extend(token, logprob, token == self.eos, self.graph, self.boost),
+                source,
+                token == self.eos,
+            )
+            for source, (hypothesis, tokens) in enumerate(zip(self.live, leading, strict=True))
             for token, logprob in tokens
         ]
-        found.sort(key=lambda each: -each[0].total)
+        candidates.sort(key=lambda candidate: -candidate[0].total)
         live, sources = [], []
-        for way, source, ended in found:
+        for hypothesis, source, ended in candidates:
             if ended:
                 if len(self.ended) < self.width:
-                    self.ended.append(way)
+                    self.ended.append(hypothesis)
                 continue
-            live.append(way)
+            live.append(hypothesis)
             sources.append(source)
             if len(live) == self.width:
                 break
         self.live = live
-        over = len(self.ended) >= self.width or not live or len(live[0].tokens) >= self.max_tokens
-        return [] if over else sources
+        finished = len(self.ended) >= self.width or not live or len(live[0].tokens) >= self.max_tokens
+        return [] if finished else sources
 
     def best(self) -> tuple[BeamHypothesis, Finish]:
-        """Of what has ended; and of the rest, likeliest first, if that is too few to choose from."""
-        short = max(0, self.width - len(self.ended))
-        rest = sorted(self.live, key=lambda way: -way.total)[:short]
-        way = max([*self.ended, *rest], key=lambda way: way.score)
-        return way, "stop" if len(way.logprobs) > len(way.tokens) else "length"
+        """Returns the best ended hypothesis and why it finished; with fewer ended than `width`, the likeliest live
+        ones compete too."""
+        missing = max(0, self.width - len(self.ended))
+        rest = sorted(self.live, key=lambda hypothesis: -hypothesis.total)[:missing]
+        hypothesis = max([*self.ended, *rest], key=lambda hypothesis: hypothesis.score)
+        return hypothesis, "stop" if len(hypothesis.logprobs) > len(hypothesis.tokens) else "length"
 
 
 def top_tokens(logits: Tensor, hidden: Tensor, weight: Tensor | None, count: int) -> list[list[tuple[int, float]]]:
-    """The likeliest tokens of each row, at most `count`, and their natural-log probabilities, likeliest first;
-    what cannot be said is left out.
+    """Returns the likeliest tokens of each row, at most `count`, and their natural-log probabilities, likeliest
+    first; tokens of probability 0 are omitted.
 
     In      logits (rows, vocabulary), hidden (rows, width) they were made from, weight (vocabulary, width), which
             bf16 logits need
 
-    As where the likeliest one is picked (kernels/reference.pick), bf16 logits are computed again in float32.
+    As in greedy choice (kernels/reference.pick), bf16 logits of the candidates are recomputed in float32.
     """
     values = logits.float()
     total = values.logsumexp(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A list of hot words, as all searches read it."""
+"""Hot word lists, compiled for attention decoders and for streaming searches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asr_serve.decoding.phonetic_index import PhoneticIndex
 from asr_serve.models.interfaces import StreamingSearch
 
 BOOST = 0.25
-"""Natural-log probability that a token of a word of weight 1 is given, in attention decoders. Chosen on
-LibriSpeech's train speech for Moonshine's and Whisper's tiny models: twice as much costs other words."""
+"""Natural-log bonus of each token of a word of weight 1, in attention decoders. Chosen on LibriSpeech's train
+speech for Moonshine's and Whisper's tiny models: twice as much costs other words."""
 MOST_SPELT = 4_096
-"""Texts whose tokens are remembered."""
+"""Texts whose tokens are cached."""
 
 
 class CompiledBiasingList:
-    """A list, as searches read it. Read by any thread."""
+    """Hot word list for attention decoders. Read by any thread."""
 
     def __init__(self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str]) -> None:
         self.words = unpack_phrases(bias)
@@ -34,25 +34,26 @@ class CompiledBiasingList:
 
     @cached_property
     def graph(self) -> BiasingGraph:
-        """For beams; of a long list it takes half a second."""
+        """Biasing graph for beam search, built on first use; half a second for a long list."""
         return BiasingGraph(tokenize_phrases(self.words, self._encode), self._opens)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Its tokens. On the loop's thread."""
-        if (found := self._spelt.get(text)) is None:
+        """Returns the tokens of `text`, cached. Only on the loop's thread."""
+        if (tokens := self._spelt.get(text)) is None:
             if len(self._spelt) >= MOST_SPELT:
                 self._spelt.clear()
-            found = self._spelt[text] = tuple(self._encode(text))
-        return found
+            tokens = self._spelt[text] = tuple(self._encode(text))
+        return tokens
 
     def _opens(self, token: int) -> bool:
-        if (found := self._opening.get(token)) is None:
-            found = self._opening[token] = _opens(self._text([token]))
-        return found
+        if (opens := self._opening.get(token)) is None:
+            opens = self._opening[token] = _opens(self._text([token]))
+        return opens
 
 
 class BiasingTensors(NamedTuple):
-    """In the order in which the CTC search takes them; `kernels/ctc_search_reference.Bias` tells what they are."""
+    """Biasing graph as tensors, in the argument order of the CTC search; see
+    `kernels/ctc_search_reference.CtcBiasing`."""
 
     firsts: Tensor
     tokens: Tensor
@@ -64,13 +65,13 @@ class BiasingTensors(NamedTuple):
 
 
 class StreamingBiasingList:
-    """The same for searches of streaming models, in arrays. Read by any thread once it is made. Equal lists make
-    equal nodes, in whatever process: a saved session that is at one of them goes on in another."""
+    """Hot word list as arrays, for searches of streaming models. Read by any thread once it is built. Equal lists
+    have equal nodes in every process, so a saved session may be resumed in another one."""
 
     def __init__(
         self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str], vocab: int
     ) -> None:
-        """`bias`: as SearchOptions has it. `vocab`: with the blank."""
+        """`bias`: packed as in SearchOptions.bias. `vocab`: vocabulary size with the blank."""
         self.digest = hashlib.blake2b(bias.encode(), digest_size=16).digest()
         self._opens = [_opens(text([token])) for token in range(vocab)]
         self.graph = BiasingGraph(tokenize_phrases(unpack_phrases(bias), encode), lambda token: self._opens[token])
@@ -89,7 +90,7 @@ class StreamingBiasingList:
         return len(self.graph)
 
     def bias(self, spots: Tensor, gains: Tensor, boost: float) -> tuple[Any, ...]:
-        """What `native.search().step` takes."""
+        """Returns the `bias` argument of the CTC search's `step`."""
         return (spots, gains, *self.arrays, boost)
 
 
@@ -99,7 +100,7 @@ def _opens(said: str) -> bool:
 
 @runtime_checkable
 class BiasingSearch(StreamingSearch, Protocol):
-    """A search that may be told of hot words."""
+    """Search that supports hot words."""
 
     def set_biasing(self, row: int, words: StreamingBiasingList | None) -> None:
-        """The session at that row has these, or none."""
+        """Sets the hot words of the session at that row; None: it has none."""

@@ -1,6 +1,6 @@
-"""CTC searches over a streaming model's head `ctc`, chunk by chunk: the best path, and a beam of prefixes.
+"""CTC searches over a streaming model's head `ctc`, chunk by chunk: greedy best path and prefix beam search.
 
-Both work on natural-log probabilities; what a session's rows hold is told where they are declared.
+Both work on natural-log probabilities; the state rows of a session are described with each class.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ HOT: dict[str, Callable[[int], StateSpec]] = {
     "ctc_spots": lambda beam: StateSpec((beam,), torch.int64, None, on_host=True),
     "ctc_gains": lambda beam: StateSpec((beam,), torch.float64, None, on_host=True),
 }
-"""Beside these where hot words are known."""
+"""Additional state of searches with hot words."""
 MAX_BEAM = 256
 MAX_NODES = 1 << 16
 
 
 class CtcGreedy:
-    """The likeliest symbol of every frame, repeats and blanks left out.
+    """Greedy CTC: the likeliest symbol of every frame, repeats and blanks removed.
 
-    Out     every token at once and for ever, at the first frame of its run, with its log-probability there
+    Out     every token fixed at once, at the first frame of its run, with its log-probability there
     State   ctc_last (): the last frame's symbol; ctc_score (): log-probability of the path so far
     Source  Graves et al. 2006, best path decoding
     """
@@ -50,38 +50,38 @@ class CtcGreedy:
         best, ids = self.model.ctc_logprobs(hidden).max(-1)
         n, width = ids.shape
         last, score = state["ctc_last"], state["ctc_score"]
-        before = torch.cat([last[chunk.rows, None], ids], 1)
-        heard = torch.arange(width, device=ids.device) < chunk.frames[:, None]
-        new = (ids != self.model.blank_id) & (ids != before[:, :-1]) & heard
-        # Summed frame after frame, not as a whole: the same to the last bit for any chunks.
+        previous = torch.cat([last[chunk.rows, None], ids], 1)
+        valid = torch.arange(width, device=ids.device) < chunk.frames[:, None]
+        emitted = (ids != self.model.blank_id) & (ids != previous[:, :-1]) & valid
+        # Summed frame by frame: the score is bit-identical for any chunking.
         scores = torch.cat([score[chunk.rows, None], best.double()], 1).cumsum(1)
-        last[chunk.rows] = before.gather(1, chunk.frames[:, None])[:, 0]
+        last[chunk.rows] = previous.gather(1, chunk.frames[:, None])[:, 0]
         score[chunk.rows] = scores.gather(1, chunk.frames[:, None])[:, 0]
-        found: list[SearchResult] = [SearchResult([], []) for _ in range(n)]
-        rows, frames = new.nonzero(as_tuple=True)
-        said = (ids[rows, frames], chunk.start_frames[rows] + frames, best[rows, frames])
-        for row, *token in zip(rows.tolist(), *(x.tolist() for x in said), strict=True):
-            found[row].fixed_tokens.append(SearchToken(*token))
-        return found
+        results: list[SearchResult] = [SearchResult([], []) for _ in range(n)]
+        rows, frames = emitted.nonzero(as_tuple=True)
+        emissions = (ids[rows, frames], chunk.start_frames[rows] + frames, best[rows, frames])
+        for row, *token in zip(rows.tolist(), *(x.tolist() for x in emissions), strict=True):
+            results[row].fixed_tokens.append(SearchToken(*token))
+        return results
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
         return [NBestHypothesis([], float(state["ctc_score"][row]))]
 
 
 class CtcPrefixBeam:
-    """Prefix beam search: the likeliest texts, each over all its alignments.
+    """Prefix beam search: the likeliest token sequences, each summed over all its alignments.
 
-    Out     A token's frame is the one at which it was likeliest, against the best entry of that frame, that just
-            this token had been said: the first emission is often an early flank of the peak, and far too early
-            when little is pruned. Its logprob is that frame's. Frames of an entry rise from token to token: where
-            two peaks are in the wrong order, the earlier token is moved before the later.
-            Fixed is what all entries of the beam say; the tail is the rest of the best one. None of it depends on
-            the chunks or on other rows; of equally likely entries those that were there before are better, in
-            their order, then new ones in the order of the entries that they go on from, then by their tokens.
+    Out     A token's frame is the one at which the hypothesis ending in it was likeliest relative to the best one
+            of that frame: the first emission is often an early flank of the peak, and far too early when little is
+            pruned. Its logprob is that frame's. Frames of a hypothesis rise from token to token: where two peaks
+            are in the wrong order, the earlier token is moved before the later. The prefix shared by all
+            hypotheses is fixed; the tail is the rest of the best one. The result does not depend on chunk
+            boundaries or on other rows. Ties: existing hypotheses come before new ones, in their order; new ones
+            are ordered by the hypothesis they extend, then by token.
     State   ctc_counts, ctc_heads, ctc_scores, ctc_nodes, ctc_peaks (and with hot words ctc_spots, ctc_gains), on
-            the host (`kernels/ctc_search_reference.py` draws
-            them): the beam, and the tree of what its entries say after what is fixed. When the tree outgrows
-            `nodes`, the best entry's oldest token is fixed and entries that do not begin with it are dropped.
+            the host: the beam, and the tree of tokens after the fixed prefix; layout in
+            `kernels/ctc_search_reference.py`. When the tree outgrows `nodes`, the best hypothesis's oldest token
+            is fixed and hypotheses that do not begin with it are dropped.
     Raises  OptionError for options out of range
     Source  Hannun et al. 2014, arXiv:1408.2873; tests/decoding/test_ctc.py compares with other searches
     """
@@ -97,10 +97,15 @@ class CtcPrefixBeam:
         nodes: int | None = None,
         boost: float | None = None,
     ) -> None:
-        """At most `tokens` tokens of a frame, none below `min_logprob`, open new entries; those that are there
-        go on exactly, whatever is said. Entries more than `max_gap` below the best are dropped. `nodes`: 16 for
-        each entry unless told. `boost`: this search knows hot words, and a token of one of weight 1 is worth so
-        much, natural log; None: it knows none."""
+        """Sets the pruning limits. Existing hypotheses are always extended exactly.
+
+        Args:
+            tokens: most tokens of a frame that open new hypotheses
+            min_logprob: tokens below it open none
+            max_gap: hypotheses this much less likely than the best are dropped, natural log
+            nodes: nodes of the tree; None: 16 for each hypothesis
+            boost: bonus of each token of a hot word of weight 1, natural log; None: a search without hot words
+        """
         nodes = 16 * beam if nodes is None else nodes
         for name, value, most in (("beam", beam, MAX_BEAM), ("tokens", tokens, None), ("nodes", nodes, MAX_NODES)):
             if value < 1 or (most and value > most):
@@ -126,8 +131,8 @@ class CtcPrefixBeam:
     def step(
         self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
     ) -> list[SearchResult]:
-        """`words`: hot words of all these sessions; of each the same ones, or none, from its first step on."""
-        found = self._native.step(
+        """`words`: hot words of all these sessions; a session has one list, or none, from its first step on."""
+        results = self._native.step(
             self.model.ctc_logprobs(hidden).cpu(),
             chunk.rows.cpu(),
             chunk.start_frames.cpu(),
@@ -142,7 +147,7 @@ class CtcPrefixBeam:
         )
         return [
             SearchResult([SearchToken(*t) for t in fixed], [SearchToken(*t) for t in tail])
-            for fixed, tail in found
+            for fixed, tail in results
         ]
 
     def finish(self, row: int, state: State, words: StreamingBiasingList | None = None) -> list[NBestHypothesis]:

@@ -1,10 +1,10 @@
-"""Which hot words a stretch of text sounds like: an index by the sounds of letters, and how far two are apart.
+"""Phonetic index: hot words that sound like a piece of text, by edit distance between the sounds of their letters.
 
 Letters stand for sounds as in most languages in Latin script, English first; letters of other scripts stand for
-themselves. It only proposes: what was said, the model decides.
+themselves. The index only proposes candidates; the model decides.
 
-Source  the classes of sounds are those of Metaphone (Philips 1990), kept apart where letters are; distances:
-        Needleman and Wunsch 1970, with changes between sounds of one class at a lower price.
+Source  the sound classes are those of Metaphone (Philips 1990), distinct where their letters are; distances:
+        Needleman and Wunsch 1970, with cheaper changes between sounds of one class.
 """
 
 from __future__ import annotations
@@ -70,36 +70,37 @@ ALIKE = (
 )
 WEAK = "hwy"
 VOWEL_FOR_VOWEL, ALIKE_FOR_ALIKE, VOWEL_MORE, WEAK_MORE = 0.3, 0.5, 0.5, 0.5
-"""What a change costs, against 1 of any other."""
+"""Costs of cheap edits; any other costs 1."""
 MOST_SOUNDS = 32
-"""Of what is compared; a long phrase is known by its beginning."""
+"""Length limit of a key; a long phrase is compared by its beginning."""
 
 
 def phonetic_key(text: str) -> str:
-    """Of a word or phrase; spaces are not heard."""
+    """Returns the sounds of a word or phrase; spaces are ignored."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", text.lower()) if not unicodedata.combining(c))
-    found = ""
+    sounds = ""
     for word in re.findall(r"[^\W_]+", plain.replace("'", "")):
-        for pattern, into in RULES:
-            word = pattern.sub(into, word)
-        found += word
-    return re.sub(r"(.)\1+", r"\1", found)[:MOST_SOUNDS]
+        for pattern, replacement in RULES:
+            word = pattern.sub(replacement, word)
+        sounds += word
+    return re.sub(r"(.)\1+", r"\1", sounds)[:MOST_SOUNDS]
 
 
 def _features(key: str) -> set[str]:
-    """What two that sound alike share: neighbours, also with every vowel taken for any other, and left out."""
-    vague = "".join("a" if c in VOWELS else c for c in key)
-    bones = "".join(c for c in key if c not in VOWELS)
-    found = set()
-    for kind, form in enumerate((key, vague, bones)):
+    """Returns the features that words of similar sound share: bigrams of the key, of the key with all vowels
+    merged, and of the key without vowels."""
+    merged = "".join("a" if c in VOWELS else c for c in key)
+    consonants = "".join(c for c in key if c not in VOWELS)
+    features = set()
+    for kind, form in enumerate((key, merged, consonants)):
         edged = f"^{form}$"
-        found |= {f"{kind}{edged[i : i + 2]}" for i in range(len(edged) - 1)}
-    return found
+        features |= {f"{kind}{edged[i : i + 2]}" for i in range(len(edged) - 1)}
+    return features
 
 
 class PhoneticCosts:
-    """Numbers of sounds, and what changes between them cost: those that are like others come first, and all that
-    come behind them are of one kind, for a list may have thousands of letters."""
+    """Sound numbers and edit costs. Sounds with costs of their own come first; all others share one kind, since a
+    list may have thousands of letters."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         own = sorted(set("".join((VOWELS, WEAK, *ALIKE))))
@@ -107,9 +108,9 @@ class PhoneticCosts:
         self.number = {letter: i for i, letter in enumerate(letters, start=1)}
         self.kinds = len(own) + 1
         self.other = len(letters) + 1
-        """Of what no hot word has."""
+        """Number of any sound that no hot word has."""
         self.change = np.ones((self.kinds + 1, self.kinds + 1), np.float32)
-        """By kind; of the last, two that are the same are not asked for here."""
+        """Substitution cost by kind. Equal sounds of the last kind are compared by number instead."""
         self.more = np.ones(self.kinds + 1, np.float32)
         for i, a in enumerate(own, start=1):
             self.change[i, i] = 0
@@ -122,13 +123,13 @@ class PhoneticCosts:
                     self.change[i, j] = ALIKE_FOR_ALIKE
 
     def numbers(self, key: str) -> np.ndarray:
-        found = np.zeros(MOST_SOUNDS, np.int64)
-        found[: len(key)] = [self.number.get(c, self.other) for c in key]
-        return found
+        numbers = np.zeros(MOST_SOUNDS, np.int64)
+        numbers[: len(key)] = [self.number.get(c, self.other) for c in key]
+        return numbers
 
 
 class PhoneticIndex:
-    """Of a list of words. Read by any thread."""
+    """Phonetic index of a list of words. Read by any thread."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.keys = [phonetic_key(word) for word in yield_between(words)]
@@ -146,32 +147,32 @@ class PhoneticIndex:
         self._sizes = np.array(sizes)
 
     def nearest(self, texts: Sequence[str], most: int, furthest: float) -> list[list[tuple[int, float]]]:
-        """For each text up to `most` words, nearest first, and how far they are: changes against the sounds of the
-        word, at most `furthest`."""
+        """Returns for each text up to `most` words, nearest first, as (index, distance): edit cost divided by the
+        number of sounds of the word, at most `furthest`."""
         keys = [phonetic_key(text) for text in texts]
         pairs: list[tuple[int, int]] = []
-        for at, key in enumerate(keys):
-            pairs += ((at, word) for word in self._shortlist(key, 2 * most))
-        found: list[list[tuple[int, float]]] = [[] for _ in texts]
+        for index, key in enumerate(keys):
+            pairs += ((index, word) for word in self._shortlist(key, 2 * most))
+        results: list[list[tuple[int, float]]] = [[] for _ in texts]
         for (span, word), distance in zip(pairs, self._far(keys, pairs), strict=True):
             if distance <= furthest:
-                found[span].append((word, distance))
-        return [sorted(each, key=lambda pair: pair[1])[:most] for each in found]
+                results[span].append((word, distance))
+        return [sorted(matches, key=lambda pair: pair[1])[:most] for matches in results]
 
     def distances(self, texts: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:
-        """How far a text and a word are, for each pair of them, as `near` has it."""
+        """Returns the distance of each (text, word) pair, as in `nearest`."""
         return self._far([phonetic_key(text) for text in texts], pairs)
 
     def _far(self, keys: Sequence[str], pairs: Sequence[tuple[int, int]]) -> list[float]:
         if not pairs:
             return []
         spans, words = np.array(pairs).T
-        heard = np.stack([self._sounds.numbers(key) for key in keys])
+        sounds = np.stack([self._sounds.numbers(key) for key in keys])
         lengths = np.array([len(key) for key in keys])
-        far: list[float] = (
-            self._distances(heard[spans], lengths[spans], words) / self._lengths[words].clip(1)
+        distances: list[float] = (
+            self._distances(sounds[spans], lengths[spans], words) / self._lengths[words].clip(1)
         ).tolist()
-        return far
+        return distances
 
     def _shortlist(self, key: str, most: int) -> list[int]:
         if not key:
@@ -186,7 +187,7 @@ class PhoneticIndex:
         return [int(i) for i in best if alike[i] > LEAST_ALIKE]
 
     def _distances(self, heard: np.ndarray, lengths: np.ndarray, words: np.ndarray) -> np.ndarray:
-        """Of pairs, all at once: (pairs,)."""
+        """Returns the edit cost of each pair, all at once: (pairs,)."""
         numbers, longest = self._numbers[words], int(lengths.max())
         width = int(self._lengths[words].max())
         more, change, last = self._sounds.more, self._sounds.change, self._sounds.kinds
@@ -194,22 +195,22 @@ class PhoneticIndex:
         row = np.concatenate([np.zeros((len(words), 1), np.float32), more[kinds[:, :width]].cumsum(1)], 1)
         rows = [row]
         for i in range(longest):
-            mine, kind = heard[:, i], np.minimum(heard[:, i], last)
+            sound, kind = heard[:, i], np.minimum(heard[:, i], last)
             new = np.empty_like(row)
             new[:, 0] = row[:, 0] + more[kind]
             for j in range(width):
                 changed = change[kind, kinds[:, j]]
                 if others:
-                    changed[mine == numbers[:, j]] = 0
+                    changed[sound == numbers[:, j]] = 0
                 swapped = row[:, j] + changed
                 dropped = row[:, j + 1] + more[kind]
                 added = new[:, j] + more[kinds[:, j]]
                 new[:, j + 1] = np.minimum(np.minimum(swapped, dropped), added)
             row = new
             rows.append(row)
-        found: np.ndarray = np.stack(rows)[lengths, np.arange(len(words)), self._lengths[words]]
-        return found
+        costs: np.ndarray = np.stack(rows)[lengths, np.arange(len(words)), self._lengths[words]]
+        return costs
 
 
 LEAST_ALIKE = 0.2
-"""Of the features of two words, those that they must share."""
+"""Least Dice coefficient of the features of two similar words."""

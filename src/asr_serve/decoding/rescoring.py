@@ -1,4 +1,4 @@
-"""The n-best list of a search, put in order once more by a decoder that hears the whole.
+"""Second-pass rescoring of a streaming search's n-best list with an attention decoder over the whole session.
 
 Source  two-pass decoding: U2, arXiv:2012.05481
 """
@@ -25,11 +25,12 @@ from asr_serve.models.interfaces import (
 )
 
 MOST_FRAMES = 1 << 14
-"""Of a session, that are kept for its end: ten minutes. One that lasts longer keeps the order of its search."""
+"""Encoder frames of a session that are stored for rescoring: ten minutes. A longer session keeps the order of its
+search."""
 
 
 class _SavedRescoring(NamedTuple):
-    """Of a saved session."""
+    """Rescoring state of a saved session."""
 
     width: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
     dtype: Literal["fp32", "bf16"]
@@ -37,10 +38,10 @@ class _SavedRescoring(NamedTuple):
 
 
 class RescoringSearch:
-    """Another search, whose last answer is chosen with `rescore`. See models/interfaces.StreamingSearch.
+    """Search wrapper that orders the final n-best list with `rescore`. See models/interfaces.StreamingSearch.
 
-    What was fixed on the way stays: the choice is among what the search had not decided at the end. Unlike the
-    search's own state the encoder output of a session grows with it, and is kept here until its row is used again.
+    Fixed tokens stay: only what the search had not decided at the end is rescored. Unlike the search's own state,
+    the encoder output of a session grows with it, and is stored here until its row is reused.
     """
 
     def __init__(self, search: StreamingSearch, model: RescoringModel) -> None:
@@ -52,17 +53,17 @@ class RescoringSearch:
         return self.search.state_specs()
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        found = self.search.step(hidden, chunk, state)
-        places = zip(chunk.rows.tolist(), chunk.start_frames.tolist(), chunk.frames.tolist(), strict=True)
-        for index, (row, seen, frames) in enumerate(places):
+        results = self.search.step(hidden, chunk, state)
+        spans = zip(chunk.rows.tolist(), chunk.start_frames.tolist(), chunk.frames.tolist(), strict=True)
+        for index, (row, seen, frames) in enumerate(spans):
             if not seen:
                 self.free(row)
             if seen + frames <= MOST_FRAMES:
-                self._hidden[row].append(hidden[index, :frames].clone())  # what a step returns is lent
+                self._hidden[row].append(hidden[index, :frames].clone())  # step outputs are reused
             else:
                 self._hidden.pop(row, None)
-            self._fixed[row] += found[index].fixed_tokens
-        return found
+            self._fixed[row] += results[index].fixed_tokens
+        return results
 
     def set_biasing(self, row: int, words: StreamingBiasingList | None) -> None:
         if isinstance(self.search, BiasingSearch):
@@ -74,38 +75,38 @@ class RescoringSearch:
         hidden, fixed = self._hidden.get(row, []), self._fixed.get(row, [])
         self.free(row)
         if len(guesses) > 1 and hidden:
-            texts = [[token.id for token in (*fixed, *guess.tokens)] for guess in guesses]
-            scores = self.model.rescore(torch.cat(hidden), texts)
-            total = [
+            sequences = [[token.id for token in (*fixed, *guess.tokens)] for guess in guesses]
+            scores = self.model.rescore(torch.cat(hidden), sequences)
+            totals = [
                 score + self.model.ctc_weight * guess.logprob + guess.gain
                 for score, guess in zip(scores, guesses, strict=True)
             ]
-            guesses = [guesses[i] for i in sorted(range(len(guesses)), key=lambda i: -total[i])]
+            guesses = [guesses[i] for i in sorted(range(len(guesses)), key=lambda i: -totals[i])]
         return guesses
 
     def export_state(self, row: int) -> tuple[bytes, Tensor]:
         hidden = self._hidden.get(row, [])
         joined = torch.cat(hidden) if hidden else torch.empty(0, 0)
-        kept = _SavedRescoring(
+        saved = _SavedRescoring(
             joined.shape[1], "bf16" if joined.dtype == torch.bfloat16 else "fp32", self._fixed.get(row, [])
         )
-        return msgspec.msgpack.encode(kept), joined
+        return msgspec.msgpack.encode(saved), joined
 
     def import_state(self, row: int, numbers: bytes, tensor: bytes, seen: int, device: torch.device) -> None:
         try:
-            kept = msgspec.msgpack.decode(numbers, type=_SavedRescoring)
+            saved = msgspec.msgpack.decode(numbers, type=_SavedRescoring)
         except msgspec.MsgspecError as failure:
             raise ValueError(f"numbers of a saved search that cannot be read: {failure}") from failure
-        dtype = torch.bfloat16 if kept.dtype == "bf16" else torch.float32
-        frames = seen if kept.width and seen <= MOST_FRAMES else 0
-        if len(tensor) != frames * kept.width * dtype.itemsize:
-            raise ValueError(f"{len(tensor)} bytes of {seen} frames, each {kept.width} numbers in {kept.dtype}")
+        dtype = torch.bfloat16 if saved.dtype == "bf16" else torch.float32
+        frames = seen if saved.width and seen <= MOST_FRAMES else 0
+        if len(tensor) != frames * saved.width * dtype.itemsize:
+            raise ValueError(f"{len(tensor)} bytes of {seen} frames, each {saved.width} numbers in {saved.dtype}")
         self.free(row)
-        if kept.fixed:
-            self._fixed[row] = kept.fixed
+        if saved.fixed:
+            self._fixed[row] = saved.fixed
         if frames:
             hidden = torch.frombuffer(bytearray(tensor), dtype=dtype)
-            self._hidden[row] = [hidden.view(frames, kept.width).to(device)]
+            self._hidden[row] = [hidden.view(frames, saved.width).to(device)]
 
     def free(self, row: int) -> None:
         self._hidden.pop(row, None)

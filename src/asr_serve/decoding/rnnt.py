@@ -1,9 +1,9 @@
 """Greedy search of transducers, RNN-T and TDT, over many sessions at once.
 
-Label looping: the outer loop goes from one token of every session to the next, wherever in the chunk each of
-them stands; the inner loop skips blanks. The predictor, which costs most, thus runs once for each token, with as
-many sessions as still have one in this chunk; and the joint network looks at several frames ahead at a time
-where few sessions run, for most of what it finds is blank.
+Label looping: the outer loop goes from one token of every session to the next, at whatever frame of the chunk each
+session is; the inner loop skips blanks. The predictor, which costs most, thus runs once for each token, batched
+over the sessions that still have one in this chunk. The joint network evaluates several frames ahead where few
+sessions run, since most frames are blank.
 
 Source  label looping: arXiv:2406.06220; TDT: arXiv:2304.06795; tokens and frames are those of NeMo's greedy
         batched search, tests/decoding/generate_rnnt.py.
@@ -30,8 +30,8 @@ from asr_serve.models.interfaces import (
 )
 
 AHEAD = 64
-"""Frames, of all sessions together, that one call of the joint network looks at where some may turn out not to be
-needed: with few rows, to read its weights costs more than to reckon with them."""
+"""Frames, of all sessions together, that one call of the joint network evaluates speculatively: with few rows,
+reading its weights costs more than the arithmetic."""
 BEGUN = "begun"
 PREDICTED = "predicted"
 SCORE = "score"
@@ -40,16 +40,16 @@ KEY = "key"
 LENGTH = "length"
 TAIL = ("token", "frame", "logprob")
 RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain"}
-"""What searches call their own state; the rest is the predictor's."""
+"""State names reserved for searches; all others are the predictor's."""
 
 
 class PredictorStart(NamedTuple):
-    """Where every session begins: the predictor has heard the blank."""
+    """Initial predictor state of every session: its output and memory after the blank."""
 
     predicted: Tensor
     """(1, width)."""
     memory: dict[str, Tensor]
-    """By name (1, *shape)."""
+    """(1, *shape) by name."""
 
 
 @torch.inference_mode()
@@ -63,7 +63,7 @@ def start_predictor(model: Transducer, device: torch.device) -> PredictorStart:
 
 
 def load_rows(state: State, rows: Tensor, fresh: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A step's rows, by name (n, *shape); `fresh` (1, *shape) for a session that has not begun."""
+    """Returns a step's rows, (n, *shape) by name; `fresh` (1, *shape) for a session that has not begun."""
     begun = state[BEGUN][rows] == 1
     return {
         name: torch.where(begun.view(-1, *[1] * (first.dim() - 1)), state[name][rows], first)
@@ -72,7 +72,7 @@ def load_rows(state: State, rows: Tensor, fresh: Mapping[str, Tensor]) -> dict[s
 
 
 def save_rows(state: State, rows: Tensor, own: Mapping[str, Tensor]) -> None:
-    """The inverse: from now on these sessions have begun."""
+    """Inverse of `load_rows`; marks these sessions as begun."""
     for name, values in own.items():
         state[name].index_copy_(0, rows, values)
     state[BEGUN].index_fill_(0, rows, 1)
@@ -84,57 +84,57 @@ def validate_max_symbols(max_symbols: int) -> None:
 
 
 class _Best(NamedTuple):
-    """The likeliest at some frames: token, or blank, and for how long. Each (m,)."""
+    """Likeliest token or blank at some frames, and its duration. Each (m,)."""
 
     token: Tensor
     logprob: Tensor
-    """Of the token among all tokens, float32."""
+    """Log-probability of the token among all tokens, float32."""
     frames: Tensor
-    """To go on by: at least 1 after a blank."""
+    """Frames to advance by: at least 1 after a blank."""
     score: Tensor
     """Log-probability of token and duration."""
 
 
 @dataclass
 class _GreedyStep:
-    """A step's rows while it runs: n of them."""
+    """Working state of a step: n rows."""
 
     projected: Tensor
     """(n, frames, joint width)."""
     first: Tensor
-    """(n,) int64: absolute frame of the chunk's first, as in Chunk.seen."""
+    """(n,) int64: absolute frame of the chunk's first, as in StreamingChunk.start_frames."""
     limit: Tensor
     """(n,) int64: frames in the chunk."""
     at: Tensor
-    """(n,) int64: the frame, of the chunk, that is looked at next."""
+    """(n,) int64: next frame of the chunk to evaluate."""
     symbols: Tensor
-    """(n,) int64: tokens said at that frame."""
+    """(n,) int64: tokens emitted at that frame."""
     score: Tensor
     """(n,) float64."""
     predicted: Tensor
     memory: dict[str, Tensor]
     token: Tensor
-    """(n,) int64: found at frame `at`, and not said yet."""
+    """(n,) int64: found at frame `at`, not emitted yet."""
     logprob: Tensor
     lasts: Tensor
-    """(n,) int64: frames to go on by, once it is said."""
+    """(n,) int64: frames to advance by once it is emitted."""
     said: list[Tensor] = field(default_factory=list)
     """Each (4, k) float64: row, token, absolute frame, log-probability."""
 
 
 class TransducerGreedy:
-    """`Search`: the likeliest token, or blank, of each frame in turn. Everything found is fixed at once.
+    """Greedy `StreamingSearch`: the likeliest token or blank of each frame in turn, fixed at once.
 
-    At most `max_symbols` tokens are said at one frame; then the next one's turn has come. TDT: token and duration
-    are the likeliest each; a blank that lasts 0 frames counts as 1.
+    At most `max_symbols` tokens are emitted at one frame; then the search advances to the next. TDT: the likeliest
+    token and the likeliest duration, independently; a blank of duration 0 counts as 1 frame.
 
     State   the predictor's memory and its last output; frames to skip that lie past the chunk's end (TDT);
-            log-probability of the path so far. A chunk ends between two frames, so that nothing need be known
-            of the tokens said at one.
+            log-probability of the path so far. A chunk ends between two frames, so that the number of tokens
+            emitted at a frame need not be saved.
     """
 
     def __init__(self, model: Transducer, max_symbols: int = 10, device: torch.device | str = "cpu") -> None:
-        """`device`: where the state lies. Raises OptionError."""
+        """`device`: device of the state. Raises OptionError."""
         validate_max_symbols(max_symbols)
         self.model, self.max_symbols = model, max_symbols
         device = torch.device(device)
@@ -152,7 +152,10 @@ class TransducerGreedy:
     def state_specs(self) -> dict[str, StateSpec]:
         return {
             BEGUN: StateSpec((), torch.int64),
-            **{name: StateSpec(tuple(each.shape[1:]), each.dtype, None) for name, each in self._fresh.items()},
+            **{
+                name: StateSpec(tuple(tensor.shape[1:]), tensor.dtype, None)
+                for name, tensor in self._fresh.items()
+            },
         }
 
     @torch.inference_mode()
@@ -189,20 +192,20 @@ class TransducerGreedy:
         return [NBestHypothesis([], float(state[SCORE][row]) if begun else 0.0)]
 
     def _seek(self, work: _GreedyStep, rows: Tensor) -> None:
-        """Moves `rows` on to the frame of their next token, or past the chunk's end."""
+        """Advances `rows` to the frame of their next token, or past the chunk's end."""
         while len(rows):
             ahead = max(1, min(work.projected.shape[1], AHEAD // len(rows)))
             steps = torch.arange(ahead + self._longest, device=rows.device)
             at = work.at[rows, None] + steps[:ahead]
             inside = at < work.limit[rows, None]
-            heard = work.projected[rows[:, None], at.clamp(max=work.projected.shape[1] - 1)].flatten(0, 1)
+            projected = work.projected[rows[:, None], at.clamp(max=work.projected.shape[1] - 1)].flatten(0, 1)
             best = _Best(
                 *(
-                    each.view(-1, ahead)
-                    for each in self._best(heard, work.predicted[rows].repeat_interleave(ahead, 0))
+                    tensor.view(-1, ahead)
+                    for tensor in self._best(projected, work.predicted[rows].repeat_interleave(ahead, 0))
                 )
             )
-            # From each frame on to where its blanks lead: twice as far with every turn.
+            # Pointer jumping along blanks: each iteration doubles the distance covered.
             blank = inside & (best.token == self.model.blank_id)
             to = steps.repeat(len(rows), 1)
             to[:, :ahead] += torch.where(blank, best.frames, 0)
@@ -214,24 +217,24 @@ class TransducerGreedy:
             moved = to[:, 0]
             work.at[rows] += moved
             work.symbols[rows] = torch.where(moved > 0, 0, work.symbols[rows])
-            there = moved.clamp(max=ahead - 1)[:, None]
-            token, logprob, frames, said = (each.gather(1, there).squeeze(1) for each in best)
+            last = moved.clamp(max=ahead - 1)[:, None]
+            token, logprob, frames, total = (tensor.gather(1, last).squeeze(1) for tensor in best)
             work.token[rows], work.lasts[rows] = token, frames
             work.logprob[rows] = logprob.double()
-            found = (moved < ahead) & (work.at[rows] < work.limit[rows])
-            work.score[rows] += score[:, 0] + torch.where(found, said.double(), 0.0)
-            rows = rows[~found & (work.at[rows] < work.limit[rows])]
+            has_token = (moved < ahead) & (work.at[rows] < work.limit[rows])
+            work.score[rows] += score[:, 0] + torch.where(has_token, total.double(), 0.0)
+            rows = rows[~has_token & (work.at[rows] < work.limit[rows])]
 
     def _say(self, work: _GreedyStep, rows: Tensor) -> None:
-        """Takes the token that was found in each of `rows`, and moves on by how long it lasts."""
+        """Emits the token found in each of `rows`, and advances by its duration."""
         token = work.token[rows]
         work.said.append(
             torch.stack([rows.double(), token.double(), (work.first + work.at)[rows].double(), work.logprob[rows]])
         )
-        predicted, memory = self.model.predict(token, {name: each[rows] for name, each in work.memory.items()})
+        predicted, memory = self.model.predict(token, {name: tensor[rows] for name, tensor in work.memory.items()})
         work.predicted[rows] = predicted
-        for name, each in memory.items():
-            work.memory[name][rows] = each
+        for name, tensor in memory.items():
+            work.memory[name][rows] = tensor
         symbols = work.symbols[rows] + 1
         lasts = torch.where(symbols < self.max_symbols, work.lasts[rows], work.lasts[rows].clamp(min=1))
         work.at[rows] += lasts
@@ -245,16 +248,16 @@ class TransducerGreedy:
         blank = token == self.model.blank_id
         if not self.model.durations:
             return _Best(token, logprob, blank.long(), logprob)
-        top, which = durations.max(-1)
-        frames = self._durations[which]
+        top, index = durations.max(-1)
+        frames = self._durations[index]
         frames = torch.where(blank, frames.clamp(min=1), frames)
         return _Best(token, logprob, frames, logprob + (top - durations.logsumexp(-1)))
 
 
 def _read(said: list[Tensor], sessions: int) -> list[SearchResult]:
-    """To the host, all at once."""
-    found = [SearchResult([], []) for _ in range(sessions)]
+    """Copies all results to the host at once."""
+    results = [SearchResult([], []) for _ in range(sessions)]
     if said:
         for row, token, frame, logprob in torch.cat(said, 1).T.tolist():
-            found[int(row)].fixed_tokens.append(SearchToken(int(token), int(frame), logprob))
-    return found
+            results[int(row)].fixed_tokens.append(SearchToken(int(token), int(frame), logprob))
+    return results

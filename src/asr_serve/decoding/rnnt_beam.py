@@ -1,14 +1,14 @@
 """Beam search of transducers, RNN-T and TDT, over many sessions at once.
 
-All entries of all beams take a frame at the same time, in at most `max_symbols` rounds. In a round every entry
-that is not done with the frame says the blank, which ends the frame for it, or a token, after which it may say
-another; entries that are done compete with those that are not. What says the same tokens is one entry, its
-probability the sum. With one round this is the modified beam search of k2, one symbol a frame; with beams of one
-entry it is greedy search; with beams wide enough it sums over all alignments of all that may be said. TDT: an
-entry says a token and for how many frames, and takes no part until they are over.
+All hypotheses of all beams process a frame at the same time, in at most `max_symbols` rounds. In a round every
+hypothesis that is not done with the frame emits the blank, which ends the frame for it, or a token, after which it
+may emit another; finished hypotheses compete with unfinished ones. Hypotheses with the same tokens are merged and
+their probabilities added. With one round this is the modified beam search of k2, one symbol a frame; with a beam
+of one it is greedy search; with a wide enough beam it sums over all alignments of all token sequences. TDT: a
+hypothesis emits a token and a duration, and is skipped until that has passed.
 
-Source  modified beam search: k2-fsa/icefall; merging: arXiv:1211.3711; TDT: arXiv:2304.06795. A brute-force sum
-        over alignments holds the reference numbers, tests/decoding/test_rnnt_beam.py.
+Source  modified beam search: k2-fsa/icefall; merging: arXiv:1211.3711; TDT: arXiv:2304.06795. Reference numbers: a
+        brute-force sum over alignments in tests/decoding/test_rnnt_beam.py.
 """
 
 from __future__ import annotations
@@ -47,52 +47,53 @@ from asr_serve.models.interfaces import (
 )
 
 SPOT, GAIN = "spot", "gain"
-"""Where hot words are known: the node of their graph, and what they are worth, which is in SCORE too."""
+"""State of searches with hot words: node of the biasing graph, and total bonus, which SCORE includes."""
 
 
 class _Candidates(NamedTuple):
-    """How entries may go on, best first: each (n, m)."""
+    """Candidate expansions, best first: each (n, m)."""
 
     score: Tensor
-    """float64; -inf: it may not."""
+    """float64; -inf: not allowed."""
     parent: Tensor
     token: Tensor
-    """Or blank: nothing new is said."""
+    """Emitted token, or blank."""
     logprob: Tensor
     skip: Tensor
     key: Tensor
     hot: tuple[Tensor, ...]
-    """Where in the graph of hot words, and what they are worth; or nothing."""
+    """Biasing graph node and total bonus; empty without hot words."""
 
 
 @dataclass
 class _BeamStep:
-    """A step's rows while it runs: n of them, with a beam each."""
+    """Working state of a step: n rows, each with a beam."""
 
     projected: Tensor
     """(n, frames, joint width)."""
     first: Tensor
-    """(n,) int64: absolute frame of the chunk's first, as in Chunk.seen."""
+    """(n,) int64: absolute frame of the chunk's first, as in StreamingChunk.start_frames."""
     limit: Tensor
     """(n,) int64: frames in the chunk."""
     own: dict[str, Tensor]
-    """By name of the state (n, *shape): read, written and written back."""
+    """State tensors by name, (n, *shape): loaded, updated and saved."""
     room: int
-    """What tails may still grow by, at least."""
+    """Tokens that tails can still grow by, at least."""
     words: StreamingBiasingList | None = None
     fixed: list[Tensor] = field(default_factory=list)
-    """Each (n, 3 tails and 2): the best entry's tail, how much of it is there, how much is fixed from now on."""
+    """Each (n, 3 * tail + 2): tokens, frames and log-probabilities of the best tail, its length, and how many of
+    its tokens become fixed."""
 
 
 class TransducerBeam:
-    """`Search`: the `beam` likeliest ways to say what was heard.
+    """Beam `StreamingSearch`: the `beam` likeliest token sequences.
 
-    What all entries say, at the same frames, is fixed. Until then at most `tail` tokens wait: when they are as
-    many, the oldest one of the best entry is fixed, and entries that say something else are given up. Entries
-    less likely than the best by `margin`, natural log, are given up too.
+    Tokens that all hypotheses share, at the same frames, are fixed. At most `tail` tokens may be unfixed: then the
+    oldest one of the best hypothesis is fixed, and hypotheses that disagree are dropped. Hypotheses less likely
+    than the best by more than `margin`, natural log, are dropped too.
 
-    State   by entry: the predictor's memory and last output, log-probability, a number that stands for all tokens
-            said, frames to skip (TDT), and the tokens that are not fixed
+    State   by hypothesis: the predictor's memory and last output, log-probability, a hash of all tokens emitted,
+            frames to skip (TDT), and the tokens that are not fixed
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class TransducerBeam:
         boost: float | None = None,
         tokens: int = 0,
     ) -> None:
-        """`max_symbols`: at one frame. `device`: where the state lies. `boost`: this search knows hot words, and a
-        token of one of weight 1 is worth so much, natural log; None: it knows none. `tokens`: of an entry, so many
-        likeliest are looked at, at least. Raises OptionError."""
+        """`max_symbols`: limit per frame. `device`: device of the state. `boost`: bonus of a token of a hot word
+        of weight 1, natural log; None: a search without hot words. `tokens`: least number of tokens considered for
+        each hypothesis. Raises OptionError."""
         validate_max_symbols(max_symbols)
         if beam < 1:
             raise OptionError(f"beam={beam}", "1 or more", param="beam")
@@ -127,7 +128,7 @@ class TransducerBeam:
         tails = torch.zeros(1, beam, tail, dtype=torch.int64, device=device)
         self._memory = tuple(first.memory)
         self._fresh = {
-            **{name: _repeated(each, beam) for name, each in first.memory.items()},
+            **{name: _repeated(tensor, beam) for name, tensor in first.memory.items()},
             PREDICTED: _repeated(first.predicted, beam),
             SCORE: alone,
             **dict.fromkeys((SKIP, KEY, LENGTH), numbers),
@@ -141,14 +142,17 @@ class TransducerBeam:
     def state_specs(self) -> dict[str, StateSpec]:
         return {
             BEGUN: StateSpec((), torch.int64),
-            **{name: StateSpec(tuple(each.shape[1:]), each.dtype, None) for name, each in self._fresh.items()},
+            **{
+                name: StateSpec(tuple(tensor.shape[1:]), tensor.dtype, None)
+                for name, tensor in self._fresh.items()
+            },
         }
 
     @torch.inference_mode()
     def step(
         self, hidden: Tensor, chunk: StreamingChunk, state: State, words: StreamingBiasingList | None = None
     ) -> list[SearchResult]:
-        """`words`: hot words of all these sessions; of each the same ones, or none, from its first step on."""
+        """`words`: hot words of all these sessions; a session has one list, or none, from its first step on."""
         own = load_rows(state, chunk.rows, self._fresh)
         if words is not None and bool((own[SPOT] >= len(words)).any() or (own[SPOT] < 0).any()):
             raise ValueError("a row of the state is corrupt")
@@ -166,11 +170,11 @@ class TransducerBeam:
         gains = [0.0] * self.beam
         if words is not None:
             assert self.boost is not None, "hot words for a search that knows none"
-            # A part that has not become a word is worth nothing.
-            spots = state[SPOT][row].tolist()
+            # An incomplete word earns no bonus.
+            nodes = state[SPOT][row].tolist()
             gains = [
-                gain + self.boost * words.graph.final_cost(spot)
-                for gain, spot in zip(state[GAIN][row].tolist(), spots, strict=True)
+                gain + self.boost * words.graph.final_cost(node)
+                for gain, node in zip(state[GAIN][row].tolist(), nodes, strict=True)
             ]
             scores = [score - gain for score, gain in zip(scores, state[GAIN][row].tolist(), strict=True)]
         tails = zip(*(state[name][row].tolist() for name in TAIL), strict=True)
@@ -178,12 +182,12 @@ class TransducerBeam:
         entries = zip(scores, keys, lengths, tails, gains, strict=True)
         for score, key, length, tail, gain in sorted(entries, reverse=True):
             if key in guesses:
-                # TDT: they differ in where they would have gone on.
+                # TDT: they differ in the frame they would have continued at.
                 guess = guesses[key]
                 guesses[key] = guess._replace(logprob=_sum(guess.logprob, score))
             elif score > -math.inf:
                 guesses[key] = NBestHypothesis(
-                    [SearchToken(*each) for each in zip(*tail, strict=True)][:length], score, gain
+                    [SearchToken(*token) for token in zip(*tail, strict=True)][:length], score, gain
                 )
         return sorted(guesses.values(), key=lambda guess: -(guess.logprob + guess.gain))
 
@@ -195,16 +199,16 @@ class TransducerBeam:
             self._make_room(work, live)
         work.room -= self.max_symbols
         for symbols in range(1, self.max_symbols + 1):
-            going = (live & (own[SKIP] == 0) & (own[SCORE] > -math.inf)).flatten().nonzero().squeeze(1)
-            if not len(going):
+            active = (live & (own[SKIP] == 0) & (own[SCORE] > -math.inf)).flatten().nonzero().squeeze(1)
+            if not len(active):
                 break
-            candidates = self._expand(work, frame, going, last=symbols == self.max_symbols)
+            candidates = self._expand(work, frame, active, last=symbols == self.max_symbols)
             self._take(work, frame, self._merge(candidates))
         own[SKIP] = torch.where(live, (own[SKIP] - 1).clamp(min=0), own[SKIP])
 
     def _expand(self, work: _BeamStep, frame: int, going: Tensor, last: bool) -> _Candidates:
-        """The best that may come of each beam: the entries `going`, flat indices, go on in all ways, the others
-        stay as they are."""
+        """Returns the best candidates of each beam: hypotheses `going`, flat indices, are expanded in all ways,
+        the others stay unchanged."""
         own, model, wide = work.own, self.model, self._wide
         logits = model.joint(work.projected[going // self.beam, frame], own[PREDICTED].flatten(0, 1)[going])
         logprob, token = logits[:, : model.vocab_size].log_softmax(-1).topk(min(wide, model.vocab_size))
@@ -212,99 +216,101 @@ class TransducerBeam:
         if model.durations:
             lasts = logits[:, model.vocab_size :].log_softmax(-1)
             gain = (logprob[:, :, None] + lasts[:, None]).flatten(1)
-            gain, which = gain.topk(min(wide, gain.shape[1]))
-            token, logprob = (each.gather(1, which // lasts.shape[1]) for each in (token, logprob))
-            advance = self._durations[which % lasts.shape[1]]
+            gain, index = gain.topk(min(wide, gain.shape[1]))
+            token, logprob = (tensor.gather(1, index // lasts.shape[1]) for tensor in (token, logprob))
+            advance = self._durations[index % lasts.shape[1]]
         ends = torch.ones_like(token, dtype=torch.bool) if last else token == model.blank_id
         advance = torch.where(ends, advance.clamp(min=1), advance)
 
-        def ways(stay: Tensor, go: Tensor, never: float) -> Tensor:
-            """By beam: of each entry, that it stays as it is, and how it may go on."""
-            made = stay.new_full((stay.numel(), 1 + go.shape[1]), never)
-            made[:, 0] = stay.flatten()
-            made[going, 1:] = go.to(made.dtype)
-            return made.view(len(stay), -1)
+        def expansions(stay: Tensor, go: Tensor, never: float) -> Tensor:
+            """Returns (n, candidates) by beam: for each hypothesis its value unchanged, and that of each
+            expansion."""
+            values = stay.new_full((stay.numel(), 1 + go.shape[1]), never)
+            values[:, 0] = stay.flatten()
+            values[going, 1:] = go.to(values.dtype)
+            return values.view(len(stay), -1)
 
-        worth = self._worth(work, going, token)
-        if worth is not None:
-            gain = gain + worth[2]
+        bonus = self._worth(work, going, token)
+        if bonus is not None:
+            gain = gain + bonus[2]
         score = own[SCORE].flatten()
         stay = score.index_fill(0, going, -math.inf).view_as(own[SCORE])
-        best, which = ways(stay, score[going, None] + gain, -math.inf).topk(2 * self.beam - 1)
-        parent = which // (1 + token.shape[1])
-        said = ways(torch.full_like(own[KEY], model.blank_id), token, 0).gather(1, which)
+        best, index = expansions(stay, score[going, None] + gain, -math.inf).topk(2 * self.beam - 1)
+        parent = index // (1 + token.shape[1])
+        symbol = expansions(torch.full_like(own[KEY], model.blank_id), token, 0).gather(1, index)
         key = own[KEY].gather(1, parent)
         return _Candidates(
             best,
             parent,
-            said,
-            ways(torch.zeros_like(own[SCORE]), logprob, 0).gather(1, which).float(),
-            own[SKIP].gather(1, parent) + ways(torch.zeros_like(own[SKIP]), advance, 0).gather(1, which),
-            torch.where(said == model.blank_id, key, _followed(key, said)),
+            symbol,
+            expansions(torch.zeros_like(own[SCORE]), logprob, 0).gather(1, index).float(),
+            own[SKIP].gather(1, parent) + expansions(torch.zeros_like(own[SKIP]), advance, 0).gather(1, index),
+            torch.where(symbol == model.blank_id, key, _followed(key, symbol)),
             tuple(
-                ways(own[name], each, 0).gather(1, which).to(own[name].dtype)
-                for name, each in zip((SPOT, GAIN), worth or (), strict=False)
+                expansions(own[name], tensor, 0).gather(1, index).to(own[name].dtype)
+                for name, tensor in zip((SPOT, GAIN), bonus or (), strict=False)
             ),
         )
 
     def _worth(self, work: _BeamStep, going: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Of each way that the entries `going` may go on, (n, ways): where in the hot words' graph it is then,
-        what all its hot words are worth, and what of that is new. None: there are no hot words."""
+        """Returns for each expansion of the hypotheses `going`, (n, expansions): its node in the biasing graph,
+        its total bonus, and the new part of that. None without hot words."""
         if work.words is None:
             return None
         assert self.boost is not None
         blank, graph = self.model.blank_id, work.words.graph
-        spots, gains = (work.own[name].flatten()[going] for name in (SPOT, GAIN))
-        ways = [
-            [(spot, 0.0) if each == blank else graph.step(spot, each) for each in tokens]
-            for spot, tokens in zip(spots.tolist(), token.tolist(), strict=True)
+        nodes, gains = (work.own[name].flatten()[going] for name in (SPOT, GAIN))
+        expansions = [
+            [(node, 0.0) if symbol == blank else graph.step(node, symbol) for symbol in tokens]
+            for node, tokens in zip(nodes.tolist(), token.tolist(), strict=True)
         ]
-        found = torch.tensor(ways, dtype=torch.float64, device=token.device)
-        more = found[:, :, 1] * self.boost
-        return found[:, :, 0].long(), gains[:, None] + more, more
+        steps = torch.tensor(expansions, dtype=torch.float64, device=token.device)
+        new = steps[:, :, 1] * self.boost
+        return steps[:, :, 0].long(), gains[:, None] + new, new
 
     def _merge(self, candidates: _Candidates) -> _Candidates:
-        """One of each, the best one, with the probability of all; as many as fit the beam."""
+        """Merges candidates with equal tokens and skips, adding their probabilities, and prunes to the beam."""
         score, skip, key = candidates.score, candidates.skip, candidates.key
         alive = score > -math.inf
         same = (key[:, :, None] == key[:, None]) & (skip[:, :, None] == skip[:, None]) & alive[:, None]
         score = score[:, None].masked_fill(~same, -math.inf).logsumexp(-1)
-        again = ~alive | same.tril(-1).any(-1)
-        score, order = score.masked_fill(again, -math.inf).topk(self.beam)
+        duplicate = ~alive | same.tril(-1).any(-1)
+        score, order = score.masked_fill(duplicate, -math.inf).topk(self.beam)
         score = score.masked_fill(score < score[:, :1] - self.margin, -math.inf)
         parent, token, logprob, skip, key = (
-            each.gather(1, order) for each in (candidates.parent, candidates.token, candidates.logprob, skip, key)
+            tensor.gather(1, order)
+            for tensor in (candidates.parent, candidates.token, candidates.logprob, skip, key)
         )
-        hot = tuple(each.gather(1, order) for each in candidates.hot)
+        hot = tuple(tensor.gather(1, order) for tensor in candidates.hot)
         return _Candidates(score, parent, token, logprob, skip, key, hot)
 
     def _take(self, work: _BeamStep, frame: int, chosen: _Candidates) -> None:
-        """The entries become those."""
+        """Replaces the beam by `chosen`, and runs the predictor where a token was emitted."""
         own, rows = work.own, _rows(chosen.parent)[:, None]
         for name in (*self._memory, PREDICTED, LENGTH, *TAIL):
             own[name] = own[name][rows, chosen.parent]
         own[SCORE], own[SKIP], own[KEY] = chosen.score, chosen.skip, chosen.key
         own.update(zip((SPOT, GAIN), chosen.hot, strict=False))
-        says = (chosen.token != self.model.blank_id) & (chosen.score > -math.inf)
-        at = says.flatten().nonzero().squeeze(1)
-        if not len(at):
+        emits = (chosen.token != self.model.blank_id) & (chosen.score > -math.inf)
+        emitting = emits.flatten().nonzero().squeeze(1)
+        if not len(emitting):
             return
-        row, entry = at // self.beam, at % self.beam
+        row, entry = emitting // self.beam, emitting % self.beam
         token = chosen.token[row, entry]
         predicted, memory = self.model.predict(token, {name: own[name][row, entry] for name in self._memory})
-        for name, each in {**memory, PREDICTED: predicted}.items():
-            own[name][row, entry] = each
+        for name, tensor in {**memory, PREDICTED: predicted}.items():
+            own[name][row, entry] = tensor
         length = own[LENGTH][row, entry]
         frames = work.first[row] + frame
-        for name, each in zip(TAIL, (token, frames, chosen.logprob[row, entry]), strict=True):
-            own[name][row, entry, length] = each
+        for name, tensor in zip(TAIL, (token, frames, chosen.logprob[row, entry]), strict=True):
+            own[name][row, entry, length] = tensor
         own[LENGTH][row, entry] = length + 1
 
-    # --- what is fixed -----------------------------------------------------------------------------------
+    # --- fixed tokens ------------------------------------------------------------------------------------
 
     def _make_room(self, work: _BeamStep, live: Tensor) -> None:
-        """For the tokens of a frame in the tails of the rows that have one, `live` (n, 1). Whatever the chunks
-        are, the same entries are given up at the same frame."""
+        """Fixes tokens until the tails of the rows that have a frame, `live` (n, 1), have room for its tokens. The
+        same hypotheses are dropped at the same frame for any chunking."""
         most = self.tail - self.max_symbols
         while (longest := self._longest(work, live)) > most:
             self._force(work, live, most)
@@ -316,19 +322,19 @@ class TransducerBeam:
         return int(torch.where(alive, work.own[LENGTH], 0).max())
 
     def _force(self, work: _BeamStep, live: Tensor, most: int) -> None:
-        """Fixes the oldest token of the best entry where a tail is longer than `most`."""
+        """Fixes the oldest token of the best hypothesis where a tail is longer than `most`."""
         own, rows = work.own, _rows(work.own[SCORE])
         score, length, best = own[SCORE], own[LENGTH], own[SCORE].argmax(1)
         long = length > most
         full = live & (long & (score > -math.inf)).any(1, keepdim=True)
-        says = (length[rows, best] > 0)[:, None]
+        has_token = (length[rows, best] > 0)[:, None]
         oldest = own["token"][:, :, 0]
-        other = torch.where(says, (length == 0) | (oldest != oldest[rows, best][:, None]), long)
-        own[SCORE] = score.masked_fill(full & other, -math.inf)
-        self._fix(work, (full & says).long().squeeze(1))
+        disagrees = torch.where(has_token, (length == 0) | (oldest != oldest[rows, best][:, None]), long)
+        own[SCORE] = score.masked_fill(full & disagrees, -math.inf)
+        self._fix(work, (full & has_token).long().squeeze(1))
 
     def _fix_agreed(self, work: _BeamStep) -> None:
-        """Fixes what all entries say, at the same frames."""
+        """Fixes the tokens that all hypotheses share, at the same frames."""
         own, rows, best = work.own, _rows(work.own[SCORE]), work.own[SCORE].argmax(1)
         same = self._positions < own[LENGTH][:, :, None]
         for name in ("token", "frame"):
@@ -337,7 +343,7 @@ class TransducerBeam:
         self._fix(work, same.all(1).long().cumprod(1).sum(1))
 
     def _fix(self, work: _BeamStep, count: Tensor) -> None:
-        """Takes so many tokens, (n,), off all tails; what they are, the best entry says."""
+        """Removes `count` (n,) tokens from all tails, and records the best hypothesis's as fixed."""
         own, rows, best = work.own, _rows(work.own[SCORE]), work.own[SCORE].argmax(1)
         counts = torch.stack([own[LENGTH][rows, best], count], 1)
         work.fixed.append(torch.cat([*(own[name][rows, best].double() for name in TAIL), counts.double()], 1))
@@ -347,21 +353,21 @@ class TransducerBeam:
         own[LENGTH] = (own[LENGTH] - count[:, None]).clamp(min=0)
 
     def _read(self, fixed: list[Tensor]) -> list[SearchResult]:
-        """To the host, all at once."""
-        found = []
+        """Copies all results to the host at once."""
+        results = []
         for steps in torch.stack(fixed, 1).cpu():
             new: list[SearchToken] = []
             for step in steps:
                 length, count = map(int, step[-2:].tolist())
                 best = step[:-2].view(len(TAIL), -1)[:, :length].T.tolist()
-                said = [SearchToken(int(token), int(frame), logprob) for token, frame, logprob in best]
-                new += said[:count]
-            found.append(SearchResult(new, said[count:]))
-        return found
+                tokens = [SearchToken(int(token), int(frame), logprob) for token, frame, logprob in best]
+                new += tokens[:count]
+            results.append(SearchResult(new, tokens[count:]))
+        return results
 
 
 def _sum(likely: float, less: float) -> float:
-    """Of probabilities, by their natural log."""
+    """Adds probabilities given as natural logs, the larger one first."""
     return likely + math.log1p(math.exp(less - likely))
 
 
@@ -375,8 +381,8 @@ def _repeated(first: Tensor, beam: int) -> Tensor:
 
 
 def _followed(key: Tensor, token: Tensor) -> Tensor:
-    """The key of what `key` stands for, with one token more: 64 bits of a multiplicative hash that wraps around,
-    so that two keys are equal by chance as good as never."""
+    """Returns the key of a sequence extended by one token: a 64-bit multiplicative hash that wraps around;
+    collisions are negligible."""
     mixed = (key ^ (token + 1) * 0x1E3779B97F4A7C15) * 0x3F58476D1CE4E5B9
     mixed = (mixed ^ mixed >> 31) * 0x14D049BB133111EB
     return mixed ^ mixed >> 29

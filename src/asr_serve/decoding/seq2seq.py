@@ -1,5 +1,5 @@
-"""Search for attention decoders: greedy first, or along several beams, and sampled again when that answer is no
-speech.
+"""Search options and results of attention decoders: greedy or beam search first, and sampling at higher
+temperatures when that answer is implausible.
 
 Source  temperature fall-back, its thresholds and that of silence: Whisper, arXiv:2212.04356, section 4.5.
 """
@@ -23,13 +23,13 @@ Task = Literal["transcribe", "translate"]
 Reused = Literal["", "audio", "answer"]
 MAX_BEAMS = 64
 MAX_PREFIX_TOKENS = 4_096
-"""Of a prompt or a prefix; models keep the end of the one, and what fits of the other."""
+"""Limit of a prompt and of a prefix; models keep the end of a prompt, and as much of a prefix as fits."""
 
 
 class DraftTokens(msgspec.Struct, frozen=True):
-    """What an utterance was heard as before, when less of it was known. It is verified many tokens at a time, as
-    far as it holds; the answer is what decoding without it would have been, but for the first `fixed` tokens:
-    they are taken as they are.
+    """Earlier transcript of the same utterance, from when less of its audio was known. It is verified many tokens
+    at a time, up to the first mismatch; the answer is that of decoding without it, except that the first
+    `accepted_tokens` are taken unverified.
 
     Source: speculative decoding, arXiv:2211.17192, with greedy choice.
     """
@@ -38,42 +38,42 @@ class DraftTokens(msgspec.Struct, frozen=True):
     accepted_tokens: int = 0
 
     def up_to(self, limit: int) -> DraftTokens:
-        """No longer than `limit` tokens."""
+        """Returns the draft cut to `limit` tokens."""
         tokens = self.tokens[:limit]
         return DraftTokens(tokens, min(self.accepted_tokens, len(tokens)))
 
 
 class SearchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted, and how hard to try. Raises OptionError for values out of range; whether a model has the
-    language, the task and the tokens is its own affair."""
+    """Options of one recognition. Raises OptionError for values out of range; whether the model supports the
+    language, the task and the tokens is checked elsewhere."""
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6)
     """Tried in order until an answer passes; 0 is greedy."""
     min_avg_logprob: float = -1.0
     max_compression_ratio: float = 2.4
-    """Text that zlib shrinks more than this repeats itself."""
+    """Text that zlib compresses more than this is repetitive."""
     seed: int = 0
     task: Task = "transcribe"
-    """translate: into English."""
+    """Transcription, or translation into English."""
     language: str = ""
-    """What is spoken, as a code. Empty: the model's only language, or the one it hears."""
+    """Code of the spoken language. Empty: the model's only language, or the detected one."""
     prompt: tuple[int, ...] = ()
-    """Tokens of what was said before, or of words that may come. The answer goes on from them."""
+    """Tokens of earlier text, or of words that may come. The answer continues them."""
     prefix: tuple[int, ...] = ()
     """Tokens that the answer begins with."""
     timestamps: bool = False
-    """Whether the answer has tokens for the times of what it says."""
+    """Whether the answer includes timestamp tokens."""
     beam: int = 1
-    """Hypotheses that the first try follows at once, where its temperature is 0; 1 is greedy."""
+    """Beam width of the first try, where its temperature is 0; 1 is greedy."""
     max_no_speech: float = 0.6
-    """Where the model is surer than this that nobody speaks, an answer below `min_avg_logprob` is none."""
+    """No-speech probability above which an answer below `min_avg_logprob` is discarded as silence."""
     words: bool = False
-    """Whether it is to be told when each token was said."""
+    """Whether the time of each token is requested."""
     bias: str = ""
     """Hot words, as decoding/biasing.pack_phrases writes them."""
     hurried: bool = False
-    """Somebody waits: no higher temperature is tried once the tries together are as long as the longest answer
-    could be."""
+    """Whether a client is waiting: no higher temperature is tried once the tries together are as long as the
+    longest possible answer."""
 
     def __post_init__(self) -> None:
         if not self.temperatures or any(not 0 <= t <= 2 for t in self.temperatures):
@@ -95,34 +95,34 @@ NO_DRAFT = DraftTokens()
 
 
 class Recognition(msgspec.Struct, frozen=True):
-    """What one utterance was heard as."""
+    """Recognition result of one utterance."""
 
     tokens: tuple[int, ...]
     avg_logprob: float
-    """Of the tokens after the prefix, and of end-of-text."""
+    """Mean over the tokens after the prefix and end-of-text."""
     temperature: float
     finish: Finish
     compression_ratio: float
     logprobs: tuple[float, ...] = ()
     """Natural-log probability of each token; end-of-text is not among them."""
     phases: EngineTimestamps | None = None
-    """When the engine worked on it; the loop fills it in."""
+    """Engine timestamps; filled in by the loop."""
     language: str = ""
-    """What was spoken: as asked for, or as heard."""
+    """Language of the speech, as requested or as detected."""
     language_prob: float = 0.0
-    """How sure the model was of it, among all languages it knows; 0 where it was told."""
+    """Probability of the detected language among all that the model knows; 0 where it was requested."""
     no_speech_prob: float = 0.0
-    """How sure the model is that nobody speaks; 0 from one that cannot tell."""
+    """Probability that there is no speech; 0 from models without such an estimate."""
     reused: Reused = ""
-    """What was there already, because the same audio was heard before: nothing; what the encoder makes of it; or
-    all of the answer, to the same options."""
+    """Result reused from an earlier request with the same audio: nothing, the encoder output, or the whole answer
+    to the same options."""
     times: tuple[tuple[int, int], ...] = ()
-    """Where each token was said, start and end in samples from the start of the utterance's audio, never running
-    backwards; empty unless SearchOptions.words asked for it."""
+    """Start and end of each token, in samples from the start of the utterance's audio, never running backwards;
+    empty unless SearchOptions.words requested it."""
 
 
 class Hypothesis:
-    """The growing answer of one decoding row."""
+    """Growing answer of one decoding row."""
 
     def __init__(
         self,
@@ -137,19 +137,19 @@ class Hypothesis:
         self.draft = self._first_try(draft)
         self.fixed = self.draft.accepted_tokens
         self.words_below: int | None = None
-        """Tokens from here on are no text; None: all are."""
+        """Tokens from this id on are not text; None: all are."""
         self.language, self.language_prob, self.no_speech_prob = options.language, 0.0, 0.0
         self.rejected: list[Recognition] = []
         self.spent = 0
-        """Tokens that were said in tries that did not pass."""
+        """Tokens generated in tries that did not pass."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.hotwords: CompiledBiasingList | None = None
-        """Of `options.bias`."""
+        """Compiled list of `options.bias`."""
 
     def _first_try(self, draft: DraftTokens) -> DraftTokens:
-        """With what the answer begins with, and as far as it can be compared with what is decoded: a row that
-        samples from the start has nothing to compare it with, and one of several beams does not say it alone."""
+        """Returns the draft of the first try: with the prefix, and no longer than can be verified. A row that
+        samples from the start has nothing to verify it with, and one of several beams does not decode it alone."""
         prefix, tokens, fixed = self.options.prefix, draft.tokens, draft.accepted_tokens
         if prefix and tokens[: len(prefix)] != prefix:
             tokens, fixed = prefix, 0
@@ -158,7 +158,7 @@ class Hypothesis:
         return draft.up_to(min(self.max_tokens - 1, len(tokens) if compared else draft.accepted_tokens))
 
     def limit_tokens(self, max_tokens: int) -> None:
-        """No more than so many tokens, told before the first."""
+        """Lowers the limit of tokens, before the first token."""
         assert not self.tokens
         if max_tokens < self.max_tokens:
             self.max_tokens, self.draft = max_tokens, self.draft.up_to(max_tokens - 1)
@@ -166,12 +166,12 @@ class Hypothesis:
 
     @property
     def first_free_position(self) -> int:
-        """Tokens of the prefix: the rules for an answer's start hold after them."""
+        """Number of prefix tokens: the rules for an answer's start apply after them."""
         return min(len(self.options.prefix), self.fixed)
 
     @property
     def beam(self) -> int:
-        """How many hypotheses this try follows."""
+        """Beam width of this try."""
         return self.options.beam if self.attempt == 0 and self.temperature == 0 else 1
 
     @property
@@ -179,32 +179,32 @@ class Hypothesis:
         return self.options.temperatures[self.attempt]
 
     def append_token(self, token: int, logprob: float) -> Finish | None:
-        """Take the next token; tells when the row is finished, and why. The first `fixed` must be the draft's."""
+        """Appends a token; returns why the row is finished, or None. The first `fixed` must be the draft's."""
         self.logprobs.append(logprob)
         if token == self.eos:
             return "stop"
         self.tokens.append(token)
         if (loop := min(repeated_tokens(self.tokens), len(self.tokens) - self.fixed)) > 0:
-            # What is kept says the phrase once; the rest was never spoken.
+            # One occurrence of the phrase stays; the repeats were never spoken.
             self.spent += loop
             del self.tokens[-loop:], self.logprobs[-loop:]
             return "repetition"
         return "length" if len(self.tokens) >= self.max_tokens else None
 
     def append_rest(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """All of the rest at once; `logprobs` has one more than `tokens` where end-of-text came after them."""
+        """Appends all remaining tokens; `logprobs` has one more than `tokens` where end-of-text followed."""
         self.tokens += tokens
         self.logprobs += logprobs
 
     def finalize(self, finish: Finish) -> Recognition | None:
-        """The answer, or None when the row must be decoded again at the next temperature."""
-        words = self.tokens if self.words_below is None else [t for t in self.tokens if t < self.words_below]
+        """Returns the answer, or None when the row must be decoded again at the next temperature."""
+        text_tokens = self.tokens if self.words_below is None else [t for t in self.tokens if t < self.words_below]
         answer = Recognition(
             tuple(self.tokens),
             sum(self.logprobs[self.first_free_position :]) / max(1, len(self.logprobs) - self.first_free_position),
             self.temperature,
             finish,
-            compression_ratio(self.text(words)),
+            compression_ratio(self.text(text_tokens)),
             tuple(self.logprobs[: len(self.tokens)]),
             language=self.language,
             language_prob=self.language_prob,
@@ -220,13 +220,13 @@ class Hypothesis:
             self.attempt += 1
             del self.tokens[self.fixed :], self.logprobs[self.fixed :]
             return None
-        whole = [r for r in self.rejected if r.finish == "stop"]
-        plain = [r for r in whole if r.compression_ratio <= self.options.max_compression_ratio]
-        return max(plain or whole or self.rejected, key=lambda r: r.avg_logprob)
+        finished = [r for r in self.rejected if r.finish == "stop"]
+        plausible = [r for r in finished if r.compression_ratio <= self.options.max_compression_ratio]
+        return max(plausible or finished or self.rejected, key=lambda r: r.avg_logprob)
 
     def _silent(self, answer: Recognition) -> bool:
         options = self.options
-        spoken = self.fixed > self.first_free_position  # somebody said what is fixed
+        spoken = self.fixed > self.first_free_position  # fixed draft tokens were recognized as speech
         silent = answer.no_speech_prob > options.max_no_speech and answer.avg_logprob < options.min_avg_logprob
         return silent and not spoken
 
@@ -236,9 +236,9 @@ class Hypothesis:
 
 
 def is_acceptable(answer: Recognition, options: SearchOptions | None = None) -> bool:
-    """Whether it is to be taken without another try. `options`: those of the search; None: the defaults.
+    """Whether the answer passes without another try. `options`: those of the search; None: the defaults.
 
-    A try that samples and finds no end has lost its place, as one that repeats itself has.
+    A sampled try without an end has lost its place in the audio, like one that repeats itself.
     """
     options = options or SearchOptions()
     lost = answer.finish == "repetition" or (answer.finish == "length" and answer.temperature > 0)
@@ -250,10 +250,10 @@ def is_acceptable(answer: Recognition, options: SearchOptions | None = None) -> 
 
 
 def repeated_tokens(tokens: list[int]) -> int:
-    """How many tokens at the end are needless repeats of a phrase; 0 when it is not looping.
+    """Number of tokens at the end that are needless repeats of a phrase; 0 when there is no loop.
 
-    A phrase of up to 24 tokens said at least four times over at least 16 tokens in a row is a decoder that
-    lost its place: people do say "no, no, no, no", so shorter runs pass.
+    A phrase of up to 24 tokens repeated at least four times over at least 16 tokens in a row is a decoder that
+    lost its place. People do say "no, no, no, no", so shorter runs pass.
     """
     for width in range(1, 25):
         enough = max(16, 4 * width)
@@ -268,6 +268,6 @@ def repeated_tokens(tokens: list[int]) -> int:
 
 
 def compression_ratio(text: str) -> float:
-    """Bytes of the text over bytes zlib needs for it; short texts are not judged."""
+    """Bytes of the text over bytes zlib needs for it; 1 for texts under 32 bytes, which are too short to judge."""
     data = text.encode()
     return len(data) / len(zlib.compress(data)) if len(data) >= 32 else 1.0

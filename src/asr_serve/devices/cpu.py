@@ -1,4 +1,4 @@
-"""The CPU: oneDNN products with weights packed once, our native kernels, every core of the process."""
+"""CPU device: oneDNN products with weights packed once, native kernels, every core of the process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ HUGE_BYTES = 2 << 20
 
 
 def ask_for_huge_pages(address: int, size_bytes: int) -> None:
-    """Let the kernel back a range by pages of 2 MB: touching memory for the first time, 4 kB after
-    4 kB, is slow, most of all in a virtual machine. Advice only: refused, all works as before."""
+    """Advises the kernel to back a range by pages of 2 MB: touching memory for the first time, 4 kB after 4 kB, is
+    slow, most of all in a virtual machine. If the advice is refused, all works as before."""
     first = -(-address // HUGE_BYTES) * HUGE_BYTES
     last = (address + size_bytes) // HUGE_BYTES * HUGE_BYTES
     if sys.platform == "linux" and first < last:
@@ -44,11 +44,11 @@ def ask_for_huge_pages(address: int, size_bytes: int) -> None:
 
 
 def keep_memory() -> None:
-    """Have glibc keep what tensors free, on one heap for all threads, in huge pages.
+    """Makes glibc keep the memory of freed tensors, on one heap for all threads, in huge pages.
 
-    By default every activation of a few megabytes is mapped, zeroed page by page and unmapped again,
-    and the heaps of other threads than the first cannot hold large blocks at all. A thread
-    that has a heap keeps it: call this before the one that computes is started.
+    By default every activation of a few megabytes is mapped, zeroed page by page and unmapped again, and the heaps
+    of other threads than the first cannot hold large blocks at all. A thread that has a heap keeps it: call this
+    before the computing thread is started.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
@@ -69,11 +69,11 @@ def keep_memory() -> None:
 
 
 KEPT_BLOCK_BYTES, KEPT_BLOCKS = 31 << 20, 4
-"""What activations need, in blocks small enough for the heap."""
+"""Memory for activations, in blocks small enough for the heap."""
 ATTENTION_BLOCK = 64
-"""Keys of one clip are filled up to a multiple of this."""
+"""Keys of one clip are padded to a multiple of this."""
 ROW_BLOCK = 8
-"""Rows of a decoding step are filled up to a multiple of this."""
+"""Rows of a decoding step are padded to a multiple of this."""
 
 
 class PackedLinear:
@@ -111,7 +111,7 @@ class PlainLinear:
 
 
 class PlainVocabulary:
-    """A Vocabulary in one dtype: rows to look up, and the Linear over them."""
+    """VocabularyMatrix in one dtype: rows to look up, and the Linear over them."""
 
     def __init__(self, weight: Tensor, linear: Linear) -> None:
         self.weight: Tensor | None = weight
@@ -129,12 +129,12 @@ class PlainVocabulary:
 
 
 def packed_bytes(*tensors: Tensor | None) -> int:
-    """Bytes of all of them."""
+    """Total bytes of the tensors."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class CpuDevice:
-    """See devices/interface.py. Sets torch's thread count for the process."""
+    """CPU device, see devices/interface.py. Sets torch's thread count for the process."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -188,8 +188,8 @@ class CpuDevice:
         return out.view(total, heads * head_dim)
 
     def fast_bf16(self, x: Tensor) -> bool:
-        """Whether oneDNN's batched product and our softmax beat torch's fused kernel: in bf16,
-        where that one converts to float32 first."""
+        """Whether oneDNN's batched product and the native softmax beat torch's fused kernel: in bf16, which that
+        kernel converts to float32 first."""
         return x.dtype == torch.bfloat16 and self.kernels is not kernels.reference
 
     def _attend_packed(self, qkv: Tensor, offset: int, frames: int) -> Tensor:
@@ -226,13 +226,13 @@ class CpuDevice:
         return live if live <= 4 else -(-live // ROW_BLOCK) * ROW_BLOCK
 
     def padded_pages(self, used: int, limit: int) -> int:
-        # Native kernels read what a row uses; the twins gather the whole width.
+        # Native kernels read what a row uses; the reference ones gather the whole width.
         return limit if self.kernels is not kernels.reference else used
 
     def allocate(self, *shape: int) -> Tensor:
-        held = torch.empty(*shape, dtype=self.dtype)
-        ask_for_huge_pages(held.data_ptr(), held.nbytes)
-        return held
+        tensor = torch.empty(*shape, dtype=self.dtype)
+        ask_for_huge_pages(tensor.data_ptr(), tensor.nbytes)
+        return tensor
 
     def pin_memory(self, memory: memoryview) -> Callable[[], None]:
         return lambda: None  # it is the device's memory

@@ -1,4 +1,4 @@
-"""A CUDA device: the same code, with decoding steps recorded as CUDA graphs, one per batch bucket."""
+"""CUDA device: the same code, with decoding steps recorded as CUDA graphs, one for each batch bucket."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from asr_serve.types import Quantize
 log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Rows a decoding step is padded to, so that a step's graph is recorded once and replayed."""
+"""Row counts that a decoding step is padded to, so that its graph is recorded once and replayed."""
 
 
 class CudaGraphFunction:
-    """A function of tensors with static shapes, recorded per shape; arguments are copied in, results lent
-    until the next call with the same shape."""
+    """Function of tensors with static shapes, recorded as a CUDA graph for each shape. Arguments are copied in;
+    results are valid until the next call."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
         self.function = function
@@ -42,19 +42,19 @@ class CudaGraphFunction:
         if key not in self.graphs:
             self.graphs[key] = self._record(arguments)
         graph, inputs, outputs = self.graphs[key]
-        for into, came in zip(inputs, arguments, strict=True):
-            into.copy_(came, non_blocking=True)
+        for target, argument in zip(inputs, arguments, strict=True):
+            target.copy_(argument, non_blocking=True)
         graph.replay()
         return outputs
 
     def _record(self, arguments: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...], tuple[Tensor, ...]]:
         inputs = tuple(a.to("cuda", copy=True) for a in arguments)
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # libraries allocate their workspaces outside the recording
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # libraries allocate their workspaces outside the recording
             for _ in range(2):
                 self.function(*inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # One pool for all shapes: a step's results are read before the next one is replayed. Other threads, of
         # another model or the caller's own, may allocate meanwhile.
@@ -64,18 +64,19 @@ class CudaGraphFunction:
 
 
 SLAB_OUTPUTS = 8_192
-"""Outputs of an 8-bit weight that are widened at a time: a vocabulary is never 16 bits wide as a whole."""
+"""Outputs of an int8 weight that are widened at a time: a vocabulary is never widened as a whole."""
 
 
 class WidenedLinear:
-    """Linear over a weight of 8 bits, one scale for each output, widened slab by slab inside the product. Whole
-    numbers up to 127 are exact in bf16; sums are float32; the scale comes after.
+    """Linear over an int8 weight, one scale for each output, widened slab by slab inside the product. Integers up
+    to 127 are exact in bf16; sums are float32; the scale is applied afterwards.
 
     Not yet run on a CUDA device: the tests run it on the CPU's tensors, whose operations are the same.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> None:
-        """weight (out, in) in any float dtype, where it is to stay; bias (out,); `out_dtype`: of the result."""
+        """`weight` (out, in) in any float dtype, on its final device; `bias` (out,); `out_dtype`: of the
+        result."""
         self.integers, self.scale = int8_reference.quantise(weight)
         self.bias = None if bias is None else bias.float()
         self.out_dtype = out_dtype
@@ -94,7 +95,7 @@ class WidenedLinear:
 
 
 class WidenedVocabulary(WidenedLinear):
-    """A Vocabulary of 8 bits; logits in float32."""
+    """VocabularyMatrix of int8 weights; logits are float32."""
 
     weight: Tensor | None = None
 
@@ -117,14 +118,14 @@ class WidenedVocabulary(WidenedLinear):
 
 
 class CudaDevice:
-    """See devices/interface.py."""
+    """CUDA device, see devices/interface.py."""
 
     encode_frames = 16_384
     frame_block = 256
     encoder_threads = 0
 
     def __init__(self, name: str = "cuda", dtype: torch.dtype | None = None, quantize: Quantize = "none") -> None:
-        """Raises OptionError for `dynamic`, which is the CPU's."""
+        """Raises OptionError for `dynamic`, which only the CPU supports."""
         if quantize == "dynamic":
             raise OptionError("quantize=dynamic", "on a CUDA device: none or int8", param="quantize")
         self.name, self.quantize = name, quantize
@@ -141,11 +142,11 @@ class CudaDevice:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
         if self.quantize == "int8" and dtype is None:
-            moved = None if bias is None else bias.to(self.torch_device)
-            return WidenedLinear(weight.to(self.torch_device), moved, self.dtype)
+            device_bias = None if bias is None else bias.to(self.torch_device)
+            return WidenedLinear(weight.to(self.torch_device), device_bias, self.dtype)
         dtype = dtype or self.dtype
-        moved = None if bias is None else bias.to(self.torch_device, dtype)
-        return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), moved)
+        device_bias = None if bias is None else bias.to(self.torch_device, dtype)
+        return PlainLinear(weight.to(self.torch_device, dtype).contiguous(), device_bias)
 
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
         if self.quantize == "int8":
@@ -164,7 +165,7 @@ class CudaDevice:
         qkv: Tensor, packing: PackedBatch, scale: float | None = None, *, causal: bool = False
     ) -> Tensor:
         total, _, heads, head_dim = qkv.shape
-        # Padded to the longest clip for one fused kernel; the planner keeps a batch's lengths near each other.
+        # Padded to the longest clip for one fused kernel; the scheduler batches similar lengths.
         frames = torch.tensor(packing.frames, device=qkv.device)
         offsets = torch.tensor(packing.offsets, device=qkv.device)
         steps = torch.arange(max(packing.frames), device=qkv.device)
@@ -180,8 +181,9 @@ class CudaDevice:
         return out.view(total, heads * head_dim)
 
     def set_threads(self, threads: int) -> None:
-        """Of what the host computes: voice activity, turn models. The device itself has one queue."""
-        torch.get_num_threads()  # a thread that first asks later would take what another thread set last
+        """Sets the threads of what the host computes: voice activity, turn models. The device itself has one
+        queue."""
+        torch.get_num_threads()  # a thread that first asks later would get what another thread set last
         torch.set_num_threads(threads)
 
     def decode_threads(self, beside: bool) -> int:
@@ -231,15 +233,15 @@ class CudaDevice:
 
 @cache
 def _threads() -> int:
-    """Of the host, as torch found them. Asked once: a new thread begins with what any other has set last, and that
-    may have been one, for a turn model."""
+    """Number of host threads as torch found it. Cached: a new thread begins with the number that any other has set
+    last, which may have been 1 for a turn model."""
     return torch.get_num_threads()
 
 
 def _unpin(device: torch.device, address: int) -> None:
-    """Called as memory goes, wherever that happens to be: nobody is there to meet an error."""
+    """Unpins memory that is being freed; errors are logged, since no caller could handle them."""
     try:
         with torch.cuda.device(device):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # CudaError, or what a step left behind that broke the device
+    except RuntimeError as error:  # CudaError, or an earlier error that broke the device
         log.error("CUDA does not let go of the host's memory at %#x: %s", address, error)

@@ -1,8 +1,8 @@
-"""The CPU's products over weights of 8 bits, and which arithmetic each shape of them gets.
+"""Int8 products of the CPU, and the choice of arithmetic for each shape.
 
-Weights are int8 with one scale for each output; nothing else of them is kept. Activations are integers too while
-they are multiplied: of 16 bits (`int8`: only the weights lose anything), or of 8 (`dynamic`), where that was
-measured faster. Sums are whole numbers in both, so that a row comes out the same in any batch.
+Weights are int8 with one scale for each output, and exist in no other form. Activations are integers too during
+the product: 16-bit (`int8`: only the weights lose precision), or 8-bit (`dynamic`), where that was measured
+faster. Sums are integers in both, so the result of a row does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from torch import Tensor
 from asr_serve.kernels import int8_reference
 
 PROBES = (1, 16, 256)
-"""Rows that a shape is timed with: one caller's decoding step, many callers', and an encode batch."""
+"""Rows that a shape is timed with: one client's decoding step, many clients', and an encode batch."""
 ROUNDS = 5
 GAIN = 1.15
-"""How many times faster 8-bit activations must be than 16-bit ones, over all probes, to be worth their rounding.
-Between what processors with instructions for them gain and what others do: noise does not turn a choice over."""
+"""Least speedup of 8-bit over 16-bit activations, over all probes, that is worth their rounding. It lies between
+the gains of processors with and without instructions for them, so that noise does not change a choice."""
 
 
 SHAPES = ((288, 864), (288, 288), (1_152, 288), (288, 32_768), (384, 1_536), (1_536, 384), (512, 2_048))
-"""Inputs and outputs of common products, for whoever asks before a model is there: Moonshine tiny, Whisper tiny
-and base."""
+"""Inputs and outputs of common products, for callers without a model: Moonshine tiny, Whisper tiny and base."""
 
 
 class ActivationBits(NamedTuple):
-    """What a shape gets, and why."""
+    """Choice for a shape, and its reason."""
 
     bits: int
     gain: float
-    """16-bit activations' time by 8-bit ones', the geometric mean over PROBES."""
+    """Time of 16-bit activations over that of 8-bit ones, the geometric mean over PROBES."""
 
 
 class Int8Selector:
-    """Which activations a product of a shape gets. Timed once for each shape: in the calling thread alone and by
-    its own clock, which others that use the machine are not on."""
+    """Choice of activation bits for each shape. A shape is timed once: in the calling thread alone, and by its CPU
+    time, which other processes do not affect."""
 
     def __init__(self, kernels: ModuleType, threads: int) -> None:
-        """`threads`: those that the calling thread is to have again afterwards."""
+        """`threads`: number of threads to restore afterwards."""
         self.kernels, self.threads = kernels, threads
         self.choices: dict[tuple[int, int], ActivationBits] = {}
 
@@ -72,25 +71,25 @@ class Int8Selector:
         for rows in PROBES:
             x, out = torch.randn(rows, inputs), torch.empty(rows, outputs)
             seconds: dict[int, list[float]] = {16: [], 8: []}
-            for _ in range(ROUNDS):  # turn about: whatever disturbs meets both
-                for bits, taken in seconds.items():
-                    taken.append(_timed(partial(product, x, out, None, False, bits)))
+            for _ in range(ROUNDS):  # alternating: disturbances affect both
+                for bits, durations in seconds.items():
+                    durations.append(_timed(partial(product, x, out, None, False, bits)))
             gain *= min(seconds[16]) / min(seconds[8])
         gain **= 1 / len(PROBES)
         return ActivationBits(8 if gain >= GAIN else 16, gain)
 
     def shapes(self) -> dict[str, str]:
-        """`288x864` (inputs x outputs) -> which activations, and why."""
+        """Returns the choice and its reason by shape, `288x864` (inputs x outputs)."""
         return {
             f"{inputs}x{outputs}": f"{choice.bits}-bit activations, 8-bit ones are {choice.gain:.1f} x as fast"
             for (inputs, outputs), choice in sorted(self.choices.items())
         }
 
     def describe(self) -> str:
-        """`8-bit activations for 12 of 12 shapes, 1.6 to 1.9 x faster`."""
+        """Returns a summary like `8-bit activations for 12 of 12 shapes, 1.6 to 1.9 x faster`."""
         chosen = [choice.gain for choice in self.choices.values() if choice.bits == 8]
-        told = f"8-bit activations for {len(chosen)} of {len(self.choices)} shapes"
-        return f"{told}, {min(chosen):.1f} to {max(chosen):.1f} x faster" if chosen else told
+        summary = f"8-bit activations for {len(chosen)} of {len(self.choices)} shapes"
+        return f"{summary}, {min(chosen):.1f} to {max(chosen):.1f} x faster" if chosen else summary
 
 
 def _timed(call: Callable[[], None]) -> float:
@@ -101,7 +100,7 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 class CpuInt8Linear:
-    """Linear over a weight of 8 bits, with GELU and the sum fused in."""
+    """Linear over an int8 weight, with GELU and the sum fused in."""
 
     def __init__(
         self,
@@ -111,8 +110,8 @@ class CpuInt8Linear:
         bits: int,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        """weight (out, in), bias (out,) in any float dtype; bits of the activations: 8 or 16. `out_dtype`: of what
-        comes out, that of x unless told."""
+        """`weight` (out, in), `bias` (out,) in any float dtype; `bits` of the activations: 8 or 16. `out_dtype`:
+        of the result, by default that of x."""
         self.outputs, self.inputs = weight.shape
         self.bits, self.out_dtype = bits, out_dtype
         integers, self.scale = int8_reference.quantise(weight)
@@ -122,8 +121,8 @@ class CpuInt8Linear:
 
     @property
     def nbytes(self) -> int:
-        held: int = self.product.nbytes
-        return held
+        nbytes: int = self.product.nbytes
+        return nbytes
 
     def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
         out = x.new_empty(*x.shape[:-1], self.outputs, dtype=self.out_dtype or x.dtype)
@@ -132,23 +131,23 @@ class CpuInt8Linear:
 
 
 OUTLYING = 4.0
-"""A dimension that reaches so many times further than the middle one makes every vector's step as coarse."""
+"""Range of a dimension, relative to the median one, from which on it makes the rounding of all vectors coarse."""
 
 
 def outlying(weight: Tensor) -> Tensor | None:
-    """By how much each dimension (in,) of vectors `weight` (out, in) is to be divided before they are rounded, so
-    that none reaches further than the middle one; None where none does much. Whisper's have one or two that do.
+    """Returns the divisor of each dimension (in,) of `weight` (out, in) before rounding, so that none has a larger
+    range than the median one; None where none is much larger. Whisper's vocabularies have one or two that are.
 
     Source: arXiv:2211.10438, by the weights alone.
     """
-    reach = weight.float().abs().amax(dim=0)
-    times = reach / reach.median().clamp(min=int8_reference.SMALLEST)
-    return times.clamp(min=1.0) if float(times.max()) > OUTLYING else None
+    ranges = weight.float().abs().amax(dim=0)
+    factors = ranges / ranges.median().clamp(min=int8_reference.SMALLEST)
+    return factors.clamp(min=1.0) if float(factors.max()) > OUTLYING else None
 
 
 class Int8Vocabulary(CpuInt8Linear):
-    """A Vocabulary of 8 bits: what is looked up is what is multiplied. Logits come in float32, where near ties
-    need no second look."""
+    """VocabularyMatrix of int8 weights: lookup and product use the same integers. Logits are float32, so near ties
+    need no recomputation."""
 
     weight: Tensor | None = None
 

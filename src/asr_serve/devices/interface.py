@@ -1,4 +1,4 @@
-"""What a device offers the models and the engine."""
+"""Protocols of devices and their linear layers, as models and engine use them."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from asr_serve.models.packing import PackedBatch
 
 
 class Linear(Protocol):
-    """y = act(x W^T + b) (+ add). Weights are laid out for the device once, when it is made."""
+    """y = act(x W^T + b) (+ add). The weight is laid out for the device once, on construction."""
 
     def __call__(self, x: Tensor, *, gelu: bool = False, add: Tensor | None = None) -> Tensor:
         """x (..., in) -> (..., out). `gelu` is the exact one; `add` (..., out) is summed in after."""
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Bytes of its tensors."""
 
 
 class VocabularyMatrix(Protocol):
-    """A vocabulary's vectors, for both ends of a decoder: looked up for tokens that come in, multiplied with for
-    those that go out."""
+    """Embedding matrix of a vocabulary, for both ends of a decoder: token lookup and output projection."""
 
     @property
     def weight(self) -> Tensor | None:
-        """(vocab, dim) in the dtype of the logits, for `pick` to decide near ties by; None where the logits come
-        in float32 and need no second look."""
+        """(vocab, dim) in the dtype of the logits, for `pick` to decide near ties by; None where logits are
+        float32 and need no recomputation."""
 
     def __len__(self) -> int:
-        """How many vectors there are."""
+        """Number of vectors."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens (rows,) int64 -> (rows, dim)."""
@@ -43,65 +42,66 @@ class VocabularyMatrix(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Bytes of its tensors."""
 
 
 class Device(Protocol):
-    """Implementations: devices/cpu.py, devices/cuda.py."""
+    """Device that runs the networks. Implementations: devices/cpu.py, devices/cuda.py."""
 
     name: str
     torch_device: torch.device
     dtype: torch.dtype
     threads: int
     encode_frames: int
-    """Frames in an encode batch, beyond which a larger one is not faster."""
+    """Frames of an encode batch beyond which a larger one is not faster."""
     frame_block: int
-    """Batches of frames are filled up to a multiple of this, so that few shapes occur."""
+    """Batches of frames are padded to a multiple of this, so that few shapes occur."""
     encoder_threads: int
-    """Encode batches that may run beside the decoder, on threads of their own that do not share; 0 where the
-    device does one thing at a time."""
+    """Encode batches that may run beside the decoder, each on one thread of its own; 0 where the device does one
+    thing at a time."""
     kernels: ModuleType
-    """rope softmax store append attend pick tanh_norm lstm: `asr_serve.kernels` or its twins."""
+    """Module with rope softmax store append attend pick tanh_norm lstm: native, or asr_serve.kernels.reference."""
 
     @property
     def dtype_name(self) -> str:
         """fp32 or bf16."""
 
     def linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
-        """A Linear of `weight` (out, in), `bias` (out,), in the device's dtype unless told. A device that
-        quantises does so here, but for what a model names a dtype for."""
+        """Returns a Linear of `weight` (out, in) and `bias` (out,), by default in the device's dtype. A device
+        that quantizes does so here, except where the model names a dtype."""
 
     def vocabulary(self, weight: Tensor) -> VocabularyMatrix:
-        """The vectors `weight` (vocab, dim). Ask once for an embedding and an output projection that are one."""
+        """Returns the matrix of `weight` (vocab, dim). Call it once for a tied embedding and output projection."""
 
     def attention(self, qkv: Tensor, packing: PackedBatch) -> Tensor:
-        """Full self-attention within each clip of qkv (total, 3, heads, head_dim); out (total, heads *
-        head_dim). Past the last clip, qkv must hold numbers, and out does."""
+        """Full self-attention within each clip of qkv (total, 3, heads, head_dim); returns (total, heads *
+        head_dim). Past the last clip qkv must be finite, and so is the result."""
 
     def causal_attention(self, qkv: Tensor, packing: PackedBatch, scale: float) -> Tensor:
-        """The same of a decoder, each position to those not after it; scores are products times `scale`."""
+        """Causal self-attention, otherwise like `attention`: each position to those not after it; scores are
+        products times `scale`."""
 
     def set_threads(self, threads: int) -> None:
-        """Compute with so many of the host's threads, in the calling thread, from here on."""
+        """Sets the number of host threads that the calling thread computes with."""
 
     def decode_threads(self, beside: bool) -> int:
-        """How many threads decode: all, or what encoders `beside` leave."""
+        """Number of threads that decode: all, or those that encoders `beside` leave."""
 
     def padded_rows(self, live: int) -> int:
-        """How many rows a decoding step of `live` rows runs with: more where shapes must repeat."""
+        """Number of rows that a decoding step of `live` rows runs with: more where shapes must repeat."""
 
     def padded_pages(self, used: int, limit: int) -> int:
-        """How many pages wide a step's block tables are, `used` at least."""
+        """Width of a step's block tables in pages, at least `used`."""
 
     def allocate(self, *shape: int) -> Tensor:
-        """A large tensor that is kept, not yet filled, in the device's dtype."""
+        """Allocates a large, long-lived, uninitialized tensor in the device's dtype."""
 
     def pin_memory(self, memory: memoryview) -> Callable[[], None]:
-        """Memory of the host that is kept: the device may read and write it by itself, until what this returns is
-        called, by any thread, before the memory goes. Raises OptionError where so much cannot be pinned."""
+        """Pins host memory, so that the device may access it directly, until the returned function is called: by
+        any thread, before the memory is freed. Raises OptionError where so much cannot be pinned."""
 
     def capture(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-        """The same function, recorded per shape of its arguments where the device can replay it."""
+        """Returns the same function, recorded for each shape of its arguments where the device can replay it."""
 
     def describe(self) -> dict[str, Any]:
-        """For `doctor` and logs."""
+        """Description for `doctor` and logs."""

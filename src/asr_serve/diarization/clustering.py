@@ -1,8 +1,8 @@
-"""Voices that belong together: bottom up, the two groups that are most alike first.
+"""Agglomerative clustering of voices: the two most similar groups are merged first.
 
-Groups are as alike as the mean directions of their voices, each weighted by how long it was heard. Two that spoke
-at once, or side by side in one window, are two people and never come together, unless more spoke at once than
-there are said to be.
+The similarity of groups is that of their mean directions, each voice weighted by its amount of speech. Two that
+spoke at once, or in one window, are two people and are never merged, unless more spoke at once than the requested
+maximum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class SpeakerCount(msgspec.Struct, frozen=True):
-    """Speakers: so many, or as many as are heard within bounds."""
+    """Number of speakers: exact, or within bounds."""
 
     minimum: int = 1
     maximum: int | None = None
@@ -30,7 +30,7 @@ ANY = SpeakerCount()
 def cluster(
     voices: np.ndarray, weights: np.ndarray, apart: np.ndarray, alike: float, how_many: SpeakerCount = ANY
 ) -> np.ndarray:
-    """The group of each voice, (n,) int64, numbered by first appearance.
+    """Returns the group of each voice, (n,) int64, numbered by first appearance.
 
     In      voices (n, width), each of length 1; weights (n,) above 0; apart (n, n) bool, symmetric: these two are
             two people; alike: least cosine of two groups that are one speaker
@@ -47,41 +47,44 @@ def cluster(
     np.fill_diagonal(closeness, -np.inf)
     best = closeness.argmax(1)
     value = closeness[np.arange(count), best]
-    left, alive = count, np.ones(count, bool)
+    groups, alive = count, np.ones(count, bool)
     most = how_many.maximum if how_many.maximum is not None else count
-    while left > how_many.minimum:
-        one = int(value.argmax())
-        other = int(best[one])
-        if value[one] == -np.inf or (value[one] < alike and left <= most):
+    while groups > how_many.minimum:
+        first = int(value.argmax())
+        second = int(best[first])
+        if value[first] == -np.inf or (value[first] < alike and groups <= most):
             break
-        labels[labels == labels[other]] = labels[one]
-        sums[one] += sums[other]
-        units[one] = _units(sums[one])
-        apart[one] |= apart[other]
-        apart[:, one] = apart[one]
-        closeness[other] = closeness[:, other] = -np.inf
-        value[other], alive[other] = -np.inf, False
-        fresh = np.asarray(units @ units[one], np.float32)
-        fresh[apart[one] | ~alive] = -np.inf
-        fresh[one] = -np.inf
-        closeness[one] = closeness[:, one] = fresh
-        gone = (best == one) | (best == other)
-        gone[one] = True
-        gone[other] = False
-        best[gone] = closeness[gone].argmax(1)
-        value[gone] = closeness[gone, best[gone]]
-        better = fresh > value
-        best[better], value[better] = one, fresh[better]
-        left -= 1
-    if left > most:  # so many spoke at once, and so many there are not: then some of those are one
-        kept = np.flatnonzero(alive)
-        heavy = np.array([weights[labels == labels[each]].sum() for each in kept])
-        nobody = np.zeros((len(kept), len(kept)), bool)
-        joined = cluster(sums[kept] / heavy[:, None], heavy, nobody, alike, how_many)
-        first_of = {int(each): int(kept[joined == number][0]) for each, number in zip(kept, joined, strict=True)}
-        labels = np.array([first_of[int(each)] for each in labels])
-    _, first, numbers = np.unique(labels, return_index=True, return_inverse=True)
-    order = np.argsort(np.argsort(first))
+        labels[labels == labels[second]] = labels[first]
+        sums[first] += sums[second]
+        units[first] = _units(sums[first])
+        apart[first] |= apart[second]
+        apart[:, first] = apart[first]
+        closeness[second] = closeness[:, second] = -np.inf
+        value[second], alive[second] = -np.inf, False
+        similarity = np.asarray(units @ units[first], np.float32)
+        similarity[apart[first] | ~alive] = -np.inf
+        similarity[first] = -np.inf
+        closeness[first] = closeness[:, first] = similarity
+        outdated = (best == first) | (best == second)
+        outdated[first] = True
+        outdated[second] = False
+        best[outdated] = closeness[outdated].argmax(1)
+        value[outdated] = closeness[outdated, best[outdated]]
+        better = similarity > value
+        best[better], value[better] = first, similarity[better]
+        groups -= 1
+    if groups > most:  # more spoke at once than the maximum: merge some of them nevertheless
+        survivors = np.flatnonzero(alive)
+        totals = np.array([weights[labels == labels[index]].sum() for index in survivors])
+        no_constraints = np.zeros((len(survivors), len(survivors)), bool)
+        joined = cluster(sums[survivors] / totals[:, None], totals, no_constraints, alike, how_many)
+        first_of = {
+            int(index): int(survivors[joined == number][0])
+            for index, number in zip(survivors, joined, strict=True)
+        }
+        labels = np.array([first_of[int(index)] for index in labels])
+    _, first_index, numbers = np.unique(labels, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first_index))
     return np.asarray(order[numbers])
 
 

@@ -1,4 +1,4 @@
-"""Speakers who are known, by what a few seconds of each sound like: they are told by their names."""
+"""Enrolled speakers: known voices, from a few seconds of each, give their names to the speakers of a recording."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from asr_serve.diarization.speaker_groups import ALIKE
 
 
 def dominant_embedding(heard: LocalSpeakers) -> np.ndarray | None:
-    """(width,) of whoever speaks most in a window; None where nobody speaks long enough to be known by it."""
+    """Returns the embedding (width,) of whoever speaks most in a window; None where nobody speaks long enough."""
     if not heard.who:
         return None
-    longest = heard.active.sum(0)
-    most = max(range(len(heard.who)), key=lambda each: int(longest[heard.who[each]]))
-    found: np.ndarray = heard.embeddings[most]
-    return found
+    frames = heard.active.sum(0)
+    most = max(range(len(heard.who)), key=lambda index: int(frames[heard.who[index]]))
+    embedding: np.ndarray = heard.embeddings[most]
+    return embedding
 
 
 def rename_enrolled(found: Diarization, known: Mapping[str, np.ndarray]) -> Diarization:
-    """The same, with names for those who are alike enough: the surest pair first, each name once. Who is left is
-    numbered anew, by who of them spoke first."""
+    """Renames the speakers that are similar enough to an enrolled voice: the most similar pair first, each name
+    once. The others are renumbered in the order of their first speech."""
     names = _names(found.voices, known)
     order = dict.fromkeys(turn.speaker for turn in found.turns)
     others = (speaker for speaker in order if speaker not in names)
@@ -37,7 +37,11 @@ def rename_enrolled(found: Diarization, known: Mapping[str, np.ndarray]) -> Diar
 
 def _names(voices: Mapping[str, np.ndarray], known: Mapping[str, np.ndarray]) -> dict[str, str]:
     pairs = sorted(
-        ((float(heard @ own), speaker, name) for speaker, heard in voices.items() for name, own in known.items()),
+        (
+            (float(embedding @ own), speaker, name)
+            for speaker, embedding in voices.items()
+            for name, own in known.items()
+        ),
         key=lambda pair: -pair[0],
     )
     names: dict[str, str] = {}

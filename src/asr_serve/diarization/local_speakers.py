@@ -1,5 +1,4 @@
-"""What an engine hears of speakers in a short stretch of audio: who of a few speaks when, and what each sounds
-like."""
+"""Local speakers of a window of audio: who speaks when, and their embeddings."""
 
 from __future__ import annotations
 
@@ -9,35 +8,36 @@ import numpy as np
 from asr_serve import units
 
 WINDOW_SAMPLES = units.s_to_samples(10)
-"""What is listened to at once: what segmentation models were trained on."""
+"""Window length that segmentation models were trained on."""
 
 BUDGET_SAMPLES = units.s_to_samples(3)
-"""Of a window that is listened to for what its speakers sound like, over all of them: who is alone in it is heard
-for so long, of three each for a third."""
+"""Default speech of a window that is embedded, over all its speakers: one alone gets all of it, each of three a
+third."""
 
 
 class LocalSpeakers(msgspec.Struct, frozen=True):
-    """Of one window. Its speakers have no order: the first may be another than the first of the next window."""
+    """Local speakers of one window. Their order is arbitrary: the first may be another than the first of the next
+    window."""
 
     first_samples: int
-    """Where the first frame begins, in the window."""
+    """Start of the first frame within the window."""
     step_samples: int
     speakers: int
-    """How many a window has at most."""
+    """Most speakers of a window."""
     chances: bytes
-    """(frames, speakers) uint8: how likely each of them speaks there, 255 is 1. 1.8 KB for ten seconds."""
+    """(frames, speakers) uint8: speech probability of each, 255 is 1. 1.8 KB for ten seconds."""
     who: tuple[int, ...] = ()
-    """Those whose voice is known, in order."""
+    """Indices of the speakers with an embedding, in order."""
     clean_samples: tuple[int, ...] = ()
-    """Of each of these: how much it was heard alone. 0: it was heard through others."""
+    """Non-overlapped speech of each of these; 0: its embedding is from overlapped speech."""
     heard_samples: tuple[int, ...] = ()
-    """Of each of these: how much of it was listened to, at most what it was asked for."""
+    """Speech of each of these that was embedded, at most the requested budget."""
     voices: bytes = b""
     """(len(who), width) float32, each of length 1."""
 
     @property
     def active(self) -> np.ndarray:
-        """(frames, speakers) bool: who speaks more likely than not."""
+        """(frames, speakers) bool: probability above one half."""
         return self.likely > 127
 
     @property

@@ -1,8 +1,8 @@
-"""How closely a recording is listened to: where windows begin, and how much of each its voices are taken from.
+"""Window plan of a recording: where windows begin, and how much speech of each is used for speaker embeddings.
 
-Of a short one every second counts: each is heard four times, for a window may take two people for one, and each
-voice is listened to for up to 5 s in every second window. In a long one there is more of everybody, and what it
-costs is felt.
+In a short recording every second counts: each is covered by four windows, since a window may take two people for
+one, and up to 5 s of each voice in every second window are embedded. A long one has more speech of everybody, and
+the cost matters.
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ from asr_serve import units
 from asr_serve.diarization.local_speakers import WINDOW_SAMPLES
 
 CLOSE_SAMPLES = units.s_to_samples(60)
-"""Longer recordings are not short; of one whose length nobody knows so much is listened to as of a short one. So
-close a recording takes three times as long as without speakers: of a minute, a second more."""
+"""Longest recording with the dense plan; it is also used for the start of one of unknown length. Dense diarization
+takes three times as long as transcription without speakers: a second more for a minute."""
 
 
 class WindowPlan(NamedTuple):
     step_samples: int
-    """From one window to the next."""
+    """Distance between the starts of two windows."""
     every: int
-    """Of so many windows one is listened to for voices; speakers of the others are known by shared frames."""
+    """One window in `every` is used for embeddings; speakers of the others are matched by shared frames."""
     budget_samples: int
-    """Of those: see EngineClient.voices."""
+    """Speech embedded in each of those; see EngineClient.diarize_window."""
 
 
 DENSE = WindowPlan(150 * 270, 2, units.s_to_samples(15))
-"""On bench/meetings.py (means over kinds, seed 7) 16.2 % of the time is wrong, with windows of 10 s and 3 s of
-each 19.2, with windows every 5 s 16.2 too. Whole frames of the network."""
+"""Plan of short recordings. On bench/meetings.py (means over kinds, seed 7) 16.2 % of the time is wrong; with
+windows of 10 s and 3 s of each 19.2 %, with windows every 5 s 16.2 % too. The step is a whole number of the
+network's frames."""
 SPARSE = WindowPlan(WINDOW_SAMPLES, 1, units.s_to_samples(2))
-"""Of kind long there (14 recordings, an hour, seed 41) 14.6 % of the time is wrong; with 3 s of each window 12.7,
-but then a recording takes a half longer, where it takes 41 % longer now (bench/rich_speakers.py --parts cost)."""
+"""Plan of long recordings. On kind long there (14 recordings, an hour, seed 41) 14.6 % of the time is wrong; with
+3 s of each window 12.7 %, but then a recording takes a half longer, where it takes 41 % longer now
+(bench/rich_speakers.py --parts cost)."""
 
 
 def plan_windows(at: int, whole: int | None) -> WindowPlan:
-    """Of what is heard from sample `at` on, of so many as the recording says that it has; None: nobody knows."""
+    """Returns the plan for audio from sample `at` on. `whole`: length of the recording in samples; None:
+    unknown."""
     return DENSE if max(at, whole or 0) <= CLOSE_SAMPLES else SPARSE
 
 
 def window_starts(samples: int, step: int) -> list[int]:
-    """Where windows begin in so many samples. The last reaches back, so that it is a whole one too."""
+    """Returns the first sample of each window. The last one is moved back so that it is a whole window too."""
     last = max(0, samples - WINDOW_SAMPLES)
     return [*range(0, last, step), last] if samples else []

@@ -1,4 +1,4 @@
-"""From a model's name to a loop: what an engine is made of, and how it is put together."""
+"""Builds an engine: from a model's name to its checkpoint, components, executor and loop."""
 
 from __future__ import annotations
 
@@ -69,26 +69,29 @@ from asr_serve.transfer.checksum import checksum, file_checksum
 from asr_serve.types import Quantize
 
 LONGEST_CHUNK_MS = 4_000
-"""Of a step. Nobody wants to wait longer for a word, and what a step takes grows with it."""
+"""Maximum length of a chunk. The time until a word appears, and the time that a step takes, grow with it."""
 SMALL_CACHE_DIVISOR = 8
-"""Of the memory for what was heard before, one part in so many is for answers and as much for voice activity; the
-rest is for pages, which are large."""
+"""Divisor of `prefix_bytes`: one such part is for cached answers and one for cached voice activity; the rest is
+for pages, which are large."""
 CHUNK_WAIT_DIVISOR = 8
-"""A session whose chunk is there waits for others an eighth of what the chunk lasts."""
+"""A session whose chunk is complete waits for others up to an eighth of the chunk's duration."""
 
 HOT_CTC_BEAM, HOT_RNNT_BEAM, HOT_TOKENS = 16, 4, 16
-"""Of sessions with hot words: entries of a beam, at least; and likeliest tokens of a transducer's entry."""
+"""Search settings of sessions with hot words: the least beam widths of CTC and RN-T, and the most likely tokens
+considered for each transducer hypothesis."""
 CTC_BOOST, RNNT_BOOST = 1.5, 1.0
-"""Natural-log probability that a token of a hot word of weight 1 is given. CTC: chosen on espeak's Armenian voice,
-for armspeech. Of twelve names 1 is found without, 6 with 1.5, 5 beside a thousand others, and the errors in other
-words stay what they were; with 2.0 more are found, and others put where they were not said. RN-T: less, for there
-are no weights here to choose on."""
+"""Natural-log probability added to a token of a hot word of weight 1.
+
+CTC: chosen for armspeech on espeak's Armenian voice. Of twelve names 1 is recognized without a boost, 6 with 1.5,
+5 beside a thousand other hot words, and errors in other words do not change; 2.0 recognizes more of them, and
+inserts them where they were not spoken. RN-T: lower, because there are no weights here to choose it on.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class AsrCheckpoint(NamedTuple):
-    """A model's files, found and read as far as it goes without a tensor."""
+    """A model's files, located and parsed; no tensor is loaded yet."""
 
     card: AsrCard
     folder: Path
@@ -98,50 +101,51 @@ class AsrCheckpoint(NamedTuple):
 
     @classmethod
     def find(cls, model: str, weights: str | os.PathLike[str] | None) -> AsrCheckpoint:
-        """Raises UnknownModel, WeightsMissing, WeightsCorrupt."""
-        chosen = asr_card(model)
-        folder = model_weights.resolve(chosen, weights)
-        file = asr_model_file(chosen.kind)
+        """Finds a model's folder, configuration and tokenizer. Raises UnknownModel, WeightsMissing,
+        WeightsCorrupt."""
+        card = asr_card(model)
+        folder = model_weights.resolve(card, weights)
+        file = asr_model_file(card.kind)
         try:
             config = file.Config.of(json.loads((folder / "config.json").read_text()))
         except json.JSONDecodeError as failure:
             raise WeightsCorrupt(f"{folder / 'config.json'} is no JSON: {failure}") from failure
-        return cls(chosen, folder, file, config, tokenizers.load_tokenizer(folder))
+        return cls(card, folder, file, config, tokenizers.load_tokenizer(folder))
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
-        """With another of the look-aheads that a streaming model was trained for, in encoder frames. Raises
-        OptionError."""
+        """Returns a copy with another look-ahead, in encoder frames, out of those that a streaming model was
+        trained for; itself for None or a model that is not streaming. Raises OptionError."""
         if frames is None or not self.card.streaming:
             return self
         return self._replace(config=self.config.with_right_context(frames))
 
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
-        """Load and pack the weights: on the thread that is to compute (decision 0005).
+        """Loads and packs the weights; call it on the thread that will compute (decision 0005).
 
-        A streaming model computes in fp32 unless told: in bf16 what somebody says may come out otherwise in other
-        company, by a letter where two are equally likely.
+        A streaming model computes in fp32 unless another dtype is requested: in bf16 its text can depend on the
+        other sessions in the batch, by a letter where two tokens are equally likely. Raises WeightsCorrupt.
         """
-        picked = devices.make_device(
+        target = devices.make_device(
             device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize
         )
         try:
             tensors = load_file(self.folder / "model.safetensors")
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
-        model, words = self.file.Model(self.config, tensors, picked), self.tokenizer
-        return EngineComponents(model, silero.load(), picked, words.decode, encode_text=words.encode)
+        model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
+        return EngineComponents(model, silero.load(), target, tokenizer.decode, encode_text=tokenizer.encode)
 
     def fingerprint(self) -> int:
-        """Of all that another engine of the same model must share with one whose callers it takes over: files that
-        were replaced since, not one that somebody forged."""
+        """Checksum of the files that another engine of the same model must share to take over sessions. Detects
+        replaced files, not forged ones."""
         names = ("config.json", "model.safetensors", *tokenizers.TOKENIZER_FILES)
-        found = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
-        return checksum(repr([(name, file_checksum(path)) for name, path in found]).encode())
+        files = [(name, self.folder / name) for name in names if (self.folder / name).is_file()]
+        return checksum(repr([(name, file_checksum(path)) for name, path in files]).encode())
 
     def peer_identity(
         self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]
     ) -> HandshakeSettings | None:
-        """With what an engine of this checkpoint meets others; None where it has to do with none."""
+        """Settings for handshakes with other engines; None where this engine uses no peers."""
         return (
             HandshakeSettings(roles.checkpoint_digest(self.folder), listen, keys)
             if roles.uses_peers(config)
@@ -152,11 +156,11 @@ class AsrCheckpoint(NamedTuple):
 def find_checkpoint(
     model: str, weights: str | os.PathLike[str] | None, config: EngineConfig
 ) -> AsrCheckpoint | VoiceCheckpoint:
-    """Whatever an engine can run; `auto` is a voice (models/checkpoints/store.auto_voice). Raises UnknownModel,
-    WeightsMissing, WeightsCorrupt, OptionError."""
-    chosen = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
-    if isinstance(chosen, TtsCard):
-        return VoiceCheckpoint.find(chosen, weights, config.codec)
+    """Finds the checkpoint of any model that an engine can run; `auto` is a voice
+    (models/checkpoints/store.auto_voice). Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
+    card = model_weights.auto_voice() if model == AUTO_VOICE else engine_card(model)
+    if isinstance(card, TtsCard):
+        return VoiceCheckpoint.find(card, weights, config.codec)
     return AsrCheckpoint.find(model, weights).with_lookahead(config.lookahead_frames)
 
 
@@ -172,15 +176,15 @@ def build_loop(
     keep_states: bool = False,
     meeting: HandshakeSettings | None = None,
 ) -> Loop:
-    """A loop over these parts. `keep_states`: hand out each caller's state with its probabilities. `meeting`: with
-    what it meets other engines. Raises OptionError, DiskFailed."""
+    """Builds the loop over these components. `keep_states`: return each caller's state with its voice-activity
+    probabilities. `meeting`: settings for handshakes with other engines. Raises OptionError, DiskFailed."""
     model, vad, device, *_ = parts
     stats = stats or EngineStats()
     validate_card(chosen, model)
     if isinstance(model, TtsModel):
         assert isinstance(chosen, TtsCard)
-        work = build_tts_executor(model, parts.codec, device, chosen, config, on_done, on_start)
-        return Loop(work, None, config.vad_step_windows, on_stop, stats=stats)
+        tts_executor = build_tts_executor(model, parts.codec, device, chosen, config, on_done, on_start)
+        return Loop(tts_executor, None, config.vad_step_windows, on_stop, stats=stats)
     assert isinstance(chosen, AsrCard)
     assert vad is not None
     peers: PeerPool | None = None
@@ -190,27 +194,27 @@ def build_loop(
             raise OptionError(f"role={config.role} and {len(config.peers)} peers", "asr-serve serve has them")
         assert isinstance(model, EncoderDecoderModel), "roles are for these alone"
         peers = roles.build_peer_pool(model, device, chosen, config, meeting, stats.metrics)
-    with contextlib.ExitStack() as unless_made:
+    with contextlib.ExitStack() as on_failure:
         tiers = (
             None
             if config.role == "encode"
             else TieredStore.from_config(config, metrics=stats.metrics, pin=device.pin_memory)
         )
         if tiers is not None:
-            unless_made.callback(tiers.close)
+            on_failure.callback(tiers.close)
         if isinstance(model, StreamingModel):
-            wrapper, sleep = build_chunked(model, chosen, device, config), offload_options(config, tiers)
-            hearing: ModelExecutor = StreamingExecutor(
-                wrapper, config.shares, on_done, on_start, **sleep, spell=stream_biasing(parts, model.vocab_size)
+            wrapper, offload = build_chunked(model, chosen, device, config), offload_options(config, tiers)
+            executor: ModelExecutor = StreamingExecutor(
+                wrapper, config.shares, on_done, on_start, **offload, spell=stream_biasing(parts, model.vocab_size)
             )
         elif config.role == "encode" and meeting is not None:
-            hearing = roles.build_encode_worker(model, device, chosen, config, meeting)
+            executor = roles.build_encode_worker(model, device, chosen, config, meeting)
         elif isinstance(model, IncrementalEncoderDecoderModel) and chosen.incremental_encoder:
-            hearing = build_incremental(model, parts, chosen, config, on_done, on_start, tiers)
+            executor = build_incremental(model, parts, chosen, config, on_done, on_start, tiers)
         else:
-            hearing = build_seq2seq(model, parts, chosen, config, on_done, on_start, peers, tiers)
+            executor = build_seq2seq(model, parts, chosen, config, on_done, on_start, peers, tiers)
         loop = Loop(
-            hearing,
+            executor,
             VadRunner(vad, config.max_sessions),
             config.vad_step_windows,
             on_stop,
@@ -219,17 +223,18 @@ def build_loop(
             memory=VadCache(config.prefix_bytes // SMALL_CACHE_DIVISOR) if config.prefix_bytes else None,
             tiers=tiers,
         )
-        unless_made.pop_all()
+        on_failure.pop_all()
     return loop
 
 
 def offload_options(config: EngineConfig, tiers: TieredStore | None) -> dict[str, Any]:
-    """For Streams: where and when callers' streams sleep."""
+    """Options of StreamingExecutor: where and when callers' streams are offloaded."""
     return {"tiers": tiers, "sleep_after_s": config.sleep_after_s, "hears_again": config.disk_bytes > 0}
 
 
 def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], StreamingBiasingList] | None:
-    """Hot words as a streaming search reads them; None: the vocabulary can only be read."""
+    """Returns the function that compiles hot words for a streaming search; None for a vocabulary that cannot
+    encode text."""
     text, encode = parts.decode_text, parts.encode_text
     return None if encode is None else lambda bias: StreamingBiasingList(bias, encode, text, vocab)
 
@@ -253,8 +258,8 @@ def validate_card(chosen: AnyCard, model: AsrModel | SpeechModel) -> None:
 
 
 def card_of_loaded(chosen: AnyCard, model: AsrModel | SpeechModel) -> AnyCard:
-    """The card of the model that was loaded: a user's checkpoint may have other frames, heads, voices or another
-    rate than the published one."""
+    """Card of the loaded model: a user's checkpoint may have other frames, heads, voices or another rate than the
+    published one."""
     validate_card(chosen, model)
     if isinstance(model, TtsModel):
         assert isinstance(chosen, TtsCard)
@@ -300,13 +305,14 @@ def build_incremental(
     on_start: Callable[[list[int]], None],
     tiers: TieredStore | None = None,
 ) -> IncrementalEncoderExecutor:
-    """Whole utterances, and those that are encoded while they are spoken, over the same pages."""
-    whole = build_seq2seq(model, parts, chosen, config, on_done, on_start, None, tiers)
-    longest = min(model.longest_frames, model.count_frames(units.ms_to_samples(chosen.max_segment_ms)))
-    frames = EncoderFrameStore(model, whole.decode_runner, config.max_sessions, longest)
-    wrapper = _wrapper(model.encoder, frames, chosen, parts.device, config)
+    """Builds the executor for whole utterances and for utterances that are encoded while they are spoken, over one
+    page pool."""
+    seq2seq = build_seq2seq(model, parts, chosen, config, on_done, on_start, None, tiers)
+    max_frames = min(model.longest_frames, model.count_frames(units.ms_to_samples(chosen.max_segment_ms)))
+    frame_store = EncoderFrameStore(model, seq2seq.decode_runner, config.max_sessions, max_frames)
+    wrapper = _wrapper(model.encoder, frame_store, chosen, parts.device, config)
     return IncrementalEncoderExecutor(
-        wrapper, frames, whole, config.shares, on_done, on_start, **offload_options(config, tiers)
+        wrapper, frame_store, seq2seq, config.shares, on_done, on_start, **offload_options(config, tiers)
     )
 
 
@@ -321,15 +327,18 @@ def build_seq2seq(
     tiers: TieredStore | None = None,
 ) -> Seq2SeqExecutor:
     device, text = parts.device, parts.decode_text
-    longest = model.count_frames(units.ms_to_samples(chosen.max_segment_ms))
-    runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, longest)
-    kept: EncoderCache | None = None
+    max_frames = model.count_frames(units.ms_to_samples(chosen.max_segment_ms))
+    runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, max_frames)
+    encoder_cache: EncoderCache | None = None
     if config.prefix_bytes:
-        answers = config.prefix_bytes // SMALL_CACHE_DIVISOR
-        kept = EncoderCache(runner, answers, config.prefix_bytes - 2 * answers, tiers)
-        if kept.prefix_cache.max_pages < pages_for(longest):
-            least = -(
-                -pages_for(longest) * runner.kv_cache[0].nbytes * SMALL_CACHE_DIVISOR // (SMALL_CACHE_DIVISOR - 2)
+        answer_bytes = config.prefix_bytes // SMALL_CACHE_DIVISOR
+        encoder_cache = EncoderCache(runner, answer_bytes, config.prefix_bytes - 2 * answer_bytes, tiers)
+        if encoder_cache.prefix_cache.max_pages < pages_for(max_frames):
+            needed_bytes = -(
+                -pages_for(max_frames)
+                * runner.kv_cache[0].nbytes
+                * SMALL_CACHE_DIVISOR
+                // (SMALL_CACHE_DIVISOR - 2)
             )
             log.warning(
                 "prefix_bytes=%d keeps no recording of %d ms, the longest that %s hears at once: its audio is "
@@ -337,7 +346,7 @@ def build_seq2seq(
                 config.prefix_bytes,
                 chosen.max_segment_ms,
                 chosen.name,
-                least,
+                needed_bytes,
             )
     return Seq2SeqExecutor(
         model,
@@ -349,7 +358,7 @@ def build_seq2seq(
         on_done,
         on_start,
         incremental=chosen.incremental_encoder,
-        kept=kept,
+        kept=encoder_cache,
         peers=peers,
         encode_text=parts.encode_text,
     )
@@ -358,8 +367,8 @@ def build_seq2seq(
 def build_chunked(
     model: StreamingModel, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
 ) -> ChunkedModelRunner:
-    """A streaming model with room for as many sessions as memory is given, `config.max_sessions` at most. Raises
-    OptionError for a chunk or a head that is none of the model's."""
+    """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. Raises OptionError for a
+    chunk or a head that the model does not have."""
     head = config.head or model.heads[0]
     if head not in model.heads:
         raise OptionError(f"head={head}", f"{chosen.name} has {', '.join(model.heads)}", param="head")
@@ -402,12 +411,16 @@ def _wrapper(
 def _search(model: StreamingModel, head: str, beam: int, device: Device) -> StreamingSearch:
     if head == "ctc":
         plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
-        either = BiasingSearchRouter(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
-        return RescoringSearch(either, model.rescorer) if beam > 1 and model.rescorer is not None else either
-    where, network = device.torch_device, model.transducer
-    assert network is not None, f"a model with the head {head}, and no transducer"
-    greedy = TransducerGreedy(network, device=where) if beam == 1 else TransducerBeam(network, beam, device=where)
+        routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
+        return RescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
+    target, transducer = device.torch_device, model.transducer
+    assert transducer is not None, f"a model with the head {head}, and no transducer"
+    greedy = (
+        TransducerGreedy(transducer, device=target)
+        if beam == 1
+        else TransducerBeam(transducer, beam, device=target)
+    )
     wide = max(beam, HOT_RNNT_BEAM)
     return BiasingSearchRouter(
-        greedy, TransducerBeam(network, wide, device=where, boost=RNNT_BOOST, tokens=HOT_TOKENS)
+        greedy, TransducerBeam(transducer, wide, device=target, boost=RNNT_BOOST, tokens=HOT_TOKENS)
     )

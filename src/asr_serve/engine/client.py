@@ -1,4 +1,4 @@
-"""The only door to the engine, the same whether its loop is a thread or a process."""
+"""Client of an engine, the same whether its loop runs in a thread or in a process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asr_serve.audio.endpointing import WINDOW_SAMPLES as VAD_WINDOW_SAMPLES
 from asr_serve.config import EngineConfig
 from asr_serve.decoding.seq2seq import NO_DRAFT, DraftTokens, Recognition, SearchOptions
 from asr_serve.diarization.local_speakers import BUDGET_SAMPLES, WINDOW_SAMPLES, LocalSpeakers
-from asr_serve.engine.partial_rate import PartialRateController
+from asr_serve.engine.partial_rate import LiveAdmission, PartialRateController
 from asr_serve.engine.request import HypothesisRequest, RecognitionRequest, StreamChunk, VadChunk
 from asr_serve.engine.tts.request import SoundCallback, SoundDelivery, TtsRequest, validate_sentence
 from asr_serve.errors import (
@@ -36,18 +36,19 @@ from asr_serve.types import Priority, SearchResult, Sentence
 
 
 class Ticket(NamedTuple):
-    """A request that was let in: its answer to come, and the name to cancel it by."""
+    """Handle of an admitted request: its id, for cancelling, and the future of its result."""
 
     id: int
     future: Future[Any]
 
 
 class AuxiliaryQueue:
-    """What is asked beside the requests: so much of a kind may wait."""
+    """Admission of queries that are not requests, such as turn and diarization queries, with a limit of its
+    own."""
 
     def __init__(self, room: threading.Condition, most: int, what: str, retry_ms: int, kept: int = 0) -> None:
-        """`room`: where whoever waits for it is told that there is some. `what` waits, as an error says it.
-        `kept`: so many of them can be live callers' only."""
+        """`room`: notified when a place is free. `what`: name of the queries in error messages. `kept`: places
+        reserved for live callers."""
         self._room, self._max_waiting, self._what, self._retry_ms, self._live_reserved = (
             room,
             most,
@@ -66,14 +67,17 @@ class AuxiliaryQueue:
         check: Callable[[], None] = lambda: None,
         closed: Callable[[], bool] = lambda: False,
     ) -> Future[Any]:
-        """Its answer, which cannot be cancelled: what is counted is what waits. `send` gives it to the engine.
-        Full: raises AtCapacity; or waits when `wait`, until it is `closed` or `check` raises."""
+        """Admits a query and hands its future to `send`.
+
+        The future is already running and cannot be cancelled, so the count matches the queries that are waiting.
+        Full: raises AtCapacity; with `wait`, waits until there is room, it is `closed` or `check` raises.
+        """
         with self._room:
             most = self._max_waiting - (0 if live else self._live_reserved)
             while wait and not closed() and self.waiting >= most:
-                check()  # here, where no nudge can come between it and the wait
+                check()  # under the lock, so that no notification is missed
                 self._room.wait()
-            if self.waiting >= most:
+            if self.waiting >= most and not closed():
                 raise AtCapacity(f"{self.waiting} {self._what} wait", f"up to {most}", self._retry_ms)
             self.waiting += 1
         answer: Future[Any] = Future()
@@ -93,26 +97,30 @@ class AuxiliaryQueue:
 
 
 class VadSession:
-    """One caller's voice activity: pieces go in, speech probabilities come out, in order."""
+    """Voice activity of one session: audio windows go in, speech probabilities come out, in order."""
 
     def __init__(self, client: EngineClient, session_id: int, live: bool) -> None:
         self._client, self._id, self._live, self._open = client, session_id, live, True
 
     def submit_windows(self, pcm: np.ndarray) -> Future[np.ndarray]:
-        """`pcm` float32 at 16 kHz, whole windows of 512 samples, at most EngineConfig.vad_windows of them.
+        """Submits `pcm` float32 at 16 kHz, whole windows of 512 samples, at most EngineConfig.vad_windows of them.
 
-        The future holds one probability per window. Keep few in flight: what is put is held until computed.
+        The future holds one probability per window. Keep few in flight: submitted audio is held until it is
+        computed. Raises OptionError, EngineClosed.
         """
-        windows, odd = divmod(len(pcm), VAD_WINDOW_SAMPLES)
-        if odd or not 1 <= windows <= self._client.config.vad_windows:
+        windows, remainder = divmod(len(pcm), VAD_WINDOW_SAMPLES)
+        if remainder or not 1 <= windows <= self._client.config.vad_windows:
             raise OptionError(
                 f"{len(pcm)} samples",
                 f"a multiple of {VAD_WINDOW_SAMPLES}, up to "
                 f"{self._client.config.vad_windows * VAD_WINDOW_SAMPLES}",
             )
-        piece = VadChunk(self._id, pcm, Future())
-        self._client.backend.submit_vad_chunk(piece)
-        return piece.future
+        chunk = VadChunk(self._id, pcm, Future())
+        submitted_s = self._client.clock()
+        self._client.backend.submit_vad_chunk(chunk)
+        if self._live:
+            chunk.future.add_done_callback(partial(self._client._record_vad, self._id, submitted_s))
+        return chunk.future
 
     def close(self) -> None:
         if self._open:
@@ -121,26 +129,26 @@ class VadSession:
 
 
 class RecognitionStream:
-    """Audio that a model hears as it comes, what it remembers carried from piece to piece."""
+    """Audio stream through a model that carries its state from chunk to chunk."""
 
     def __init__(self, client: EngineClient, number: int, live: bool) -> None:
         self._client, self._number, self._live, self._open = client, number, live, True
 
     def submit_audio(self, pcm: np.ndarray, *, last: bool = False, timed: bool = False) -> Future[SearchResult]:
-        """`pcm` (n,) float32 at 16 kHz, any n. `last`: nothing follows, and the stream is closed. `timed`: the
-        answer tells when its tokens were said, and those of the answers since the last one that did.
+        """Submits `pcm` (n,) float32 at 16 kHz, any n. `last`: nothing follows, and the stream is closed. `timed`:
+        the result includes the times of its tokens, and of those of the results since the last timed one.
 
-        The future holds what can be said of the audio so far that was not said before: some words, or none yet.
-        Frames are the model's, from the stream's start. It may raise StepFailed: then the stream is lost, begin it
-        again. Keep few in flight: what is put is held until it is heard. Raises EngineClosed.
+        The future holds the tokens that are new since the previous result, possibly none. Frames are the model's,
+        from the stream's start. It may raise StepFailed: the stream is lost then, and a new one must be opened.
+        Keep few in flight: submitted audio is held until it is processed. Raises UnsupportedAudio, EngineClosed.
         """
         return self._submit(pcm, last, None, timed)
 
     def submit_hypothesis(
         self, pcm: np.ndarray, wanted: HypothesisRequest, *, last: bool = False
     ) -> Future[Recognition]:
-        """The same of a model whose decoder hears all of it each time: a hypothesis of what was put so far, this
-        included."""
+        """Submits audio to a model whose decoder reads the whole utterance each time. The future holds a
+        hypothesis of all audio so far, this chunk included."""
         return self._submit(pcm, last, wanted)
 
     def _submit(
@@ -149,14 +157,15 @@ class RecognitionStream:
         validate_samples(pcm)
         assert self._open, "put after the last piece"
         self._open = not last
-        piece = StreamChunk(self._number, pcm, last, Future(), wanted, timed)
+        chunk = StreamChunk(self._number, pcm, last, Future(), wanted, timed)
+        submitted_s = self._client.clock()
+        self._client.backend.submit_stream_chunk(chunk)
         if self._live:
-            piece.future.add_done_callback(partial(self._client._record_turnaround, time.monotonic()))
-        self._client.backend.submit_stream_chunk(piece)
-        return piece.future
+            self._client._measure(chunk.future, submitted_s)
+        return chunk.future
 
     def close(self) -> None:
-        """What is under way is dropped. Idempotent."""
+        """Drops chunks in flight. Idempotent."""
         self._open = False
         with contextlib.suppress(EngineClosed):
             self._client.backend.close_stream(self._number)
@@ -171,41 +180,42 @@ def validate_samples(pcm: np.ndarray) -> None:
         )
 
 
+SPEECH_PROBABILITY = 0.5
+"""Voice-activity probability from which a window counts as speech for admission."""
 INITIAL_SPEED = 50.0
-"""Seconds of audio a second, until the engine has shown its own speed."""
+"""Assumed speed in seconds of audio per second, until the engine's own speed is measured."""
 SPEED_OVER_S = 10.0
-"""Busy time over which that is measured; what lies further back counts half, then a quarter."""
+"""Busy time over which the speed is measured; older measurements are halved each time it has passed."""
 MAX_TURN_REQUESTS = 24
-"""Questions to a turn model that may wait: one core answers as many in a second, and later than that nobody wants
-to know."""
+"""Turn queries that may wait: one core answers as many in a second, and a later answer is useless."""
 TURN_RETRY_MS = 500
 MAX_DIARIZATION_WINDOWS, LIVE_DIARIZATION_WINDOWS = 48, 16
-"""Windows that may wait to be heard for speakers, a second or two of work, 30 MB; and how many of them can be live
-callers' only, so that recordings, which fill whatever there is, never keep them out."""
+"""Windows that may wait for diarization, one or two seconds of work, 30 MB; and how many of these places are
+reserved for live callers, so that recordings, which fill every other place, never block them."""
 DIARIZATION_RETRY_MS = 1_000
 
 
 class EngineBackend(Protocol):
-    """The road to one loop. Every method may be called from any thread; all but `close` raise EngineClosed."""
+    """Connection to one loop. Every method may be called from any thread; all but `close` raise EngineClosed."""
 
     card: AnyCard
     turn_card: TurnCard | None
-    """Of the turn model, if there is one. `turn` is called only then."""
+    """Card of the turn model, if there is one. `predict_turn_end` is called only then."""
     speakers: bool
-    """The models that hear who speaks are on this machine."""
+    """Whether the diarization models are on this machine."""
 
     @property
     def state(self) -> str: ...
     def submit(self, utterance: RecognitionRequest) -> None: ...
     def synthesize(self, saying: TtsRequest) -> None:
-        """Of a model that speaks only, and that one hears nothing."""
+        """Submits a sentence; only for speech synthesis models."""
 
     def cancel(self, request_id: int) -> None: ...
     def open_vad_session(self, session: int, live: bool) -> None: ...
     def submit_vad_chunk(self, windows: VadChunk) -> None: ...
     def close_session(self, session: int) -> None: ...
     def open_stream(self, stream: int, live: bool, samples: int | None, words: bool, bias: str) -> None:
-        """This and the next two: of a model that carries its state only."""
+        """Opens a stream. This method and the next two are only for models that carry their state."""
 
     def submit_stream_chunk(self, piece: StreamChunk) -> None: ...
     def close_stream(self, stream: int) -> None: ...
@@ -218,54 +228,57 @@ class EngineBackend(Protocol):
 
 
 Connect = Callable[[EngineConfig, Callable[[int], None], Callable[[], None]], EngineBackend]
-"""Opens a link. It calls the second argument with the samples of each utterance or sentence that has ended, and
-the third when it will take no more."""
+"""Opens a backend. The backend calls the second argument with the samples of each utterance or sentence that has
+ended, and the third when it accepts no more work."""
 
 
 class EngineClient:
-    """Lets work in, up to the bounds of its configuration. Every method may be called from any thread."""
+    """Admits requests up to the limits of its configuration. Every method may be called from any thread."""
 
-    def __init__(self, config: EngineConfig, connect: Connect) -> None:
-        """`connect`: `thread_backend(...)` or `process_backend(...)`. What it raises is raised here."""
-        self.config = config
+    def __init__(
+        self, config: EngineConfig, connect: Connect, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`connect`: `thread_backend(...)` or `process_backend(...)`; its errors are raised here. `clock`: of all
+        measurements, in seconds."""
+        self.config, self.clock = config, clock
         self._ids = itertools.count()
         self._room = threading.Condition()
         self._turns = AuxiliaryQueue(self._room, MAX_TURN_REQUESTS, "questions to the turn model", TURN_RETRY_MS)
-        what = "windows to be heard for speakers"
+        queries = "windows to be heard for speakers"
         self._voices = AuxiliaryQueue(
-            self._room, MAX_DIARIZATION_WINDOWS, what, DIARIZATION_RETRY_MS, LIVE_DIARIZATION_WINDOWS
+            self._room, MAX_DIARIZATION_WINDOWS, queries, DIARIZATION_RETRY_MS, LIVE_DIARIZATION_WINDOWS
         )
         self._requests = self._samples = self._sessions = self._live = 0
         self._done_samples, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._closed = False
-        self.partial_rate = PartialRateController()
+        self.partial_rate, self._admission = PartialRateController(), LiveAdmission()
         self.backend = connect(config, self._done, self._stopped)
-        hears = self.backend.card if isinstance(self.backend.card, AsrCard) else None
-        self.max_samples = units.ms_to_samples(hears.max_segment_ms) if hears else 0
-        self.min_samples = units.ms_to_samples(hears.min_segment_ms) if hears else 0
+        card = self.backend.card if isinstance(self.backend.card, AsrCard) else None
+        self.max_samples = units.ms_to_samples(card.max_segment_ms) if card else 0
+        self.min_samples = units.ms_to_samples(card.min_segment_ms) if card else 0
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.backend.card.name
 
     @property
     def card(self) -> AsrCard:
-        """Raises WrongModel where the model speaks."""
-        if isinstance(found := self.backend.card, AsrCard):
-            return found
-        raise WrongModel(f"the model {found.name} speaks, and hears nothing", "a model that hears")
+        """Card of the recognition model. Raises WrongModel for a speech synthesis model."""
+        if isinstance(card := self.backend.card, AsrCard):
+            return card
+        raise WrongModel(f"the model {card.name} speaks, and hears nothing", "a model that hears")
 
     @property
     def voice_card(self) -> TtsCard:
-        """Raises WrongModel where the model hears."""
-        if isinstance(found := self.backend.card, TtsCard):
-            return found
-        raise WrongModel(f"the model {found.name} hears, and has no voice", "a model that speaks")
+        """Card of the speech synthesis model. Raises WrongModel for a recognition model."""
+        if isinstance(card := self.backend.card, TtsCard):
+            return card
+        raise WrongModel(f"the model {card.name} hears, and has no voice", "a model that speaks")
 
     @property
     def state(self) -> str:
-        """ready, restarting, failed (it will be tried again) or closed."""
+        """State of the engine: ready, restarting, failed (it will be tried again) or closed."""
         return self.backend.state
 
     def submit(
@@ -280,12 +293,12 @@ class EngineClient:
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
-        """Recognise one utterance: `pcm` (samples,) float32, 16 kHz, not longer than the model's limit. `draft`:
-        what it probably says. `within_ms`: how soon it should be encoded, if not as its priority asks.
+        """Submits one utterance: `pcm` (samples,) float32, 16 kHz, not longer than the model's limit. `draft`: its
+        probable tokens. `within_ms`: how soon it should be encoded, if its priority should not decide.
 
-        Full: raises AtCapacity, or waits for room when `wait`; `check` is called whenever somebody nudges, and may
-        raise to wait no longer. Not what is `admitted`: it comes from a session, which bounds it.
-        Raises AudioTooLong, UnsupportedAudio, WrongModel, EngineClosed.
+        Full: raises AtCapacity, or waits for room with `wait`; `check` is called each time the wait is notified,
+        and may raise to end it. `admitted` requests skip the limit: they come from a session, which is limited
+        itself. Raises AudioTooLong, UnsupportedAudio, WrongModel, EngineClosed.
         """
         card = self.card
         validate_samples(pcm)
@@ -302,11 +315,12 @@ class EngineClient:
         utterance = RecognitionRequest(
             next(self._ids), pcm, samples, options or SearchOptions(), priority, future, draft, within_ms
         )
-        if priority == "live":
-            future.add_done_callback(partial(self._record_turnaround, time.monotonic()))
+        submitted_s = self.clock()
         self._admit(samples, admitted, wait, check)
         utterance.submitted_ns = time.time_ns()
         self._send(samples, lambda: self.backend.submit(utterance))
+        if priority == "live":
+            self._measure(future, submitted_s)
         return Ticket(utterance.id, future)
 
     def synthesize(
@@ -315,30 +329,30 @@ class EngineClient:
         hear: SoundCallback,
         *,
         priority: Priority = "interactive",
-        within_ms: int | None = None,
+        slack_ms: int | None = None,
         admitted: bool = False,
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Ticket:
-        """Say one sentence. `hear` gets its sound piece by piece, in order, on a thread of the engine's: it must
-        not wait. The future has the number of samples once the last piece was told. `within_ms`: how soon its
-        first sound is wanted, where others are to be heard before it.
+        """Submits one sentence for synthesis. `hear` receives its audio chunk by chunk, in order, on a thread of
+        the engine, and must not block. The future holds the number of samples after the last chunk. `slack_ms`:
+        how much later its first audio may come than its priority asks.
 
-        Full: as in `submit`; `admitted` is a later sentence of a speech that was let in. What only the model can
-        tell is the future's: OptionError for phonemes that it does not know, UnknownVoice. Raises OptionError,
-        AtCapacity, WrongModel, EngineClosed.
+        Full: as in `submit`; `admitted` is a later sentence of a speech that was admitted. Errors that only the
+        model can detect are raised by the future: OptionError for unknown phonemes, UnknownVoice. Raises
+        OptionError, AtCapacity, WrongModel, EngineClosed.
         """
         validate_sentence(sentence, self.voice_card)
-        ear = SoundDelivery(hear, lambda: self.cancel(ticket))
-        saying = TtsRequest(next(self._ids), sentence, ear, priority, Future(), within_ms)
-        ticket = Ticket(saying.id, ear.resolve(saying.future))
-        self._admit(saying.samples, admitted, wait, check)
-        saying.submitted_ns = time.time_ns()
-        self._send(saying.samples, lambda: self.backend.synthesize(saying))
+        delivery = SoundDelivery(hear, lambda: self.cancel(ticket))
+        request = TtsRequest(next(self._ids), sentence, delivery, priority, Future(), slack_ms)
+        ticket = Ticket(request.id, delivery.resolve(request.future))
+        self._admit(request.samples, admitted, wait, check)
+        request.submitted_ns = time.time_ns()
+        self._send(request.samples, lambda: self.backend.synthesize(request))
         return ticket
 
     def _admit(self, samples: int, admitted: bool, wait: bool, check: Callable[[], None]) -> None:
-        """See `submit`."""
+        """Admits a request or raises AtCapacity, as described in `submit`."""
         with self._room:
             while not admitted and not self._closed and self._at_limit(samples):
                 if not wait:
@@ -347,10 +361,10 @@ class EngineClient:
                         f"up to {self.config.max_requests} requests and {self.config.max_audio_s:.0f} s",
                         self.retry_after_ms(),
                     )
-                check()  # here, where no nudge can come between it and the wait
+                check()  # under the lock, so that no notification is missed
                 self._room.wait()
             if not self._requests:
-                self._busy_since = time.monotonic()
+                self._busy_since = self.clock()
             self._requests += 1
             self._samples += samples
 
@@ -362,46 +376,49 @@ class EngineClient:
             raise
 
     def cancel(self, ticket: Ticket) -> None:
-        """Stop the work at its next step and free what it holds; its future raises Cancelled."""
+        """Stops the request at its next step and frees its resources; its future raises Cancelled."""
         with contextlib.suppress(EngineClosed):
             self.backend.cancel(ticket.id)
 
     def open_vad_session(
         self, *, live: bool = False, wait: bool = False, check: Callable[[], None] = lambda: None
     ) -> VadSession:
-        """A caller's voice-activity state. Full, or `live` and overloaded: raises AtCapacity; or waits for one
-        when `wait`, as in `submit`. Raises WrongModel, EngineClosed."""
-        _ = self.card  # of a model that hears
-        if live and self._live:  # where nobody is on line, nobody waits any more
-            self.partial_rate.check_overload(1_000 * time.monotonic())
+        """Opens a voice-activity session. Full: raises AtCapacity, or waits for a place with `wait`, as `submit`.
+        `live` and overloaded, or one of more new callers than are known to fit (`LiveAdmission`): raises
+        AtCapacity. Raises WrongModel, EngineClosed."""
+        _ = self.card  # raises WrongModel
         session_id = next(self._ids)
         with self._room:
+            if live and self._live:  # without live callers no live request is waiting
+                self.partial_rate.check_overload(1_000 * self.clock())
             while wait and not self._closed and self._sessions >= self.config.max_sessions:
                 check()
                 self._room.wait()
-            if self._sessions >= self.config.max_sessions:
+            if self._sessions >= self.config.max_sessions and not self._closed:
                 raise AtCapacity(
                     f"{self._sessions} sessions are open",
                     f"up to {self.config.max_sessions}",
                     self.retry_after_ms(),
                 )
+            if live:
+                self._admission.admit(session_id, 1_000 * self.clock())
             self._sessions += 1
             self._live += live
         try:
             self.backend.open_vad_session(session_id, live)
         except EngineClosed:
-            self._session_ended(live)
+            self._session_ended(session_id, live)
             raise
         return VadSession(self, session_id, live)
 
     def open_stream(
         self, *, live: bool, samples: int | None = None, words: bool = False, bias: str = ""
     ) -> RecognitionStream:
-        """Of a model that carries its state: audio in, words out. It is let in as it is; whoever opens it has
-        been. `samples`: the most that will be put, if that is known: a hypothesis hears no more. `words`: pieces
-        may be `timed`.
+        """Opens a stream through a model that carries its state. There is no admission here: the session that
+        opens it was admitted. `samples`: the most that will be submitted, if known; a hypothesis reads no more.
+        `words`: chunks may be `timed`. `bias`: hot words.
 
-        Raises EngineClosed.
+        Raises WrongModel, EngineClosed.
         """
         assert self.card.streaming or self.card.incremental_encoder, f"{self.card.name} hears whole utterances"
         number = next(self._ids)
@@ -410,21 +427,21 @@ class EngineClient:
 
     @property
     def turn_model(self) -> str | None:
-        """Name of the model that `turn` asks; None where there is none."""
+        """Name of the turn model; None where there is none."""
         return self.backend.turn_card.name if self.backend.turn_card else None
 
     @property
     def has_diarization(self) -> bool:
-        """Whether `voices` has its models on this machine."""
+        """Whether the models of `diarize_window` are on this machine."""
         return self.backend.speakers
 
     def predict_turn_end(self, pcm: np.ndarray) -> Future[float]:
-        """How likely it is that whoever speaks has finished, 0..1. `pcm` (samples,) float32, 16 kHz: what they
-        have said in this turn, up to now. Of more than the model hears, 8 s, the end is used.
+        """Predicts the probability, 0..1, that the speaker has finished. `pcm` (samples,) float32, 16 kHz: the
+        turn so far; of audio longer than the model's input, 8 s, the end is used.
 
-        The future cannot be cancelled. It may raise EngineClosed, or StepFailed, also when the engine dies: then
-        do without, for the answer would come too late.
-        Raises ModelNotLoaded, AtCapacity, EmptyAudio, UnsupportedAudio, EngineClosed.
+        The future cannot be cancelled. It may raise EngineClosed, or StepFailed, also when the engine dies:
+        continue without an answer, because another would come too late. Raises ModelNotLoaded, AtCapacity,
+        EmptyAudio, UnsupportedAudio, EngineClosed.
         """
         card = self.backend.turn_card
         if card is None:
@@ -435,8 +452,8 @@ class EngineClient:
         validate_samples(pcm)
         if not len(pcm):
             raise EmptyAudio("no samples", "what somebody has said, one sample at least")
-        heard = pcm[-units.ms_to_samples(card.hears_ms) :]
-        return self._turns.submit(lambda answer: self.backend.predict_turn_end(heard, answer))
+        tail = pcm[-units.ms_to_samples(card.hears_ms) :]
+        return self._turns.submit(lambda answer: self.backend.predict_turn_end(tail, answer))
 
     def diarize_window(
         self,
@@ -447,16 +464,16 @@ class EngineClient:
         wait: bool = False,
         check: Callable[[], None] = lambda: None,
     ) -> Future[LocalSpeakers]:
-        """Who of a few speaks when, and what each sounds like. `pcm` (samples,) float32, 16 kHz, up to 10 s. Of
-        that `budget_samples` are listened to for what they sound like, all together; 0: who speaks when is enough.
-        `live`: before all that is not.
+        """Finds which of a few local speakers speaks when, and their embeddings. `pcm` (samples,) float32, 16 kHz,
+        up to 10 s. `budget_samples`: audio used for the embeddings of all speakers together; 0: no embeddings.
+        `live`: before all windows that are not.
 
-        Full: raises AtCapacity, or waits for room when `wait`, as in `submit`. The future cannot be cancelled. It
-        may raise WeightsMissing and WeightsCorrupt, for the models are loaded when they are first asked;
-        EngineClosed; and StepFailed, also when the engine dies.
-        Raises AudioTooLong, UnsupportedAudio, WrongModel, EngineClosed.
+        Full: raises AtCapacity, or waits for room with `wait`, as in `submit`. The future cannot be cancelled. It
+        may raise WeightsMissing and WeightsCorrupt, because the models are loaded with the first window;
+        EngineClosed; and StepFailed, also when the engine dies. Raises AudioTooLong, UnsupportedAudio, WrongModel,
+        EngineClosed.
         """
-        _ = self.card  # of a model that hears
+        _ = self.card  # raises WrongModel
         validate_samples(pcm)
         if len(pcm) > WINDOW_SAMPLES:
             raise AudioTooLong(
@@ -473,53 +490,72 @@ class EngineClient:
         )
 
     def wake_waiters(self) -> None:
-        """Have whoever waits for room look again whether to wait."""
+        """Notifies all threads that wait for room, so that they call their `check`."""
         with self._room:
             self._room.notify_all()
 
     def retry_after_ms(self) -> int:
-        """When about a tenth of what is waiting will be done."""
+        """Estimated time until a tenth of the waiting audio is done, at least 100 ms."""
         speed = INITIAL_SPEED
         with self._room:
             waiting_s = units.samples_to_s(self._samples)
-            busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._requests else 0.0)
+            busy_s = self._busy_s + (self.clock() - self._busy_since if self._requests else 0.0)
             if busy_s > 1 and self._done_samples:
                 speed = units.samples_to_s(self._done_samples) / busy_s
         return max(100, int(100 * waiting_s / speed))
 
     def describe(self) -> dict[str, Any]:
-        """What the engine has done so far."""
+        """Counters of the engine and of this client."""
         return {"requests": self._requests, "sessions": self._sessions, **self.backend.describe()}
 
     def close(self) -> None:
-        """Stop the loop; requests still in it raise EngineClosed."""
+        """Stops the loop; requests still in it raise EngineClosed."""
         self.backend.close()
 
     def _close_session(self, session_id: int, live: bool) -> None:
-        # The link keeps its order: whoever is let in from here on opens after this one is gone.
+        # The backend keeps the order of calls: a session admitted after this opens when this one is closed.
         with contextlib.suppress(EngineClosed):
             self.backend.close_session(session_id)
-        self._session_ended(live)
+        self._session_ended(session_id, live)
 
-    def _session_ended(self, live: bool) -> None:
+    def _session_ended(self, session_id: int, live: bool) -> None:
         with self._room:
+            self._admission.release(session_id)
             self._sessions -= 1
             self._live -= live
             self._room.notify_all()
 
     def partial_interval_ms(self, partial_ms: float) -> float:
-        """The least time between two partials of a caller who would like one every `partial_ms`."""
-        return self.partial_rate.interval_ms(partial_ms, 1_000 * time.monotonic())
+        """Minimum time between two partials of a caller who requests one every `partial_ms`."""
+        return self.partial_rate.interval_ms(partial_ms, 1_000 * self.clock())
 
-    def _record_turnaround(self, asked_s: float, future: Future[Any]) -> None:
-        if not future.cancelled() and future.exception() is None:
-            now_s = time.monotonic()
-            self.partial_rate.record_turnaround(1_000 * (now_s - asked_s), 1_000 * now_s)
+    def _measure(self, future: Future[Any], submitted_s: float) -> None:
+        """Measures the turnaround of a live request that was submitted; its future is always resolved."""
+        request = next(self._ids)
+        with self._room:
+            self.partial_rate.record_request(request, 1_000 * submitted_s)
+        future.add_done_callback(partial(self._record_turnaround, request, submitted_s))
+
+    def _record_turnaround(self, request: int, submitted_s: float, future: Future[Any]) -> None:
+        with self._room:
+            self.partial_rate.record_end(request)
+            if not future.cancelled() and future.exception() is None:
+                now_s = self.clock()
+                self.partial_rate.record_turnaround(1_000 * (now_s - submitted_s), 1_000 * now_s)
+
+    def _record_vad(self, session_id: int, submitted_s: float, future: Future[np.ndarray]) -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        speech_samples = VAD_WINDOW_SAMPLES * int(np.count_nonzero(future.result() >= SPEECH_PROBABILITY))
+        now_s = self.clock()
+        with self._room:
+            wait_ms = max(1_000 * (now_s - submitted_s), self.partial_rate.wait_ms(1_000 * now_s))
+            self._admission.record_answer(session_id, units.samples_to_ms(speech_samples), wait_ms, 1_000 * now_s)
 
     def _at_limit(self, samples: int) -> bool:
-        over = self._samples + samples > units.s_to_samples(self.config.max_audio_s)
-        # One utterance always fits an empty engine, whatever the bound says.
-        return self._requests >= self.config.max_requests or (over and self._requests > 0)
+        too_long = self._samples + samples > units.s_to_samples(self.config.max_audio_s)
+        # An empty engine accepts any single utterance, whatever the limit.
+        return self._requests >= self.config.max_requests or (too_long and self._requests > 0)
 
     def _done(self, samples: int, counted: bool = True) -> None:
         with self._room:
@@ -527,7 +563,7 @@ class EngineClient:
             self._samples -= samples
             if counted:
                 self._done_samples += samples
-                now = time.monotonic()
+                now = self.clock()
                 self._busy_s += now - self._busy_since
                 self._busy_since = now
                 if self._busy_s > SPEED_OVER_S:

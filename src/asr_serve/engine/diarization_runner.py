@@ -1,7 +1,8 @@
-"""Windows that wait to be heard for speakers: a few in a step of the loop, on its thread.
+"""Speaker segmentation and embedding of waiting audio windows: a few windows in a step of the loop, on its thread.
 
-Not beside it: the same cores would have to be shared with recognition. While somebody is on line a step is one
-window, for they wait behind it; otherwise windows wait for as many as go together. Who is on line comes first.
+The models do not run beside the loop, because they would share the same cores with recognition. While live callers
+are connected, a step is one window, because the callers wait for the step; otherwise windows wait until a full
+batch is ready. Windows of live callers come first.
 """
 
 from __future__ import annotations
@@ -25,93 +26,94 @@ from asr_serve.models.checkpoints import store
 from asr_serve.models.interfaces import SpeakerEmbedder, SpeakerSegmentationModel
 
 CLIP_LENGTHS_SAMPLES = tuple(units.ms_to_samples(each) for each in (1_000, 1_500, 2_000, 2_500, 3_000, 5_000))
-"""Of what is embedded."""
+"""Lengths of clips from which embeddings are computed."""
 MIN_CLIP_SAMPLES = units.ms_to_samples(250)
-"""Less says nothing of a voice."""
+"""Minimum speech of a speaker for an embedding; less does not characterize a voice."""
 MIN_SOLO_SAMPLES = units.ms_to_samples(500)
-"""With less of somebody alone, what is heard through others is taken too."""
+"""Minimum speech without overlap; with less, overlapped speech is used too."""
 BATCH_SAMPLES = units.s_to_samples(5)
-"""Of clips that go through the network together on one thread. Of 4, 8 and 16 s none was faster than the others by
-more than this machine's noise (16 windows, bf16: 2.2, 2.3, 2.2 ms a second of audio); threads end together when
-there are more of them."""
+"""Samples of clips that one thread embeds in a batch. Of 4, 8 and 16 s none was faster than the others by more
+than this machine's noise (16 windows, bf16: 2.2, 2.3, 2.2 ms a second of audio); with more batches the threads
+finish closer together."""
 
 _BITS = (1 << np.arange(pyannote.SPEAKERS)).astype(np.uint8)
 
 
 def models_available() -> bool:
-    """Whether the models' weights are."""
-    return all(store.locate(each.CARDS[0]) is not None for each in (pyannote, eres2net))
+    """Whether the weights of both models are on this machine."""
+    return all(store.locate(module.CARDS[0]) is not None for module in (pyannote, eres2net))
 
 
 class SpeakerClip(NamedTuple):
-    """What one local speaker is known by."""
+    """Audio from which the embedding of one local speaker is computed."""
 
     window: int
     speaker: int
     clean_samples: int
     heard_samples: int
     pcm: np.ndarray
-    """One of LENGTHS."""
+    """(samples,) float32, of a length in CLIP_LENGTHS_SAMPLES."""
 
 
 class WindowDiarizer:
-    """The models on a device."""
+    """Segmentation and embedding models on one device."""
 
     def __init__(self, segmentation: SpeakerSegmentationModel, network: SpeakerEmbedder, device: Device) -> None:
         self._segmentation, self._network = segmentation, network
         self._parts = device.threads if device.name == "cpu" else 1
         self._threads = ThreadPoolExecutor(self._parts, "speakers", lambda: device.set_threads(1))
-        """Threads that open no parallel region, as encoders have (decision 0011), while the loop waits for them.
-        Segmentation takes 4,700 short steps one after the other, and threads that share a step wait for each
-        other after each: 8 windows took 0.97 ms a second of audio on two threads together, 0.60 with 4 on each;
-        16 windows 1.01 and 0.50 (bf16, two cores of an EPYC)."""
+        """Single-threaded workers, as encoders use (decision 0011), while the loop waits for them. Segmentation
+        takes 4,700 short steps in sequence, and threads that share a step synchronize after each: 8 windows took
+        0.97 ms a second of audio on two threads together, 0.60 with 4 on each; 16 windows 1.01 and 0.50 (bf16, two
+        cores of an EPYC)."""
 
     @classmethod
     def load(cls, device: Device) -> WindowDiarizer:
-        """Raises WeightsMissing, with the command that gets them, WeightsCorrupt."""
-        voices = eres2net.Eres2NetEmbedder(eres2net.load(), device.torch_device, device.dtype)
-        return cls(pyannote.Segmentation(pyannote.load(), device), voices, device)
+        """Loads both models. Raises WeightsMissing, with the command that downloads them, WeightsCorrupt."""
+        embedder = eres2net.Eres2NetEmbedder(eres2net.load(), device.torch_device, device.dtype)
+        return cls(pyannote.Segmentation(pyannote.load(), device), embedder, device)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
     def diarize(self, asked: Sequence[tuple[np.ndarray, int]]) -> list[LocalSpeakers]:
-        """Each (samples,) float32, 16 kHz, and of how many of these the voices are taken; 0: they are not."""
+        """Diarizes windows: each (samples,) float32, 16 kHz, with the number of samples to compute embeddings
+        from; 0: none."""
         windows, budgets = [pcm for pcm, _ in asked], [budget for _, budget in asked]
         chances: list[np.ndarray] = [np.zeros((0, pyannote.SPEAKERS), np.uint8)] * len(windows)
-        together: dict[int, list[int]] = defaultdict(list)
+        by_length: dict[int, list[int]] = defaultdict(list)
         for index, pcm in enumerate(windows):
-            together[len(pcm)].append(index)
-        for indices in together.values():
-            for index, likely in zip(indices, self._segment([windows[each] for each in indices]), strict=True):
-                chances[index] = likely
-        sets = [(each > 127).astype(np.uint8) @ _BITS for each in chances]
+            by_length[len(pcm)].append(index)
+        for indices in by_length.values():
+            for index, probabilities in zip(indices, self._segment([windows[i] for i in indices]), strict=True):
+                chances[index] = probabilities
+        sets = [(i > 127).astype(np.uint8) @ _BITS for i in chances]
         clips = [
             clip
             for index, pcm in enumerate(windows)
             if budgets[index]
             for clip in extract_clips(index, pcm, sets[index], budgets[index])
         ]
-        voices = self._embed(clips)
-        found = []
+        embeddings = self._embed(clips)
+        speakers = []
         for index in range(len(windows)):
-            mine = [number for number, clip in enumerate(clips) if clip.window == index]
-            found.append(
+            own = [number for number, clip in enumerate(clips) if clip.window == index]
+            speakers.append(
                 LocalSpeakers(
                     first_samples=(pyannote.FIELD_SAMPLES - pyannote.STEP_SAMPLES) // 2,
                     step_samples=pyannote.STEP_SAMPLES,
                     speakers=pyannote.SPEAKERS,
                     chances=chances[index].tobytes(),
-                    who=tuple(clips[each].speaker for each in mine),
-                    clean_samples=tuple(clips[each].clean_samples for each in mine),
-                    heard_samples=tuple(clips[each].heard_samples for each in mine),
-                    voices=b"".join(voices[each].tobytes() for each in mine),
+                    who=tuple(clips[i].speaker for i in own),
+                    clean_samples=tuple(clips[i].clean_samples for i in own),
+                    heard_samples=tuple(clips[i].heard_samples for i in own),
+                    voices=b"".join(embeddings[i].tobytes() for i in own),
                 )
             )
-        return found
+        return speakers
 
     def _segment(self, windows: Sequence[np.ndarray]) -> np.ndarray:
-        """See pyannote.Segmentation.heard. All of one length."""
+        """Speaker probabilities of windows of one length, see pyannote.Segmentation.speaker_probabilities."""
         parts = min(self._parts, len(windows))
         if parts == 1:
             return self._segmentation.speaker_probabilities(np.stack(windows))
@@ -119,31 +121,32 @@ class WindowDiarizer:
         return np.concatenate(list(self._threads.map(self._segmentation.speaker_probabilities, batches)))
 
     def _embed(self, clips: list[SpeakerClip]) -> list[np.ndarray]:
-        """The voice of each: those of one length together, as many as leave something for every thread."""
-        voices: list[np.ndarray] = [np.zeros(0, np.float32)] * len(clips)
+        """Embeddings of the clips, in batches of one length, sized so that every thread has work."""
+        embeddings: list[np.ndarray] = [np.zeros(0, np.float32)] * len(clips)
         most = min(BATCH_SAMPLES, sum(len(clip.pcm) for clip in clips) // self._parts)
         batches = []
         for length in sorted(CLIP_LENGTHS_SAMPLES, reverse=True):
-            these = [number for number, clip in enumerate(clips) if len(clip.pcm) == length]
+            same_length = [number for number, clip in enumerate(clips) if len(clip.pcm) == length]
             rows = max(1, round(most / length))
-            batches += [these[start : start + rows] for start in range(0, len(these), rows)]
+            batches += [same_length[start : start + rows] for start in range(0, len(same_length), rows)]
 
-        def heard(batch: list[int]) -> np.ndarray:
+        def embed(batch: list[int]) -> np.ndarray:
             return self._network.embed(np.stack([clips[each].pcm for each in batch]))
 
-        each_heard = (
-            self._threads.map(heard, batches) if self._parts > 1 and len(batches) > 1 else map(heard, batches)
+        results = (
+            self._threads.map(embed, batches) if self._parts > 1 and len(batches) > 1 else map(embed, batches)
         )
-        for batch, found in zip(batches, each_heard, strict=True):
-            for number, voice in zip(batch, found, strict=True):
-                voices[number] = voice.astype(np.float32, copy=False)
-        return voices
+        for batch, vectors in zip(batches, results, strict=True):
+            for number, vector in zip(batch, vectors, strict=True):
+                embeddings[number] = vector.astype(np.float32, copy=False)
+        return embeddings
 
 
 def extract_clips(
     window: int, pcm: np.ndarray, sets: np.ndarray, budget: int = BUDGET_SAMPLES
 ) -> list[SpeakerClip]:
-    """`sets` (frames,) uint8, a bit for each speaker."""
+    """Clips of the speakers of one window. `sets` (frames,) uint8, a bit for each active speaker; `budget`:
+    samples of all speakers together."""
     speaking: list[tuple[int, int, list[tuple[int, int]]]] = []
     for speaker in range(pyannote.SPEAKERS):
         runs = active_runs(sets == 1 << speaker, len(pcm))
@@ -152,21 +155,21 @@ def extract_clips(
             clean, runs = 0, active_runs(sets >> speaker & 1 > 0, len(pcm))
         if _length(runs) >= MIN_CLIP_SAMPLES:
             speaking.append((speaker, clean, runs))
-    found = []
+    clips = []
     for speaker, clean, runs in speaking:
-        taken = longest_runs(runs, max(CLIP_LENGTHS_SAMPLES[0], budget // len(speaking)))
-        heard = np.concatenate([pcm[start:end] for start, end in taken])
-        # Of what is just longer than a length, the rest is left out: it costs more than it tells.
+        ranges = longest_runs(runs, max(CLIP_LENGTHS_SAMPLES[0], budget // len(speaking)))
+        speech = np.concatenate([pcm[start:end] for start, end in ranges])
+        # Speech beyond the longest fitting length is dropped: it costs more than it contributes.
         length = max(
-            (each for each in CLIP_LENGTHS_SAMPLES if each <= len(heard)), default=CLIP_LENGTHS_SAMPLES[0]
+            (size for size in CLIP_LENGTHS_SAMPLES if size <= len(speech)), default=CLIP_LENGTHS_SAMPLES[0]
         )
-        found.append(SpeakerClip(window, speaker, clean, min(length, len(heard)), np.resize(heard, length)))
-    return found
+        clips.append(SpeakerClip(window, speaker, clean, min(length, len(speech)), np.resize(speech, length)))
+    return clips
 
 
 def active_runs(frames: np.ndarray, samples: int) -> list[tuple[int, int]]:
-    """Runs of true frames, as samples of the window. What is before the first frame belongs to it, as what is
-    after the last belongs to that."""
+    """Runs of true frames as sample ranges of the window. Samples before the first frame belong to the first
+    frame, samples after the last to the last."""
     edges = np.flatnonzero(np.diff(frames.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     first, step = (pyannote.FIELD_SAMPLES - pyannote.STEP_SAMPLES) // 2, pyannote.STEP_SAMPLES
     return [
@@ -183,44 +186,45 @@ def _length(runs: list[tuple[int, int]]) -> int:
 
 
 def longest_runs(runs: list[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-    """The longest of them, `most` samples together, in the order of time."""
-    taken, left = [], most
+    """The longest runs, up to `most` samples together, in order of time."""
+    ranges, remaining = [], most
     for start, end in sorted(runs, key=lambda run: run[0] - run[1]):
-        if left <= 0:
+        if remaining <= 0:
             break
-        taken.append((start, min(end, start + left)))
-        left -= min(end - start, left)
-    return sorted(taken)
+        ranges.append((start, min(end, start + remaining)))
+        remaining -= min(end - start, remaining)
+    return sorted(ranges)
 
 
 MAX_STEP_WINDOWS, STEP_BUDGET_SAMPLES = 16, units.s_to_samples(120)
-"""In a step while nobody is on line, and how much of them may be listened to. 16 windows of which 2.5 s are took
-2.2 ms a second of audio, 8 at a time 2.6, so a step takes 0.35 s (bf16, two cores of a busy EPYC)."""
+"""Maximum windows of a step without live callers, and maximum samples for embeddings in it. 16 windows with 2.5 s
+each took 2.2 ms a second of audio, 8 at a time 2.6, so a step takes 0.35 s (bf16, two cores of a busy EPYC)."""
 LIVE_STEP_WINDOWS = 1
 MAX_WAIT_S = 0.5
-"""So long a window waits for company while there is other work."""
+"""Maximum time that a window waits for a full batch while there is other work."""
 
 
 class DiarizationRequest(NamedTuple):
     pcm: np.ndarray
     budget_samples: int
     live: bool
-    """Of somebody who is on line."""
+    """Whether the window belongs to a live caller."""
     future: Future[LocalSpeakers]
-    """Nobody cancels it."""
+    """Never cancelled."""
     due_s: float = 0.0
-    """When it is to be heard without company."""
+    """Time on the monotonic clock at which it runs without waiting for others."""
 
 
 class DiarizationRunner:
-    """Only the loop touches it. How many may wait is for EngineClient to bound."""
+    """Queue of windows and their batched steps. Belongs to the loop's thread; EngineClient limits how many
+    wait."""
 
     def __init__(self, device: Device, stats: EngineStats) -> None:
         self._device, self._stats = device, stats
         self._waiting: deque[DiarizationRequest] = deque()
         self._live: deque[DiarizationRequest] = deque()
         self._model: WindowDiarizer | None = None
-        """Loaded when it is first wanted."""
+        """Loaded with the first window."""
 
     def submit(self, question: DiarizationRequest) -> None:
         (self._live if question.live else self._waiting).append(
@@ -228,8 +232,9 @@ class DiarizationRunner:
         )
 
     def step(self, *, live: bool, idle: bool) -> bool:
-        """Hear some; False when none are heard. `live`: somebody is on line. `idle`: there is nothing else to do;
-        if there is, windows wait for as many as go together, for they come one by one as files are read."""
+        """Diarizes one batch; returns False when none was due. `live`: live callers are connected. `idle`: there
+        is no other work; while there is, windows wait for a full batch, because they arrive one by one as files
+        are read."""
         batch: list[DiarizationRequest] = []
         queue = self._live or self._waiting
         waits = not (live or idle or self._live or len(queue) >= MAX_STEP_WINDOWS)
@@ -251,14 +256,14 @@ class DiarizationRunner:
             with StepGuard(self._stats, "speakers", "loading what hears speakers", fail):
                 try:
                     self._model = WindowDiarizer.load(self._device)
-                except (WeightsMissing, WeightsCorrupt) as failure:  # the next one may find them
+                except (WeightsMissing, WeightsCorrupt) as failure:  # a later window may find them
                     fail(failure)
         if self._model is None:
             return True
         with StepGuard(self._stats, "speakers", "hearing who speaks", fail):
-            heard = self._model.diarize([(each.pcm, each.budget_samples) for each in batch])
-            for question, voices in zip(batch, heard, strict=True):
-                question.future.set_result(voices)
+            results = self._model.diarize([(request.pcm, request.budget_samples) for request in batch])
+            for question, speakers in zip(batch, results, strict=True):
+                question.future.set_result(speakers)
         self._stats.record_step(
             "speakers", time.perf_counter() - started, len(batch), len(batch) / MAX_STEP_WINDOWS
         )

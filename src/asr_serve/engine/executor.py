@@ -1,4 +1,5 @@
-"""What a loop and its work know of each other: the loop keeps the time, the work is what a kind of model does."""
+"""Protocols between the loop, which schedules steps, and the executor, which implements them for a kind of
+model."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 CHECKS_PER_IDLE, MAX_CHECKS = 32, 8_192
-"""Things that are looked through at an idle moment: on average, and at all. Tests have all of them looked through
-each time."""
+"""Items that invariant checks visit per idle moment, on average; and the largest check that runs at all. Tests
+raise both, so that every check runs."""
 
 
 class LoopContext(Protocol):
-    """The loop, as its work sees it. On the loop's thread, but for `call`."""
+    """Interface of the loop for its executor. Only `call` may be used from other threads."""
 
     vad_scheduler: VadScheduler
     stats: EngineStats
@@ -31,70 +32,70 @@ class LoopContext(Protocol):
     @property
     def running(self) -> bool: ...
     def drain(self) -> None:
-        """Take what callers want meanwhile."""
+        """Runs the jobs that arrived in the inbox."""
 
     def step_vad(self) -> bool:
-        """Voice activity of whoever has waited long enough."""
+        """Runs a voice-activity step, if one is due; returns whether it ran."""
 
     def call(self, job: Callable[[], None]) -> None:
-        """From any thread: have the loop do it between two steps."""
+        """Schedules a job that the loop runs between two steps. May be called from any thread."""
 
 
 class EngineComponents(NamedTuple):
-    """What an engine is made of."""
+    """Components of an engine: model, voice activity, device, tokenizer functions."""
 
     model: AsrModel | SpeechModel
     vad: Silero | None
-    """None of a model that speaks."""
+    """None for a speech synthesis model."""
     device: Device
     decode_text: Callable[[list[int]], str]
     codec: Vocoder | None = None
-    """Vocoder of an acoustic model."""
+    """Vocoder of a model that generates acoustic frames."""
     encode_text: Callable[[str], list[int]] | None = None
-    """A text's tokens, of a model whose hot words are spelt in them."""
+    """Encodes text as tokens, for models whose hot words are spelt in them."""
 
 
 class ModelExecutor(Protocol):
-    """What a kind of model does with utterances. On the loop's thread."""
+    """Executor of one kind of model. All methods but `report` run on the loop's thread."""
 
     device: Device
 
     def attach(self, keeper: LoopContext) -> None:
-        """Before anything else."""
+        """Sets the loop. Called before every other method."""
 
     def submit(self, utterance: RecognitionRequest) -> None: ...
     def cancel(self, request_id: int) -> None:
-        """At any moment; what the request held is free before the next step."""
+        """Cancels a request at any time; its resources are free before the next step."""
 
     def step(self) -> bool:
-        """One turn; False when there was nothing to do."""
+        """Runs one iteration; returns False when there was nothing to do."""
 
     @property
     def due_s(self) -> float | None:
-        """When, on the monotonic clock, to step although nobody has called; None: never."""
+        """Time on the monotonic clock of the next step without a new message; None: never."""
 
     @property
     def idle(self) -> bool:
-        """Nothing is held for anybody but what `check` may count."""
+        """Whether no request holds resources beyond those that `check` can account for."""
 
     def check(self) -> None:
-        """Everything that was lent has a holder. When idle."""
+        """Asserts that every allocated resource has an owner. Called when idle."""
 
     def shutdown(self, error: Exception) -> None:
-        """Reject whatever is left, even when what is left is broken: nobody may wait for ever."""
+        """Rejects all remaining requests, even in a broken state, so that no caller waits forever."""
 
     def report(self) -> dict[str, int]:
-        """Single numbers that may be read from any thread: waiting, decoding, pages, pages_used."""
+        """Counters that may be read from any thread: waiting, decoding, pages, pages_used."""
 
     def describe(self) -> dict[str, Any]: ...
 
 
 class CheckThrottle:
-    """Whether an idle moment is one to look through so many things: at every one where they are few, at some where
-    they are many, and never where somebody who comes just then would notice. What costs the same however much
-    there is needs no such question.
+    """Limits the cost of invariant checks at idle moments. Small checks run every time, larger ones at some idle
+    moments, and checks of more than MAX_CHECKS items never, because a request that arrives meanwhile would notice
+    the delay. Checks of constant cost need no throttle.
 
-    One thing takes a quarter of a microsecond.
+    One item takes a quarter of a microsecond.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class CheckThrottle:
 
 
 class StepGuard:
-    """A step that fails fails the requests in it, and the loop goes on:
+    """Context of a step: if it fails, its requests fail and the loop continues.
 
     with StepGuard(stats, "encode", "encoding", fail):
         ...

@@ -1,4 +1,4 @@
-"""The one loop of a device: drain, hear, step, emit. What a step is, is its work's affair (engine/executor)."""
+"""Loop of a device: drain the inbox, step voice activity, step the executor, emit results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from asr_serve.engine.vad_runner import VadCache, VadRunner
 from asr_serve.errors import AsrServeError, EngineClosed
 
 LoopJob = Callable[["Loop"], None]
-"""A message to the loop: it is called on the loop's thread, between two steps."""
+"""Message to the loop: a function that is called on the loop's thread, between two steps."""
 
 
 class Loop:
-    """Owns the callers' voice activity, and the work."""
+    """Owns the voice-activity sessions and the executor of one device."""
 
     def __init__(
         self,
@@ -42,19 +42,19 @@ class Loop:
         memory: VadCache | None = None,
         tiers: TieredStore | None = None,
     ) -> None:
-        """`vad`: None of a model that hears nobody. `step_windows`: the most windows in one voice-activity step.
-        `keep_states`: hand out each caller's state with its probabilities. `memory`: of voice activity; without it
-        nothing is kept of what was heard. `tiers`: closed with the loop."""
+        """`vad`: None for a speech synthesis model. `step_windows`: maximum windows in a voice-activity step.
+        `keep_states`: return each caller's state with its probabilities. `memory`: cache of voice activity;
+        without it no audio is cached. `tiers`: offload storage, closed with the loop."""
         self.executor, self.vad_runner, self._vad_cache, self._offload = work, vad, memory, tiers
         self.states = vad.states if vad is not None else StateCacheManager({}, 0)
-        """Of voice activity."""
+        """State of the voice-activity sessions."""
         self.uses_digests = memory is not None
-        """Whether what comes should have a name (engine/cache/digest)."""
+        """Whether submitted audio should have a digest (engine/cache/digest)."""
         self.inbox: queue.SimpleQueue[LoopJob] = queue.SimpleQueue()
         self.vad_scheduler = VadScheduler(self.states, step_windows, memory)
         self.stats, self.running = stats, True
         self.diarization = DiarizationRunner(work.device, stats)
-        """Who speaks, of callers who want to know."""
+        """Diarization of audio windows."""
         self._on_stop, self._keep_states = on_stop, keep_states
         work.attach(self)
 
@@ -70,17 +70,17 @@ class Loop:
             error.__cause__ = failure
             logging.getLogger(__name__).exception("the engine loop stopped")
         finally:
-            self._on_stop()  # from here on nobody can call
+            self._on_stop()  # no jobs are accepted from here on
             self._end(error)
 
     def _step(self) -> bool:
-        """One turn; False when there was nothing to do."""
-        heard = self.step_vad()
-        busy = self.executor.step() or heard
+        """Runs one iteration; returns False when there was nothing to do."""
+        stepped = self.step_vad()
+        busy = self.executor.step() or stepped
         return self.diarization.step(live=self.vad_scheduler.live_count > 0, idle=not busy) or busy
 
     def _sleep(self) -> None:
-        """Nothing to do: until somebody calls, or what waits for company has waited long enough."""
+        """Waits for a message, or until the next batch is due."""
         due_s = [due for due in (self.vad_scheduler.due_s, self.executor.due_s) if due is not None]
         if not due_s and self.executor.idle:
             self.check()
@@ -97,28 +97,28 @@ class Loop:
             job(self)
 
     def call(self, job: Callable[[], None]) -> None:
-        """From any thread."""
+        """Schedules a job between two steps. May be called from any thread."""
         self.inbox.put(lambda _: job())
 
     def check(self) -> None:
-        """Everything that was lent has a holder. Run when idle."""
+        """Asserts that every allocated resource has an owner. Called when idle."""
         self.states.check()
         self.executor.check()
 
     @property
     def streams(self) -> StreamingExecutor:
-        """Of a streaming model."""
+        """Executor of a streaming model."""
         assert isinstance(self.executor, StreamingExecutor), "this model hears whole utterances"
         return self.executor
 
     @property
     def tts(self) -> TtsExecutor:
-        """Of a model that speaks."""
+        """Executor of a speech synthesis model."""
         assert isinstance(self.executor, TtsExecutor), "this model hears"
         return self.executor
 
     def close(self, session: int) -> None:
-        """A caller's voice activity, or a stream: whichever has that number."""
+        """Closes the voice-activity session or the stream with that number."""
         self.vad_scheduler.close(session)
         if isinstance(self.executor, StreamingExecutor):
             self.executor.close_stream(session)
@@ -127,7 +127,7 @@ class Loop:
         self.running = False
 
     def step_vad(self) -> bool:
-        """Voice activity of whoever has waited long enough."""
+        """Runs a voice-activity step, if one is due; returns whether it ran."""
         batch = self.vad_scheduler.schedule(time.monotonic())
         if not batch:
             return False
@@ -136,28 +136,28 @@ class Loop:
         started = time.perf_counter()
 
         def fail(error: AsrServeError) -> None:
-            for listener, windows in batch:
+            for session, windows in batch:
                 if self._vad_cache is not None:
-                    self._vad_cache.disable(listener)
+                    self._vad_cache.disable(session)
                 reject(windows.future, error)
 
         results: list[np.ndarray] = []
         with StepGuard(self.stats, "vad", "voice activity", fail):
-            results = runner.step([(self.vad_scheduler.restore_slot(listener), w.pcm) for listener, w in batch])
-        for (listener, windows), probabilities in zip(batch, results, strict=False):  # none where it failed
+            results = runner.step([(self.vad_scheduler.restore_slot(session), w.pcm) for session, w in batch])
+        for (session, windows), probabilities in zip(batch, results, strict=False):  # empty after a failed step
             if self._keep_states or self._vad_cache is not None:
-                windows.state = self.states.export_state(listener.slot)
+                windows.state = self.states.export_state(session.slot)
             if self._vad_cache is not None and windows.state is not None:
-                self._vad_cache.store(listener, windows, probabilities, windows.state)
+                self._vad_cache.store(session, windows, probabilities, windows.state)
             resolve(windows.future, probabilities)
-            self.vad_scheduler.serve_from_cache(listener)
+            self.vad_scheduler.serve_from_cache(session)
         counts = [windows.window_count for _, windows in batch]
         used = sum(counts) / (len(batch) * max(counts))
         self.stats.record_step("vad", time.perf_counter() - started, len(batch), used)
         return True
 
     def _end(self, error: AsrServeError) -> None:
-        """Reject whatever is left, even when what is left is broken: nobody may wait for ever."""
+        """Rejects all remaining requests, even in a broken state, so that no caller waits forever."""
         while not self.inbox.empty():
             try:
                 self.inbox.get()(self)
@@ -173,12 +173,12 @@ class Loop:
 
     @property
     def cached_bytes(self) -> int:
-        """Of what was heard before."""
-        voice = 0 if self._vad_cache is None else self._vad_cache.nbytes
-        return voice + self.executor.report().get("kept_bytes", 0)
+        """Bytes of cached results: voice activity, answers and audio."""
+        vad_bytes = 0 if self._vad_cache is None else self._vad_cache.nbytes
+        return vad_bytes + self.executor.report().get("kept_bytes", 0)
 
     def describe(self) -> dict[str, Any]:
-        """What has been done so far, and what is held."""
+        """Counters and resources in use."""
         return {
             **self.stats.describe(),
             **self.executor.describe(),
@@ -188,7 +188,7 @@ class Loop:
 
 
 def run_loop(make: Callable[[], Loop], ready: Future[Loop]) -> None:
-    """A loop's whole life, on the thread it is to have: make it, tell, run."""
+    """Builds a loop, reports it through `ready` and runs it, all on the calling thread."""
     try:
         loop = make()
     except BaseException as failure:

@@ -1,4 +1,4 @@
-"""What the engine holds of requests and callers. Only the loop touches these records."""
+"""Requests and voice-activity sessions in the engine. Only the loop's thread changes these records."""
 
 from __future__ import annotations
 
@@ -22,65 +22,64 @@ if TYPE_CHECKING:
 
 
 URGENT_WITHIN_MS = 100
-"""What is to be encoded so soon is urgent in everything."""
+"""Requests to be encoded within this time are urgent in every later stage."""
 VAD_STEP_INTERVAL_S, VAD_STEP_WINDOWS = 0.06, 128
-"""Voice-activity steps are at least so far apart, unless so many windows wait."""
+"""Minimum interval between voice-activity steps, unless this many windows are queued."""
 
 
 class RecognitionRequest(msgspec.Struct):
-    """A segment to recognise. `pcm` (n,) float32, 16 kHz, n >= samples; the loop drops it once it will not be
-    encoded again."""
+    """Request to recognize a segment. `pcm` (n,) float32, 16 kHz, n >= samples; the loop drops it once it will not
+    be encoded again."""
 
     id: int
     pcm: np.ndarray | None
     samples: int
-    """Without what pads a short one to the model's least."""
+    """Length without the padding of short segments to the model's minimum."""
     options: SearchOptions
     priority: Priority
     future: Future[Recognition]
     draft: DraftTokens = NO_DRAFT
     within_ms: int | None = None
-    """How soon it should be encoded; None: as its priority asks."""
+    """Time within which it should be encoded; None: decided by its priority."""
     submitted_ns: int = msgspec.field(default_factory=time.time_ns)
     encode_start_ns: int = 0
     encode_end_ns: int = 0
     arrived_s: float = 0.0
-    """By the clock of the engine; that of its process."""
+    """Arrival on the monotonic clock of the engine's process."""
     full_window: bool = False
-    """Whether all of the silence is encoded that fills its window, of a model that has one."""
+    """Whether all the silence that fills the model's window is encoded, for models with a window."""
     audio_digest: bytes = b""
-    """Its audio's name, where what was heard is kept (engine/cache/digest)."""
+    """Digest of the audio, where results are cached (engine/cache/digest)."""
     answer_digest: bytes = b""
-    """That of the answer."""
+    """Digest of everything that determines the result."""
     encoded: bool = False
-    """It was, for this request: nothing that was kept would do."""
+    """Whether the audio was encoded for this request, because no cached result could be used."""
     hotwords: CompiledBiasingList | None = None
-    """Of `options.bias`, once they are ready."""
+    """Compiled `options.bias`, once it is ready."""
 
     @property
     def urgent(self) -> bool:
-        """Somebody waits for just this, now."""
+        """Whether a caller waits for this request now."""
         return self.within_ms is not None and self.within_ms <= URGENT_WITHIN_MS
 
     @property
     def encoder_key(self) -> bytes:
-        """What its frames are known by; empty: by nothing."""
+        """Cache key of the encoder frames; empty where the audio has no digest."""
         return self.audio_digest and self.audio_digest + b"whole" * self.full_window
 
 
 class VadChunk(msgspec.Struct):
-    """Audio of one caller whose voice activity is wanted. `pcm` a whole number of windows long."""
+    """Audio of one voice-activity session. `pcm` (n,) float32, 16 kHz, a whole number of windows."""
 
     session: int
     pcm: np.ndarray
     future: Future[np.ndarray]
     audio_digest: bytes = b""
-    """The piece's name, where voice activity is kept (engine/cache/digest)."""
+    """Digest of the chunk, where voice activity is cached (engine/cache/digest)."""
     history_digest: bytes = b""
-    """That of all pieces up to this one."""
+    """Digest of all chunks up to this one."""
     state: bytes | None = None
-    """The caller's row after these windows, where the loop was told to keep it: what another engine needs to
-    go on from here."""
+    """The session's state after these windows, where the loop keeps states: another engine continues from it."""
 
     @property
     def window_count(self) -> int:
@@ -88,19 +87,19 @@ class VadChunk(msgspec.Struct):
 
 
 class HypothesisRequest(msgspec.Struct, frozen=True):
-    """A hypothesis of a stream, from a decoder that hears all of it each time."""
+    """Request for a hypothesis of a stream, from a decoder that reads the whole utterance each time."""
 
     samples: int
-    """Of the stream, from its start, as far as the hypothesis is to hear it. What the encoder knows only later,
-    because it looks ahead, is left out, unless the stream has ended."""
+    """Samples from the start of the stream that the hypothesis covers. Frames that need later audio, because of
+    the encoder's look-ahead, are left out unless the stream has ended."""
     options: SearchOptions
     draft: DraftTokens
     priority: Priority
 
 
 class StreamChunk(msgspec.Struct):
-    """Audio of one stream; `last`: the stream ends with it. The future has what all audio up to here says that the
-    pieces before did not; or where something is `wanted`, just that."""
+    """Audio of one stream; `last`: the stream ends with it. The future holds the result that is new with this
+    chunk, or the requested `hypothesis`."""
 
     session: int
     pcm: np.ndarray
@@ -108,85 +107,86 @@ class StreamChunk(msgspec.Struct):
     future: Future[Any]
     hypothesis: HypothesisRequest | None = None
     with_times: bool = False
-    """The answer tells when all tokens so far were said, as far as no answer has; of a stream with words."""
+    """Whether the result includes the times of all tokens whose times were not returned before; only for streams
+    with words."""
 
 
 class VadSessionState:
-    """A caller's voice-activity row, and what it has put that is not yet computed."""
+    """Voice-activity session: its row of state and its queued chunks."""
 
     def __init__(self, listener_id: int, slot: StateSlot, live: bool) -> None:
         self.id, self.slot, self.live = listener_id, slot, live
         self.queue: deque[VadChunk] = deque()
         self.history_digest = b""
-        """What it has put so far is known by, where voice activity is kept."""
+        """Digest of all chunks so far, where voice activity is cached."""
         self.state: bytes | None = None
-        """It has heard on, in what was kept: its row is to be brought there before the next step."""
+        """Cached state after chunks that were served from the cache; restored to the row before the next step."""
         self.cacheable = True
-        """Whether what its row holds comes of all that it has put, and of nothing else."""
+        """Whether the row's state results from all submitted chunks, and from nothing else."""
 
 
 class VadScheduler:
-    """Callers whose voice activity is followed, and whose turn it is. Belongs to the loop's thread."""
+    """Scheduler of voice-activity sessions. Belongs to the loop's thread."""
 
     def __init__(self, states: StateCacheManager, step_windows: int, memory: VadCache | None = None) -> None:
-        """`step_windows`: the most windows in one step, padding included. `memory`: what was heard before."""
+        """`step_windows`: maximum windows in one step, padding included. `memory`: cache of voice activity."""
         self._states, self._step_windows, self._cache = states, step_windows, memory
         self._sessions: dict[int, VadSessionState] = {}
         self.live_count = 0
-        """Those who speak, in real time."""
+        """Open sessions of live callers."""
         self.queued_windows = 0
-        """Waiting, of all of them."""
+        """Windows queued in all sessions."""
         self._last_step_s = -VAD_STEP_INTERVAL_S
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def open(self, listener_id: int, live: bool, state: bytes | None) -> None:
-        """`state`: where the caller stood in an engine before this one. Raises AtCapacity."""
+        """Opens a session. `state`: the session's state in an engine before this one. Raises AtCapacity."""
         slot = self._states.allocate()
         if state is not None:
             self._states.import_state(slot, state)
-        listener = self._sessions[listener_id] = VadSessionState(listener_id, slot, live)
+        session = self._sessions[listener_id] = VadSessionState(listener_id, slot, live)
         if self._cache is not None:
-            self._cache.start_session(listener, state)
+            self._cache.start_session(session, state)
         self.live_count += live
 
     def enqueue(self, windows: VadChunk) -> None:
-        listener = self._sessions.get(windows.session)
-        if listener is None:
+        session = self._sessions.get(windows.session)
+        if session is None:
             reject(windows.future, Cancelled("the session was closed"))
         else:
-            listener.queue.append(windows)
+            session.queue.append(windows)
             self.queued_windows += windows.window_count
             if self._cache is not None:
-                self._cache.append_chunk(listener, windows)
-                self.serve_from_cache(listener)
+                self._cache.append_chunk(session, windows)
+                self.serve_from_cache(session)
 
     def serve_from_cache(self, listener: VadSessionState) -> None:
-        """Answer of what it waits for all that is known."""
-        while self._cache is not None and (known := self._cache.lookup(listener)) is not None:
+        """Resolves the first queued chunks whose results are cached."""
+        while self._cache is not None and (cached := self._cache.lookup(listener)) is not None:
             windows = listener.queue.popleft()
             self.queued_windows -= windows.window_count
-            windows.state = listener.state = known.state
-            resolve(windows.future, known.probabilities.copy())
+            windows.state = listener.state = cached.state
+            resolve(windows.future, cached.probabilities.copy())
 
     def restore_slot(self, listener: VadSessionState) -> StateSlot:
-        """Its row, for a step."""
+        """The session's row, after the state from the cache, if any, was restored to it."""
         if listener.state is not None:
             self._states.import_state(listener.slot, listener.state)
             listener.state = None
         return listener.slot
 
     def close(self, listener_id: int, error: AsrServeError | None = None) -> None:
-        listener = self._sessions.pop(listener_id, None)
-        if listener is None:
+        session = self._sessions.pop(listener_id, None)
+        if session is None:
             return
-        for windows in listener.queue:
+        for windows in session.queue:
             self.queued_windows -= windows.window_count
             reject(windows.future, error or Cancelled("the session was closed"))
-        listener.queue.clear()
-        self._states.free(listener.slot)
-        self.live_count -= listener.live
+        session.queue.clear()
+        self._states.free(session.slot)
+        self.live_count -= session.live
 
     def close_all(self, error: AsrServeError) -> None:
         for listener_id in list(self._sessions):
@@ -194,35 +194,35 @@ class VadScheduler:
 
     @property
     def due_s(self) -> float | None:
-        """When the next step is due, on the monotonic clock; None when nothing waits. A few windows wait a
-        moment for those of other callers: a step costs as much for one as for TICK_WINDOWS."""
+        """Time of the next step on the monotonic clock; None when nothing is queued. A few windows wait for those
+        of other sessions: a step costs as much for one as for VAD_STEP_WINDOWS."""
         if not self.queued_windows:
             return None
         return self._last_step_s + (VAD_STEP_INTERVAL_S if self.queued_windows < VAD_STEP_WINDOWS else 0.0)
 
     def schedule(self, now_s: float) -> list[tuple[VadSessionState, VadChunk]]:
-        """One piece of each caller that has any, within the step's bound; nothing before it is due."""
+        """Pops one chunk of each session that has any, within the step's limit; empty before the step is due."""
         if self.due_s is None or now_s < self.due_s:
             return []
         self._last_step_s = now_s
         batch: list[tuple[VadSessionState, VadChunk]] = []
         longest = 0
-        for listener in self._sessions.values():
-            if not listener.queue:
+        for session in self._sessions.values():
+            if not session.queue:
                 continue
-            longer = max(longest, listener.queue[0].window_count)
-            if batch and (len(batch) + 1) * longer > self._step_windows:
+            padded = max(longest, session.queue[0].window_count)
+            if batch and (len(batch) + 1) * padded > self._step_windows:
                 continue
-            longest = longer
-            batch.append((listener, listener.queue.popleft()))
+            longest = padded
+            batch.append((session, session.queue.popleft()))
         self.queued_windows -= sum(windows.window_count for _, windows in batch)
-        for listener, _ in batch:  # whoever was served goes to the back
-            self._sessions[listener.id] = self._sessions.pop(listener.id)
+        for session, _ in batch:  # served sessions move to the back
+            self._sessions[session.id] = self._sessions.pop(session.id)
         return batch
 
 
 def resolve(future: Future[Any], value: Any) -> None:
-    """Answer, unless nobody waits any more."""
+    """Sets the result, unless the future was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_result(value)
 

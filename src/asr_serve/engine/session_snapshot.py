@@ -1,4 +1,5 @@
-"""A stream between two steps, as data: from it another slot, or another engine of the same model, goes on."""
+"""Snapshot of a stream between two steps, from which another slot, or another engine of the same model,
+continues."""
 
 from __future__ import annotations
 
@@ -12,20 +13,21 @@ T = TypeVar("T")
 
 
 class SessionSnapshot(msgspec.Struct, frozen=True):
-    """A stream between two steps: from it another slot, or another engine of the same model, goes on to the bit.
+    """Snapshot of a stream between two steps: another slot, or another engine of the same model, continues from it
+    with identical results.
 
-    Who takes it up checks its sizes and counts, not what its rows say: bytes that somebody made up are other words
-    at worst, or fail the step that they are in.
+    The receiver validates sizes and counts, not the contents of rows: forged bytes produce other words at worst,
+    or fail the step that uses them.
     """
 
     header: bytes
-    """msgpack of our own."""
+    """msgpack of the fields that are not tensors or audio."""
     parts: tuple[bytes, ...]
-    """Audio that was heard, rows, waiting audio, pages."""
+    """Processed audio, rows of state, waiting audio, pages."""
 
 
 class SessionSnapshotView(NamedTuple):
-    """The same where it lies: until its session's next step, or until who has it drops it."""
+    """Snapshot without a copy: valid until the session's next step, or until its holder drops it."""
 
     header: bytes
     parts: Sequence[BytesLike]
@@ -35,7 +37,7 @@ class SessionSnapshotView(NamedTuple):
 
 
 def decode_header(kind: type[T], numbers: BytesLike) -> T:
-    """Raises ValueError for what is none of that kind."""
+    """Decodes a header. Raises ValueError for bytes of another kind."""
     try:
         return msgspec.msgpack.decode(numbers, type=kind)
     except msgspec.MsgspecError as failure:

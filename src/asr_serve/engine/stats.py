@@ -1,4 +1,4 @@
-"""What a loop has done: totals for `describe` and the benches, and each step's figures for whoever measures."""
+"""Counters of a loop: totals for `describe` and the benches, and metrics of each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class EngineStats:
-    """Written by the loop, but for the stage `turn`, which is its runner's; read by anybody."""
+    """Totals and metrics of an engine. Written by the loop, except for the stage `turn`, which its runner writes;
+    read from any thread."""
 
     def __init__(self, metrics: EngineMetrics | None = None) -> None:
         self.metrics = metrics
@@ -24,7 +25,7 @@ class EngineStats:
         self.spent_s = dict.fromkeys(stages, 0.0)
 
     def record_step(self, stage: str, seconds: float, rows: int, fill: float) -> None:
-        """One step of a stage: its rows, and the share of the room it had that was used."""
+        """Records one step of a stage: its rows, and the used share of its capacity."""
         self.spent_s[stage] += seconds
         if stage == "decode":
             self.steps += 1
@@ -49,7 +50,7 @@ class EngineStats:
             self.metrics.tokens.inc(tokens)
 
     def record_verification(self, drafted: int, held: int) -> None:
-        """Tokens of drafts, and how many of them the model says too."""
+        """Records draft tokens, and how many of them the model accepted."""
         self.draft_tokens += drafted
         self.accepted_tokens += held
         if self.metrics is not None:
@@ -62,36 +63,36 @@ class EngineStats:
             self.metrics.fallbacks.inc()
 
     def record_cache_lookup(self, what: str) -> None:
-        """Of an utterance that was answered, what was there already: answer, audio or none."""
+        """Records what the cache had for an answered utterance: answer, audio or none."""
         self.cache_hits[what] += 1
         if self.metrics is not None:
             self.metrics.prefix_requests[what].inc()
 
     def record_reused_positions(self, positions: int) -> None:
-        """Of tokens, whose keys and values were there."""
+        """Records token positions whose keys and values were cached."""
         self.positions_reused += positions
         if self.metrics is not None:
             self.metrics.prefix_tokens.inc(positions)
 
     def record_eviction(self) -> None:
-        """Audio that was kept gave way."""
+        """Records that cached audio was evicted."""
         self.evictions += 1
         if self.metrics is not None:
             self.metrics.prefix_evictions.inc()
 
     def record_first_audio(self, seconds: float) -> None:
-        """A sentence, for the first time, so long after it came."""
+        """Records the time from a sentence's arrival to its first audio."""
         if self.metrics is not None:
             self.metrics.first_sound.observe(seconds)
 
     def record_synthesis(self, seconds: float) -> None:
-        """So much sound was made, and told."""
+        """Records synthesized and delivered audio."""
         self.spoken_s += seconds
         if self.metrics is not None:
             self.metrics.spoken_seconds.inc(seconds)
 
     def record_offload(self) -> None:
-        """A stream."""
+        """Records that a stream was offloaded."""
         if self.metrics is not None:
             self.metrics.sleeps.inc()
 
@@ -100,12 +101,12 @@ class EngineStats:
             self.metrics.streams_asleep.set(streams)
 
     def record_restore(self, seconds: float) -> None:
-        """A stream has a slot again, so long after its audio came."""
+        """Records the time from new audio of an offloaded stream until it has a slot again."""
         if self.metrics is not None:
             self.metrics.wake.observe(seconds)
 
     def record_recompute(self) -> None:
-        """What a sleeping stream knew."""
+        """Records that the state of an offloaded stream was lost."""
         if self.metrics is not None:
             self.metrics.recomputed.inc()
 

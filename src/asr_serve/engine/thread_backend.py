@@ -1,4 +1,4 @@
-"""The loop on a thread of this process: what the library uses."""
+"""Backend with the loop on a thread of this process, as the library uses it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asr_serve.models.registry import AnyCard
 
 
 class ThreadBackend:
-    """Starts the loop's thread; what a caller wants becomes a job in the loop's inbox."""
+    """Starts the loop's thread and turns each call into a job in the loop's inbox."""
 
     def __init__(
         self,
@@ -37,8 +37,9 @@ class ThreadBackend:
         turns: LoadedTurnModel | None,
         meeting: HandshakeSettings | None = None,
     ) -> None:
-        """`build` runs on the engine's thread and what it raises is raised here. torch gives every thread that
-        computes a pool of its own; two pools, and both go to sleep between products."""
+        """`build` runs on the engine's thread, and its errors are raised here. torch gives every computing thread
+        a pool of its own; with two pools, both go to sleep between products. `meeting`: settings for handshakes
+        with other engines."""
         self.turn_card, self.speakers = turns.card if turns else None, models_available()
         self._turns: TurnRunner | None = None
         self._on_stop = on_stop
@@ -119,8 +120,8 @@ class ThreadBackend:
             self._thread.join()
 
     def call(self, job: LoopJob) -> None:
-        """Have the loop do it between two steps. Raises EngineClosed."""
-        with self._lock:  # so that nothing comes into the inbox once the loop has emptied it for good
+        """Schedules a job between two steps. Raises EngineClosed."""
+        with self._lock:  # so that no job arrives after the loop has emptied its inbox for the last time
             self._expect_open()
             self.loop.inbox.put(job)
 
@@ -142,6 +143,6 @@ def thread_backend(
     turns: LoadedTurnModel | None = None,
     meeting: HandshakeSettings | None = None,
 ) -> Connect:
-    """For EngineClient: an engine of these parts, on a thread, and a turn model beside it. `meeting`: with what it
-    meets other engines, where it has to do with any."""
+    """`Connect` of EngineClient: an engine on a thread, with a turn model beside it. `meeting`: settings for
+    handshakes with other engines, if it uses any."""
     return lambda config, on_done, on_stop: ThreadBackend(card, build, config, on_done, on_stop, turns, meeting)

@@ -1,8 +1,8 @@
-"""A turn model beside the loop.
+"""Turn model on threads beside the loop.
 
-It shares nothing with the loop but the cores: no rows, no pages, no state from one question to the next. And
-somebody is silent while the question waits, so that it must not wait for a step, nor stand behind the loop for a
-core: nicer, as encoders are, it took twice as long on a busy machine.
+It shares nothing with the loop but the cores: no rows, no pages, no state between queries. A query is made while
+the speaker is silent, so it must not wait for a step of the loop, or run at a lower priority: niced, as encoders
+are, it took twice as long on a busy machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CORES_PER_THREAD = 4
-"""One core in so many may answer questions."""
+"""Cores for each thread that runs turn queries."""
 
 
 class LoadedTurnModel(NamedTuple):
@@ -37,7 +37,8 @@ class LoadedTurnModel(NamedTuple):
 
 
 def load_turn_model(wanted: str) -> LoadedTurnModel | None:
-    """The turn model of that name; for `auto` the first whose weights are on this machine, if there is one.
+    """Loads a turn model by name; for `auto` the first whose weights are on this machine, or None; for `none`,
+    None.
 
     Raises UnknownModel, WeightsMissing, WeightsCorrupt; none of them for `auto`.
     """
@@ -50,7 +51,7 @@ def load_turn_model(wanted: str) -> LoadedTurnModel | None:
             return _load(card)
         except WeightsMissing:
             continue
-        except WeightsCorrupt as failure:  # nobody asked for it: say so, and do without
+        except WeightsCorrupt as failure:  # not requested by name: warn, and continue without
             log.warning("the turn model %s is not used: %s", card.name, failure)
     return None
 
@@ -60,7 +61,7 @@ def _load(card: TurnCard) -> LoadedTurnModel:
 
 
 class TurnRunner:
-    """Answers questions, each on one thread; how many may wait is for whoever asks to bound."""
+    """Runs turn queries, each on one thread. The client limits how many wait."""
 
     def __init__(self, loaded: LoadedTurnModel, device: Device, stats: EngineStats) -> None:
         self.card, self._model = loaded
@@ -73,13 +74,14 @@ class TurnRunner:
         )
 
     def submit(self, pcm: np.ndarray, answer: Future[float]) -> None:
-        """`answer` gets the probability, or StepFailed, or EngineClosed. Any thread may call."""
+        """Submits a query; `answer` receives the probability, StepFailed or EngineClosed. May be called from any
+        thread."""
         try:
-            asked = self._threads.submit(self._predict, pcm)
-        except RuntimeError:  # the pool's word for closed
+            prediction = self._threads.submit(self._predict, pcm)
+        except RuntimeError:  # raised by a pool that is shut down
             answer.set_exception(_closed())
         else:
-            asked.add_done_callback(partial(self._answer, answer))
+            prediction.add_done_callback(partial(self._answer, answer))
 
     def _predict(self, pcm: np.ndarray) -> float:
         started = time.perf_counter()
@@ -104,7 +106,7 @@ class TurnRunner:
             answer.set_exception(failed)
 
     def close(self) -> None:
-        """Wait for what is under way; the rest gets EngineClosed."""
+        """Waits for running queries; the others raise EngineClosed."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
 

@@ -1,4 +1,4 @@
-"""Voice activity of many callers in one step."""
+"""Voice activity of many sessions in one step, and its cache."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from asr_serve.engine.state_cache import StateCacheManager, StateSlot
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES, Silero, SileroState
 
 ENTRY_BYTES = 400
-"""Of what is kept of a piece, beside its numbers."""
+"""Overhead of a cache entry, besides its arrays."""
 
 
 class CachedVad(NamedTuple):
-    """Of a piece: its probabilities, and the caller's row after it."""
+    """Cached result of a chunk: its probabilities, and the session's state after it."""
 
     probabilities: np.ndarray
     state: bytes
 
 
 class VadCache:
-    """Voice activity of what was heard before: the same pieces, in the same order, from a fresh row or the same
-    one.
+    """Cache of voice activity: results of the same chunks in the same order, from a new row or from the same
+    imported state.
 
-    Whoever brings them again is told the same numbers, and the network hears nothing; its row is brought up to
-    date once something else comes.
+    Repeated audio gets the same probabilities without running the network; the session's row is updated when other
+    audio follows.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -45,7 +45,7 @@ class VadCache:
             listener.history_digest = chain_digest(b"state", state_digest(state))
 
     def append_chunk(self, listener: VadSessionState, windows: VadChunk) -> None:
-        """This is put after all that it has put."""
+        """Extends the session's digest by this chunk."""
         if not windows.audio_digest:
             self.disable(listener)
         else:
@@ -54,7 +54,7 @@ class VadCache:
             )
 
     def lookup(self, listener: VadSessionState) -> CachedVad | None:
-        """Of the first piece that it waits for."""
+        """Result of the first queued chunk, if it is cached."""
         if not listener.queue or not listener.cacheable:
             return None
         return self._entries.get(listener.queue[0].history_digest)
@@ -65,12 +65,12 @@ class VadCache:
             self._entries.insert(windows.history_digest, CachedVad(probabilities.copy(), state), nbytes)
 
     def disable(self, listener: VadSessionState) -> None:
-        """A piece of its is lost: from here on its row is nobody else's."""
+        """Stops caching for the session: its state no longer follows from its chunks alone."""
         listener.cacheable = False
 
 
 class VadRunner:
-    """Their states, and the network that reads and writes them."""
+    """Voice-activity network and the states of its sessions."""
 
     def __init__(self, model: Silero, rows: int) -> None:
         self.model = model
@@ -78,7 +78,7 @@ class VadRunner:
 
     @torch.inference_mode()
     def step(self, batch: Sequence[tuple[StateSlot, np.ndarray]]) -> list[np.ndarray]:
-        """Probabilities of each caller's windows; its state moves on."""
+        """Runs the windows of each session and updates its state. Returns speech probabilities, one per window."""
         slots = [slot for slot, _ in batch]
         counts = [len(pcm) // WINDOW_SAMPLES for _, pcm in batch]
         padded = np.zeros((len(batch), max(counts) * WINDOW_SAMPLES), np.float32)
@@ -87,6 +87,6 @@ class VadRunner:
         rows, tensors = self.states.prepare_rows(slots), self.states.tensors
         state = SileroState(**{name: tensor[rows] for name, tensor in tensors.items()})
         probabilities, state = self.model.step(torch.from_numpy(padded), state, torch.tensor(counts))
-        for name, after in state._asdict().items():
-            tensors[name][rows] = after
+        for name, updated in state._asdict().items():
+            tensors[name][rows] = updated
         return [probabilities[row, :count].numpy() for row, count in enumerate(counts)]

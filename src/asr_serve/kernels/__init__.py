@@ -1,10 +1,10 @@
-"""The native modules, and the twins that stand in for them where they were not built or are not wanted.
+"""Native modules, and the Python references that replace them where they were not built or are disabled.
 
-`kernels` is the compiled core where it was built and `ASR_SERVE_NATIVE=0` is not set, else
-`asr_serve.kernels.reference`. Both hold the same functions: rope softmax store append attend
-pick tanh_norm lstm window_attention causal_conv Int8Linear, and PAGE. `ring` is the compiled ring, or
-`asr_serve.kernels.ring_reference`, by the same rule: layout format Ring. Only the kernels need torch:
-importing this loads none.
+`kernels` returns the compiled core where it was built and `ASR_SERVE_NATIVE=0` is not set, else
+`asr_serve.kernels.reference`. Both have the same functions: rope softmax store append attend pick tanh_norm lstm
+window_attention causal_conv Int8Linear, and PAGE. `ring` returns the compiled ring, or
+`asr_serve.kernels.ring_reference`, by the same rule: layout format Ring. Only the kernels need torch: importing
+this package does not load it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ PAGE = 16
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`kernels.reference`, loaded when it is first asked for: it is written in torch."""
+    """Imports `kernels.reference` on first use, since it needs torch."""
     if name == "reference":
         return importlib.import_module("asr_serve.kernels.reference")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def core() -> ModuleType | None:
-    """The compiled kernels, or None where they were not built (no compiler at install time) or not wanted."""
-    import torch  # noqa: F401  # first: the core borrows the OpenMP threads that torch loads
+    """Compiled kernels, or None where they were not built (no compiler at install time) or are disabled."""
+    import torch  # noqa: F401  # first: the core uses the OpenMP threads that torch loads
 
     return _built("asr_serve.kernels._core")
 
 
 def kernels() -> ModuleType:
-    """The fastest set of kernels for CPU tensors in this process."""
+    """Fastest kernels for CPU tensors in this process."""
     return core() or importlib.import_module("asr_serve.kernels.reference")
 
 
 def ring() -> ModuleType:
-    """The shared-memory ring: compiled, or in Python."""
+    """Shared-memory ring: compiled, or in Python."""
     return _built("asr_serve.kernels._ring") or importlib.import_module("asr_serve.kernels.ring_reference")
 
 
 def search() -> ModuleType:
-    """The CTC search: compiled, or in Python."""
-    import torch  # noqa: F401  # first: it too borrows the OpenMP threads that torch loads
+    """CTC search: compiled, or in Python."""
+    import torch  # noqa: F401  # first: it too uses the OpenMP threads that torch loads
 
     return _built("asr_serve.kernels._search") or importlib.import_module("asr_serve.kernels.ctc_search_reference")
 
 
 def align() -> ModuleType:
-    """The CTC forced alignment: compiled, or in numpy."""
+    """CTC forced alignment: compiled, or in numpy."""
     return _built("asr_serve.kernels._align") or importlib.import_module(
         "asr_serve.kernels.ctc_alignment_reference"
     )
@@ -66,12 +66,12 @@ def dtw() -> ModuleType:
 
 
 def disk() -> ModuleType | None:
-    """Reads and writes by io_uring, or None: `transfer.disk` has other roads."""
+    """Reads and writes by io_uring, or None: `transfer.disk` has other backends."""
     return _built("asr_serve.kernels._disk")
 
 
 def copy() -> ModuleType | None:
-    """Copies past the caches, or None: numpy copies through them."""
+    """Copies that bypass the caches, or None: numpy copies through them."""
     return _built("asr_serve.kernels._copy")
 
 

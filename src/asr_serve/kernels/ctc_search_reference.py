@@ -1,21 +1,21 @@
-"""The native CTC search again in plain Python: the oracle of its tests, and its fallback.
+"""CTC prefix beam search in plain Python: the oracle of the native search, and its fallback.
 
 The state of a session is a row of each of these tensors, all on the CPU; a row of zeros in `counts` is a new
-session, and nothing else of it is read then:
+session, whose other tensors are not read:
 
     counts  (slots, 3) int64           entries, nodes, 1 + the last fixed token (0: none yet)
-    heads   (slots, beam) int64        each entry's last node; -1: everything it says is fixed
+    heads   (slots, beam) int64        last node of each entry; -1: all of its tokens are fixed
     scores  (slots, beam, 2) float64   log-probability of the entry ending in a blank, and in its last token
-    nodes   (slots, arena, 3) int64    parent (before the node itself; -1: what is fixed), token, frame
+    nodes   (slots, arena, 3) int64    parent (before the node itself; -1: the fixed tokens), token, frame
     peaks   (slots, arena, 2) float64  how likely the node was at that frame, and the token's log-probability
 
-With hot words two more, and an entry's place is by its log-probability and gain together:
+With hot words there are two more, and entries are ranked by the sum of log-probability and gain:
 
-    spots   (slots, beam) int64        the node of the graph that each entry is at
-    gains   (slots, beam) float64      what hot words are worth so far
+    spots   (slots, beam) int64        node of each entry in the biasing graph
+    gains   (slots, beam) float64      bonus of hot words so far
 
-Entries are sorted, best first. Both sides do the same operations on doubles in the same order, so what they
-leave in memory is the same to the last bit where their libraries' exp and log1p are.
+An entry is a hypothesis of the beam; entries are sorted, best first. Both implementations do the same operations
+on doubles in the same order, so their state is bit-identical where their libraries' exp and log1p are.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ Item = tuple[int, int, float]
 
 
 class CtcSearchOptions(NamedTuple):
-    """What `step` is told besides tensors."""
+    """Options of a search."""
 
     vocab: int
     blank: int
     top: int
-    """At most so many tokens of a frame open new prefixes."""
+    """Most tokens of a frame that open new prefixes."""
     min_logprob: float
-    """Nor do less likely ones."""
+    """Log-probability below which a token opens no new prefix."""
     max_gap: float
     """Entries this much less likely than the best are dropped."""
 
 
 class CtcBiasing(NamedTuple):
-    """Hot words: two tensors of state, and a graph as `decoding/biasing_list.py` lays it out."""
+    """Hot words: two state tensors, and a graph as laid out by `decoding/biasing_list.py`."""
 
     nodes: Tensor
     gains: Tensor
     firsts: Tensor
-    """(nodes + 1,) int64: where the arcs of each node begin."""
+    """(nodes + 1,) int64: index of the first arc of each node."""
     tokens: Tensor
-    """Of the arcs, int64, rising within a node."""
+    """(arcs,) int64: token of each arc, rising within a node."""
     nexts: Tensor
-    """Where they lead."""
+    """(arcs,) int64: target node of each arc."""
     fails: Tensor
-    """(nodes,) int64: where a part that does not go on goes back to."""
+    """(nodes,) int64: failure link of each node."""
     pending: Tensor
-    """(nodes,) float64, and `gives` too: see decoding/biasing.BiasingGraph."""
+    """(nodes,) float64, as is `refunds`: see decoding/biasing.BiasingArrays."""
     refunds: Tensor
     word_starts: Tensor
-    """(vocab,) uint8: behind this token a word may begin that has no space of its own."""
+    """(vocab,) uint8: whether a word without its own space may begin after this token."""
     boost: float
 
     def step(self, node: int, token: int) -> tuple[int, float]:
-        """The node after `token`, and what that is worth."""
-        then = self._go(node, token)
-        gain = (float(self.refunds[then]) + float(self.pending[then]) - float(self.pending[node])) * self.boost
-        return (1 if then == 0 and self.word_starts[token] else then), gain
+        """Returns the node after `token`, and its gain."""
+        target = self._go(node, token)
+        gain = (float(self.refunds[target]) + float(self.pending[target]) - float(self.pending[node])) * self.boost
+        return (1 if target == 0 and self.word_starts[token] else target), gain
 
     def _go(self, node: int, token: int) -> int:
         while True:
@@ -104,7 +104,7 @@ class _Candidate(NamedTuple):
     score: float
     entry: int
     token: int
-    """-1: the entry goes on as it is."""
+    """-1: the entry is not extended."""
     blank: float
     nonblank: float
     spot: int
@@ -112,7 +112,8 @@ class _Candidate(NamedTuple):
 
 
 def address(logprobs: Tensor) -> int:
-    """Where `step` reads a tensor: it is never copied. Raises TypeError unless float32, contiguous, on the CPU."""
+    """Returns the address at which `step` reads a tensor, without a copy. Raises TypeError unless float32,
+    contiguous, on the CPU."""
     if logprobs.dtype != torch.float32 or not logprobs.is_contiguous() or logprobs.device.type != "cpu":
         raise TypeError("logprobs must be float32, contiguous and on the CPU")
     return logprobs.data_ptr()
@@ -135,53 +136,53 @@ def step(
     threads: int,
     bias: Sequence[Any] | None = None,
 ) -> list[tuple[list[Item], list[Item]]]:
-    """One chunk of many sessions: what was fixed by it, and the rest of the best entry, of each.
+    """Searches one chunk of many sessions; returns the newly fixed tokens and the rest of the best entry of each.
 
-    logprobs (n, frames, vocab) float32; rows, seen, frames (n,) int64 as in `models.streaming.Chunk`. Rows that
-    point at the last row of the state are left out.
-    `bias`: a Bias, of all of them. Raises ValueError for shapes and rows that do not fit.
+    logprobs (n, frames, vocab) float32; rows, seen, frames (n,) int64 as in `models.interfaces.StreamingChunk`.
+    Rows that point at the last row of the state are skipped. `bias`: fields of a CtcBiasing, for all sessions.
+    Raises ValueError for shapes and rows that do not fit.
     """
     address(logprobs)
     n, width, vocab = logprobs.shape
     options = CtcSearchOptions(vocab, blank, top, min_logprob, max_gap)
     state = (counts, heads, scores, nodes, peaks)
-    slots, taken = counts.shape[0], rows.tolist()
-    live = [row for row in taken if row != slots - 1]
-    if not (n == len(taken) == len(seen) == len(frames)) or len(set(live)) < len(live):
+    slots, indices = counts.shape[0], rows.tolist()
+    live = [row for row in indices if row != slots - 1]
+    if not (n == len(indices) == len(seen) == len(frames)) or len(set(live)) < len(live):
         raise ValueError("rows, seen and frames: one for each row of logprobs, and no row twice")
-    if any(not 0 <= row < slots for row in taken) or any(not 0 <= f <= width for f in frames.tolist()):
+    if any(not 0 <= row < slots for row in indices) or any(not 0 <= f <= width for f in frames.tolist()):
         raise ValueError("a row or its frames are out of range")
     if not 0 <= blank < vocab or top < 1:
         raise ValueError("blank or top is out of range")
     hot = None if bias is None else CtcBiasing(*bias)
-    found: list[tuple[list[Item], list[Item]]] = []
-    for i, (row, first, count) in enumerate(zip(taken, seen.tolist(), frames.tolist(), strict=True)):
+    results: list[tuple[list[Item], list[Item]]] = []
+    for i, (row, first, count) in enumerate(zip(indices, seen.tolist(), frames.tolist(), strict=True)):
         if row == slots - 1:
-            found.append(([], []))
+            results.append(([], []))
             continue
         beam = _Beam(row, state, options, hot)
         for frame in range(count):
             beam.advance(logprobs[i, frame].tolist(), first + frame)
         beam.save(row, state)
-        found.append((beam.fixed, beam.path(beam.entries[0].node)))
-    return found
+        results.append((beam.fixed, beam.path(beam.entries[0].node)))
+    return results
 
 
 def nbest(
     row: int, state: tuple[Tensor, ...], bias: Sequence[Any] | None = None
 ) -> list[tuple[list[Item], float, float]]:
-    """Of one session, best first: what each entry says after what is fixed, its log-probability, and what its hot
-    words are worth: a part that has not become a word is worth nothing.
+    """Returns the n-best list of one session, best first: tokens after the fixed ones, log-probability, and bonus
+    of hot words; an incomplete word has none.
 
     `state`: counts, heads, scores, nodes, peaks.
     """
     hot = None if bias is None else CtcBiasing(*bias)
     beam = _Beam(row, state, CtcSearchOptions(1 << 62, 0, 0, 0.0, 0.0), hot)
-    found = []
+    results = []
     for e in beam.entries:
         gain = 0.0 if hot is None else e.gain - hot.boost * float(hot.pending[e.spot])
-        found.append((beam.path(e.node), _add(e.blank, e.token), gain))
-    return found if hot is None else sorted(found, key=lambda each: -(each[1] + each[2]))
+        results.append((beam.path(e.node), _add(e.blank, e.token), gain))
+    return results if hot is None else sorted(results, key=lambda item: -(item[1] + item[2]))
 
 
 def _add(a: float, b: float) -> float:
@@ -191,7 +192,7 @@ def _add(a: float, b: float) -> float:
 
 
 class _Beam:
-    """One session's search, taken out of its row."""
+    """Search of one session, loaded from its row."""
 
     def __init__(
         self, row: int, state: tuple[Tensor, ...], options: CtcSearchOptions, bias: CtcBiasing | None
@@ -207,9 +208,9 @@ class _Beam:
         links: list[Any] = nodes[row, :used].tolist()
         marks: list[Any] = peaks[row, :used].tolist()
         self.nodes = [_PrefixNode(*link, *mark) for link, mark in zip(links, marks, strict=True)]
-        where: list[Any] = heads[row, :entries].tolist()
-        said: list[Any] = scores[row, :entries].tolist()
-        self.entries = [_Entry(head, *pair) for head, pair in zip(where, said, strict=True)]
+        last_nodes: list[Any] = heads[row, :entries].tolist()
+        masses: list[Any] = scores[row, :entries].tolist()
+        self.entries = [_Entry(head, *pair) for head, pair in zip(last_nodes, masses, strict=True)]
         if bias is not None:
             spots, gains = bias.nodes[row, :entries].tolist(), bias.gains[row, :entries].tolist()
             if any(not 0 <= spot < len(bias.fails) for spot in spots):
@@ -217,8 +218,8 @@ class _Beam:
             self.entries = [
                 e._replace(spot=spot, gain=gain) for e, spot, gain in zip(self.entries, spots, gains, strict=True)
             ]
-        sound = -1 <= self.last < options.vocab and all(-1 <= entry.node < used for entry in self.entries)
-        if not sound or any(
+        valid = -1 <= self.last < options.vocab and all(-1 <= entry.node < used for entry in self.entries)
+        if not valid or any(
             not (-1 <= node.parent < i and 0 <= node.token < options.vocab) for i, node in enumerate(self.nodes)
         ):
             raise ValueError(f"row {row} of the state is corrupt")
@@ -239,39 +240,39 @@ class _Beam:
             peaks[row, :used] = torch.tensor([[n.peak, n.logprob] for n in self.nodes], dtype=torch.float64)
 
     def path(self, node: int) -> list[Item]:
-        """What an entry says after what is fixed. A token's frame is before the next one's."""
-        said: list[Item] = []
+        """Returns the unfixed tokens that end in `node`. The frame of each is before the next one's."""
+        tokens: list[Item] = []
         limit = math.inf
         while node >= 0:
-            it = self.nodes[node]
-            limit = min(limit - 1, it.frame)
-            said.append((it.token, int(limit), it.logprob))
-            node = it.parent
-        return said[::-1]
+            item = self.nodes[node]
+            limit = min(limit - 1, item.frame)
+            tokens.append((item.token, int(limit), item.logprob))
+            node = item.parent
+        return tokens[::-1]
 
     def advance(self, heard: list[float], frame: int) -> None:
-        """One frame."""
+        """Advances the search by one frame."""
         logprobs = [x if math.isfinite(x) else NONE for x in heard]
-        kept = self._rank(logprobs)
-        if not kept:
-            return  # nothing that could have been said here: the frame says nothing
-        best = kept[0].score
-        kept = [k for k in kept if k.score >= best - self.options.max_gap]
+        candidates = self._rank(logprobs)
+        if not candidates:
+            return  # no token is possible: the frame is skipped
+        best = candidates[0].score
+        candidates = [k for k in candidates if k.score >= best - self.options.max_gap]
         entries = []
-        for k in kept:
+        for k in candidates:
             node = self.entries[k.entry].node
             if k.token >= 0:
                 node = self._child(node, k.token, frame)
             peak = k.nonblank + k.gain - best
             if node >= 0 and peak > self.nodes[node].peak:
-                it = self.nodes[node]
-                it.peak, it.frame, it.logprob = peak, frame, logprobs[it.token]
+                item = self.nodes[node]
+                item.peak, item.frame, item.logprob = peak, frame, logprobs[item.token]
             entries.append(_Entry(node, k.blank, k.nonblank, k.spot, k.gain))
         self.entries = entries
         self._compact()
 
     def _rank(self, logprobs: list[float]) -> list[_Candidate]:
-        """The entries after a frame, best first; of equals the one that is named first."""
+        """Returns the candidates after a frame, best first; equal ones in the order they are listed."""
         options = self.options
         tokens = [
             t for t, x in enumerate(logprobs) if t != options.blank and x >= options.min_logprob and x > NONE
@@ -279,28 +280,28 @@ class _Beam:
         tokens = sorted(tokens, key=lambda t: -logprobs[t])[: options.top]
         totals = [_add(e.blank, e.token) for e in self.entries]
         lasts = [self.nodes[e.node].token if e.node >= 0 else self.last for e in self.entries]
-        above = [self.nodes[e.node].parent if e.node >= 0 else _NO_PARENT for e in self.entries]
+        parents = [self.nodes[e.node].parent if e.node >= 0 else _NO_PARENT for e in self.entries]
         at = {e.node: i for i, e in enumerate(self.entries)}
         ranked: list[_Candidate] = []
         for i, entry in enumerate(self.entries):
             blank = totals[i] + logprobs[options.blank]
             nonblank = entry.token + logprobs[lasts[i]] if lasts[i] >= 0 else NONE
-            parent = at.get(above[i], -1)
+            parent = at.get(parents[i], -1)
             if parent >= 0:
-                # A token said twice needs a blank between.
+                # A repeated token needs a blank between.
                 mass = self.entries[parent].blank if lasts[parent] == lasts[i] else totals[parent]
                 nonblank = _add(nonblank, mass + logprobs[lasts[i]])
             total = _add(blank, nonblank) + entry.gain
             ranked.append(_Candidate(total, i, -1, blank, nonblank, entry.spot, entry.gain))
-        there = {(at[above[i]], lasts[i]) for i in range(len(self.entries)) if above[i] in at}
+        existing = {(at[parents[i]], lasts[i]) for i in range(len(self.entries)) if parents[i] in at}
         for i, entry in enumerate(self.entries):
             for token in tokens:
-                if (i, token) not in there:
+                if (i, token) not in existing:
                     score = (entry.blank if token == lasts[i] else totals[i]) + logprobs[token]
                     spot, gain = entry.spot, entry.gain
                     if self.bias is not None:
-                        spot, more = self.bias.step(spot, token)
-                        gain += more
+                        spot, bonus = self.bias.step(spot, token)
+                        gain += bonus
                     ranked.append(_Candidate(score + gain, i, token, NONE, score, spot, gain))
         return sorted((k for k in ranked if k.score > NONE), key=lambda k: -k.score)[: self.size]
 
@@ -312,11 +313,11 @@ class _Beam:
         return len(self.nodes) - 1
 
     def _compact(self) -> None:
-        """Fix what all entries say, and drop nodes that none says, until the rest fits into the arena."""
+        """Fixes tokens that all entries share, and drops nodes of no entry, until the rest fits into the arena."""
         live = self._live()
         while True:
             while sum(live) and all(e.node >= 0 for e in self.entries):
-                first = live.index(True)  # parents come first, so this one follows what is fixed
+                first = live.index(True)  # parents come first, so this one follows the fixed tokens
                 if any(n.parent == -1 for i, n in enumerate(self.nodes) if live[i] and i > first):
                     break
                 self._fix(first, live)
@@ -344,8 +345,8 @@ class _Beam:
         return live
 
     def _fix(self, first: int, live: list[bool]) -> None:
-        """Everything live follows node `first`: what it says is fixed."""
-        # Later than none of what follows it, or a token fixed after it could have been said before it.
+        """Fixes the token of node `first`, which all other live nodes follow."""
+        # No later than any node after it, or a token fixed afterwards could get an earlier frame.
         latest = [node.frame for node in self.nodes]
         for i in range(len(self.nodes) - 1, first, -1):
             if live[i]:
@@ -360,7 +361,8 @@ class _Beam:
         self.entries = [e._replace(node=-1) if e.node == first else e for e in self.entries]
 
     def _force(self) -> None:
-        """Drop the entries that do not begin as the best does; if all do and it has no more to say, the worst."""
+        """Drops the entries that do not begin as the best does; where the best has no unfixed token, the worst
+        entry."""
         oldest = self._oldest(self.entries[0].node)
         if oldest < 0:
             self.entries.pop()

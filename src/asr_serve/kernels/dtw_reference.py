@@ -1,4 +1,4 @@
-"""Dynamic time warping in numpy: the oracle of `native/src/dtw.cpp`, and its stand-in where that was not built."""
+"""Dynamic time warping in numpy: the oracle of `src/dtw.cpp`, and its fallback."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import numpy as np
 
 
 def first_frames(cost: np.ndarray) -> np.ndarray:
-    """Where each row of `cost` (rows, frames) float32 begins on the cheapest way from its first corner to its
-    last: (rows,) int64, never falling. A step goes one row on, one frame on, or both; where either costs the same
-    both are taken, or else the row. Raises ValueError where there is nothing to go through.
+    """Returns the frame at which each row of `cost` (rows, frames) float32 begins on the cheapest path from its
+    first corner to its last: (rows,) int64, non-decreasing. A step advances by one row, one frame, or both; ties
+    prefer both, then the row. Raises ValueError for an empty `cost`.
 
     Source: Sakoe and Chiba 1978.
     """
     if cost.ndim != 2 or not cost.size:
         raise ValueError(f"cost {cost.shape}: (rows, frames), one of each at least")
     rows, frames = cost.shape
-    way = np.full((rows + 1, frames + 1), np.inf)
-    way[0, 0] = 0.0
+    total = np.full((rows + 1, frames + 1), np.inf)
+    total[0, 0] = 0.0
     for row in range(1, rows + 1):
         for frame in range(1, frames + 1):
-            before = min(way[row - 1, frame - 1], way[row - 1, frame], way[row, frame - 1])
-            way[row, frame] = before + float(cost[row - 1, frame - 1])
-    found = np.zeros(rows, np.int64)
+            previous = min(total[row - 1, frame - 1], total[row - 1, frame], total[row, frame - 1])
+            total[row, frame] = previous + float(cost[row - 1, frame - 1])
+    starts = np.zeros(rows, np.int64)
     row, frame = rows, frames
     while row > 0:
-        both, up, along = way[row - 1, frame - 1], way[row - 1, frame], way[row, frame - 1]
-        found[row - 1] = frame - 1
+        both, up, along = total[row - 1, frame - 1], total[row - 1, frame], total[row, frame - 1]
+        starts[row - 1] = frame - 1
         if both <= up and both <= along:
             row, frame = row - 1, frame - 1
         elif up <= along:
             row -= 1
         else:
             frame -= 1
-    return found
+    return starts

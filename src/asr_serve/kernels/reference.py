@@ -1,8 +1,8 @@
-"""Every native kernel again in plain torch: the oracle of its tests, its fallback, and the CUDA path.
+"""Native kernels in plain torch: the oracle of their tests, the fallback, and the CUDA path.
 
 Shapes are those of `kernels.h`. A pool is (pages, layers, 2, heads, head_dim * PAGE): K of a page is laid out
-(heads, head_dim, PAGE), V is (heads, PAGE, head_dim). Nothing here depends on how long a sequence is other
-than through the width of `tables`, so a CUDA graph can record it.
+(heads, head_dim, PAGE), V is (heads, PAGE, head_dim). Nothing here depends on the length of a sequence other than
+through the width of `tables`, so a CUDA graph can record it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from asr_serve.kernels.streaming_reference import window_attention as window_att
 
 
 def rope(qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate q and k of `qkv` (rows, 3, heads, head_dim) in place, halves apart, in float32.
+    """Rotates q and k of `qkv` (rows, 3, heads, head_dim) in place, halves apart, in float32.
 
     Source: RoFormer, arXiv:2104.09864.
     """
     half = cos.shape[1]
     c, s = cos[positions][:, None, None, :], sin[positions][:, None, None, :]
     x, y = qkv[:, :2, :, :half].float(), qkv[:, :2, :, half : 2 * half].float()
-    turned = x * c - y * s, y * c + x * s  # both first: in float32 x and y are views of qkv
-    qkv[:, :2, :, :half], qkv[:, :2, :, half : 2 * half] = turned
+    rotated = x * c - y * s, y * c + x * s  # both first: in float32 x and y are views of qkv
+    qkv[:, :2, :, :half], qkv[:, :2, :, half : 2 * half] = rotated
 
 
 def softmax(scores: Tensor, lengths: Tensor, scale: float) -> None:
     """softmax(scale * scores) (batch, heads, queries, keys) in place over the first `lengths` keys, else 0."""
-    dead = torch.arange(scores.shape[-1], device=scores.device)[None, :] >= lengths[:, None]
-    masked = (scores.float() * scale).masked_fill(dead[:, None, None, :], float("-inf"))
+    padding = torch.arange(scores.shape[-1], device=scores.device)[None, :] >= lengths[:, None]
+    masked = (scores.float() * scale).masked_fill(padding[:, None, None, :], float("-inf"))
     scores.copy_(torch.softmax(masked, dim=-1))
 
 
@@ -50,7 +50,7 @@ def _write(pool: Tensor, layer: int, k: Tensor, v: Tensor, pages: Tensor, slots:
 
 
 def store(pool: Tensor, kv: Tensor, table: Tensor) -> None:
-    """K and V of `kv` (frames, layers, 2, heads * head_dim) into positions 0.. of the pages of `table`."""
+    """Writes K and V of `kv` (frames, layers, 2, heads * head_dim) to positions 0.. of the pages of `table`."""
     at = torch.arange(kv.shape[0], device=pool.device)
     pages = table.long()[at // PAGE]
     for layer in range(kv.shape[1]):
@@ -58,7 +58,7 @@ def store(pool: Tensor, kv: Tensor, table: Tensor) -> None:
 
 
 def append(pool: Tensor, layer: int, qkv: Tensor, tables: Tensor, positions: Tensor) -> None:
-    """K and V of `qkv` (rows, 3, heads * head_dim), row r into position `positions[r]` of table r."""
+    """Writes K and V of `qkv` (rows, 3, heads * head_dim), row r to position `positions[r]` of table r."""
     pages = tables.long().gather(1, (positions // PAGE)[:, None])[:, 0]
     _write(pool, layer, qkv[:, 1], qkv[:, 2], pages, positions % PAGE)
 
@@ -74,19 +74,19 @@ def attend(
     heads, head_dim = k.shape[1:3]
     rows, width = tables.shape
     span = torch.arange(width * PAGE, device=q.device)
-    dead = span[None, :] >= lengths[:, None]
+    padding = span[None, :] >= lengths[:, None]
     # Pages past the end may be any number, and hold anything: point them at page 0 and zero what is read.
-    safe = tables.long().masked_fill(dead[:, ::PAGE], 0)
-    keys = k[safe].permute(0, 2, 3, 1, 4).reshape(rows, heads, head_dim, width * PAGE).float()
-    values = v[safe].permute(0, 2, 1, 3, 4).reshape(rows, heads, width * PAGE, head_dim).float()
+    valid_tables = tables.long().masked_fill(padding[:, ::PAGE], 0)
+    keys = k[valid_tables].permute(0, 2, 3, 1, 4).reshape(rows, heads, head_dim, width * PAGE).float()
+    values = v[valid_tables].permute(0, 2, 1, 3, 4).reshape(rows, heads, width * PAGE, head_dim).float()
     scores = q.reshape(rows, heads, 1, head_dim).float() @ keys * scale
-    weights = torch.softmax(scores.masked_fill(dead[:, None, None, :], float("-inf")), dim=-1)
-    values = values.masked_fill(dead[:, None, :, None], 0.0)
+    weights = torch.softmax(scores.masked_fill(padding[:, None, None, :], float("-inf")), dim=-1)
+    values = values.masked_fill(padding[:, None, :, None], 0.0)
     out.copy_((weights @ values).reshape(rows, heads * head_dim))
 
 
 def pick(logits: Tensor, hidden: Tensor | None, weight: Tensor | None, tokens: Tensor, logprobs: Tensor) -> None:
-    """The likeliest token of each row and its natural-log probability.
+    """Writes the likeliest token of each row, and its natural-log probability.
 
     bf16 logits tie often; the leading candidates are compared again by their float32 product hidden . weight.
     float32 logits need neither.
@@ -106,9 +106,9 @@ def pick(logits: Tensor, hidden: Tensor | None, weight: Tensor | None, tokens: T
 
 
 def tanh_norm(x: Tensor, out: Tensor, eps: float) -> None:
-    """tanh(x), its mean taken off and its spread made 1 over all elements, into `out`; x float32 is overwritten.
+    """Writes tanh(x), normalized to mean 0 and variance 1 over all elements, to `out`; float32 x is overwritten.
 
-    Deviations first: the square of a mean that is large beside the spread would eat the digits.
+    The mean is subtracted first: squares of values with a large mean and a small spread would lose digits.
     """
     x.tanh_().sub_(x.mean())
     variance = torch.linalg.vector_norm(x).square() / x.numel()
@@ -118,12 +118,12 @@ def tanh_norm(x: Tensor, out: Tensor, eps: float) -> None:
 def lstm(
     gates: Tensor, weight: Tensor, offsets: Tensor, lengths: Tensor, h: Tensor, c: Tensor, out: Tensor
 ) -> None:
-    """One LSTM layer over sequences laid end to end: row r takes lengths[r] steps from step offsets[r].
+    """One LSTM layer over concatenated sequences: row r takes lengths[r] steps from step offsets[r].
 
     gates (steps, 4 * width): the input's part with both biases, in the order i f g o; weight (width, 4 * width):
     the recurrent matrix transposed; h, c (rows, width) are updated in place; out (steps, width).
 
-    Source: Hochreiter and Schmidhuber 1997, as torch.nn.LSTM has it.
+    Source: Hochreiter and Schmidhuber 1997, with the conventions of torch.nn.LSTM.
     """
     for step in range(int(lengths.max())):
         live = (step < lengths).nonzero()[:, 0]

@@ -1,13 +1,14 @@
-"""The native ring again in plain Python: the oracle of its tests, and its fallback.
+"""Shared-memory ring in plain Python: the oracle of the native ring's tests, and its fallback.
 
-The same functions and the same bytes in memory, drawn in `ring.hpp`: one side may be native and the other this.
+It has the same functions, and the same bytes in memory, drawn in `ring.hpp`: one side may be native and the other
+this.
 
-Ordering. C++ asks for it; here it must come for free. A slot is handed over by one aligned store of eight bytes,
-which a memoryview of "Q" does in one piece. x86 keeps stores in order and loads in order (TSO), so whoever sees
-the sequence sees the payload too. What TSO does allow, a load that overtakes an earlier store, would lose a
-wake-up; taking a lock in between is a locked instruction, which nothing passes. Between threads of one process the
-GIL orders everything. A CPU with a weaker order (ARM) promises none of this between processes: there the twin may
-read a slot before its payload has arrived, and the native ring has to be built.
+Ordering. C++ requests it explicitly; here it must come for free. A slot is handed over by one aligned store of
+eight bytes, which a memoryview of "Q" does in one piece. x86 keeps stores in order and loads in order (TSO), so a
+reader of the sequence also sees the payload. TSO does allow a load to overtake an earlier store, which would lose
+a wake-up; taking a lock in between is a locked instruction, which nothing passes. Between threads of one process
+the GIL orders everything. A CPU with a weaker order (ARM) promises none of this between processes: there this ring
+may read a slot before its payload has arrived, and the native ring has to be built.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SEQUENCE, _SESSION, _CHUNK, _USED_BYTES = 0, 1, 2, 3
 
 
 def layout(slots: int, payload_bytes: int) -> int:
-    """Bytes of memory such a ring needs. Raises ValueError for what cannot be one."""
+    """Returns the bytes of memory that a ring needs. Raises ValueError for invalid sizes."""
     if not 2 <= slots <= MAX_SLOTS or slots & (slots - 1):
         raise ValueError("slots must be a power of two, 2 to 1048576")
     if not LINE <= payload_bytes <= MAX_PAYLOAD_BYTES or payload_bytes % LINE:
@@ -43,7 +44,7 @@ def layout(slots: int, payload_bytes: int) -> int:
 
 
 def format(buffer: WriteableBuffer, slots: int, payload_bytes: int) -> None:
-    """Make an empty ring in a buffer that nobody is attached to."""
+    """Writes an empty ring to a buffer that no process is attached to."""
     memory, total = _writable(buffer), layout(slots, payload_bytes)
     if total > len(memory):
         raise ValueError("the buffer is smaller than the ring")
@@ -61,7 +62,7 @@ def format(buffer: WriteableBuffer, slots: int, payload_bytes: int) -> None:
 
 
 class Ring:
-    """One side of a ring, or an onlooker. One thread at a time.
+    """One side of a ring, or an observer. For one thread at a time.
 
     Raises ValueError for a buffer that holds no ring, and for too many `used_bytes`; RuntimeError for a call out
     of turn.
@@ -71,10 +72,10 @@ class Ring:
         memory = _writable(buffer)
         if len(memory) < _SHARED_BYTES or memory[:LINE].cast("Q")[_MAGIC] != MAGIC:
             raise ValueError("no ring in this buffer: format it first")
-        shape = memory[:LINE].cast("Q")
-        if shape[_VERSION] != VERSION:
+        header = memory[:LINE].cast("Q")
+        if header[_VERSION] != VERSION:
             raise ValueError("a ring of another version: both processes must run the same release")
-        self.slots, self.payload_bytes = shape[_SLOTS], shape[_PAYLOAD_BYTES]
+        self.slots, self.payload_bytes = header[_SLOTS], header[_PAYLOAD_BYTES]
         total = layout(self.slots, self.payload_bytes)
         if total > len(memory):
             raise ValueError("the buffer is smaller than its ring")
@@ -87,19 +88,20 @@ class Ring:
 
     @property
     def depth(self) -> int:
-        """Slots filled and not yet released; any process may ask."""
+        """Slots filled and not released yet; valid in any process."""
         tail = self._words[_TAIL]
         return min(max(tail - self._words[_HEAD], 0), self.slots)  # the two were not read at once
 
     @property
     def full_count(self) -> int:
-        """How often the producer found no room."""
+        """Number of times the producer found no room."""
         return self._words[_FULL_COUNT]
 
     # --- the producer ---------------------------------------------------------------------------------
 
     def lend(self) -> memoryview | None:
-        """The next slot's payload, to fill in place; None when the ring is full. The same one until `commit`."""
+        """Returns the payload of the next slot, to fill in place; None when the ring is full. The same one until
+        `commit`."""
         slot = self._next_free()
         if slot is None:
             self._words[_FULL_COUNT] += 1
@@ -108,7 +110,8 @@ class Ring:
         return self._memory[self._payload(slot) : self._payload(slot) + self.payload_bytes]
 
     def commit(self, session: int, chunk: int, used_bytes: int) -> bool:
-        """Publish what was lent. True: the consumer sleeps and wants the bell, asked once for every sleep."""
+        """Publishes the lent slot. Returns whether the consumer sleeps and must be woken: True once for every
+        sleep."""
         if not self._lent:
             raise RuntimeError("commit without lend")
         if not 0 <= used_bytes <= self.payload_bytes:
@@ -123,26 +126,26 @@ class Ring:
         return self._wakes(_CONSUMER_SLEEPS)
 
     def write(self, session: int, first_chunk: int, source: ReadableBuffer) -> tuple[int, bool]:
-        """Copy in slot after slot until all is in, the ring is full, or the consumer wants the bell.
+        """Copies into slot after slot until all is written, the ring is full, or the consumer must be woken.
 
-        Out: bytes written, and whether to ring: before the rest is written.
+        Out: bytes written, and whether to wake the consumer, before the rest is written.
         """
         if self._lent:
             raise RuntimeError("write while a slot is lent")
-        data, written, bell = _bytes(source), 0, False
-        while written < len(data) and not bell:
+        data, written, wake = _bytes(source), 0, False
+        while written < len(data) and not wake:
             payload = self.lend()
             if payload is None:
                 break
             used = min(len(data) - written, self.payload_bytes)
             payload[:used] = data[written : written + used]
-            bell = self.commit(session, first_chunk, used)
+            wake = self.commit(session, first_chunk, used)
             first_chunk += 1
             written += used
-        return written, bell
+        return written, wake
 
     def producer_sleeps(self) -> bool:
-        """Before the producer waits for room. False: there is some."""
+        """Announces that the producer will wait for room. Returns False where there is some."""
         self._words[_PRODUCER_SLEEPS] = 1
         with self._fence:
             pass
@@ -154,7 +157,8 @@ class Ring:
     # --- the consumer ---------------------------------------------------------------------------------
 
     def peek(self) -> tuple[int, int, memoryview] | None:
-        """(session, chunk, payload) of the oldest slot, to be read in place until `release`; None when empty."""
+        """Returns (session, chunk, payload) of the oldest slot, to read in place until `release`; None when
+        empty."""
         slot = self._next_ready()
         if slot is None:
             return None
@@ -166,7 +170,7 @@ class Ring:
         return self._words[slot + _SESSION], self._words[slot + _CHUNK], self._readonly[start : start + used]
 
     def release(self) -> bool:
-        """Give the slot back. True: the producer sleeps and wants the bell, asked once for every sleep."""
+        """Releases the slot. Returns whether the producer sleeps and must be woken: True once for every sleep."""
         if not self._peeked:
             raise RuntimeError("release without peek")
         at = self._words[_HEAD]
@@ -176,15 +180,15 @@ class Ring:
         return self._wakes(_PRODUCER_SLEEPS)
 
     def read_into(self, session: int, first_chunk: int, target: WriteableBuffer) -> tuple[int, bool]:
-        """Copy out whole slots of this session, chunk after chunk, as long as they are there and fit.
+        """Copies out whole slots of this session, chunk after chunk, as long as they are available and fit.
 
-        Stops early when the producer wants the bell. What was peeked at before is no longer lent.
-        Out: bytes read, and whether to ring.
+        Stops early when the producer must be woken. A slot peeked at before is no longer valid. Out: bytes read,
+        and whether to wake the producer.
         """
-        data, read, bell = _bytes(target), 0, False
+        data, read, wake = _bytes(target), 0, False
         if data.readonly:
             raise BufferError("the target is not writable")
-        while read < len(data) and not bell:
+        while read < len(data) and not wake:
             slot = self.peek()
             if slot is None or slot[:2] != (session, first_chunk) or len(slot[2]) > len(data) - read:
                 break
@@ -192,11 +196,11 @@ class Ring:
             data[read : read + used] = slot[2]
             read += used
             first_chunk += 1
-            bell = self.release()
-        return read, bell
+            wake = self.release()
+        return read, wake
 
     def consumer_sleeps(self) -> bool:
-        """Before the consumer waits for a slot. False: there is one."""
+        """Announces that the consumer will wait for a slot. Returns False where there is one."""
         self._words[_CONSUMER_SLEEPS] = 1
         with self._fence:
             pass
@@ -208,7 +212,7 @@ class Ring:
     # --- both -----------------------------------------------------------------------------------------
 
     def _slot(self, position: int) -> int:
-        """The first word of the slot at a position."""
+        """First word of the slot at a position."""
         return (_SHARED_BYTES + (position & (self.slots - 1)) * (LINE + self.payload_bytes)) // 8
 
     @staticmethod
@@ -224,7 +228,7 @@ class Ring:
                 return slot
             if sequence not in (at + 1, at + self.slots):
                 return None
-            self._words[_TAIL] = at + 1  # who was killed in `commit` left it one behind
+            self._words[_TAIL] = at + 1  # a producer killed in `commit` left it one behind
 
     def _next_ready(self) -> int | None:
         while True:
@@ -235,7 +239,7 @@ class Ring:
                 return slot
             if sequence not in (at + self.slots, at + self.slots + 1):
                 return None
-            self._words[_HEAD] = at + 1  # who was killed in `release` left it one behind
+            self._words[_HEAD] = at + 1  # a consumer killed in `release` left it one behind
 
     def _wakes(self, flag: int) -> bool:
         with self._fence:

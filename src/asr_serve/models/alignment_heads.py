@@ -1,10 +1,10 @@
-"""Which cross-attention heads of a decoder look at what is being said, by the sizes of published models.
+"""Cross-attention heads that align text with audio, by the sizes of published models.
 
 Source  Whisper's, but for the two named below: openai-whisper, `_ALIGNMENT_HEADS` (those of large-v2 for both
         large models of its size). Ours: bench/alignment_heads.py chose them, with the shift, on development speech
         that pocketsphinx aligned: 14 clips of LJSpeech and of voxint, and 68 of LibriSpeech's training part as
-        whisper-base hears them. Its frames are named by the start of a window of 25.6 ms, and taken to be in the
-        middle of it
+        whisper-base recognizes them. Its frames are named by the start of a window of 25.6 ms, and taken to be in
+        the middle of it
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from asr_serve.units import ms_to_samples
 
 
 class AlignmentHeads(NamedTuple):
-    """`heads`: of each layer that has any. `shift_samples`: how much later than they look a word begins, on
-    average; less than nothing where they look too late."""
+    """Alignment heads of a decoder. `heads`: layer -> heads, for layers that have any. `shift_samples`: mean time
+    from the heads' attention to the start of the word; negative where they attend too late."""
 
     heads: dict[int, tuple[int, ...]]
     shift_samples: int = 0
@@ -35,7 +35,7 @@ Head = tuple[int, int]
 _MOONSHINE: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
     (6, 288): (((3, 0), (3, 7), (4, 2), (4, 6), (5, 6)), 31),
 }
-"""By layers and width. Milliseconds behind the heads."""
+"""(layers, width) -> heads, and the shift in milliseconds."""
 _WHISPER: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
     (51_864, 4, 384): (((2, 1), (2, 3), (2, 5), (3, 1)), -7),  # ours
     (51_865, 6, 512): (((3, 1), (3, 3), (4, 0), (4, 1), (5, 0), (5, 1), (5, 3), (5, 7)), -7),  # ours
@@ -74,25 +74,27 @@ _WHISPER: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
     ),
     (51_866, 4, 1_280): (((2, 4), (2, 11), (3, 3), (3, 6), (3, 11), (3, 14)), 0),
 }
-"""By vocabulary, decoder layers and width. Milliseconds behind the heads; 0 where nobody has measured it."""
+"""(vocabulary, decoder layers, width) -> heads, and the shift in milliseconds; 0 where it was not measured."""
 
 
 def moonshine_alignment(layers: int, heads: int, width: int, said: Sequence[Head] = ()) -> AlignmentHeads:
-    """`said`: what the checkpoint says of it, if anything. Raises WeightsCorrupt for heads that it has not."""
+    """Returns Moonshine's alignment heads. `said`: heads in the checkpoint's settings, if any. Raises
+    WeightsCorrupt for heads that the model does not have.
+    """
     return _of(_MOONSHINE.get((layers, width)), layers, heads, said)
 
 
 def whisper_alignment(
     vocabulary: int, layers: int, heads: int, width: int, said: Sequence[Head] = ()
 ) -> AlignmentHeads:
-    """As above."""
+    """Returns Whisper's alignment heads; `said` and errors as above."""
     return _of(_WHISPER.get((vocabulary, layers, width)), layers, heads, said)
 
 
 def _of(
     known: tuple[tuple[Head, ...], int] | None, layers: int, heads: int, said: Sequence[Head]
 ) -> AlignmentHeads:
-    """Of a size that nobody has looked at: all heads of the later half of its layers."""
+    """Chooses the checkpoint's heads, else the known ones, else all heads of the later half of the layers."""
     later = tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
     chosen, shift_ms = (tuple(said), 0) if said else known or (later, 0)
     wrong = [each for each in chosen if not (0 <= each[0] < layers and 0 <= each[1] < heads)]
@@ -134,23 +136,23 @@ class AlignmentDecoder(Protocol):
 def alignment_scores(
     model: AlignmentDecoder, x: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
 ) -> list[Tensor]:
-    """Scores of the alignment heads; no pages are written.
+    """Computes cross-attention scores of the alignment heads over known tokens; no cache is written.
 
     In      x (packing.total, width): embedded tokens of each row end to end, its start before them; audio: pages
-            with each row's cross keys; frames: how many of them are looked at
-    Out     of each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
+            with each row's cross keys; frames: encoder frames of each row
+    Out     for each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
     """
     spread, last = audio.expand_rows(packing), max(model.alignment.heads)
-    found: list[list[Tensor]] = [[] for _ in frames]
+    scores: list[list[Tensor]] = [[] for _ in frames]
     for index, layer in enumerate(model.decoder[: last + 1]):
         x = layer.self_attention(x, packing)
         query = layer.cross_query(x)
         if heads := model.alignment.heads.get(index):
-            each = audio.attention_scores(
+            layer_scores = audio.attention_scores(
                 index, heads, query.view(len(x), model.heads, -1), packing, frames, layer.scale
             )
-            for row, made in zip(found, each, strict=True):
-                row.append(made)
+            for row, row_scores in zip(scores, layer_scores, strict=True):
+                row.append(row_scores)
         if index < last:
             x = layer.cross_attention(index, x, query, spread, model.kernels)
-    return [torch.cat(row) for row in found]
+    return [torch.cat(row) for row in scores]

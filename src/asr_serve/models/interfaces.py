@@ -399,7 +399,7 @@ class StatefulSearch(StreamingSearch, Protocol):
     """Search that keeps state which grows with a session, beside the session's row."""
 
     def export_state(self, row: int) -> tuple[bytes, Tensor]:
-        """That state of the session at `row`: numbers in a form of the search's own, and one tensor."""
+        """Returns that state of the session at `row`: numbers in a form of the search's own, and one tensor."""
 
     def import_state(self, row: int, numbers: bytes, tensor: bytes, seen: int, device: torch.device) -> None:
         """Restore what `export_state` returned, for a session with `seen` encoder frames behind it. Raises

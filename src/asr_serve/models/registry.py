@@ -1,4 +1,4 @@
-"""Model cards, and how model files are found.
+"""Model cards, and the registry that finds model files.
 
 A model file holds CARDS, one for each published size, and what models/model_files.py says of its task. There is no
 list to edit: a file with CARDS in the folder of its task is a model, and so is a module that an installed package
@@ -36,18 +36,18 @@ class PackagedWeights(msgspec.Struct, frozen=True):
     """Weights that an installable package carries."""
 
     requirement: str
-    """What to install, with its version."""
+    """Requirement for pip, with its version."""
     module: str
     folder: str
     """Folder inside the module that holds the files."""
     sha256: dict[str, str]
-    """File name -> sha256 of the files we read."""
+    """File name -> sha256 of the files that are read."""
     also: dict[str, str] = {}
     """Module -> folder, as above, of further packages that hold the rest of the files."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One published set of weights: what it is, where it comes from."""
+    """One published set of weights: its properties and its source."""
 
     name: str
     task: str
@@ -63,7 +63,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = "main"
     packaged: PackagedWeights | None = None
     files: tuple[str, ...] = ("config.json", "model.safetensors", "tokenizer.json")
-    """What is taken from the hub's repository; patterns."""
+    """Patterns of the files that are downloaded from the hub repository."""
     shipped: str = ""
     """Folder with the weights inside this package; empty where they come from elsewhere."""
     rate_hz: int = units.RATE_HZ
@@ -74,52 +74,53 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimestampTokens(msgspec.Struct, frozen=True):
-    """The tokens in which a model says when something was said."""
+    """Timestamp tokens of a model."""
 
     first: int
-    """The start of what it hears; each token after this one is `step_samples` later."""
+    """Token for the start of the audio; each token after it is `step_samples` later."""
     words_below: int
     """Tokens below this are text."""
     step_samples: int = units.ms_to_samples(20)
 
 
 class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does"):
-    """A recogniser, and what it can take."""
+    """Speech recognition model and its capabilities."""
 
     max_segment_ms: int
-    """Longest utterance the model was made for; longer speech is cut."""
+    """Longest utterance that the model was trained for; longer speech is cut."""
     min_segment_ms: int
-    """Shorter ones are padded with silence."""
+    """Shortest input; shorter utterances are padded with silence."""
     tokens_per_s: float
-    """More tokens than this per second of audio are a hallucination; decoding stops there."""
+    """Limit of tokens for a second of audio: more are a hallucination, and decoding stops there."""
     heads: tuple[str, ...] = ()
-    """Of a streaming model, how its output may be read: ctc, rnnt, tdt; the first unless told. Others hear an
-    utterance as a whole."""
+    """Output heads of a streaming model (ctc, rnnt, tdt), the default first. Empty for models that read whole
+    utterances."""
     chunk: int = 0
-    """Of a streaming model, the encoder frames of a step."""
+    """Encoder frames of a step of a streaming model."""
     frame_samples: int = 0
-    """Of a streaming model, from one encoder frame to the next. An engine fills this and the next in again, of
-    what it has loaded."""
+    """Samples from one encoder frame of a streaming model to the next. The engine fills in this and the next field
+    from the model that it has loaded."""
     past_samples: int = 0
-    """Of a streaming model, the audio after a chunk that it hears before it says what is in it. Less than nothing
-    where a frame hears what was before it."""
+    """Look-ahead of a streaming model: samples after a chunk that it needs before it emits the chunk's tokens.
+    Negative where a frame covers earlier audio."""
 
     tasks: tuple[str, ...] = ("transcribe",)
-    """What may be asked of it: `translate` is into English."""
+    """Supported tasks; `translate` is into English."""
     detects: bool = False
-    """It tells which of its languages is spoken, where nobody says."""
+    """Detects which of its languages is spoken where none is requested."""
     prompt_tokens: int = 0
-    """So much text it reads before it hears: what was said before, words that may come. 0: none."""
+    """Most tokens of prompt (previous text, expected words) that it reads; 0: none."""
     times: TimestampTokens | None = None
-    """None: it does not say when. An engine fills this in, of what it has loaded."""
+    """Timestamp tokens; None: it predicts no times. The engine fills this in from the model that it has loaded."""
 
     def language(self, wanted: str | None = None) -> str:
-        """What is spoken, as far as it is known before anything was heard: empty where the model is to tell."""
+        """Returns the language of the audio as far as it is known before decoding: empty where the model detects
+        it."""
         return wanted or ("" if self.detects else self.languages[0])
 
     @property
     def prompts(self) -> bool:
-        """It reads text beside the audio."""
+        """Whether it reads a text prompt beside the audio."""
         return self.prompt_tokens > 0
 
     @property
@@ -127,57 +128,57 @@ class AsrCard(ModelCard, frozen=True, kw_only=True, tag="hears", tag_field="does
         return bool(self.heads)
 
     def lag_samples(self, chunk: int = 0) -> int:
-        """How much later than the audio its words can be known, at most, in steps of so many frames (0: as the
-        card says): the last of a word may be in the first frame of a chunk, and between two frames. 0 of a model
-        that hears utterances as a whole."""
+        """Returns the longest delay in samples between audio and its words, in steps of `chunk` frames (0: the
+        card's). The end of a word may fall into the first frame of a chunk, and between two frames. 0 for models
+        that read whole utterances."""
         return ((chunk or self.chunk) + 1) * self.frame_samples + self.past_samples if self.chunk else 0
 
     @property
     def incremental_encoder(self) -> bool:
-        """Its encoder hears an utterance while that is spoken; its decoder hears all of it each time."""
+        """Whether the encoder runs while an utterance is spoken; the decoder then reads all of it each time."""
         return self.chunk > 0 and not self.heads
 
 
 class TurnCard(ModelCard, frozen=True, kw_only=True):
-    """A model that tells whether a speaker has finished."""
+    """End-of-turn model: predicts whether a speaker has finished."""
 
     hears_ms: int
-    """So much of the end of a turn; what was said before is not listened to."""
+    """Length of the context: the end of a turn that the model reads."""
 
 
 class TtsCard(ModelCard, frozen=True, kw_only=True, tag="speaks", tag_field="does"):
-    """A model that speaks."""
+    """Text-to-speech model."""
 
     alphabet: Literal["misaki", "espeak"]
-    """What its phonemes are written in."""
+    """Phoneme alphabet."""
     voices: tuple[str, ...]
-    """The first unless told. Those that were cloned are known to the engine alone."""
+    """Voices, the default first. Cloned voices are known to the engine alone."""
     british: tuple[str, ...] = ()
-    """Those of its voices that read British English unless told; all others read American."""
+    """Voices whose default is British English; all others default to American English."""
     max_phonemes: int
-    """Of a sentence."""
+    """Most phonemes in a sentence."""
     chunk_frames: int = 0
-    """Frames that it makes in a step; 0: it says a sentence as a whole."""
+    """Frames of a step; 0: it synthesizes a sentence as a whole."""
     clones: bool = False
-    """It can be taught voices."""
+    """Whether voices can be cloned with it."""
     codec: str = ""
-    """Of a model that makes frames: what makes sound of them, a name among the cards of models/codec."""
+    """Vocoder of a model that makes frames: a name among the cards of models/tts/vocoders."""
 
     def language(self, voice: str | None = None) -> str:
-        """What that voice reads unless told, the first where none is: en, or en-gb."""
+        """Returns the default language of a voice, or of the first voice: en, or en-gb."""
         return "en-gb" if (voice or self.voices[0]) in self.british else "en"
 
 
 class VocoderCard(ModelCard, frozen=True, kw_only=True):
-    """A model that makes sound of frames."""
+    """Vocoder: turns frames into samples."""
 
 
 P = TypeVar("P", bound=ModelCard)
 AnyCard = AsrCard | TtsCard
-"""Of a model that an engine runs."""
+"""Card of a model that an engine runs."""
 AUTO_VOICE = "auto"
 AUTO_VOICES = ("fastpitch-en", "hibari")
-"""What that stands for: the first of them whose weights are on this machine."""
+"""Candidates for AUTO_VOICE: the first whose weights are on this machine is used."""
 
 
 _FOLDERS = {
@@ -188,20 +189,20 @@ _FOLDERS = {
     "segmentation": "auxiliary",
     "speaker": "auxiliary",
 }
-"""Where the model files of a task lie, under models/."""
+"""Task -> folder of its model files under models/."""
 ENTRY_POINTS = "asr_serve.models"
 """Entry point group in which an installed package names its model files, one module each."""
 
 
 @cache
 def model_modules(task: str = "asr") -> dict[str, ModuleType]:
-    """Find the model files of a task: modules with CARDS of it, in its folder, in families below that, and among
-    the entry points of installed packages.
+    """Finds the model files of a task: modules with CARDS of the task, in its folder, in the families in it, and
+    among the entry points of installed packages.
 
     Returns: modules by the `kind` of their cards, which is the file name of one in the folder.
-    Raises ModelError for two files of one kind. A file that does not import raises here.
+    Raises ModelError for two files of one kind. A file that cannot be imported raises here.
     """
-    found: dict[str, ModuleType] = {}
+    modules: dict[str, ModuleType] = {}
     folders = [importlib.import_module(f"asr_serve.models.{_FOLDERS[task]}")]
     while folders:
         folder = folders.pop()
@@ -210,17 +211,17 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             if info.ispkg:
                 folders.append(module)
             elif any(card.task == task for card in vars(module).get("CARDS", ())):
-                found[info.name] = module
+                modules[info.name] = module
     for entry in entry_points(group=ENTRY_POINTS):
         module = entry.load()
         for kind in {card.kind for card in module.CARDS if card.task == task}:
-            if kind in found:
+            if kind in modules:
                 raise ModelError(
                     f"the entry point {entry.name} of {ENTRY_POINTS} has a model file of kind {kind!r}",
-                    f"a kind that no other has, unlike {found[kind].__name__}",
+                    f"a kind that no other has, unlike {modules[kind].__name__}",
                 )
-            found[kind] = module
-    return found
+            modules[kind] = module
+    return modules
 
 
 def asr_model_file(kind: str) -> AsrModelFile:
@@ -249,63 +250,63 @@ def gathered_model_file(card: ModelCard) -> GatheredModelFile:
 
 
 def asr_cards() -> dict[str, AsrCard]:
-    """Every recogniser's weights by name."""
+    """Cards of all recognizers by name."""
     return {card.name: card for module in model_modules("asr").values() for card in module.CARDS}
 
 
 def turn_cards() -> dict[str, TurnCard]:
-    """Every turn model's weights by name."""
+    """Cards of all end-of-turn models by name."""
     return {card.name: card for module in model_modules("turn").values() for card in module.CARDS}
 
 
 def tts_cards() -> dict[str, TtsCard]:
-    """Every voice model's weights by name."""
+    """Cards of all text-to-speech models by name."""
     return {card.name: card for module in model_modules("tts").values() for card in module.CARDS}
 
 
 def vocoder_cards() -> dict[str, VocoderCard]:
-    """Every codec's weights by name."""
+    """Cards of all vocoders by name."""
     return {card.name: card for module in model_modules("codec").values() for card in module.CARDS}
 
 
 def diarization_cards() -> dict[str, ModelCard]:
-    """Of the weights that tell who speaks, by name."""
+    """Cards of all models for diarization (segmentation and speaker embedding) by name."""
     tasks = ("segmentation", "speaker")
     return {card.name: card for task in tasks for module in model_modules(task).values() for card in module.CARDS}
 
 
 def engine_cards() -> dict[str, AnyCard]:
-    """Of everything that an engine can run: recognisers, then voice models."""
+    """Cards of all models that an engine can run: recognizers, then text-to-speech models."""
     return {**asr_cards(), **tts_cards()}
 
 
 def all_cards() -> dict[str, ModelCard]:
-    """Of recognisers, then of voice models, of codecs, of turn models and of what tells speakers apart."""
+    """Cards of all models: recognizers, text-to-speech, vocoders, end of turn, diarization."""
     return {**engine_cards(), **vocoder_cards(), **turn_cards(), **diarization_cards()}
 
 
 def asr_card(name: str) -> AsrCard:
-    """The recogniser's card of that name. Raises UnknownModel with the nearest name."""
+    """Returns a recognizer's card. Raises UnknownModel with the nearest name."""
     return _find_card(name, asr_cards())
 
 
 def tts_card(name: str) -> TtsCard:
-    """The voice model's card of that name. Raises UnknownModel with the nearest name."""
+    """Returns a text-to-speech model's card. Raises UnknownModel with the nearest name."""
     return _find_card(name, tts_cards())
 
 
 def vocoder_card(name: str) -> VocoderCard:
-    """The codec's card of that name. Raises UnknownModel with the nearest name."""
+    """Returns a vocoder's card. Raises UnknownModel with the nearest name."""
     return _find_card(name, vocoder_cards())
 
 
 def engine_card(name: str) -> AnyCard:
-    """Of what an engine can run. Raises UnknownModel with the nearest name."""
+    """Returns the card of a model that an engine can run. Raises UnknownModel with the nearest name."""
     return _find_card(name, engine_cards())
 
 
 def any_card(name: str) -> ModelCard:
-    """Of any model. Raises UnknownModel with the nearest name."""
+    """Returns the card of any model. Raises UnknownModel with the nearest name."""
     return _find_card(name, all_cards())
 
 
@@ -321,7 +322,7 @@ def _find_card(name: str, known: Mapping[str, P]) -> P:
 
 
 def turn_card(name: str) -> TurnCard:
-    """The turn model's card of that name. Raises UnknownModel."""
+    """Returns an end-of-turn model's card. Raises UnknownModel."""
     known = turn_cards()
     if name in known:
         return known[name]

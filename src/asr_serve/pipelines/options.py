@@ -1,4 +1,4 @@
-"""What a caller may choose of recordings."""
+"""Options of transcription and of speech synthesis, and the audio that synthesis returns."""
 
 from __future__ import annotations
 
@@ -20,69 +20,71 @@ from asr_serve.types import Priority, unknown_name_error
 from asr_serve.units import samples_to_s
 
 PROMPT_SAMPLES = units.s_to_samples(120)
-"""How much of a recording somebody can be waiting for at once."""
+"""Audio of a recording that an interactive client can wait for at once."""
 MAX_SPEAKERS = 32
 SPEAKER_COUNT_FIELDS = ("num_speakers", "min_speakers", "max_speakers")
 
 LongForm = Literal["parallel", "sequential"]
 SEGMENTATION_FIELDS = ("silence_schedule", "max_segment_ms", "threshold", "pad_before_ms")
-"""What is asked of voice activity, which has no part in windows."""
+"""Options of voice-activity segmentation, which sequential windows do not use."""
 
 
 class KnownSpeaker(msgspec.Struct, frozen=True):
-    """Somebody whose voice the caller knows."""
+    """Speaker whose voice is known in advance."""
 
     name: str
-    """What this speaker is called in the transcript."""
+    """Name in the transcript."""
     audio: bytes
-    """A few seconds in which nobody else speaks, as a file in any format."""
+    """Recording of a few seconds of this speaker alone, as a file in any format."""
 
 
 class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may choose. Raises OptionError for what cannot be."""
+    """Options of transcription. Raises OptionError for invalid values."""
 
     language: str | None = None
-    """A code or a name. None: the model's own, or detected where it can."""
+    """Language code or name. None: the model's own, or detected where it can."""
     priority: Priority = "bulk"
-    """`interactive` holds for PROMPT_SAMPLES of a recording; the rest is bulk, so that nobody waits for it."""
+    """`interactive` applies to PROMPT_SAMPLES of a recording; the rest is bulk, so that it delays no other
+    client."""
     vad: bool = True
-    """False: every sample is speech, cut only where the model's limit demands, at the quietest point; windows of
-    `sequential` are then Whisper's own, also over silence."""
+    """False: all audio counts as speech and is cut only where the model's limit demands, at the quietest point;
+    windows of `sequential` are then Whisper's own, also over silence."""
     silence_schedule: SilenceSchedule | None = None
     max_segment_ms: int | None = None
-    """Cut segments shorter than the model's own limit."""
+    """Limit of a segment, below the model's own."""
     threshold: float | None = None
-    """Probability at which a window is speech, above 0 up to 1. None: EndpointConfig's, as for the next."""
+    """Probability at which a window is speech, above 0 up to 1. None: the default of EndpointConfig, as for the
+    next."""
     pad_before_ms: int | None = None
     """Audio before the first window of speech that belongs to a segment."""
     temperatures: tuple[float, ...] = SearchOptions().temperatures
     task: Task = "transcribe"
     """`translate`: into English, by models that can."""
     beam: int = 1
-    """Hypotheses that a decoder follows at once; 1: greedy."""
+    """Beam width; 1: greedy."""
     prompt: str = ""
-    """What was said before, for models that read: names, spelling and style go on from it."""
+    """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
-    """Words that may come, for models that read."""
+    """Words that are likely, for models that take hot words."""
     long_form: LongForm = "parallel"
-    """`parallel`: segments that voice activity cuts, all at once. `sequential`: windows one after the other, each
-    cut where the model says that a sentence ended, and heard knowing what was said before; by models that say
-    when. What shapes segments is refused there."""
+    """`parallel`: segments cut by voice activity, all at once. `sequential`: windows one after the other, each
+    cut where the model's timestamps end a sentence, and decoded with the previous text as context; for models
+    with timestamps. Options of segmentation are refused there."""
     condition_on_previous_text: bool = True
-    """False: the windows of `sequential` do not know of each other. Then nothing misheard is carried on."""
+    """False: windows of `sequential` are independent, so that no error carries over."""
     words: bool = False
-    """Whether each segment tells its words: when each was said, and how sure the model was."""
+    """Whether segments have words with times and confidences."""
     speakers: bool = False
-    """Whether it is told who speaks. Segments are then told once the recording was read to its end."""
+    """Whether segments have speakers. Segments then follow once the whole recording was read."""
     num_speakers: int | None = None
-    """How many there are, if that is known; else `min_speakers` to `max_speakers`, or as many as are heard. Who
-    says how many wants speakers."""
+    """Number of speakers, if known; else `min_speakers` to `max_speakers`, or as many as are found. Any of the
+    three switches `speakers` on."""
     min_speakers: int | None = None
     max_speakers: int | None = None
     known_speakers: tuple[KnownSpeaker, ...] = ()
-    """Those of the speakers that are to be told by name."""
+    """Speakers to be identified by name."""
     itn: bool = False
-    """Whether numbers, dates and money are written as one writes them: inverse text normalisation."""
+    """Whether numbers, dates and money get their written form: inverse text normalization."""
     limits: AudioLimits = AudioLimits()
 
     def __post_init__(self) -> None:
@@ -107,15 +109,15 @@ class TranscribeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> TranscribeOptions:
-        """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
-        (up_to_ms, silence_ms)."""
-        found = validate_option_names(options, cls.__struct_fields__)
-        check_speakers_not_disabled(found)
-        return cls(**found)
+        """Builds options from keyword arguments; raises for an unknown name and suggests the nearest. A schedule
+        may be a list of (up_to_ms, silence_ms)."""
+        values = validate_option_names(options, cls.__struct_fields__)
+        check_speakers_not_disabled(values)
+        return cls(**values)
 
 
 def normalize_speaker_options(options: Any) -> None:
-    """Of new options: how many speakers there are is looked at, and who says that wants them. For their
+    """Checks numbers of speakers in new options, and switches `speakers` on if one is set. Called by
     `__post_init__`. Raises OptionError."""
     numbers = {name: getattr(options, name) for name in SPEAKER_COUNT_FIELDS}
     check_speaker_counts(**numbers)
@@ -124,7 +126,7 @@ def normalize_speaker_options(options: Any) -> None:
 
 
 def check_speaker_counts(num_speakers: int | None, min_speakers: int | None, max_speakers: int | None) -> None:
-    """Raises OptionError for numbers of speakers that cannot be."""
+    """Raises OptionError for invalid numbers of speakers."""
     for name, value in zip(SPEAKER_COUNT_FIELDS, (num_speakers, min_speakers, max_speakers), strict=True):
         if value is None:
             continue
@@ -138,7 +140,7 @@ def check_speaker_counts(num_speakers: int | None, min_speakers: int | None, max
 
 
 def check_speakers_not_disabled(options: Mapping[str, Any], switch: str = "speakers") -> None:
-    """Raises OptionError where a caller has switched speakers off and says how many there are."""
+    """Raises OptionError where speakers are switched off and a number of speakers is set."""
     for name in SPEAKER_COUNT_FIELDS if options.get(switch) is False else ():
         if options.get(name) is not None:
             raise OptionError(
@@ -155,26 +157,26 @@ PROSODY_LIMITS: dict[str, tuple[float, float]] = {
 
 
 class SpeakOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises OptionError for what cannot be."""
+    """Options of speech synthesis. Raises OptionError for invalid values."""
 
     voice: str | None = None
-    """None: the model's first."""
+    """Voice name; None: the model's first."""
     speed: float = 1.0
-    """0.25 to 4 times as fast; with SSML's own, both together."""
+    """Speed factor, 0.25 to 4; multiplied with that of SSML."""
     pitch: float = 0.0
-    """Semitones, -12 to 12."""
+    """Pitch shift in semitones, -12 to 12."""
     energy: float = 0.0
-    """dB, -12 to 12."""
+    """Energy in dB, -12 to 12."""
     ssml: bool = False
-    """The text is SSML: break, prosody, say-as, phoneme, sub, p, s."""
+    """Whether the text is SSML: break, prosody, say-as, phoneme, sub, p, s."""
     phonemes: bool = False
-    """The text is phonemes in the model's alphabet."""
+    """Whether the text is phonemes in the model's alphabet."""
     seed: int = 0
-    """Of what is random in a voice: the same text and seed give the same samples."""
+    """Random seed of the voice: the same text and seed give the same samples."""
     rate_hz: int | None = None
-    """Of the samples that come. None: the model's own."""
+    """Sample rate of the output. None: the model's own."""
     watermark: bool = False
-    """An inaudible mark that asr_serve.audio.watermark.detect finds again."""
+    """Whether to add an inaudible watermark that asr_serve.audio.watermark.detect finds."""
     priority: Priority = "interactive"
 
     def __post_init__(self) -> None:
@@ -197,7 +199,7 @@ class SpeakOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> SpeakOptions:
-        """From keyword arguments; an unknown one fails and names the nearest."""
+        """Builds options from keyword arguments; raises for an unknown name and suggests the nearest."""
         for name in options:
             if name not in cls.__struct_fields__:
                 raise unknown_name_error("option", name, cls.__struct_fields__)
@@ -205,30 +207,30 @@ class SpeakOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpokenWord(msgspec.Struct, frozen=True):
-    """A written word, and when it sounds."""
+    """Written word and the time it is spoken."""
 
     text: str
     start_samples: int
-    """Since the speech began, at the rate that comes out."""
+    """Start since the speech began, at the output rate."""
     end_samples: int
 
 
 class AudioChunk(msgspec.Struct, frozen=True):
-    """A piece of speech, in order. Nothing is missing between two."""
+    """Consecutive chunk of speech."""
 
     pcm: np.ndarray
-    """(n,) int16; now and then none."""
+    """Samples (n,) int16; n may be 0."""
     rate_hz: int
     start_samples: int
-    """Of its first sample, since the speech began."""
+    """Position of the first sample since the speech began."""
     sentence: str = ""
-    """Where one begins to be said: its words. Empty elsewhere."""
+    """Text of the sentence that begins in this chunk; empty if none does."""
     words: tuple[SpokenWord, ...] = ()
-    """Of that sentence, all of them: when each will sound."""
+    """Words of that sentence, with the times at which they are spoken."""
 
     @property
     def samples(self) -> np.ndarray:
-        """(n,) float32 in -1..1."""
+        """Samples (n,) float32 in -1..1."""
         return np.asarray(self.pcm * np.float32(1 / 32_768))
 
     @property
@@ -237,7 +239,7 @@ class AudioChunk(msgspec.Struct, frozen=True):
 
 
 def check_text(text: object) -> str:
-    """Raises OptionError, MissingOption."""
+    """Returns the text. Raises OptionError, MissingOption."""
     if text is None:
         raise MissingOption("no text to speak", "some", param="input")
     if not isinstance(text, str):

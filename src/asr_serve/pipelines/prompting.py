@@ -1,8 +1,8 @@
-"""What a caller gives a model beside audio: text that it reads before it hears, and words that may come.
+"""Prompts and hot words: text that a model reads before the audio, and words that are likely in it.
 
-The last of a text is nearest to the audio and says most, so one that is too long loses its beginning.
+The end of a prompt is nearest to the audio and matters most, so a prompt that is too long loses its beginning.
 
-Source  what is put around a text: openai-whisper's `initial_prompt`, faster-whisper's `get_prompt`;
+Source  format of a prompt: openai-whisper's `initial_prompt`, faster-whisper's `get_prompt`;
         tests/pipelines/test_prompting.py compares
 """
 
@@ -18,31 +18,31 @@ from asr_serve.text.languages import SCRIPTS, script_of
 from asr_serve.text.tokenizers import Tokenizer, first_unencodable_letter
 
 MAX_PROMPT_CHARACTERS = 16_384
-"""Of a prompt: no model reads so much, and cutting it into tokens takes time."""
+"""Length limit of a prompt: no model reads as much, and tokenizing takes time."""
 
 
 def prompt_tokens(client: EngineClient, tokenizer: Tokenizer, prompt: str) -> tuple[int, ...]:
-    """What goes into SearchOptions.prompt: as much of the end of `prompt` as the model reads. Empty where nothing
-    is given.
+    """Returns SearchOptions.prompt: the end of `prompt`, as much as the model reads; empty for an empty prompt.
 
-    Raises OptionError for what is no text or is too long; UnsupportedOption where the model reads nothing.
+    Raises OptionError for a prompt that is no text or too long, UnsupportedOption for a model that reads no
+    prompt.
     """
     return truncate_context(client.card, _tokens(client.card, tokenizer, "prompt", prompt))
 
 
 def truncate_context(card: AsrCard, said: Sequence[int]) -> tuple[int, ...]:
-    """The end of what was said before, as much of it as the model reads."""
+    """Returns the end of the previous tokens, as much as the model reads."""
     return tuple(said[max(0, len(said) - card.prompt_tokens) :])
 
 
 def hotword_bias(client: EngineClient, tokenizer: Tokenizer, hotwords: Sequence[str]) -> str:
-    """What goes into SearchOptions.bias, of words as a caller writes them: `word` or `word:weight`.
+    """Returns SearchOptions.bias for hot words, each `word` or `word:weight`.
 
-    Raises OptionError for what is no list of texts, too many, an empty or too long one, one that the model cannot
-    write, a weight out of range. `param` is `hotwords`.
+    Raises OptionError (`param` is `hotwords`) for what is no list of texts, for too many words, for a word that is
+    empty, too long or not in the model's vocabulary, and for a weight out of range.
     """
-    listed = isinstance(hotwords, Sequence) and not isinstance(hotwords, str)
-    if not listed or not all(isinstance(word, str) for word in hotwords):
+    is_list = isinstance(hotwords, Sequence) and not isinstance(hotwords, str)
+    if not is_list or not all(isinstance(word, str) for word in hotwords):
         raise OptionError(f"hotwords={str(hotwords)[:60]!r}", "a list of texts", 'like ["Ada"]', param="hotwords")
     if len(hotwords) > MOST_WORDS:
         raise OptionError(
@@ -73,7 +73,7 @@ def check_hotword_letters(card: AsrCard, tokenizer: Tokenizer, words: Sequence[s
 
 
 def check_hotword_script(card: AsrCard, words: Sequence[str]) -> None:
-    """Raises OptionError for a word with a letter of a script that the model was never taught."""
+    """Raises OptionError for a word with a letter of a script that none of the model's languages uses."""
     scripts = {name for code in card.languages for name in SCRIPTS.get(code, ("",))}
     if "" in scripts:
         return
@@ -90,7 +90,7 @@ def check_hotword_script(card: AsrCard, words: Sequence[str]) -> None:
 
 
 def _tokens(card: AsrCard, tokenizer: Tokenizer, name: str, text: str) -> tuple[int, ...]:
-    """As the model was taught: behind a space, like text that goes on."""
+    """Tokenizes as in training: behind a space, like text that continues."""
     if not isinstance(text, str):
         raise OptionError(f"{name}={str(text)[:60]!r}", "text", param=name)
     if not text.strip():

@@ -1,4 +1,5 @@
-"""What every pipeline does with an utterance: pauses around it, whether to believe it, its segment."""
+"""Utterances of every pipeline: padding, rejection of hallucinations, segments; checks of options against the
+model."""
 
 from __future__ import annotations
 
@@ -22,48 +23,53 @@ from asr_serve.text.word_timing import align_words
 from asr_serve.types import Segment, Span, suggest_name, unknown_name_error
 
 PADDING_MS = 200
-"""Digital silence put before and after a segment: a decoder drops words that touch the edge of its audio. Chosen
-on telephone prompts, LJSpeech and LibriSpeech test-clean, where it made fewer errors than none or than more."""
+"""Digital silence added before and after a segment: a decoder drops words that touch the edge of its audio.
+Chosen on telephone prompts, LJSpeech and LibriSpeech test-clean, where it made fewer errors than none or than
+more."""
 PADDING_SAMPLES = units.ms_to_samples(PADDING_MS)
 HALLUCINATION_LOGPROB = -1.0
-"""A text whose tokens are less likely than this on average, at every temperature tried, was invented.
+"""Mean log-probability of tokens below which a text, the best of all temperatures tried, counts as hallucinated.
 
 Chosen on development speech with tiny (telephone prompts, LJSpeech, LibriSpeech test-clean), of which it drops
-nothing, lone words in noise included. It is a backstop: what voice activity lets through of hold music scores as
-high as real lone words, and stays."""
+nothing, lone words in noise included. It is a backstop: hold music that passes voice activity scores as high as
+real lone words, and stays.
+"""
 
 NO_SPEECH_PROB, NO_SPEECH_LOGPROB = 0.6, -0.3
-"""Where the model is surer than the one that nobody speaks, a text is invented unless its tokens are likelier than
-the other.
+"""Probability of no speech above which a text counts as hallucinated unless the mean log-probability of its tokens
+is above NO_SPEECH_LOGPROB.
 
-Chosen with Whisper tiny.en on telephone prompts, lone words in long silence included, of which it drops nothing
-that somebody says, and on silence, hum and music, where it says "you" or "Thank you." """
+Chosen with Whisper tiny.en on telephone prompts, lone words in long silence included, of which it drops no speech,
+and on silence, hum and music, where the model writes "you" or "Thank you."
+"""
 SPOKEN = 0.15
-"""Where the model is as good as sure that somebody speaks, a text is kept however improbable: somebody says which
-language it is in, and is wrong, or nobody speaks clearly.
+"""Probability of no speech below which a text is kept however improbable its tokens are: its language may have
+been chosen wrongly, or speech may be unclear.
 
 Chosen with Whisper base on LJSpeech and untranscribed LibriSpeech training speech, where it is 0.13 at most, and
-0.19 at least on noise. With French, Spanish or Japanese for their language two of three were lost without."""
+0.19 at least on noise. Without it, two of three texts were lost with French, Spanish or Japanese chosen for their
+language.
+"""
 
 
 def pad_with_silence(pcm: np.ndarray) -> np.ndarray:
-    """The audio between two short pauses."""
+    """Pads audio with PADDING_SAMPLES of silence on each side."""
     return np.pad(pcm, PADDING_SAMPLES)
 
 
 def is_speech(heard: Recognition, card: AsrCard | None = None, task: Task = "transcribe") -> bool:
-    """Whether a recognition is worth believing.
+    """Returns whether a recognition is plausible speech, not a hallucination.
 
-    Voice activity lets some noise and music through; what a decoder makes of it is improbable to itself even
-    at its best try. A streaming model invents nothing: where it hears no words it says none. Of a translation
-    every word is one of many that would do, and improbable. A model that tells whether somebody speaks, which is
-    never quite 0, is believed.
+    Voice activity lets some noise and music pass; text that a decoder invents for it is improbable even at its
+    best temperature. A streaming model invents nothing: without words it emits none. A translation is exempt,
+    since each of its words is one of many that would do, and improbable. A model's own probability of no speech,
+    which is never quite 0, is trusted.
     """
     certain = (card is not None and card.streaming) or 0 < heard.no_speech_prob < SPOKEN
-    least = -math.inf if certain or task == "translate" else HALLUCINATION_LOGPROB
+    min_logprob = -math.inf if certain or task == "translate" else HALLUCINATION_LOGPROB
     if heard.no_speech_prob > NO_SPEECH_PROB:
-        least = NO_SPEECH_LOGPROB
-    return bool(heard.tokens) and heard.avg_logprob > least
+        min_logprob = NO_SPEECH_LOGPROB
+    return bool(heard.tokens) and heard.avg_logprob > min_logprob
 
 
 def build_segment(
@@ -73,28 +79,28 @@ def build_segment(
     begins: int = 0,
     quiet: Sequence[Span] = (),
 ) -> Segment | None:
-    """What was said in `span`; None when that was nothing. Where the times of tokens are known it has words:
-    `begins` is the sample at which the audio began that was heard, `quiet` where nobody speaks in `span`."""
-    said = text(list(heard.tokens))
-    if not said:
+    """Builds the segment of `span`; None if it has no text. It has words where the times of tokens are known:
+    `begins` is the first sample of the audio that was recognized, `quiet` the silences in `span`."""
+    decoded = text(list(heard.tokens))
+    if not decoded:
         return None
     times = [(begins + start, begins + end) for start, end in heard.times]
     return Segment(
         span.start_samples,
         span.end_samples,
-        said,
+        decoded,
         heard.tokens,
         heard.avg_logprob,
         heard.temperature,
         heard.finish,
         heard.logprobs,
         heard.no_speech_prob,
-        align_words(said, heard.tokens, heard.logprobs, times, text, span, quiet) if times else (),
+        align_words(decoded, heard.tokens, heard.logprobs, times, text, span, quiet) if times else (),
     )
 
 
 def select_tokens(heard: Recognition, kept: Sequence[int]) -> Recognition:
-    """Of its tokens those at the places `kept`, with what is known of each."""
+    """Returns the recognition with only the tokens at the indices `kept`."""
     return msgspec.structs.replace(
         heard,
         tokens=tuple(heard.tokens[i] for i in kept),
@@ -104,22 +110,22 @@ def select_tokens(heard: Recognition, kept: Sequence[int]) -> Recognition:
 
 
 class SegmentNormalizer:
-    """The last of what happens to a caller's segments: they are written as one writes, if that was asked for."""
+    """Inverse text normalization of segments, if requested; the last step before they are emitted."""
 
     def __init__(self, language: str, *, itn: bool) -> None:
-        """`language`: what is spoken, or translated into; empty: it is yet to be heard. Raises UnsupportedOption
-        where nothing can be written so."""
+        """`language`: language of the speech, or of the translation; empty: not known yet. Raises
+        UnsupportedOption for a language without grammars."""
         self._language, self._itn = language, itn
         if itn:
             inverse.check_inverse_normalization(language)
 
     def normalize(self, segment: Segment, heard: str) -> Segment:
-        """`heard`: the language that was heard in it."""
+        """Normalizes a segment. `heard`: its detected language."""
         return inverse.inverse_normalize(segment, self._language or heard) if self._itn else segment
 
 
 def resolve_language(client: EngineClient, wanted: str | None) -> str:
-    """The language to hear, of those the model knows; empty: whichever it hears. Raises OptionError."""
+    """Returns the model's code for the chosen language; empty: detect it. Raises OptionError."""
     languages = client.card.languages
     if wanted is not None and wanted not in languages:
         raise OptionError(
@@ -132,7 +138,7 @@ def resolve_language(client: EngineClient, wanted: str | None) -> str:
 
 
 def check_task(client: EngineClient, task: str) -> None:
-    """Raises UnsupportedOption."""
+    """Raises UnsupportedOption for a task that the model does not support."""
     tasks = client.card.tasks
     if task not in tasks:
         raise UnsupportedOption(
@@ -144,7 +150,7 @@ def check_task(client: EngineClient, task: str) -> None:
 
 
 def check_search(client: EngineClient, task: str, temperatures: Sequence[float], beam: int) -> None:
-    """Raises UnsupportedOption for what a model's search cannot do."""
+    """Raises UnsupportedOption for options that the model's search does not support."""
     check_task(client, task)
     if not client.card.streaming:
         return
@@ -165,7 +171,7 @@ def check_search(client: EngineClient, task: str, temperatures: Sequence[float],
 
 
 def check_timestamps(client: EngineClient) -> None:
-    """Raises UnsupportedOption where a recording cannot be heard window by window."""
+    """Raises UnsupportedOption for a model without timestamps, which cannot do sequential long form."""
     if client.card.times is None:
         raise UnsupportedOption(
             "long_form=sequential",
@@ -176,7 +182,7 @@ def check_timestamps(client: EngineClient) -> None:
 
 
 def check_diarization(client: EngineClient) -> None:
-    """Raises WeightsMissing where the engine could not hear who speaks."""
+    """Raises WeightsMissing where the diarization models are missing."""
     if not client.has_diarization:
         raise WeightsMissing(
             "the models that hear who speaks are not on this machine",
@@ -185,14 +191,14 @@ def check_diarization(client: EngineClient) -> None:
 
 
 def constant_speech_scores(pcm: np.ndarray, threshold: float) -> np.ndarray:
-    """Scores of whole windows where nobody asks for voice activity: every one is speech; the louder, the surer, so
-    that a cut falls where it is quiet."""
+    """Scores of whole windows without voice activity: all are speech, and louder ones score higher, so that a
+    cut falls where it is quiet."""
     loudness = np.sqrt(np.square(pcm.reshape(-1, WINDOW_SAMPLES)).mean(axis=1))
     return np.asarray(threshold + (1 - threshold) * np.minimum(loudness, 1))
 
 
 def segment_limit_ms(client: EngineClient, wanted: int | None) -> int:
-    """How long a segment may be: as wanted, or the model's own limit. Raises OptionError."""
+    """Returns the limit of a segment: `wanted`, or the model's own. Raises OptionError."""
     limit = client.card.max_segment_ms
     if wanted is not None and wanted > limit:
         raise OptionError(
@@ -204,32 +210,32 @@ def segment_limit_ms(client: EngineClient, wanted: int | None) -> int:
 
 
 def endpoint_overrides(threshold: float | None, pad_before_ms: int | None) -> dict[str, Any]:
-    """What of EndpointConfig a caller chose."""
-    chosen: dict[str, Any] = {}
+    """Returns the fields of EndpointConfig that are set."""
+    overrides: dict[str, Any] = {}
     if threshold is not None:
-        # The share of the defaults, and of the model's authors.
-        chosen |= {"threshold": threshold, "neg_threshold": 0.7 * threshold}
+        # The ratio of the defaults, and of the model's authors.
+        overrides |= {"threshold": threshold, "neg_threshold": 0.7 * threshold}
     if pad_before_ms is not None:
-        chosen["pad_before_ms"] = pad_before_ms
-    return chosen
+        overrides["pad_before_ms"] = pad_before_ms
+    return overrides
 
 
 def normalize_language_option(options: Any) -> None:
-    """`language` of new options, which a caller may name, becomes its code. For their `__post_init__`."""
+    """Replaces a language name in new options by its code. Called by `__post_init__`."""
     if isinstance(options.language, str):
         msgspec.structs.force_setattr(options, "language", requested_language_code(options.language))
 
 
 def check_switches(options: object, *names: str) -> None:
-    """Raises OptionError for one that is neither on nor off."""
+    """Raises OptionError for a switch that is not a bool."""
     for name in names:
         if not isinstance(value := getattr(options, name), bool):
             raise OptionError(f"{name}={value!r}", "True or False", param=name)
 
 
 def validate_option_names(options: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
-    """Keyword arguments as fields: an unknown one fails and names the nearest. A schedule may be text, or a list
-    of (up_to_ms, silence_ms)."""
+    """Checks the names of keyword arguments and parses a schedule, which may be text or a list of (up_to_ms,
+    silence_ms). Raises for an unknown name and suggests the nearest."""
     for name in options:
         if name not in known:
             raise unknown_name_error("option", name, known)

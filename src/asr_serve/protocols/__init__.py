@@ -1,1 +1,1 @@
-"""What clients send and what they get back, as data: no HTTP here."""
+"""Wire formats as data: parsing of requests and encoding of answers, without HTTP."""

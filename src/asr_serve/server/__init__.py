@@ -1,1 +1,1 @@
-"""The engine behind HTTP, as clients already speak it."""
+"""HTTP and WebSocket server: the APIs of OpenAI and FunASR, and its own."""

@@ -1,4 +1,4 @@
-"""The application: every route and layer, wired by hand."""
+"""The ASGI application: wires every route and middleware."""
 
 from __future__ import annotations
 
@@ -15,40 +15,49 @@ from starlette.types import Scope
 from asr_serve import __version__
 from asr_serve.config import ServeConfig
 from asr_serve.metrics import ServerMetrics
-from asr_serve.server import documents, health, models, openai_live, sockets, speech, streaming, transcribe
+from asr_serve.server import openapi
 from asr_serve.server.console import pages
-from asr_serve.server.engines import Engines
-from asr_serve.server.jobs import Jobs
-from asr_serve.server.layers import replies
-from asr_serve.server.layers.gate import OPEN, Gate, Guard
-from asr_serve.server.layers.visits import Visits
+from asr_serve.server.engine_registry import EngineRegistry
+from asr_serve.server.middleware import error_handlers
+from asr_serve.server.middleware.admission import PUBLIC_PATHS, AdmissionController, AdmissionMiddleware
+from asr_serve.server.middleware.request_context import RequestContextMiddleware
+from asr_serve.server.realtime.endpoint import LiveDependencies
+from asr_serve.server.realtime.funasr import endpoint as funasr_endpoint
+from asr_serve.server.realtime.openai import endpoint as openai_endpoint
+from asr_serve.server.realtime.stream import endpoint as stream_endpoint
+from asr_serve.server.routes import health, models, speech, transcriptions
 from asr_serve.server.telemetry.tracing import Tracer
+from asr_serve.server.transcription_job import TranscriptionExecutor
 from asr_serve.server.voices import routes as voices
 
-UNMATCHED = "unmatched"
-"""The route of requests that match none."""
+UNMATCHED_ROUTE = "unmatched"
+"""Route label of requests that match no route."""
 
 
 def create_app(
-    config: ServeConfig, engines: Engines, metrics: ServerMetrics, gate: Gate, tracer: Tracer | None = None
+    config: ServeConfig,
+    engines: EngineRegistry,
+    metrics: ServerMetrics,
+    gate: AdmissionController,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
-    """`gate` is the caller's to drain. Whoever gave `engines` and `tracer` closes them, after the last request."""
-    jobs = Jobs(config.max_concurrent)
-    desk = sockets.Desk(config, engines, gate, jobs, metrics)
-    streams = streaming.sessions(desk)
+    """Builds the application. The caller drains `gate`, and closes `engines` and `tracer` at the end."""
+    executor = TranscriptionExecutor(config.max_concurrent)
+    dependencies = LiveDependencies(config, engines, gate, executor, metrics)
+    streams = stream_endpoint.create_session_manager(dependencies)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        with gate.warned(streams.drain), gate.warned(cloning.clonings.drain):
+        with gate.on_drain(streams.drain), gate.on_drain(voice_dependencies.clonings.drain):
             yield
-        await cloning.clonings.close()
+        await voice_dependencies.clonings.close()
         await streams.close()
-        jobs.close()
+        executor.close()
 
-    cloning = voices.Desk.of(config, engines)
-    speaking = speech.Desk.of(config, engines, gate, jobs)
-    hears = config.engine.role != "encode"
-    docs = config.docs and hears
+    voice_dependencies = voices.VoiceDependencies.create(config, engines)
+    speech_dependencies = speech.SpeechDependencies.create(config, engines, gate, executor)
+    full_server = config.engine.role != "encode"
+    docs = config.docs and full_server
     app = FastAPI(
         title="asr-serve",
         version=__version__,
@@ -58,59 +67,66 @@ def create_app(
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
         lifespan=lifespan,
-        exception_handlers={HTTPException: replies.not_found, RequestValidationError: replies.invalid},
+        exception_handlers={
+            HTTPException: error_handlers.handle_http_exception,
+            RequestValidationError: error_handlers.handle_validation_error,
+        },
     )
-    of_health = health.routes(engines, gate, metrics, with_metrics=config.metrics)
-    if hears:
+    health_routes = health.routes(engines, gate, metrics, with_metrics=config.metrics)
+    if full_server:
         routers = [
-            transcribe.routes(transcribe.Desk.of(config, engines, jobs)),
-            speech.routes(speaking),
-            voices.routes(cloning),
+            transcriptions.routes(transcriptions.TranscriptionDependencies.create(config, engines, executor)),
+            speech.routes(speech_dependencies),
+            voices.routes(voice_dependencies),
             models.routes(engines, admins=bool(config.admin_keys)),
-            of_health,
-            streaming.commands(streams),
+            health_routes,
+            stream_endpoint.commands(streams),
         ]
         live = [
-            *sockets.routes(desk),
-            openai_live.route(desk),
-            speech.route(speaking),
-            *streaming.routes(streams, config.max_frame_bytes),
+            *funasr_endpoint.routes(dependencies),
+            openai_endpoint.route(dependencies),
+            speech.route(speech_dependencies),
+            *stream_endpoint.routes(streams, config.max_frame_bytes),
         ]
     else:
-        routers, live = [of_health], []
-    console = pages.routes() if config.console and hears else []
-    own = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
-    app.state.routes = own
+        routers, live = [health_routes], []
+    console = pages.routes() if config.console and full_server else []
+    all_routes = [*app.routes, *(route for router in routers for route in router.routes), *live, *console]
+    app.state.routes = all_routes
     for router in routers:
         app.include_router(router)
     app.router.routes += [*live, *console]
-    if not hears:
-        app.router.routes += health.deaf_elsewhere()
-    app.openapi = documents.openapi(app, OPEN, keys=gate.keys.needed)  # type: ignore[method-assign]
+    if not full_server:
+        app.router.routes += health.encoder_only_routes()
+    app.openapi = openapi.openapi_builder(app, PUBLIC_PATHS, keys=gate.keys.required)  # type: ignore[method-assign]
 
-    # From the inside out.
-    app.add_middleware(Guard, gate=gate, origins=config.cors_origins)
-    app.add_middleware(replies.Replies)
+    # The innermost first.
+    app.add_middleware(AdmissionMiddleware, gate=gate, origins=config.cors_origins)
+    app.add_middleware(error_handlers.ErrorMiddleware)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # OpenAI's client for JavaScript sends many of its own
-            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *speech.HEADERS],
+            allow_headers=["*"],  # OpenAI's JavaScript client sends many of its own
+            expose_headers=["x-request-id", "retry-after", "retry-after-ms", *speech.SPEECH_HEADERS],
         )
-    app.add_middleware(Visits, metrics=metrics, tracer=tracer or Tracer(), template=_template(own))
+    app.add_middleware(
+        RequestContextMiddleware, metrics=metrics, tracer=tracer or Tracer(), template=_route_template(all_routes)
+    )
     return app
 
 
-def _template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
-    """Scope -> the path of the route it matches, as it was declared."""
-    known = {
-        kind: [(route.path_regex, route.path) for route in routes if isinstance(route, of)]
-        for kind, of in (("http", Route), ("websocket", WebSocketRoute))
+def _route_template(routes: Sequence[BaseRoute]) -> Callable[[Scope], str]:
+    """Returns a function from a scope to the declared path of the route that it matches."""
+    patterns = {
+        kind: [(route.path_regex, route.path) for route in routes if isinstance(route, route_class)]
+        for kind, route_class in (("http", Route), ("websocket", WebSocketRoute))
     }
 
     def template(scope: Scope) -> str:
-        return next((path for pattern, path in known[scope["type"]] if pattern.match(scope["path"])), UNMATCHED)
+        return next(
+            (path for pattern, path in patterns[scope["type"]] if pattern.match(scope["path"])), UNMATCHED_ROUTE
+        )
 
     return template

@@ -1,4 +1,4 @@
-"""The server's life: open the port, load the models, say so, drain on SIGTERM, end."""
+"""Server process: open the port, load the models, announce them, drain on SIGTERM, exit."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 from granian.constants import Interfaces, SSLProtocols
+from granian.http import HTTP1Settings
 from granian.server.embed import Server
 
 from asr_serve import __version__
@@ -26,8 +27,8 @@ from asr_serve.config import ServeConfig
 from asr_serve.errors import AsrServeError, OptionError
 from asr_serve.metrics import ServerMetrics
 from asr_serve.server.app import create_app
-from asr_serve.server.engines import Engines
-from asr_serve.server.layers.gate import Gate
+from asr_serve.server.engine_registry import EngineRegistry
+from asr_serve.server.middleware.admission import AdmissionController
 from asr_serve.server.telemetry import logs
 from asr_serve.server.telemetry.tracing import Tracer
 
@@ -35,37 +36,40 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1_024
 """Connections that may wait to be accepted."""
-SPARE_CONNECTIONS = 1_024
-"""Over the limits: those that wait between two requests, and those that will be told to come again."""
+SPARE_CONNECTIONS = 8_192
+"""Connections beyond the limits: those between two requests, those refused with a retry time, and those that send
+their headers slowly: granian accepts nobody else while all connections are taken."""
+HEADERS_MS = 10_000
+"""Time for the headers of a request, after which granian closes the connection."""
 FILES = 256
-"""Open files that are no connections."""
-LAST_ANSWERS_S = 0.5
-"""After the last request: for its bytes to leave."""
+"""Open files other than connections."""
+FINAL_RESPONSES_S = 0.5
+"""Wait after the last request, for its bytes to be sent."""
 STOP_S = 3.0
-"""For requests that are broken off to be told so; and for granian, which waits for every open connection."""
+"""Longest wait for cancelled requests to be answered; and for granian, which waits for open connections."""
 CLOSE_S = 5.0
-"""For the engines to close. One that loads cannot be stopped; it ends by itself when we have."""
+"""Longest wait for the engines to close. A loading one cannot be stopped; it ends after this process."""
 
 
-def serve(config: ServeConfig) -> int:
-    """Run until told to stop. The exit code: 0, or 1 when it could not start or ended by itself.
+def serve(config: ServeConfig) -> NoReturn:
+    """Runs until SIGTERM or SIGINT, then exits: code 0, or 1 if it could not start or ended by itself.
 
-    Raises OptionError when the address cannot be had, or the certificate not be used.
+    Raises OptionError if the address or the certificate cannot be used.
     """
     logs.setup(config.log_format, config.log_level)
     _certificate(config)
-    config = _for_others(config)
-    _keep_memory()
-    _allow_files(config)
+    config = _with_peer_port(config)
+    _tune_malloc()
+    connections = _connection_limit(config)
     ports = [_free_port(config.host, config.port)]
     if config.realtime_port is not None:
         ports.append(_free_port(config.host, config.realtime_port, "--realtime-port"))
-    return asyncio.run(_serve(config, ports))
+    _exit_now(asyncio.run(_serve(config, ports, connections)))
 
 
-def _for_others(config: ServeConfig) -> ServeConfig:
-    """The port for peers too is chosen before anything else: an engine that starts anew listens there again.
-    Raises OptionError."""
+def _with_peer_port(config: ServeConfig) -> ServeConfig:
+    """Chooses the port for peers before the engine starts: a restarted engine listens there again. Raises
+    OptionError."""
     if config.engine.role != "encode":
         return config
     if config.more_models:
@@ -84,22 +88,23 @@ def _for_others(config: ServeConfig) -> ServeConfig:
     return msgspec.structs.replace(config, encode_port=port)
 
 
-def _allow_files(config: ServeConfig) -> None:
-    """Have room for every connection: many systems allow 1024 open files unless asked."""
+def _connection_limit(config: ServeConfig) -> int:
+    """Connections to accept, after raising the limit of open files for them: the default of many systems is 1024.
+
+    Fewer where the system allows fewer files: accepting without a file left would fail again and again.
+    """
+    wanted = config.max_concurrent + config.max_live_sessions + SPARE_CONNECTIONS
+    other = FILES + config.max_concurrent  # each request may hold a recording's file
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES + 2 * _connections(config)  # a recording may be on disk
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+    if soft != resource.RLIM_INFINITY and soft < wanted + other:
+        soft = wanted + other if hard == resource.RLIM_INFINITY else min(wanted + other, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(config.max_concurrent, soft - other))
 
 
-def _connections(config: ServeConfig) -> int:
-    return config.max_concurrent + config.max_live_sessions + SPARE_CONNECTIONS
-
-
-def _keep_memory() -> None:
-    """Have glibc keep the buffers audio passes through, on few heaps. By default each is mapped, zeroed page by
-    page and unmapped again, for a tenth of what a short request costs; and every thread gets a heap that grows."""
+def _tune_malloc() -> None:
+    """Makes glibc reuse audio buffers, on few heaps. By default it maps, zeroes and unmaps each one, for a tenth
+    of a short request's time; and every thread gets a heap that grows."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
@@ -109,40 +114,40 @@ def _keep_memory() -> None:
 
 
 def _free_port(host: str, port: int, flag: str = "--port") -> int:
-    """The port, or one the system chooses for 0. Raises OptionError when it is taken: granian would share it."""
+    """Returns the port; for 0 one that the system chooses. Raises OptionError if taken: granian would share it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             return int(probe.getsockname()[1])
-    except OSError as failure:
+    except OSError as error:
         raise OptionError(
-            f"{host}:{port} cannot be listened on: {failure.strerror or failure}",
+            f"{host}:{port} cannot be listened on: {error.strerror or error}",
             "an address of this machine and a free port",
             f"choose another with {flag}, or 0 for any",
-        ) from failure
+        ) from error
 
 
 def _certificate(config: ServeConfig) -> dict[str, Any]:
-    """What granian is told of TLS: nothing where there is none. Raises OptionError for files that are no good."""
+    """Arguments of granian for TLS; empty without TLS. Raises OptionError for files that cannot be used."""
     if config.tls_cert is None or config.tls_key is None:
         return {}
     cert, key = Path(config.tls_cert).expanduser(), Path(config.tls_key).expanduser()
     for name, file in (("tls_cert", cert), ("tls_key", key)):
         try:
             file.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as failure:
-            why = failure.strerror if isinstance(failure, OSError) else "not text"
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not text"
             raise OptionError(
-                f"{name}={str(file)!r}: {why}", "a file in PEM that may be read", param=name
+                f"{name}={str(file)!r}: {reason}", "a file in PEM that may be read", param=name
             ) from None
     try:
-        # The password is for a key that has one: without it OpenSSL would ask at the terminal.
+        # With no password given, OpenSSL would ask for that of an encrypted key at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
-    except ssl.SSLError as failure:
+    except ssl.SSLError as error:
         raise OptionError(
-            f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r} cannot be used: {failure}",
+            f"tls_cert={config.tls_cert!r} and tls_key={config.tls_key!r} cannot be used: {error}",
             "a certificate and its own key, in PEM, without a password",
             "look at both: openssl x509 -in CERT -text, openssl pkey -in KEY -check",
             param="tls_key",
@@ -150,10 +155,10 @@ def _certificate(config: ServeConfig) -> dict[str, Any]:
     return {"ssl_cert": cert, "ssl_key": key, "ssl_protocol_min": SSLProtocols.tls12}
 
 
-async def _serve(config: ServeConfig, ports: list[int]) -> int:
-    """`ports`: the server's own, and perhaps that for FunASR's realtime clients."""
-    told = asyncio.Event()
-    metrics, gate, engines = ServerMetrics(__version__), Gate(config), Engines(config)
+async def _serve(config: ServeConfig, ports: list[int], connections: int) -> int:
+    """Runs until a signal; returns the exit code. `ports`: the server's, and any for FunASR's realtime clients."""
+    stop_requested = asyncio.Event()
+    metrics, gate, engines = ServerMetrics(__version__), AdmissionController(config), EngineRegistry(config)
     tracer = Tracer.create(config.otel_endpoint, "asr-serve")
     app = create_app(config, engines, metrics, gate, tracer)
     servers = [
@@ -161,89 +166,94 @@ async def _serve(config: ServeConfig, ports: list[int]) -> int:
             app,
             address=config.host,
             port=port,
-            # The app begins and ends once, with the first.
+            # The lifespan of the app runs once, with the first.
             interface=Interfaces.ASGINL if number else Interfaces.ASGI,
             backlog=BACKLOG,
-            backpressure=_connections(config),
+            backpressure=connections,
+            http1_settings=HTTP1Settings(header_read_timeout=HEADERS_MS),
             log_dictconfig=logs.GRANIAN,
             **_certificate(config),
         )
         for number, port in enumerate(ports)
     ]
-    with _signals(told):
+    with _signals(stop_requested):
         listening = {asyncio.create_task(server.serve()) for server in servers}
-        stop = asyncio.create_task(told.wait())
+        stop = asyncio.create_task(stop_requested.wait())
         loading = asyncio.create_task(engines.start())
-        code, late = 1, set[asyncio.Task[Any]]()
+        code, unfinished = 1, set[asyncio.Task[Any]]()
         try:
             started = time.perf_counter()
             await asyncio.wait({*listening, stop, loading}, return_when=asyncio.FIRST_COMPLETED)
             if loading.done() and not stop.done() and not any(task.done() for task in listening):
                 loading.result()
-                _announce(config, ports, time.perf_counter() - started, engines.own_voice)
+                _announce(config, ports, time.perf_counter() - started, engines.default_tts_model)
                 await asyncio.wait({*listening, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
                 await _drain(config, gate)
                 code = 0
-        except AsrServeError as failure:
-            log.error("the server could not start: %s", failure)
+        except AsrServeError as error:
+            log.error("the server could not start: %s", error)
         finally:
             stop.cancel()
             loading.cancel()
             for server in servers:
                 server.stop()  # type: ignore[no-untyped-call]
-            late |= await _ended({loading, *listening}, STOP_S)
-            late |= await _ended({asyncio.create_task(engines.close())}, CLOSE_S)
+            unfinished |= await _wait_tasks({loading, *listening}, STOP_S)
+            unfinished |= await _wait_tasks({asyncio.create_task(engines.close())}, CLOSE_S)
             tracer.close()
-            if late:
-                _leave(code)
+            if unfinished:
+                _exit_now(code)
     return code
 
 
-async def _ended(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[asyncio.Task[Any]]:
-    """Wait for them; returns those that go on. What a task fails with is logged, unless somebody was told."""
-    done, late = await asyncio.wait(tasks, timeout=wait_s)
+async def _wait_tasks(tasks: set[asyncio.Task[Any]], wait_s: float) -> set[asyncio.Task[Any]]:
+    """Waits for tasks; returns the unfinished. Logs their errors, except AsrServeError, which is reported."""
+    done, pending = await asyncio.wait(tasks, timeout=wait_s)
     for task in done:
-        failure = None if task.cancelled() else task.exception()
-        if failure is not None and not isinstance(failure, AsrServeError):
-            log.error("the server ended badly", exc_info=failure)
-    return late
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, AsrServeError):
+            log.error("the server ended badly", exc_info=error)
+    return pending
 
 
-def _leave(code: int) -> NoReturn:
-    """End now, and wait for nothing: an orderly exit joins threads, whatever they wait for."""
+def _exit_now(code: int) -> NoReturn:
+    """Exits without finalizing Python, which joins threads, whatever they wait for; and a thread of granian that
+    meets a Python being finalized aborts the process, at one exit of twenty."""
     logging.shutdown()
+    sys.stdout.flush()
     os._exit(code)
 
 
-async def _drain(config: ServeConfig, gate: Gate) -> None:
-    """Take nothing new, and finish what was accepted."""
+async def _drain(config: ServeConfig, gate: AdmissionController) -> None:
+    """Refuses new requests, and finishes those in progress within `drain_s`."""
     gate.drain()
-    log.info("stopping: %d requests are still answered, for up to %g s", gate.inside, config.drain_s)
+    log.info("stopping: %d requests are still answered, for up to %g s", gate.in_flight_requests, config.drain_s)
     try:
         async with asyncio.timeout(config.drain_s):
-            await gate.idle()
+            await gate.wait_idle()
     except TimeoutError:
-        log.warning("%d requests were not answered in %g s and are broken off", gate.inside, config.drain_s)
-        gate.break_off()
+        log.warning(
+            "%d requests were not answered in %g s and are broken off", gate.in_flight_requests, config.drain_s
+        )
+        gate.cancel_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                await gate.idle()
-    await asyncio.sleep(LAST_ANSWERS_S)
+                await gate.wait_idle()
+    await asyncio.sleep(FINAL_RESPONSES_S)
 
 
 @contextlib.contextmanager
-def _signals(told: asyncio.Event) -> Iterator[None]:
-    """SIGTERM and SIGINT ask to stop; the second one does not ask."""
+def _signals(stop_requested: asyncio.Event) -> Iterator[None]:
+    """Sets `stop_requested` on SIGTERM or SIGINT; exits at once on the second."""
 
-    def ask() -> None:
-        if told.is_set():
-            os._exit(1)  # an exception would pass through whatever runs, and be logged there; the engines notice
-        told.set()
+    def handle() -> None:
+        if stop_requested.is_set():
+            os._exit(1)  # an exception would be logged by whatever runs; the engines notice the exit
+        stop_requested.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask)
+        loop.add_signal_handler(number, handle)
     try:
         yield
     finally:
@@ -252,7 +262,7 @@ def _signals(told: asyncio.Event) -> Iterator[None]:
 
 
 def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str | None) -> None:
-    """What somebody who has just started it wants to know. `voice`: the model that speaks, if one does."""
+    """Prints addresses and examples. `voice`: the default synthesis model, if any."""
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     host = f"[{host}]" if ":" in host else host
     secure = "s" if config.tls_cert else ""
@@ -261,43 +271,45 @@ def _announce(config: ServeConfig, ports: list[int], took_s: float, voice: str |
     took = f"(ready in {took_s:.1f} s; stop with ctrl-C)"
     health = f"  health    {url}/ready" + (f"   metrics   {url}/metrics" if config.metrics else "")
     if config.engine.role == "encode":
-        at = f"{host}:{config.encode_port}"
+        address = f"{host}:{config.encode_port}"
         lines = [
-            f"asr-serve {__version__} encodes {config.model} for others at {at} {took}",
+            f"asr-serve {__version__} encodes {config.model} for others at {address} {took}",
             "",
-            f"  ask it    asr-serve serve --role decode --model {config.model} --peer {at}",
+            f"  ask it    asr-serve serve --role decode --model {config.model} --peer {address}",
             health,
         ]
-        _say(config, lines, {"encode_at": at, "url": url, "model": config.model, "load_s": round(took_s, 2)})
+        _print_facts(
+            config, lines, {"encode_at": address, "url": url, "model": config.model, "load_s": round(took_s, 2)}
+        )
         return
     live = f"ws{secure}://{host}:{ports[-1]}"
-    if voice == config.model:  # it speaks, and hears nothing
-        page, ways = f"{url}/speak   (have it read what you write)", []
+    if voice == config.model:  # synthesis only
+        page, usage = f"{url}/speak   (have it read what you write)", []
         live += "/v1/audio/speech/stream   (text while it is written)"
     else:
         page = f"{url}/   (talk to it, or drop a recording)"
-        ways = [f"  try it    curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav"]
+        usage = [f"  try it    curl {url}/v1/audio/transcriptions{key} -F model={config.model} -F file=@talk.wav"]
         live += "   (FunASR's; OpenAI's: /v1/realtime; ours: /v1/stream)"
     lines = [
         f"asr-serve {__version__} serves {config.model} on {url} {took}",
         "",
         *([f"  peers     {', '.join(config.engine.peers)} (asked to encode)"] if config.engine.peers else []),
         *([f"  console   {page}"] if config.console else []),
-        *ways,
+        *usage,
         *([f"  speak     {_speak(url, key)}   ({voice})"] if voice else []),
         f"  live      {live}",
         *([f"  docs      {url}/docs"] if config.docs else []),
         health,
     ]
     facts = {"url": url, "model": config.model, "voice": voice, "load_s": round(took_s, 2)}
-    _say(config, lines, {name: fact for name, fact in facts.items() if fact is not None})
+    _print_facts(config, lines, {name: fact for name, fact in facts.items() if fact is not None})
 
 
 def _speak(url: str, key: str) -> str:
     return f"curl {url}/v1/audio/speech{key} -d " + """'{"input":"Hello."}' -o hello.mp3"""
 
 
-def _say(config: ServeConfig, lines: list[str], facts: dict[str, Any]) -> None:
+def _print_facts(config: ServeConfig, lines: list[str], facts: dict[str, Any]) -> None:
     if config.log_format == "json":
         log.info("ready", extra=facts)
     else:

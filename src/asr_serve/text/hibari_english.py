@@ -1,8 +1,8 @@
-"""English, by hibari-tts: the one file that loads it here. Phonemes in misaki's alphabet.
+"""English phonemes in misaki's alphabet by hibari-tts; the only file that imports it.
 
 Its lexicons are misaki's (American and British), its tagger chooses between readings (`I read`, `to read`), and a
-small network (onnxruntime) reads what no lexicon has. Everything is loaded once, at first use, and shared: nothing
-in it is changed by reading.
+small network (onnxruntime) reads words that no lexicon has. Everything is loaded once, at first use, and shared:
+reading does not change it.
 
 Source  hibari-tts (Apache-2.0), after misaki (Apache-2.0).
 """
@@ -22,9 +22,10 @@ from asr_serve.errors import ProgramMissing
 from asr_serve.text.name_pronunciations import name_pronunciations, possessive
 
 HIBARI_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a library may raise on a text that its author did not think of."""
+"""Errors that the library may raise on unusual text."""
 HELD, GIVEN = str.maketrans("ɾʔ", "\ue010\ue011"), str.maketrans("\ue010\ue011", "ɾʔ")
-"""hibari writes these two otherwise; not where they were asked for."""
+"""Tables that protect two phonemes from hibari, which would rewrite them, and restore them where they were
+given."""
 _loading = threading.Lock()
 
 
@@ -36,14 +37,14 @@ class PhonemeOverride(NamedTuple):
 
 
 Chunk = tuple[str | PhonemeOverride, ...]
-"""What stands between two blanks."""
+"""Text between two spaces."""
 
 
 class HibariPronouncer:
-    """A lexicon, a tagger and a network. Safe for any number of threads."""
+    """Grapheme-to-phoneme conversion by lexicon, tagger and network. Thread-safe."""
 
     def __init__(self, british: bool, like: HibariPronouncer | None = None) -> None:
-        """`like`: another one, to share what does not depend on the accent."""
+        """`like`: another instance, whose parts that do not depend on the accent are shared."""
         _folder()
         from hibari.g2p import G2P
         from hibari.g2p.token import Tok
@@ -52,16 +53,19 @@ class HibariPronouncer:
         self._g2p: Any = G2P(british=british)
         if like:
             self._g2p.tagger, self._g2p.tokenizer = like._g2p.tagger, like._g2p.tokenizer
-        self._g2p.oov  # noqa: B018  loads it, before threads could do so twice
+        self._g2p.oov  # noqa: B018  loads the network, before several threads could do so
         self.letters, self._names = misaki_letters(), name_pronunciations(british)
 
     def pronounce(self, chunks: Sequence[Chunk]) -> list[str]:
-        """Phonemes of each chunk of a sentence, with the blank behind it."""
+        """Phonemes of each chunk of a sentence, with a trailing space."""
         try:
             found = self._pronounce(chunks)
         except HIBARI_ERRORS:
             found = [self._alone(chunk) for chunk in chunks]
-        return [kept + " " if (kept := "".join(c for c in each if c in self.letters)) else "" for each in found]
+        return [
+            known + " " if (known := "".join(c for c in phonemes if c in self.letters)) else ""
+            for phonemes in found
+        ]
 
     def _pronounce(self, chunks: Sequence[Chunk]) -> list[str]:
         tokens = []
@@ -78,9 +82,9 @@ class HibariPronouncer:
         tags = self._g2p.tagger([token.text for token in tokens])
         for token, tag in zip(tokens, tags, strict=True):
             token.tag = tag
-        said = self._g2p.phonemize_tokens(tokens)
+        spoken = self._g2p.phonemize_tokens(tokens)
         found = [""]
-        for token in said:
+        for token in spoken:
             found[-1] += (token.phonemes or "").translate(GIVEN)
             if token.whitespace:
                 found.append("")
@@ -109,14 +113,15 @@ class HibariPronouncer:
         return tokens
 
     def _known(self, word: str) -> str:
-        """Letters that neither lexicon nor network has lose their marks: `ő`, not the `é` of `résumé`."""
+        """Word without the diacritics of letters that neither lexicon nor network has: `ő`, but not the `é` of
+        `résumé`."""
         if word.isascii():
             return word
         return "".join(c if c in self._g2p.oov.cin else _unmarked(c) for c in word) or word
 
 
 def load_hibari(british: bool = False) -> HibariPronouncer:
-    """The accent's, loaded at first use: a third of a second."""
+    """Pronouncer of an accent, loaded at first use in a third of a second. Raises ProgramMissing."""
     with _loading:
         return _english(british)
 
@@ -128,12 +133,12 @@ def _english(british: bool) -> HibariPronouncer:
 
 @cache
 def misaki_letters() -> frozenset[str]:
-    """misaki's alphabet, as voices know it."""
+    """Symbols of misaki's alphabet, as in the voices' vocabulary."""
     return frozenset(json.loads((_folder() / "assets" / "vocab.json").read_text(encoding="utf-8")))
 
 
 def number_words() -> Any:
-    """Number words: ONES, cardinal, ordinal, year."""
+    """hibari's module of number words: ONES, cardinal, ordinal, year."""
     _folder()
     from hibari.g2p import numbers
 
@@ -141,8 +146,8 @@ def number_words() -> Any:
 
 
 def expand_abbreviations(text: str) -> str:
-    """Dates, times, units, titles, abbreviations and Roman numbers in words; plain numbers stay. The text itself
-    where the library breaks on it."""
+    """Write dates, times, units, titles, abbreviations and Roman numbers in words; plain numbers stay. Returns the
+    text itself where the library fails on it."""
     _folder()
     from hibari.g2p.normalize import normalize
 
@@ -154,7 +159,7 @@ def expand_abbreviations(text: str) -> str:
 
 @cache
 def _folder() -> Path:
-    """Where hibari lies. Raises ProgramMissing."""
+    """Folder of hibari's package. Raises ProgramMissing."""
     found = importlib.util.find_spec("hibari")
     if found is None or found.origin is None:
         raise ProgramMissing(
@@ -164,11 +169,11 @@ def _folder() -> Path:
 
 
 def _letter_a(chunk: Chunk, at: int, of: int) -> bool:
-    """Whether a capital A is the letter, not the article: nowhere but at the beginning is that written so."""
+    """Whether a capital A is the letter: the article has a capital only at the beginning of a sentence."""
     return at > 0 or of == 1
 
 
 def _unmarked(word: str) -> str:
-    """Latin letters without their marks: `café` -> `cafe`."""
+    """Latin letters without diacritics: `café` -> `cafe`."""
     special = word.replace("ß", "ss").replace("æ", "ae").replace("ø", "o").replace("ð", "th").replace("þ", "th")
     return "".join(letter for letter in unicodedata.normalize("NFKD", special) if letter.isascii())

@@ -1,4 +1,4 @@
-"""Names of languages as people and clients write them, to ISO 639-1 codes, and Whisper's where it has none."""
+"""Language names, as people and clients write them, to ISO 639-1 codes, or Whisper's codes where there is none."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ _NAMES = {
 }
 _CODES = {name: code for code, names in _NAMES.items() for name in names.split()}
 _NONE = ("", "auto", "none", "null")
-"""What clients send for no language."""
+"""Values that clients send for no language."""
 
 _LATIN = "cs da de en es et fi fr hr hu id it lt lv ms nl no pl pt ro sk sl sv sw tl tr vi"
 SCRIPTS = {
@@ -124,11 +124,11 @@ SCRIPTS = {
     "yue": ("CJK", "LATIN"),
     "zh": ("CJK", "LATIN"),
 }
-"""What languages are written in; of others nothing is known."""
+"""Scripts of languages; those of other languages are not known."""
 
 
 def script_of(letter: str) -> str:
-    """What a letter belongs to, as Unicode names it.
+    """Script of a letter, by its Unicode name.
 
     >>> script_of("é"), script_of("語"), script_of("ж")
     ('LATIN', 'CJK', 'CYRILLIC')
@@ -137,7 +137,7 @@ def script_of(letter: str) -> str:
 
 
 def language_code(name: str) -> str:
-    """The code of a language; what is no name comes back as it is, in lower case.
+    """Code of a language; an unknown name is returned in lower case.
 
     >>> [language_code(name) for name in ("English", "中文", "EN", "en-GB", "klingon")]
     ['en', 'zh', 'en', 'en', 'klingon']
@@ -148,8 +148,7 @@ def language_code(name: str) -> str:
 
 
 def requested_language_code(name: str | None) -> str | None:
-    """The code of a language that a caller asks for, by whatever interface; None: the model's own, or the one that
-    it hears.
+    """Code of the language in a request of any interface; None: the model's own, or the one that it detects.
 
     >>> [requested_language_code(name) for name in ("German", " pt-BR ", "auto", None)]
     ['de', 'pt', None, None]
@@ -158,9 +157,9 @@ def requested_language_code(name: str | None) -> str | None:
 
 
 def languages_by_name(codes: Collection[str]) -> dict[str, str]:
-    """Names and codes of these languages, each with its code.
+    """Names and codes of these languages -> their codes.
 
     >>> languages_by_name(["de"])
     {'de': 'de', 'german': 'de', 'deutsch': 'de', '德文': 'de', '德语': 'de'}
     """
-    return {name: each for each in codes for name in (each, *_NAMES.get(each, "").split())}
+    return {name: code for code in codes for name in (code, *_NAMES.get(code, "").split())}

@@ -1,7 +1,7 @@
-"""Well-known names that no lexicon of the library's has, and that its network reads as English words.
+"""Pronunciations of well-known names that the library's lexicons lack and its network reads as English words.
 
-Each was heard wrong without this table. Those of which people of that name say several things (Ciara, Jaime) are
-left to the caller's lexicon.
+Each was mispronounced without this table. Names with several pronunciations (Ciara, Jaime) are left to the
+request's lexicon.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ djokovic ʤˈOkəvɪʧ  mikhail mɪkˈIl  sergei sɛɹɡˈA  wojciech vˈYʧɛk
 ahmed ˈɑːmɛd  hussein hʊsˈAn  yousef jˈuːsɛf  nguyen wˈɪn  xu ʃˈuː  zhang ʤˈɑːŋ
 huawei wˈɑːwA  hyundai hˈʌndA  kubernetes kuːbəɹnˈɛtiz  xiaomi ʃˈWmi
 """
-"""A name in plain small letters, and how it is said: in misaki's alphabet, with every length and every r."""
+"""Names in plain lower case, each with its phonemes: in misaki's alphabet, with every length and every r."""
 _vowel = "[ˈˌ]?[AIOQWYæɑɔəɛɜɪiʊuʌ]"
 
 
 @cache
 def name_pronunciations(british: bool) -> dict[str, str]:
-    """As the accent says them. American English has no length, British no r but before a vowel."""
-    listed = _names.split()
-    said = _british if british else _american
-    return {name: said(phonemes) for name, phonemes in zip(listed[::2], listed[1::2], strict=True)}
+    """Pronunciations in one accent. American English has no length; British has r only before a vowel."""
+    entries = _names.split()
+    convert = _british if british else _american
+    return {name: convert(phonemes) for name, phonemes in zip(entries[::2], entries[1::2], strict=True)}
 
 
 def possessive(phonemes: str) -> str:

@@ -1,4 +1,4 @@
-"""Token ids to text, and text to ids where a tokeniser can."""
+"""Tokenizers: token ids to text, and text to ids where possible."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Protocol
 from asr_serve.errors import WeightsMissing
 
 SPACE = "\u2581".encode()
-"""SentencePiece's mark for a space."""
+"""SentencePiece's symbol for a space."""
 SPECIAL_TOKENS = 3
-"""<unk> <s> </s>: never text."""
+"""Number of special tokens at the start of a vocabulary, <unk> <s> </s>, which are never text."""
 SPECIAL_TOKEN_MARKS = ("<|", "|>")
-"""How special tokens of Whisper's kind begin and end."""
+"""Start and end of special tokens of Whisper's kind."""
 
 
 class Tokenizer(Protocol):
     """A model's vocabulary."""
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Ids that are special or out of range say nothing; bytes that are no UTF-8 become U+FFFD."""
+        """Text of ids. Special ids and ids out of range are ignored; invalid UTF-8 becomes U+FFFD."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, as it stands; what spells a special token in it is left out, and so may be what it has no
-        letter for."""
+        """Ids of a text, unnormalized. Text that spells a special token is left out, and so may be characters that
+        the vocabulary lacks."""
 
 
 class BytePieceTokenizer:
-    """A vocabulary that is a list of byte strings, one per id.
+    """Tokenizer with a vocabulary of byte strings, one per id.
 
-    Source: the `tokenizer.bin` of Moonshine: pieces one after another, each behind its length in bytes; a
+    Source: the `tokenizer.bin` of Moonshine: pieces one after another, each after its length in bytes; a
     length of 128 or more takes two bytes, low seven bits first.
     """
 
@@ -54,13 +54,13 @@ class BytePieceTokenizer:
         return cls(pieces)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        spoken = b"".join(self.pieces[t] for t in tokens if SPECIAL_TOKENS <= t < len(self.pieces))
-        return spoken.replace(SPACE, b" ").decode(errors="replace").strip()
+        data = b"".join(self.pieces[t] for t in tokens if SPECIAL_TOKENS <= t < len(self.pieces))
+        return data.replace(SPACE, b" ").decode(errors="replace").strip()
 
     def encode(self, text: str) -> list[int]:
-        """As the training of such a vocabulary cut it: of two neighbours that are a piece together, those go
-        together first whose piece was learnt first, and ids stand in that order. What no piece spells is told
-        in bytes.
+        """Ids of a text by byte-pair encoding: of all neighbours that form a piece, the pair whose piece has the
+        lowest id is merged first, since ids are in the order of training. Characters that no piece spells become
+        byte tokens.
 
         Source  byte-pair encoding as in SentencePiece's BPE models (arXiv:1808.06226, section 3.1)
         """
@@ -71,30 +71,30 @@ class BytePieceTokenizer:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """Of each piece; a byte that is a piece twice is the later one, a letter, where it is one."""
+        """Id of each piece; of a byte that is in the vocabulary twice, the later id, which is the letter."""
         return {piece: i for i, piece in enumerate(self.pieces) if i >= SPECIAL_TOKENS}
 
     def _cut(self, word: str) -> list[int]:
-        ids, none = self._ids, len(self.pieces)
+        ids, no_rank = self._ids, len(self.pieces)
         parts = [c.encode() for c in word]
-        ranks = [ids.get(a + b, none) for a, b in pairwise(parts)]
-        """Of each part and the next together."""
-        while ranks and (least := min(ranks)) < none:
+        ranks = [ids.get(a + b, no_rank) for a, b in pairwise(parts)]
+        """Rank of each part merged with the next."""
+        while ranks and (least := min(ranks)) < no_rank:
             at = ranks.index(least)
             parts[at : at + 2] = [parts[at] + parts[at + 1]]
             del ranks[at]
             if at:
-                ranks[at - 1] = ids.get(parts[at - 1] + parts[at], none)
+                ranks[at - 1] = ids.get(parts[at - 1] + parts[at], no_rank)
             if at < len(ranks):
-                ranks[at] = ids.get(parts[at] + parts[at + 1], none)
+                ranks[at] = ids.get(parts[at] + parts[at + 1], no_rank)
         return [
             i for part in parts for i in ([ids[part]] if part in ids else [SPECIAL_TOKENS + byte for byte in part])
         ]
 
 
 class SentencePieceTokenizer:
-    """A list of strings, one per id, in which SentencePiece's mark stands for a space: the `pieces.json` of
-    converted streaming models, which came without the rules that cut text into it."""
+    """Tokenizer with a vocabulary of strings, one per id, with SentencePiece's symbol for a space: the
+    `pieces.json` of converted streaming models, which do not include their segmentation rules."""
 
     def __init__(self, path: Path) -> None:
         self.pieces: list[str] = json.loads(path.read_text(encoding="utf-8"))
@@ -105,20 +105,22 @@ class SentencePieceTokenizer:
 
     @cached_property
     def letters(self) -> frozenset[str]:
-        """Those that it can write by themselves, in either case where it knows one."""
-        own = {piece for piece in self._ids if len(piece) == 1}
-        own |= {piece[1:] for piece in self._ids if len(piece) == 2 and piece[0] == SPACE.decode()}
-        return frozenset(own | {each for c in own for each in (c.lower(), c.upper()) if len(each) == 1})
+        """Letters that are pieces by themselves, in both cases where the vocabulary has one."""
+        single = {piece for piece in self._ids if len(piece) == 1}
+        single |= {piece[1:] for piece in self._ids if len(piece) == 2 and piece[0] == SPACE.decode()}
+        return frozenset(
+            single | {variant for c in single for variant in (c.lower(), c.upper()) if len(variant) == 1}
+        )
 
     @cached_property
     def _longest(self) -> int:
         return max(map(len, self._ids), default=0)
 
     def encode(self, text: str) -> list[int]:
-        """In as few pieces as there can be, of equals those with longer ones first: how exactly a model's training
-        cut text its checkpoint does not tell. What the vocabulary has no letter for is left out; a letter of the
-        case that it does not know is written in the other. Nothing where a letter or digit cannot be written."""
-        mark, known = SPACE.decode(), self._ids
+        """Ids of a text in the fewest pieces, on ties with longer pieces first, because the checkpoint does not
+        define the segmentation used in training. Signs that the vocabulary lacks are left out; a letter whose case
+        it lacks is written in the other. Empty where a letter or digit cannot be written."""
+        mark, ids = SPACE.decode(), self._ids
         text = "".join(c if c.isalnum() or c in self.letters or c in "'’" else " " for c in text)
         begins = text[:1].isspace()
         text = mark.join(text.split())
@@ -127,7 +129,7 @@ class SentencePieceTokenizer:
         fewest: list[tuple[int, list[int]] | None] = [None] * len(text) + [(0, [])]
         for at in range(len(text) - 1, -1, -1):
             for end in range(min(len(text), at + self._longest), at, -1):
-                rest, piece = fewest[end], known.get(text[at:end])
+                rest, piece = fewest[end], ids.get(text[at:end])
                 if rest is None or piece is None:
                     continue
                 best = fewest[at]
@@ -137,11 +139,11 @@ class SentencePieceTokenizer:
         return found[1] if found is not None else []
 
     def _letter(self, c: str) -> str:
-        """As the vocabulary has it; empty for a sign that it does not know."""
-        own = self._own
-        for each in (c, c.lower(), c.upper()):
-            if each in own:
-                return each
+        """A character in a case that the vocabulary has; empty for a sign that it lacks."""
+        known = self._own
+        for variant in (c, c.lower(), c.upper()):
+            if variant in known:
+                return variant
         return c if c.isalnum() else ""
 
     @cached_property
@@ -149,20 +151,20 @@ class SentencePieceTokenizer:
         return frozenset("".join(self._ids))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Ids out of range say nothing; a model that spells may say several spaces, which are one."""
-        spoken = "".join(self.pieces[t] for t in tokens if 0 <= t < len(self.pieces))
-        return " ".join(spoken.replace(SPACE.decode(), " ").split())
+        """Text of ids. Ids out of range are ignored; several spaces, which spelling models emit, become one."""
+        text = "".join(self.pieces[t] for t in tokens if 0 <= t < len(self.pieces))
+        return " ".join(text.replace(SPACE.decode(), " ").split())
 
 
 class HubTokenizer:
-    """Tokeniser over a Hugging Face `tokenizer.json`."""
+    """Tokenizer over a Hugging Face `tokenizer.json`."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
         self.tokenizer = Tokenizer.from_file(str(path))
         added = self.tokenizer.get_added_tokens_decoder().items()
-        # Whisper's times are in some files, marked as if they were text, and in others not at all.
+        # Some files of Whisper hold its time tokens, declared as text; others do not hold them at all.
         self.marks = frozenset(
             token
             for token, entry in added
@@ -179,12 +181,12 @@ class HubTokenizer:
 
 
 def _special(piece: str) -> bool:
-    """A sign of the model's own, like <unk>: never text."""
+    """Whether a piece is a special token, like <unk>, which is never text."""
     return len(piece) > 2 and piece[0] == "<" and piece[-1] == ">"
 
 
 def first_unencodable_letter(tokenizer: Tokenizer, word: str) -> str:
-    """The first letter or digit of a word that the vocabulary cannot write; empty if it can write them all."""
+    """First letter or digit of a word that the vocabulary cannot write; empty if it can write them all."""
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return ""  # bytes spell anything
     if missing := next((c for c in word if c.isalnum() and c not in tokenizer.letters), ""):
@@ -193,30 +195,30 @@ def first_unencodable_letter(tokenizer: Tokenizer, word: str) -> str:
 
 
 def token_texts(tokens: Sequence[int], spell: Callable[[list[int]], str]) -> list[str]:
-    """The part of the text that each token adds. Bytes of a character that is not whole count to the token that
-    completes it; at the very end they count as they are."""
-    found: list[str] = []
-    start = heard = said = 0
+    """Part of the text that each token adds. Bytes of an incomplete character count for the token that completes
+    it; at the very end they count as they are."""
+    texts: list[str] = []
+    start = group = emitted = 0
     for count in range(1, len(tokens) + 1):
-        # Not from the very first: a text of n tokens would be spelt n times. One group before is enough, so that
-        # the space between two is no end of a text.
+        # Decoding from the very first token would take quadratic time. One preceding group is enough context, so
+        # that the space between two groups is not stripped as the end of a text.
         text = spell(list(tokens[start:count]))
         whole = text if count == len(tokens) else text.rstrip("\ufffd")
-        found.append(whole[said:])
-        if len(whole) > said:
-            said = len(whole)
+        texts.append(whole[emitted:])
+        if len(whole) > emitted:
+            emitted = len(whole)
             if whole == text:
-                start, heard = heard, count
-                said = len(spell(list(tokens[start:count])))
-    return found
+                start, group = group, count
+                emitted = len(spell(list(tokens[start:count])))
+    return texts
 
 
 TOKENIZER_FILES = ("tokenizer.bin", "pieces.json", "tokenizer.json")
-"""Where a vocabulary may lie; the first that is there is read."""
+"""Files that may hold a vocabulary; the first that exists is read."""
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The vocabulary of a checkpoint folder. Raises WeightsMissing."""
+    """Tokenizer of a checkpoint folder. Raises WeightsMissing."""
     if (folder / "tokenizer.bin").is_file():
         return BytePieceTokenizer.from_file(folder / "tokenizer.bin")
     if (folder / "pieces.json").is_file():

@@ -1,12 +1,12 @@
-"""A segment's tokens, and when each was said, to its words.
+"""Words of a segment with times, from its tokens and their times.
 
-A word is what stands between spaces; of a script that has none, a character. Marks stand with the word that they
-touch and take no time. Whatever the times of the tokens are, those of the words are in order and inside the
-segment, and none lies where nobody speaks: silence is taken out of the segment's clock, words are put in order
-on what is left, and the clock is put back. A word that then spans a pause keeps its longer part.
+A word is a run of characters between spaces, or a character of a script without spaces. Punctuation belongs to the
+adjacent word and takes no time. Whatever the times of the tokens are, those of the words are in order, inside the
+segment and outside silence: silence is removed from the time axis, words are ordered on the remaining axis, and
+their times are mapped back. A word that then spans a pause keeps its longer part.
 
-Source  characters with what belongs to them: extended grapheme clusters of Unicode's annex 29, as far as scripts
-        without spaces need them
+Source  combining characters: extended grapheme clusters of Unicode's annex 29, as far as scripts without spaces
+        need them
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from asr_serve.text.tokenizers import token_texts
 from asr_serve.types import Span, Word
 
 MIN_WORD_SAMPLES = units.ms_to_samples(40)
-"""Of a word, where there is room: the shortest of a voice whose phonemes are known ("a", "the") last so long."""
+"""Least duration of a word, where there is room: the shortest words ("a", "the") of a voice with known phoneme
+times."""
 SIGNS = "%&#@*‰§†"
-"""They count as marks, and are read aloud."""
+"""Signs that Unicode classes as punctuation, but that are read aloud."""
 CLOSING = "\u0e33\u0eb3"
 """Letters of Thai and Lao that belong to the character before them."""
 _UNSPACED = (
@@ -37,18 +38,19 @@ _UNSPACED = (
 _HANGUL = ((0x1100, 0x11FF), (0x3130, 0x318F), (0xA960, 0xA97F), (0xAC00, 0xD7FF))
 
 TOKEN_SOUND_SAMPLES = units.ms_to_samples(160)
-"""So long a token of a streaming model sounds, if no other follows: it is told in a frame or two of that."""
+"""Duration of a streaming model's token if no other follows sooner; the model emits it within a frame or two of
+that."""
 Times = Sequence[tuple[int, int]]
-"""Start and end of each, in samples."""
+"""Start and end of each token or word, in samples or in frames."""
 
 
 class _TimedCharacter(NamedTuple):
-    """One character of the text."""
+    """One character of the text, with its times in samples."""
 
     start: float
     end: float
     tokens: Sequence[int]
-    """Places of those that say it."""
+    """Indices of the tokens that spell it."""
 
 
 def align_words(
@@ -60,36 +62,38 @@ def align_words(
     span: Span,
     quiet: Sequence[Span] = (),
 ) -> tuple[Word, ...]:
-    """The words of `text`, which is what `spell` makes of `tokens`.
+    """Words of `text`, the text that `spell` makes of `tokens`, with times and confidences.
 
-    `logprobs`: of each token, natural; without any, words have a confidence of 0. `times`: of each token, in the
-    same samples as `span`, in which the words are to lie. `quiet`: where nobody speaks, in order, not overlapping.
+    `logprobs`: natural-log probability of each token; if empty, words have a confidence of 0. `times`: of each
+    token, in the same samples as `span`, the range of the words. `quiet`: spans of silence, in order, not
+    overlapping.
     """
     ranges = split_words(text)
     if not ranges:
         return ()
-    said = _characters(text, tokens, times, spell)
+    characters = _characters(text, tokens, times, spell)
     raw, confidences = [], []
-    for first, behind in ranges:
-        own = [each for each in said[first:behind] if each is not None]
+    for first, stop in ranges:
+        own = [character for character in characters[first:stop] if character is not None]
         if own:
             raw.append((round(own[0].start), round(own[-1].end)))
-            held = sorted({token for each in own for token in each.tokens})
+            indices = sorted({token for character in own for token in character.tokens})
         else:  # marks alone
             raw.append((span.start_samples, span.end_samples))
-            held = list(range(len(tokens)))
-        likely = [logprobs[token] for token in held] if logprobs else []
-        confidences.append(min(1.0, math.exp(sum(likely) / len(likely))) if likely else 0.0)
+            indices = list(range(len(tokens)))
+        selected = [logprobs[token] for token in indices] if logprobs else []
+        confidences.append(min(1.0, math.exp(sum(selected) / len(selected))) if selected else 0.0)
     placed = fit_word_times(raw, span, quiet)
     return tuple(
-        Word(text[first:behind], start, end, confidence)
-        for (first, behind), (start, end), confidence in zip(ranges, placed, confidences, strict=True)
+        Word(text[first:stop], start, end, confidence)
+        for (first, stop), (start, end), confidence in zip(ranges, placed, confidences, strict=True)
     )
 
 
 def token_times_from_frames(runs: Times, frame_samples: int, samples: int) -> list[tuple[int, int]]:
-    """The times of tokens of which the frames are known in which a streaming model told them: until the next one,
-    SOUNDS_SAMPLES at most, and inside the `samples` that it heard."""
+    """Times in samples of a streaming model's tokens, from the frames in which it emitted them: until the next
+    token, or until the later of the token's last frame and TOKEN_SOUND_SAMPLES, and inside the `samples` of the
+    audio."""
     starts = [min(first * frame_samples, samples) for first, _ in runs]
     latest = [*starts[1:], samples][: len(starts)]
     ends = [
@@ -100,28 +104,28 @@ def token_times_from_frames(runs: Times, frame_samples: int, samples: int) -> li
 
 
 def split_words(text: str) -> list[tuple[int, int]]:
-    """Where each word of `text` begins and ends. Marks that touch none stand with the word before them, or with
-    the first."""
-    found: list[tuple[int, int]] = []
+    """Character range of each word of `text`. Detached punctuation belongs to the word before it, or to the
+    first."""
+    ranges: list[tuple[int, int]] = []
     lead: int | None = None
-    """Where marks began that wait for the first word."""
+    """Start of punctuation before the first word."""
     for first, behind in _chunks(text):
         if any(is_spoken_character(letter) for letter in text[first:behind]):
             cuts = _cuts(text, first, behind)
             if lead is not None:
                 cuts[0], lead = lead, None
-            found += pairwise([*cuts, behind])
-        elif found:
-            found[-1] = found[-1][0], behind
+            ranges += pairwise([*cuts, behind])
+        elif ranges:
+            ranges[-1] = ranges[-1][0], behind
         elif lead is None:
             lead = first
     if lead is not None:
-        found.append((lead, len(text.rstrip())))
-    return found
+        ranges.append((lead, len(text.rstrip())))
+    return ranges
 
 
 def locate_words(text: str, said: Sequence[Word]) -> list[tuple[int, int]]:
-    """Where each of the words of a segment lies in its text: what is between two is a space, or nothing."""
+    """Character range of each word in a segment's text; between two words is a space, or nothing."""
     found, at = [], 0
     for word in said:
         at = text.index(word.text, at)
@@ -131,12 +135,12 @@ def locate_words(text: str, said: Sequence[Word]) -> list[tuple[int, int]]:
 
 
 def is_spoken_character(letter: str) -> bool:
-    """Whether a character is spoken: no space, no mark, nothing that only changes the one before it."""
+    """Whether a character is spoken: no space, no punctuation, no combining mark."""
     return unicodedata.category(letter)[0] in "LNS" or letter in SIGNS
 
 
 def is_unspaced(letter: str) -> bool:
-    """Whether the words of its script stand without spaces, so that every character counts as one."""
+    """Whether a letter's script has no spaces between words, so that every character counts as a word."""
     if unicodedata.category(letter)[0] not in "LN":
         return False
     code = ord(letter)
@@ -147,7 +151,7 @@ def is_unspaced(letter: str) -> bool:
 
 
 def _chunks(text: str) -> Iterator[tuple[int, int]]:
-    """Between spaces."""
+    """Ranges between spaces."""
     first: int | None = None
     for at, letter in enumerate(text):
         if letter.isspace():
@@ -161,10 +165,10 @@ def _chunks(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _cuts(text: str, first: int, behind: int) -> list[int]:
-    """Where words begin between two spaces: at a character that is one, behind one, and behind a wide mark."""
+    """Starts of words between two spaces: at and after an unspaced character, and after wide punctuation."""
     cuts = [first]
     last: str | None = None
-    """What was spoken before."""
+    """Previous spoken character."""
     behind_last = first
     for at in range(first, behind):
         letter = text[at]
@@ -174,7 +178,7 @@ def _cuts(text: str, first: int, behind: int) -> list[int]:
         if last is not None and (parted or is_unspaced(letter) or is_unspaced(last)):
             cut = at
             while unicodedata.category(text[cut - 1]) in ("Ps", "Pi"):
-                cut -= 1  # what opens belongs to what comes
+                cut -= 1  # an opening bracket or quote belongs to the next word
             cuts.append(cut)
         last, behind_last = letter, at + 1
     return cuts
@@ -183,33 +187,36 @@ def _cuts(text: str, first: int, behind: int) -> list[int]:
 def _characters(
     text: str, tokens: Sequence[int], times: Times, spell: Callable[[list[int]], str]
 ) -> list[_TimedCharacter | None]:
-    """When each character of `text` was said; None of one that is not."""
-    said: list[_TimedCharacter | None] = []
+    """Times of the characters of `text`; None for characters that are not spoken."""
+    characters: list[_TimedCharacter | None] = []
     first = 0
-    """Of the tokens that say the next characters: one may take several, which hold some of its bytes each."""
+    """First of the tokens that spell the next characters: a character may take several, with some bytes in
+    each."""
     for token, part in enumerate(_parts(text, token_texts(tokens, spell))):
         if not part:
             continue
         own: Sequence[int] = range(first, token + 1)
         first = token + 1
         spoken = sum(map(is_spoken_character, part))
-        if len(own) > 1:  # those before the last are bytes of a character; or spaces, which nobody says
-            own = [each for each in own if each == token or any(map(is_spoken_character, spell([tokens[each]])))]
-        start, end = times[own[0]][0], max(times[each][1] for each in own)
+        if len(own) > 1:  # those before the last are bytes of a character; or spaces, which are not spoken
+            own = [
+                index for index in own if index == token or any(map(is_spoken_character, spell([tokens[index]])))
+            ]
+        start, end = times[own[0]][0], max(times[index][1] for index in own)
         step = (end - start) / max(1, spoken)
         at = 0
         for letter in part:
             if is_spoken_character(letter):
-                said.append(_TimedCharacter(start + at * step, start + (at + 1) * step, own))
+                characters.append(_TimedCharacter(start + at * step, start + (at + 1) * step, own))
                 at += 1
             else:
-                said.append(None)
-    return said
+                characters.append(None)
+    return characters
 
 
 def _parts(text: str, told: Sequence[str]) -> Iterator[str]:
-    """Of `text` what each token says. Bytes that are no characters, and spaces at its end, may be `told` of longer
-    or shorter than they come to stand in it: then the last have what is left."""
+    """Part of `text` that each token spells, by the token texts `told`. Incomplete bytes and spaces at the end may
+    have another length there than in `text`: then the last token gets the rest."""
     at = 0
     last = max((i for i, part in enumerate(told) if part), default=len(told) - 1)
     for token, part in enumerate(told):
@@ -219,8 +226,8 @@ def _parts(text: str, told: Sequence[str]) -> Iterator[str]:
 
 
 def fit_word_times(raw: Times, span: Span, quiet: Sequence[Span]) -> list[tuple[int, int]]:
-    """Times of words as near to `raw` as may be, in order, inside `span` and outside `quiet`. Where all of it is
-    quiet, nothing counts as such."""
+    """Times of words as close to `raw` as possible, in order, inside `span` and outside `quiet`. If all of `span`
+    is quiet, `quiet` is ignored."""
     clock = _SpeechClock(span, quiet)
     starts = list(accumulate((clock.elapsed_samples(start) for start, _ in raw), max))
     ends = [max(start, clock.elapsed_samples(end)) for start, (_, end) in zip(starts, raw, strict=True)]
@@ -230,8 +237,8 @@ def fit_word_times(raw: Times, span: Span, quiet: Sequence[Span]) -> list[tuple[
 
 
 def _lengthen(starts: list[int], ends: list[int], total: int) -> None:
-    """In place: no word is shorter than LEAST_SAMPLES, or than its share where there is less. It takes what is
-    free behind it, then before it, and then pushes the next."""
+    """Lengthen words in place to MIN_WORD_SAMPLES, or to an equal share where there is less time. A word takes
+    free time after it, then before it, and then moves the next."""
     least = min(MIN_WORD_SAMPLES, total // len(starts))
     for i in range(len(starts)):
         behind = starts[i + 1] if i + 1 < len(starts) else total
@@ -249,31 +256,31 @@ def _lengthen(starts: list[int], ends: list[int], total: int) -> None:
 
 
 class _SpeechClock:
-    """Counts the samples of a segment in which somebody may speak."""
+    """Time axis of a segment without its silence, in samples."""
 
     def __init__(self, span: Span, quiet: Sequence[Span]) -> None:
         self._loud: list[Span] = []
         at = span.start_samples
-        for each in quiet:
-            if (end := min(each.start_samples, span.end_samples)) > at:
+        for part in quiet:
+            if (end := min(part.start_samples, span.end_samples)) > at:
                 self._loud.append(Span(at, end))
-            at = max(at, each.end_samples)
+            at = max(at, part.end_samples)
         if at < span.end_samples:
             self._loud.append(Span(at, span.end_samples))
         self._loud = self._loud or [span]
-        self._before = [0, *accumulate(each.samples for each in self._loud)]
-        self._starts = [each.start_samples for each in self._loud]
+        self._before = [0, *accumulate(part.samples for part in self._loud)]
+        self._starts = [part.start_samples for part in self._loud]
         self.total = self._before[-1]
 
     def elapsed_samples(self, sample: int) -> int:
-        """What it shows there."""
+        """Position on this axis of a sample of the segment."""
         index = bisect_right(self._starts, sample) - 1
         if index < 0:
             return 0
         return self._before[index] + min(sample - self._starts[index], self._loud[index].samples)
 
     def sample_range(self, start: int, end: int) -> tuple[int, int]:
-        """The samples between two of its times; where a pause lies between them, those on its longer side."""
+        """Samples between two positions on this axis; with a pause between them, those on its longer side."""
         first = bisect_right(self._before, start, hi=len(self._loud)) - 1
         longest = (0, 0)
         for index in range(first, len(self._loud)):

@@ -1,1 +1,2 @@
-"""Roads between processes. `ring`: PCM from the server's process to the engine's, through shared memory."""
+"""Transfer of bytes between processes, engines and disk. `ring`: PCM from the server's process to the engine's,
+through shared memory."""

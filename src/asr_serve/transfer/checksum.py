@@ -1,4 +1,4 @@
-"""The checksum of what travels or is put away: 64 bits that tell chance damage, not a forger."""
+"""Checksum of transferred and stored bytes: 64 bits that detect accidental damage, not forgery."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 BLOCK = 512 << 10
-"""Fits into a core's second cache; calls of Python between blocks cost nothing beside it."""
+"""Block size that fits into a core's second cache; the calls of Python between blocks are negligible."""
 LARGE = 4 << 20
-"""What is smaller may be in a cache as a whole."""
+"""Least size for copies past the caches: smaller data may stay in a cache as a whole."""
 
 
 def checksum(data: Buffer | npt.NDArray[Any]) -> int:
-    """XXH3 of contiguous bytes, 64 bits. The package lets go of the GIL for much at once.
+    """Returns the XXH3 of contiguous bytes, 64 bits. The package releases the GIL for large data.
 
     Source: https://xxhash.com, by the package xxhash, whose own tests hold the reference values.
     """
@@ -30,25 +30,25 @@ def checksum(data: Buffer | npt.NDArray[Any]) -> int:
 
 
 def copy_and_sum(to: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8]) -> int:
-    """Copy contiguous bytes to where nobody of this process will read them soon, and return their checksum.
+    """Copies contiguous bytes to memory that this process will not read soon, and returns their checksum.
 
-    What is large is read from memory once: summed block by block, and copied while the block is in the cache. The
-    copy goes past the caches, in which it would only take the place of what is about to be read.
+    Large data is read from memory once: summed block by block, and copied while the block is in the cache. The
+    copy bypasses the caches, where it would only evict data that is about to be read.
     """
     module = kernels.copy() if data.nbytes >= LARGE else None
     if module is None:
         np.copyto(to, data)
         return checksum(data)
-    found = xxhash.xxh3_64()
-    for at in range(0, data.nbytes, BLOCK):
-        block = data[at : at + BLOCK]
-        found.update(block.data)
-        module.past_caches(to[at : at + BLOCK], block)
-    return found.intdigest()
+    digest = xxhash.xxh3_64()
+    for offset in range(0, data.nbytes, BLOCK):
+        block = data[offset : offset + BLOCK]
+        digest.update(block.data)
+        module.past_caches(to[offset : offset + BLOCK], block)
+    return digest.intdigest()
 
 
 def file_checksum(path: Path) -> int:
-    """Of a file that is no part of ours while it is read: nothing of it stays in memory."""
+    """Returns the checksum of a file that nothing else in this process maps: nothing of it stays in memory."""
     if not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -1,15 +1,16 @@
-"""NIXL, which carries bytes between machines (UCX) and between memory and files (POSIX, GDS): what we use of it.
+"""Agents of NIXL, which transfers bytes between machines (UCX) and between memory and files (POSIX, GDS).
 
-    agent = Agent("UCX")                                     # one back end an agent
+    agent = NixlAgent("UCX")                                 one back end for each agent
     agent.register(address, nbytes)
-    peer = agent.meet(metadata_of_the_other_agent)
-    with agent.start("WRITE", [Span(address, 4_096)], [Span(there, 4_096)], peer=peer) as transfer:
+    peer = agent.add_remote(metadata_of_the_other_agent)
+    local, remote = [NixlDescriptor(address, 4_096)], [NixlDescriptor(remote_address, 4_096)]
+    with agent.start_transfer("WRITE", local, remote, peer=peer) as transfer:
         transfer.wait(timeout_s=5.0)
 
-The only file that loads the package, and only when an agent is made: without it, this can be imported. An agent
-and what came from it belong to one thread at a time. NIXL has no event to wait for, and some of its back ends get
-no further unless they are asked (POSIX submits 64 pieces a question), so `wait` asks again and again, less often
-as time goes by.
+This is the only file that loads the package, and only when an agent is made: without the package, this file can be
+imported. An agent and its transfers belong to one thread at a time. NIXL has no event to wait for, and some of its
+back ends advance only when they are polled (POSIX submits 64 pieces a poll), so `wait` polls, at growing
+intervals.
 
 Source: NIXL 1.5, https://github.com/ai-dynamo/nixl (docs/nixl.md, src/plugins/posix/README.md).
 """
@@ -33,12 +34,12 @@ Backend = Literal["UCX", "POSIX", "GDS", "GDS_MT"]
 Kind = Literal["DRAM", "VRAM", "FILE"]
 
 ASK_AT_ONCE = 200
-"""Questions before the first pause: a small transfer is done by then, and a pause is longer than it."""
+"""Polls before the first pause: a small transfer is done by then, and shorter than a pause."""
 PAUSE_S, LONGEST_PAUSE_S = 50e-6, 1e-3
 
 
 class NixlDescriptor(NamedTuple):
-    """A stretch of memory or of a file. `at`: address, or position in the file; `device`: 0, a GPU, or the file's
+    """Range of memory or of a file. `at`: address, or position in the file; `device`: 0, a GPU, or the file's
     descriptor."""
 
     at: int
@@ -47,12 +48,12 @@ class NixlDescriptor(NamedTuple):
 
 
 def installed() -> bool:
-    """Whether the package is here. Loads nothing."""
+    """Whether the package is installed. Loads nothing."""
     return importlib.util.find_spec("nixl") is not None
 
 
 def missing(backend: Backend) -> str | None:
-    """Why there can be no agent with this back end here, or None where there can."""
+    """Returns why no agent with this back end can be made here, or None where one can."""
     try:
         NixlAgent(backend).close()
     except OptionError as error:
@@ -61,9 +62,9 @@ def missing(backend: Backend) -> str | None:
 
 
 class NixlAgent:
-    """One end of transfers, with one back end.
+    """Agent: one end of transfers, with one back end.
 
-    `params` go to the back end; `progress` gives it a thread of its own, which UCX wants on the side that only
+    `params` go to the back end; `progress` gives it a thread of its own, which UCX needs on the side that only
     receives. Raises OptionError where NIXL is not installed, or cannot load the back end.
     """
 
@@ -92,7 +93,8 @@ class NixlAgent:
         self._registered: list[Any] = []
 
     def register(self, at: int, nbytes: int, *, kind: Kind = "DRAM", device: int = 0) -> object:
-        """Let transfers touch so much memory, or a file (its descriptor as `device`); for `forget`.
+        """Registers memory, or a file (its descriptor as `device`), for transfers; returns the entry for
+        `deregister`.
 
         Raises RoadFailed.
         """
@@ -104,7 +106,7 @@ class NixlAgent:
         return entry
 
     def deregister(self, entry: object) -> None:
-        """No transfer touches it any more. Not while one that does is under way."""
+        """Deregisters memory. No transfer of it may be in progress. Raises RoadFailed."""
         self._registered.remove(entry)
         try:
             self._agent.deregister_memory(entry, backends=[self._backend])
@@ -112,12 +114,13 @@ class NixlAgent:
             raise RoadFailed(f"NIXL does not let go of memory ({_told(error)})") from error
 
     def metadata(self) -> bytes:
-        """What another agent needs to `meet` this one and to write to what was registered until now."""
-        found: bytes = self._agent.get_agent_metadata()
-        return found
+        """Returns the metadata with which another agent can reach this one and write to memory registered so
+        far."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
 
     def add_remote(self, metadata: bytes) -> str:
-        """Make another agent's acquaintance; returns its name, for `start`. Raises RoadFailed."""
+        """Adds another agent; returns its name, for `start_transfer`. Raises RoadFailed."""
         try:
             name = self._agent.add_remote_agent(metadata)
         except self._failures as error:
@@ -125,7 +128,7 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def remove_remote(self, peer: str) -> None:
-        """Forget another agent: nothing goes there any more. Quiet where it is gone already."""
+        """Removes another agent: nothing is sent there any more. Ignores errors of one that is gone already."""
         try:
             self._agent.remove_remote_agent(peer)
         except self._failures:
@@ -141,17 +144,19 @@ class NixlAgent:
         local_kind: Kind = "DRAM",
         remote_kind: Kind = "DRAM",
     ) -> NixlTransfer:
-        """Begin to copy `local` to `remote` (WRITE) or back (READ), span by span of equal length.
+        """Starts to copy `local` to `remote` (WRITE) or back (READ), by descriptors of equal length.
 
-        `peer`: whose `remote` is, None for this agent's own (a file). Raises PeerGone, RoadFailed.
+        `peer`: owner of `remote`, None for this agent's own (a file). Raises PeerGone, RoadFailed.
         """
         agent = self._agent
         try:
-            here, there = (
+            local_descriptors, remote_descriptors = (
                 agent.get_xfer_descs(list(local), local_kind),
                 agent.get_xfer_descs(list(remote), remote_kind),
             )
-            handle = agent.initialize_xfer(operation, here, there, peer or self.name, b"", [self._backend])
+            handle = agent.initialize_xfer(
+                operation, local_descriptors, remote_descriptors, peer or self.name, b"", [self._backend]
+            )
         except self._failures as error:
             raise self._error(error, peer) from error
         transfer = NixlTransfer(self, handle, peer)
@@ -162,7 +167,7 @@ class NixlAgent:
         return transfer
 
     def close(self) -> None:
-        """Idempotent. What it registered is registered no more; its transfers must have been released."""
+        """Deregisters everything, and closes the agent. Its transfers must have been released. Idempotent."""
         while self._agent is not None and self._registered:
             try:
                 self.deregister(self._registered[-1])
@@ -177,7 +182,7 @@ class NixlAgent:
 
 
 class NixlTransfer:
-    """One that was begun. Release it, or leave its `with`, whatever became of it."""
+    """Started transfer. Release it, or leave its `with`, whatever its result."""
 
     def __init__(self, agent: NixlAgent, handle: Any, peer: str | None) -> None:
         self._agent, self._handle, self._peer = agent, handle, peer
@@ -188,7 +193,8 @@ class NixlTransfer:
         self._step(lambda: self._agent._agent.transfer(self._handle))
 
     def poll(self) -> bool:
-        """Ask once, and so let the back end work. Raises PeerGone, RoadFailed."""
+        """Polls once, which lets the back end advance; returns whether the transfer is complete. Raises PeerGone,
+        RoadFailed."""
         if self._failure is not None:
             raise self._failure
         if self._state == "PROC":
@@ -196,13 +202,13 @@ class NixlTransfer:
         return self._state == "DONE"
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is there. Raises RoadTimeout, PeerGone, RoadFailed; after each of these what was to be written
-        may still be written, until the agents have parted."""
+        """Waits until the transfer is complete. Raises RoadTimeout, PeerGone, RoadFailed; after each of these a
+        write may still be in progress until the agents have disconnected."""
         until = time.monotonic() + timeout_s
-        asked, pause_s = 0, PAUSE_S
+        polls, pause_s = 0, PAUSE_S
         while not self.poll():
-            asked += 1
-            if asked < ASK_AT_ONCE:
+            polls += 1
+            if polls < ASK_AT_ONCE:
                 continue
             if time.monotonic() > until:
                 raise RoadTimeout(f"nothing more came from NIXL in {timeout_s:g} s")
@@ -210,7 +216,7 @@ class NixlTransfer:
             pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
 
     def release(self) -> None:
-        """Idempotent. One that is under way is called off where the back end can."""
+        """Releases the transfer. One in progress is cancelled where the back end can. Idempotent."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -219,7 +225,7 @@ class NixlTransfer:
         try:
             self._agent._agent.release_xfer_handle(handle)
         except self._agent._failures:
-            return  # it is still being worked on: NIXL keeps it on a list until the agent goes
+            return  # still in progress: NIXL keeps it on a list until the agent is closed
 
     def __enter__(self) -> Self:
         return self
@@ -247,7 +253,7 @@ _WANTS = {
     "POSIX": "take another disk_road",
     "UCX": "take another peer_road",
 }
-"""What to do where a back end does not start."""
+"""Advice where a back end does not start."""
 
 
 def _load() -> ModuleType:
@@ -264,7 +270,7 @@ def _load() -> ModuleType:
 
 
 def _quieten() -> None:
-    """It writes to stdout, where a command's answer goes: what it says goes the way of every other log."""
+    """Redirects NIXL's log from stdout, where a command's output goes, to the root logger."""
     log = logging.getLogger("nixl")
     log.handlers.clear()
     log.propagate = True
@@ -273,9 +279,9 @@ def _quieten() -> None:
 
 
 def _failures(api: ModuleType) -> tuple[type[Exception], ...]:
-    """NIXL's exceptions, which have no base of their own."""
-    found = vars(api.nixlBind).values()
-    return tuple(each for each in found if isinstance(each, type) and issubclass(each, Exception))
+    """Returns NIXL's exceptions, which have no common base class."""
+    values = vars(api.nixlBind).values()
+    return tuple(each for each in values if isinstance(each, type) and issubclass(each, Exception))
 
 
 def _told(error: Exception) -> str:

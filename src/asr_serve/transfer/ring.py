@@ -1,13 +1,14 @@
-"""PCM from one process to another: a ring in shared memory, and a bell for whoever sleeps.
+"""PCM ring from one process to another in shared memory, with a socket pair that wakes a sleeping side.
 
-    fd, _ = create()                     who starts the other process; the fd goes there by pass_fds or send_fds
-    ends = socket.socketpair()           one end of the bell for each process, and for nobody else
-    PcmWriter(fd, ends[0]).put(7, pcm)   waits while the ring is full
-    PcmReader(fd, ends[1]).take(7, 512)  waits until it has come
+    fd, _ = create()                             the parent process; the child gets fd by pass_fds or send_fds
+    ends = socket.socketpair()                   one end for each process, and for no other
+    PcmWriter(fd, ends[0]).write_message(7, pcm)   waits while the ring is full
+    PcmReader(fd, ends[1]).read_message(7, 512)    waits until the message is there
 
-One `put` is one `take`, in the same order: a message on another road says which. Audio is copied once on each side
-and never by the kernel; the bell is rung only for a side that sleeps. When a process dies, its end of the bell is
-closed, and the other one wakes up with PeerGone: so a process must not keep a copy of the other's end.
+Each message is read by one call, in the order of writing: a control message on another connection announces it.
+Audio is copied once on each side and never by the kernel; the socket is used only to wake a side that sleeps. When
+a process dies, its end of the socket pair is closed, and the other side gets PeerGone: so a process must not keep
+a copy of the other's end.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from asr_serve import kernels
 from asr_serve.errors import OutOfStep, PeerGone
 
 SLOTS, PAYLOAD_BYTES = 1_024, 16_384
-"""16 MiB: more than four minutes of float32 at 16 kHz."""
+"""Slots of a ring, and bytes of each; 16 MiB: more than four minutes of float32 at 16 kHz."""
 
 
 def create(slots: int = SLOTS, payload_bytes: int = PAYLOAD_BYTES) -> tuple[int, int]:
-    """An empty ring in memory of its own, as (file descriptor, bytes). The descriptor is the caller's to close.
+    """Creates an empty ring in new memory, as (file descriptor, bytes). The caller closes the descriptor.
 
     `slots` a power of two; `payload_bytes` of each a multiple of 64. Raises ValueError, OSError.
     """
@@ -65,12 +66,12 @@ class _Bell:
         try:
             self._end.send(b"!", socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # a bell that is full of rings has been rung
+            pass  # a full socket has wake-ups pending
         except OSError:
             self.gone = True
 
     def wait(self) -> None:
-        """Until it is rung, or the other end is gone."""
+        """Waits until the other side rings, or is gone."""
         try:
             if not self._end.recv(4_096):
                 self.gone = True
@@ -78,12 +79,12 @@ class _Bell:
             self.gone = True
 
     def look(self) -> None:
-        """Whether the other end is gone, without waiting."""
+        """Updates `gone` without waiting."""
         if not self.gone and self._poll.poll(0):
             self.wait()
 
     def hang_up(self) -> None:
-        """Tell the other side that nothing more will come, and wake whoever waits on this one."""
+        """Signals that no more will come, and wakes all that wait on either end."""
         self.gone = True
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
@@ -93,7 +94,7 @@ class _Bell:
 
 
 class _Message:
-    """One message at a time. Half of one is of no use, and nothing can follow it: what breaks off hangs up."""
+    """Lock for one message at a time. An incomplete message makes the stream unusable: an exception hangs up."""
 
     def __init__(self, bell: _Bell) -> None:
         self._bell, self._lock = bell, threading.Lock()
@@ -108,11 +109,12 @@ class _Message:
 
 
 class _Side:
-    """What writer and reader share. `fd` stays the caller's, and may be closed; `bell` becomes ours."""
+    """Common base of writer and reader. The caller keeps `fd`, and may close it; `bell` is owned by this
+    object."""
 
     def __init__(self, fd: int, bell: socket.socket) -> None:
-        """Raises ValueError when there is no ring behind `fd`."""
-        # All pages now: a fault in the first lap costs more than the copy.
+        """Maps the ring. Raises ValueError when there is no ring behind `fd`."""
+        # All pages now: page faults in the first lap cost more than the copy.
         memory = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
         self._ring = kernels.ring().Ring(memory)
         self._bell = _Bell(bell)
@@ -124,7 +126,7 @@ class _Side:
 
     @property
     def capacity_bytes(self) -> int:
-        """What the ring holds when it is full."""
+        """Bytes that the ring holds when it is full."""
         return int(self._ring.slots * self._ring.payload_bytes)
 
     @property
@@ -133,7 +135,7 @@ class _Side:
         return int(self._ring.depth)
 
     def close(self) -> None:
-        """Hang up. Who waits in `put` or `take`, here or over there, gets PeerGone. May be called again."""
+        """Hangs up. Waiting calls on either side raise PeerGone. Idempotent."""
         self._bell.hang_up()
         with self._message:
             self._bell.close()
@@ -146,68 +148,68 @@ class _Side:
 
 
 class PcmWriter(_Side):
-    """The producing side. `put` may be called from any thread."""
+    """Producing side. Any thread may call `write_message`."""
 
     def __init__(self, fd: int, bell: socket.socket) -> None:
         super().__init__(fd, bell)
         self.full_waits = 0
-        """How often `put` had to wait for room."""
+        """Number of waits for room in `write_message`."""
 
     def write_message(self, session: int, pcm: np.ndarray) -> None:
-        """Send an array, of any dtype and as long as you like; it must be C-contiguous.
+        """Writes an array of any dtype and length; it must be C-contiguous.
 
-        Waits while the ring is full. Raises PeerGone, at once when the reader dies while this waits.
+        Waits while the ring is full. Raises PeerGone, also while waiting, when the reader dies.
         """
         if not pcm.nbytes:
             return
-        data, at = pcm.data.cast("B"), 0
+        data, offset = pcm.data.cast("B"), 0
         with self._message:
             self._bell.look()
-            wanted = False
-            while at < len(data):
+            must_wake = False
+            while offset < len(data):
                 if self._bell.gone:
-                    raise self._peer_gone(at, len(data))
-                # Every chunk but the last is full, so the position tells its number.
-                written, rings = self._ring.write(session, at // self._ring.payload_bytes, data[at:])
-                at += written
-                wanted = wanted or rings
-                if at < len(data) and not rings and self._ring.producer_sleeps():
-                    if wanted:  # it is full; else once, for the whole message and not for every slot
+                    raise self._peer_gone(offset, len(data))
+                # Every chunk but the last is full, so the position determines its number.
+                written, rings = self._ring.write(session, offset // self._ring.payload_bytes, data[offset:])
+                offset += written
+                must_wake = must_wake or rings
+                if offset < len(data) and not rings and self._ring.producer_sleeps():
+                    if must_wake:  # it is full; else once, for the whole message and not for every slot
                         self._bell.ring()
-                        wanted = False
+                        must_wake = False
                     self.full_waits += 1
                     self._bell.wait()
-            if wanted:
+            if must_wake:
                 self._bell.ring()
 
 
 class PcmReader(_Side):
-    """The consuming side. One thread takes, in the order in which the other side put."""
+    """Consuming side, used by one thread, in the order of writing."""
 
     def read_message(self, session: int, samples: int, dtype: npt.DTypeLike = np.float32) -> np.ndarray:
-        """The next message, which must be that of `session` and of just `samples`: an array of the caller's own.
+        """Reads the next message, which must belong to `session` and have `samples` samples, into a new array.
 
-        Waits until it is there. Raises PeerGone when the writer is gone before that; OutOfStep, and hangs up,
-        when something else comes.
+        Waits until it is complete. Raises PeerGone when the writer is gone before that; OutOfStep, and hangs up,
+        for any other message.
         """
         pcm = np.empty(samples, dtype)
         if not pcm.nbytes:
             return pcm
-        data, at = pcm.data.cast("B"), 0
+        data, offset = pcm.data.cast("B"), 0
         with self._message:
-            while at < len(data):
-                chunk = -(-at // self._ring.payload_bytes)
-                read, rings = self._ring.read_into(session, chunk, data[at:])
-                at += read
+            while offset < len(data):
+                chunk = -(-offset // self._ring.payload_bytes)
+                read, rings = self._ring.read_into(session, chunk, data[offset:])
+                offset += read
                 if rings:
                     self._bell.ring()
-                elif at < len(data) and not read:
-                    self._expect(session, chunk, len(data) - at)
-                    self._wait(at, len(data))
+                elif offset < len(data) and not read:
+                    self._expect(session, chunk, len(data) - offset)
+                    self._wait(offset, len(data))
         return pcm
 
     def _expect(self, session: int, chunk: int, left: int) -> None:
-        """Nothing in the ring, or a slot that `read_into` would take."""
+        """Raises OutOfStep unless the ring is empty or `read_into` would accept the next slot."""
         slot = self._ring.peek()
         if slot is not None and (slot[:2] != (session, chunk) or len(slot[2]) > left):
             raise OutOfStep(
@@ -217,7 +219,7 @@ class PcmReader(_Side):
             )
 
     def _wait(self, done: int, of: int) -> None:
-        """For a slot. What the writer left in the ring before it died is still read."""
+        """Waits for a slot. Slots that the writer filled before it died are still read. Raises PeerGone."""
         if self._ring.consumer_sleeps():
             if self._bell.gone:
                 raise self._peer_gone(done, of)

@@ -1,11 +1,11 @@
-"""Bytes handed from one process to another: memory without a name, sealed, its descriptor passed over a socket.
+"""Sealed buffers, passed from one process to another: memory without a name, whose descriptor goes over a socket.
 
-    parcel = Parcel.pack([head, body])                 whoever has one closes it
-    parcel.send(ours)                                  the other process has a descriptor of its own then
-    Parcel.receive(theirs, parcel.label).open()        [head, body]; the label went there by another road
+    buffer = SealedBuffer.pack([head, body])            the owner closes it
+    buffer.send(ours)                                   the other process then has a descriptor of its own
+    SealedBuffer.receive(theirs, buffer.label).read()   [head, body]; the label was sent separately
 
-Nobody copies it on the way: a process that only passes it on never looks inside. When the last that has it closes
-it, or dies, it is gone.
+The bytes are not copied on the way: a process that forwards a buffer never reads it. It is freed when its last
+owner closes it, or dies.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from asr_serve.errors import Torn
 from asr_serve.transfer.checksum import checksum
 
 SUPPORTED = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
-"""Whether this system has such memory; Linux has."""
+"""Whether this system has sealed memory; Linux does."""
 
 
 class SealedBufferLabel(msgspec.Struct, frozen=True):
-    """What must be known of a parcel to open it."""
+    """Description of a buffer, required to read it."""
 
     lengths: tuple[int, ...]
     """Bytes of its parts, which lie end to end."""
     checksum: int
-    """Of all of them."""
+    """Checksum of all parts together."""
 
     @property
     def nbytes(self) -> int:
@@ -40,64 +40,64 @@ class SealedBufferLabel(msgspec.Struct, frozen=True):
 
 
 class SealedBuffer:
-    """Made by `pack` and `receive`."""
+    """Sealed buffer, made by `pack` or `receive`."""
 
     def __init__(self, fd: int, label: SealedBufferLabel) -> None:
-        """`fd` becomes ours."""
+        """Takes ownership of `fd`."""
         self._fd, self.label = fd, label
 
     @classmethod
     def pack(cls, parts: Sequence[bytes | memoryview]) -> SealedBuffer:
-        """A copy of them, which nobody can change any more. Where POSSIBLE. Raises OSError."""
+        """Copies parts into an immutable buffer. Requires SUPPORTED. Raises OSError."""
         lengths = tuple(len(part) for part in parts)
         fd = os.memfd_create("asr-serve-parcel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
-            total, at = 0, 0
+            total, offset = 0, 0
             os.ftruncate(fd, sum(lengths))
             if any(lengths):
                 with mmap.mmap(fd, sum(lengths)) as memory:
                     for part in parts:
-                        memory[at : at + len(part)] = part
-                        at += len(part)
+                        memory[offset : offset + len(part)] = part
+                        offset += len(part)
                     total = checksum(memory)
-            # Sealed, it can't be cut short under whoever reads it.
+            # A sealed buffer cannot be truncated while it is read.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
             undo.pop_all()
         return cls(fd, SealedBufferLabel(lengths, total))
 
     def read(self) -> list[bytes]:
-        """Its parts. Raises Torn."""
-        label, parts, at = self.label, list[bytes](), 0
+        """Returns the parts. Raises Torn."""
+        label, parts, offset = self.label, list[bytes](), 0
         size = os.fstat(self._fd).st_size
         if size != label.nbytes:
             raise Torn(f"a parcel of {size} bytes", f"its label says {label.nbytes}")
         if not size:
             return [b""] * len(label.lengths)
-        # Private: kernels before 6.7 take a shared one of sealed memory for one that may write.
+        # Private: kernels before 6.7 treat a shared mapping of sealed memory as writable.
         with mmap.mmap(self._fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as memory:
             if checksum(memory) != label.checksum:
                 raise Torn(f"a parcel of {size} bytes whose checksum is another", "what was packed")
             for length in label.lengths:
-                parts.append(memory[at : at + length])
-                at += length
+                parts.append(memory[offset : offset + length])
+                offset += length
         return parts
 
     def send(self, line: socket.socket) -> None:
-        """Over a Unix socket. Raises OSError."""
+        """Sends the buffer over a Unix socket. Raises OSError."""
         socket.send_fds(line, [b"!"], [self._fd])
 
     @classmethod
     def receive(cls, line: socket.socket, label: SealedBufferLabel) -> SealedBuffer:
-        """The one that was sent. Raises EOFError, OSError."""
+        """Receives a buffer. Raises EOFError, OSError."""
         _, descriptors, _, _ = socket.recv_fds(line, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
             raise EOFError("a parcel was announced and did not come")
         return cls(descriptors[0], label)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the descriptor. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

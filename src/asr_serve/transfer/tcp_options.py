@@ -1,4 +1,4 @@
-"""What every TCP connection between two engines is set to."""
+"""Socket options of every TCP connection between two engines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import struct
 import sys
 
 SILENT_S = 10
-"""Until a machine that answers nothing any more is taken for dead, while nothing is being sent."""
+"""Seconds without an answer after which an idle connection's peer counts as dead."""
 
 
 def configure_connection(line: socket.socket) -> None:
-    """A connection in blocking mode, which says small things at once and notices a peer that vanished."""
+    """Makes a connection blocking, without delay for small messages, and with keepalive that detects a vanished
+    peer."""
     line.setblocking(True)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -22,8 +23,8 @@ def configure_connection(line: socket.socket) -> None:
 
 
 def set_timeout(line: socket.socket, which: int, seconds: float) -> None:
-    """How long one call may take: the kernel's own time limit, so that the call needs no other to wait for it and
-    the interpreter is left once for all the bytes. `which`: SO_RCVTIMEO or SO_SNDTIMEO. 0 is no limit."""
+    """Sets the kernel's time limit of one call, so that no other call has to wait first, and the GIL is released
+    once for all bytes. `which`: SO_RCVTIMEO or SO_SNDTIMEO. 0 is no limit."""
     whole = int(seconds)
     micros = int((seconds - whole) * 1e6)
     line.setsockopt(

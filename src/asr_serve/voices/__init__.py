@@ -1,1 +1,1 @@
-"""Cloned voices, on disk: what each is, whose it is, and who agreed to it."""
+"""Cloned voices on disk: cards, consent, store, and the messages of cloning."""

@@ -1,4 +1,4 @@
-"""What is known of a cloned voice, and what names and statements are good."""
+"""Card of a cloned voice; rules for names and statements of consent."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from asr_serve.errors import MissingOption, OptionError
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 RESERVED = frozenset({"jobs", "import", "export", "voices", "con", "nul", "aux", "prn"})
-"""Of paths that something else answers, and of files that some systems cannot have."""
+"""Names that other paths use, and file names that some systems do not allow."""
 STATEMENT_CHARACTERS, STATEMENT_WORDS = 4_000, 6
 EXAMPLE = "I, NAME, am the speaker in these recordings and agree that my voice is cloned and used to speak."
 AGREES = re.compile(r"\b(agree|agreed|agrees|consent|consents|consented|permit|permission|allow|allowed)\b", re.I)
 
 
 class Consent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who said that this voice may be cloned, in their own words. Kept with the voice, wherever it goes."""
+    """Statement that this voice may be cloned, in the speaker's own words. It stays with the voice, wherever it
+    goes."""
 
     statement: str
     by: str
-    """Who handed it in: a user of this machine, or a key of the server."""
+    """Submitter: a user of this machine, or a key of the server."""
     at: int
     """Unix seconds."""
 
 
 class ClonedVoiceCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is known of a cloned voice; NAME.json beside its NAME.safetensors."""
+    """Metadata of a cloned voice; NAME.json beside its NAME.safetensors."""
 
     name: str
     created: int
     """Unix seconds."""
     model: str
-    """The voice model that it was taught to."""
+    """Text-to-speech model that it was trained for."""
     fingerprint: str
-    """sha256 of that model's weights: with others it would be somebody else's voice, or noise."""
+    """sha256 of that model's weights: with others it would be another voice, or noise."""
     consent: Consent
     clips: int
     seconds: float
-    """Of speech that it was learnt from."""
+    """Seconds of speech that it was trained on."""
     start: str
-    """The voice of the model's own that it began as: the most similar one."""
+    """Voice of the model that it was initialized from: the most similar one."""
     similarity: float | None
-    """Cosine of what it says to the recordings, by a speaker encoder (GE2E); null where nothing could be said."""
+    """Cosine of synthesized speech with the recordings, by a speaker encoder (GE2E); null where nothing was
+    synthesized."""
     ceiling: float
-    """The same of one half of the recordings to the other."""
+    """Cosine of one half of the recordings with the other."""
     steps: int
     seed: int
     sha256: str
-    """Of its tensors."""
+    """sha256 of its tensors."""
     release: str
-    """Of asr-serve, which made it."""
+    """Version of asr-serve that made it."""
 
 
 def check_voice_name(name: str) -> str:
-    """The name as it is, if it is a good one. Raises OptionError."""
+    """Returns the name unchanged if it is valid. Raises OptionError."""
     if NAME.fullmatch(name) is None or name in RESERVED:
         reserved = " and is none of " + ", ".join(sorted(RESERVED)) if name in RESERVED else ""
         raise OptionError(
@@ -68,7 +70,7 @@ def check_voice_name(name: str) -> str:
 
 
 def validated_consent(statement: str | None, by: str, at: float | None = None) -> Consent:
-    """The statement, with who handed it in and when. Raises MissingOption, OptionError."""
+    """Returns the checked statement, with submitter and time. Raises MissingOption, OptionError."""
     text = " ".join((statement or "").split())
     if not text:
         raise MissingOption(

@@ -1,5 +1,4 @@
-"""What somebody wants cloned, how far that is, and what became of it: what a server and the process that does it
-say to each other."""
+"""Messages between a server and the process that clones a voice: request, progress, result."""
 
 from __future__ import annotations
 
@@ -19,66 +18,66 @@ STAGES: dict[Stage, float] = {
     "comparing": 0.95,
     "done": 1.0,
 }
-"""At what share of all work each begins."""
+"""Fraction of all work at which each stage begins."""
 
 
 class CloneRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be cloned."""
+    """Request to clone a voice."""
 
     name: str
     audio: list[str]
     """Files, folders and lists."""
     texts: dict[str, str] = {}
-    """By a recording's name, without its ending: what is said in it. The others are heard."""
+    """Transcripts by a recording's name, without its ending. Other recordings are recognized."""
     consent: Consent
     model: str
     weights: str | None = None
     """Folder of another checkpoint of that model."""
     codec: str | None = None
     recogniser: str | None = None
-    """Model that hears what is said. None: the packaged one."""
+    """Model that recognizes recordings. None: the packaged one."""
     voices_dir: str
     minutes: float = 10.0
-    """Of learning, at most: it ends when it gets no better."""
+    """Time limit of training, which ends earlier after its number of steps."""
     seed: int = 0
     threads: int | None = None
 
 
 class ClipReport(msgspec.Struct, frozen=True):
-    """What became of a clip."""
+    """Outcome for a clip."""
 
     clip: str
     seconds: float
     text: str
     left_out: str = ""
-    """Why, in words; empty where it is learnt from."""
+    """Reason in words; empty where it is used for training."""
 
 
 class CloneProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """How far it is."""
+    """Progress of cloning."""
 
     stage: Stage
     share: float
-    """Of all work, 0 to 1."""
+    """Fraction of all work, 0 to 1."""
     held_out: float | None = None
-    """The loss on clips that are not learnt from; falls."""
+    """Loss on held-out clips; falls."""
     left_s: float | None = None
-    """At most, where that is known."""
+    """Upper bound, where it is known."""
 
 
 class CloneReport(msgspec.Struct, frozen=True, tag="report"):
-    """It is done: the voice is in its folder."""
+    """Success: the voice is in its folder."""
 
     card: ClonedVoiceCard
     clips: list[ClipReport]
     before: float
     after: float
-    """The loss on clips that were not learnt from: of the voice that it began as, and of this one."""
+    """Losses on held-out clips: of the voice that it was initialized from, and of this one."""
     took_s: float
 
 
 class CloneFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """It came to nothing."""
+    """Failure: no voice was made."""
 
     code: str
     message: str

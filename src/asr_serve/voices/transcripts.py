@@ -1,4 +1,4 @@
-"""What is said in recordings, as somebody has written it down."""
+"""Transcripts of recordings, as users supply them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asr_serve.errors import OptionError
 
 
 def parse_transcripts(source: str) -> dict[str, str]:
-    """`NAME<tab or |>TEXT` a line, or an object in JSON: what is said in the recording of that name, with or
-    without its ending. Of LJSpeech's three columns the last is read. Raises OptionError."""
+    """Parses `NAME<tab or |>TEXT` lines, or a JSON object, to transcripts by the recording's name without ending.
+    Of LJSpeech's three columns the last is read. Raises OptionError."""
     if source.lstrip().startswith("{"):
         try:
             return {
@@ -21,7 +21,7 @@ def parse_transcripts(source: str) -> dict[str, str]:
             }
         except msgspec.DecodeError as failure:
             raise OptionError(f"texts: {failure}", "an object of names and texts", param="texts") from None
-    found = {}
+    transcripts = {}
     for number, line in enumerate(source.splitlines(), 1):
         if not line.strip():
             continue
@@ -30,11 +30,11 @@ def parse_transcripts(source: str) -> dict[str, str]:
             raise OptionError(
                 f"line {number} of the texts is {line[:60]!r}", "a name, a tab or |, and a text", param="texts"
             )
-        found[recording_stem(parts[0])] = parts[-1]
-    return found
+        transcripts[recording_stem(parts[0])] = parts[-1]
+    return transcripts
 
 
 def recording_stem(name: str) -> str:
-    """A recording's name, without its folder and ending."""
+    """Returns a recording's name, without its folder and ending."""
     path = Path(name)
     return path.stem if re.fullmatch(r"\.\w{2,4}", path.suffix) else path.name

@@ -1,8 +1,8 @@
-"""The folder of cloned voices: NAME.safetensors, and NAME.json, which is written last: without it there is no
+"""Store of cloned voices, a folder: NAME.safetensors, and NAME.json, which is written last: without it there is no
 voice.
 
-Commands and servers may work on one folder at the same time: who changes something holds a lock on it. Who reads
-does not, for what is read is replaced as a whole.
+Commands and servers may work on one folder at the same time: writers hold a lock on it. Readers do not, because
+files are replaced as a whole.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from asr_serve.voices.cloned_voice import ClonedVoiceCard, check_voice_name
 CARD, TENSORS = ".json", ".safetensors"
 PART = ".part-"
 MOST_BYTES = 64 << 20
-"""Of a voice's file; they are about 1 MB."""
+"""Limit of a voice's file; they are about 1 MB."""
 IN_ZIP = {"voice.json": 1 << 20, "voice.safetensors": MOST_BYTES}
-"""What an exported voice is made of, and how long each may be. There is also CONSENT.txt, for people."""
+"""Files of an exported voice, and their largest sizes. There is also CONSENT.txt, for people."""
 NO_VOICE = (zipfile.BadZipFile, KeyError, msgspec.DecodeError, EOFError, NotImplementedError, RuntimeError)
-"""What reading a zip raises that is none, is encrypted, or holds something else."""
+"""Errors of reading a file that is no zip, is encrypted, or holds something else."""
 VOICES = 4_096
-"""That a folder may hold."""
+"""Limit of voices in a folder."""
 
 
 class VoiceStore:
-    """The voices of one folder. It need not be there until something is put into it."""
+    """Voices of one folder, which is created by the first write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def names(self) -> list[str]:
-        """Sorted."""
-        found = (path.stem for path in self.folder.glob(f"*{CARD}") if path.with_suffix(TENSORS).is_file())
-        return sorted(name for name in found if not name.startswith("."))
+        """Returns the names, sorted."""
+        names = (path.stem for path in self.folder.glob(f"*{CARD}") if path.with_suffix(TENSORS).is_file())
+        return sorted(name for name in names if not name.startswith("."))
 
     def cards(self) -> list[ClonedVoiceCard]:
-        """Of all voices. What cannot be read, or goes away meanwhile, is left out."""
-        found = []
+        """Returns the cards of all voices. Unreadable voices, and those deleted meanwhile, are left out."""
+        cards = []
         for name in self.names():
             with contextlib.suppress(NoSuchVoice, WeightsCorrupt):
-                found.append(self.card(name))
-        return found
+                cards.append(self.card(name))
+        return cards
 
     def card(self, name: str) -> ClonedVoiceCard:
-        """Raises NoSuchVoice, WeightsCorrupt."""
+        """Returns a voice's card. Raises NoSuchVoice, WeightsCorrupt."""
         try:
             return msgspec.json.decode(self._file(name, CARD).read_bytes(), type=ClonedVoiceCard)
         except FileNotFoundError:
@@ -67,20 +67,20 @@ class VoiceStore:
             ) from failure
 
     def path(self, name: str) -> Path:
-        """Of its tensors. Raises NoSuchVoice."""
+        """Returns the path of a voice's tensors. Raises NoSuchVoice."""
         path = self._file(name, TENSORS)
         if not path.is_file() or not self._file(name, CARD).is_file():
             self._unknown(name)
         return path
 
     def add(self, card: ClonedVoiceCard, tensors: bytes, reserved: Collection[str] = ()) -> None:
-        """Put a new one in. `reserved`: names of a model's own voices. Raises OptionError for a name that is taken
-        or none; WeightsCorrupt where the tensors are not those of the card."""
+        """Adds a voice. `reserved`: names of a model's own voices. Raises OptionError for a name that is taken or
+        invalid; WeightsCorrupt where the tensors are not those of the card."""
         check_voice_name(card.name)
-        came = hashlib.sha256(tensors).hexdigest()
-        if came != card.sha256:
+        digest = hashlib.sha256(tensors).hexdigest()
+        if digest != card.sha256:
             raise WeightsCorrupt(
-                f"the tensors of {card.name!r} have sha256 {came}", f"its card says {card.sha256}"
+                f"the tensors of {card.name!r} have sha256 {digest}", f"its card says {card.sha256}"
             )
         with self._locked():
             self.check_name_free(card.name, reserved)
@@ -92,7 +92,7 @@ class VoiceStore:
             )
 
     def check_name_free(self, name: str, reserved: Collection[str] = ()) -> None:
-        """Raises OptionError where it is no name, or somebody's."""
+        """Raises OptionError where the name is invalid or taken."""
         check_voice_name(name)
         if name in reserved:
             raise OptionError(f"{name!r} is a voice of the model's own", "a name of its own", param="name")
@@ -102,14 +102,14 @@ class VoiceStore:
             )
 
     def rename(self, name: str, new: str, reserved: Collection[str] = ()) -> ClonedVoiceCard:
-        """Raises NoSuchVoice, OptionError. Who speaks with the old name meanwhile finishes the sentence."""
+        """Renames a voice. Sentences in progress with the old name finish. Raises NoSuchVoice, OptionError."""
         with self._locked():
             card = self.card(name)
             if new == name:
                 return card
             self.check_name_free(new, reserved)
             renamed = msgspec.structs.replace(card, name=new)
-            self._file(new, TENSORS).unlink(missing_ok=True)  # of one that was never finished
+            self._file(new, TENSORS).unlink(missing_ok=True)  # left by an interrupted write
             os.link(self.path(name), self._file(new, TENSORS))
             self._write_atomically(
                 self._file(new, CARD), msgspec.json.format(msgspec.json.encode(renamed), indent=1)
@@ -118,44 +118,44 @@ class VoiceStore:
             return renamed
 
     def delete(self, name: str) -> ClonedVoiceCard:
-        """It is gone for good. Raises NoSuchVoice."""
+        """Deletes a voice for good. Raises NoSuchVoice."""
         with self._locked():
             card = self.card(name)
             self._remove(name)
             return card
 
     def export_voice(self, name: str) -> bytes:
-        """A zip of all there is of it, consent and all. Raises NoSuchVoice, WeightsCorrupt."""
+        """Returns a zip of a voice with its card and consent. Raises NoSuchVoice, WeightsCorrupt."""
         card, tensors = self.card(name), self.path(name).read_bytes()
-        agreed = card.consent
-        for_people = (
-            f"{agreed.statement}\n\nHanded in by {agreed.by}, at {agreed.at} (Unix seconds), for the voice "
+        consent = card.consent
+        consent_text = (
+            f"{consent.statement}\n\nHanded in by {consent.by}, at {consent.at} (Unix seconds), for the voice "
         )
-        made = io.BytesIO()
-        with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as parts:
+        archive = io.BytesIO()
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as parts:
             for inside, data in (
                 ("voice.json", msgspec.json.encode(card)),
                 ("voice.safetensors", tensors),
-                ("CONSENT.txt", f"{for_people}{name!r}.\n".encode()),
+                ("CONSENT.txt", f"{consent_text}{name!r}.\n".encode()),
             ):
                 parts.writestr(zipfile.ZipInfo(inside, (1980, 1, 1, 0, 0, 0)), data, zipfile.ZIP_DEFLATED)
-        return made.getvalue()
+        return archive.getvalue()
 
     def import_voice(
         self, source: BinaryIO, name: str | None = None, reserved: Collection[str] = ()
     ) -> ClonedVoiceCard:
-        """Put in what `export` made, by its own name or another. Raises OptionError for what is no such file,
-        WeightsCorrupt where it is damaged."""
-        wanted = "a zip that `asr-serve voices export` wrote"
-        found = {}
+        """Adds a voice that `export_voice` wrote, by its own name or another. Raises OptionError for any other
+        file, WeightsCorrupt where it is damaged."""
+        expected = "a zip that `asr-serve voices export` wrote"
+        content = {}
         try:
             with zipfile.ZipFile(source) as parts:
                 for inside, longest in IN_ZIP.items():
                     with parts.open(inside) as part:
-                        found[inside] = part.read(longest + 1)
-                    if len(found[inside]) > longest:
-                        raise OptionError(f"{inside} is longer than {longest} bytes", wanted)
-            card = msgspec.json.decode(found["voice.json"], type=ClonedVoiceCard)
+                        content[inside] = part.read(longest + 1)
+                    if len(content[inside]) > longest:
+                        raise OptionError(f"{inside} is longer than {longest} bytes", expected)
+            card = msgspec.json.decode(content["voice.json"], type=ClonedVoiceCard)
         except (
             zipfile.BadZipFile,
             KeyError,
@@ -163,14 +163,15 @@ class VoiceStore:
             EOFError,
             NotImplementedError,
             RuntimeError,
-        ) as bad:
-            raise OptionError(f"that is no voice: {bad}", wanted) from bad
+        ) as failure:
+            raise OptionError(f"that is no voice: {failure}", expected) from failure
         card = msgspec.structs.replace(card, name=card.name if name is None else name)
-        self.add(card, found["voice.safetensors"], reserved)
+        self.add(card, content["voice.safetensors"], reserved)
         return card
 
     def _file(self, name: str, suffix: str) -> Path:
-        """Whatever somebody sends for a name, it leads to nothing outside the folder."""
+        """Returns the path of a voice's file. Names from requests cannot lead outside the folder. Raises
+        NoSuchVoice."""
         try:
             return self.folder / f"{check_voice_name(name)}{suffix}"
         except OptionError:
@@ -190,7 +191,7 @@ class VoiceStore:
         self._file(name, TENSORS).unlink(missing_ok=True)
 
     def _write_atomically(self, path: Path, data: bytes) -> None:
-        """There whole, or not at all."""
+        """Writes a file completely, or not at all."""
         handle, part = tempfile.mkstemp(prefix=PART, dir=self.folder)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -205,7 +206,7 @@ class VoiceStore:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """The folder is nobody else's to change. What a process that was killed left half written goes away."""
+        """Locks the folder for changes, and removes partial files of killed processes. Raises OptionError."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

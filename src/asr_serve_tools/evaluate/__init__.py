@@ -1,1 +1,1 @@
-"""How good the answers are, measured: one file per measure."""
+"""Quality measures of recognition and synthesis, one file per measure."""

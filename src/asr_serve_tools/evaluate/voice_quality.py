@@ -1,13 +1,12 @@
-"""How good a voice is: whether it is understood, how like another reading it sounds, whether its chunks join, and
-whose it is.
+"""Voice quality: intelligibility, distance from a reference reading, joins of chunks, and speaker similarity.
 
-Two readings of one text are never equally long: their frames are laid upon each other first (dynamic time warping
-of cepstra), and compared along that path.
+Two readings of one text differ in length: their frames are first aligned (dynamic time warping of cepstra), and
+compared along that path.
 
 Source  mel-cepstral distortion: Kubichek 1993, "Mel-cepstral distance measure for objective speech quality
-        assessment", here of cepstra of HiFi-GAN's 80 mel bands; F0 error and voicing error as text-to-speech
-        papers have them (Skerry-Ryan et al. 2018, arXiv:1803.09047); round trip through a recogniser: Whisper's
-        normaliser, as asr_serve_tools/evaluate/wer has it
+        assessment", here of cepstra of HiFi-GAN's 80 mel bands; F0 error and voicing error as in text-to-speech
+        papers (Skerry-Ryan et al. 2018, arXiv:1803.09047); round trip through a recognizer with Whisper's
+        normalizer (asr_serve_tools/evaluate/wer)
 """
 
 from __future__ import annotations
@@ -33,60 +32,62 @@ from asr_serve.units import RATE_HZ as HEARD_HZ
 from asr_serve_tools.evaluate.wer import ErrorRate, wer
 
 CEPSTRA = 12
-"""That are compared, after the one that is loudness."""
+"""Number of compared cepstral coefficients, without the zeroth, which is loudness."""
 TO_DB = 10 / math.log(10) * math.sqrt(2)
-"""From the distance of cepstra to decibels: those between two spectra, root mean square over mel."""
+"""Factor from the distance of cepstra to the root mean square difference of the spectra over mel, in decibels."""
 SHORTEST_S = 0.1
 GROSS = 0.2
-"""Of F0: what is further off is an error of the octave, or of the tracker."""
+"""Relative F0 difference above which it is an octave error, or an error of the tracker."""
 JOIN_MS = 5
-"""Of sound on either side of a join."""
+"""Audio on either side of a join that is measured."""
 FAINT = 1e-6
 """Added to mean squares before the logarithm: -60 dB of full scale."""
 
 
 class VoiceDistance(msgspec.Struct, frozen=True):
-    """How a reading differs from another of the same text; or the mean over many."""
+    """Differences between two readings of the same text; or their mean over many pairs."""
 
     mcd_db: float
     """Mel-cepstral distortion, without loudness."""
     mel: float
-    """Mean difference of the natural logs of mel magnitudes, once both are equally loud."""
+    """Mean absolute difference of the natural logs of mel magnitudes, at equal loudness."""
     f0_cents: float
-    """Root mean square, where both are voiced and no further apart than GROSS. NaN where that is nowhere."""
+    """Root mean square F0 difference over frames that are voiced in both and differ by at most GROSS; NaN if
+    none."""
     f0_gross_percent: float
-    """Of the frames that both voice, those further apart."""
+    """Share of larger F0 differences among frames that are voiced in both."""
     voicing_percent: float
-    """Of all frames, those that one voices and the other does not."""
+    """Share of frames that are voiced in only one of them."""
 
 
 class JoinQuality(msgspec.Struct, frozen=True):
-    """What happens where chunks meet, and does not where the same is said as a whole."""
+    """Artefacts at the joins of chunks, compared with whole-sentence synthesis."""
 
     places: int
     jump_db: float
-    """How much more the energy changes over a join than at the same place of the whole: the worst."""
+    """Largest excess of the energy change at a join over that at the same position of the whole."""
     apart: float
-    """Largest difference of any sample."""
+    """Largest absolute difference of two samples."""
 
 
 def voice_distance(one: np.ndarray, other: np.ndarray, rate_hz: int = RATE_HZ) -> VoiceDistance:
-    """Two readings (n,) and (m,) float32 of one text, at one rate. Raises EmptyAudio where there is too little."""
+    """Distance of two readings (n,) and (m,) float32 of one text, at one rate. Raises EmptyAudio for less than
+    SHORTEST_S, or silence."""
     pcm = [_ready(each, rate_hz) for each in (one, other)]
     mels = [_mel(each) for each in pcm]
     cepstra = [mel_cepstra(each) for each in mels]
     path = _path(*cepstra)
     a, b = path[:, 0], path[:, 1]
-    apart = cepstra[0][a, 1:] - cepstra[1][b, 1:]
+    cepstral_difference = cepstra[0][a, 1:] - cepstra[1][b, 1:]
     bands = mels[0][a] - mels[1][b]
-    heights = [track_pitch(each, len(mel)) for each, mel in zip(pcm, mels, strict=True)]
-    first, second = heights[0][a], heights[1][b]
+    pitches = [track_pitch(each, len(mel)) for each, mel in zip(pcm, mels, strict=True)]
+    first, second = pitches[0][a], pitches[1][b]
     both = (first > 0) & (second > 0)
     ratio = first[both] / second[both]
     gross = np.abs(ratio - 1) > GROSS
     cents = 1_200 * np.log2(ratio[~gross])
     return VoiceDistance(
-        mcd_db=float(TO_DB * np.sqrt((apart**2).sum(1)).mean()),
+        mcd_db=float(TO_DB * np.sqrt((cepstral_difference**2).sum(1)).mean()),
         mel=float(np.abs(bands - bands.mean()).mean()),
         f0_cents=float(np.sqrt((cents**2).mean())) if len(cents) else math.nan,
         f0_gross_percent=100.0 * float(gross.mean()) if len(gross) else 0.0,
@@ -95,30 +96,32 @@ def voice_distance(one: np.ndarray, other: np.ndarray, rate_hz: int = RATE_HZ) -
 
 
 def mean_voice_distance(found: Sequence[VoiceDistance]) -> VoiceDistance:
-    """Of every figure over those that have it."""
-    columns = np.array([msgspec.structs.astuple(each) for each in found], np.float64)
+    """Mean of every measure over the pairs for which it is finite. Raises OptionError for no pairs."""
+    columns = np.array([msgspec.structs.astuple(distance) for distance in found], np.float64)
     if not len(columns):
         raise OptionError("no readings came", "one pair at least")
-    there = np.isfinite(columns)
-    sums = np.where(there, columns, 0).sum(0)
-    return VoiceDistance(*(float(s / n) if n else math.nan for s, n in zip(sums, there.sum(0), strict=True)))
+    finite = np.isfinite(columns)
+    sums = np.where(finite, columns, 0).sum(0)
+    return VoiceDistance(*(float(s / n) if n else math.nan for s, n in zip(sums, finite.sum(0), strict=True)))
 
 
 def join_quality(chunked: np.ndarray, whole: np.ndarray, places: Sequence[int], rate_hz: int) -> JoinQuality:
-    """`places`: the samples at which a chunk begins. Both (n,) float32 of the same length. Raises OptionError."""
+    """Join quality of chunked synthesis. `places`: samples at which chunks begin. `chunked` and `whole`: (n,)
+    float32 of the same length, else OptionError."""
     if len(chunked) != len(whole):
         raise OptionError(
             f"{len(chunked)} samples in chunks, {len(whole)} as a whole", "as many of one as of the other"
         )
     size = rate_hz * JOIN_MS // 1_000
     inside = [place for place in places if size <= place <= len(whole) - size]
-    more = [_jump(chunked, place, size) - _jump(whole, place, size) for place in inside]
-    apart = float(np.abs(chunked.astype(np.float64) - whole).max()) if len(whole) else 0.0
-    return JoinQuality(len(inside), max(more, default=0.0), apart)
+    excess = [_jump(chunked, place, size) - _jump(whole, place, size) for place in inside]
+    difference = float(np.abs(chunked.astype(np.float64) - whole).max()) if len(whole) else 0.0
+    return JoinQuality(len(inside), max(excess, default=0.0), difference)
 
 
 def similarity(one: Sequence[np.ndarray], other: Sequence[np.ndarray], rate_hz: int) -> float:
-    """Cosine of two speakers' voices, of some clips of each: see models/auxiliary/ge2e. Raises WeightsMissing."""
+    """Cosine similarity of two speakers, from some clips of each (models/auxiliary/ge2e). Raises
+    WeightsMissing."""
     network = ge2e.load()
     voices = [
         network.embed_speaker(resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips) for clips in (one, other)
@@ -127,19 +130,19 @@ def similarity(one: Sequence[np.ndarray], other: Sequence[np.ndarray], rate_hz: 
 
 
 class EvaluationRecognizer:
-    """A recogniser that hears what was said, to tell whether it can be understood."""
+    """Recognizer that measures the intelligibility of synthesized speech."""
 
     def __init__(self, model: str = "whisper-base", weights: str | None = None) -> None:
         """Raises UnknownModel, WeightsMissing."""
         self._model = Model.load(model, device="cpu", weights=weights)
 
     def transcribe(self, clips: Sequence[np.ndarray], rate_hz: int) -> list[str]:
-        """The text of each. Every clip is heard as a whole."""
+        """Text of each clip, which is recognized as a whole, without voice activity detection."""
         pcm = [resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips]
         return [found.text for found in self._model.transcribe(pcm, vad=False, language="en")]
 
     def errors(self, texts: Sequence[str], clips: Sequence[np.ndarray], rate_hz: int) -> ErrorRate:
-        """Of the round trip: text, speech, text."""
+        """Word error rate of the round trip: text, speech, text."""
         return wer(texts, self.transcribe(clips, rate_hz))
 
     def close(self) -> None:
@@ -155,8 +158,8 @@ class EvaluationRecognizer:
 
 
 def mel_cepstra(mel: np.ndarray) -> np.ndarray:
-    """(frames, 80) natural log -> (frames, 1 + CEPSTRA) c, so that a spectrum is c0 + c1 cos(w) + c2 cos(2 w) and
-    so on, as mel-cepstra are counted: smoother than the spectrum, where that has more."""
+    """Cepstra of log-mel frames: (frames, 80) natural log -> (frames, 1 + CEPSTRA) c, with the spectrum smoothed
+    to c0 + c1 cos(w) + c2 cos(2 w) and so on, the usual scale of mel-cepstra."""
     found: np.ndarray = mel @ _cosines()
     return found
 
@@ -168,7 +171,7 @@ def _ready(pcm: np.ndarray, rate_hz: int) -> np.ndarray:
 
 
 def _path(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Which frames are the same sound: (steps, 2). One reading may be louder."""
+    """Alignment of frames, (steps, 2), which ignores a difference in loudness."""
     one, other = (each - np.eye(1, each.shape[1]) * each[:, 0].mean() for each in (one, other))
     squares = (one**2).sum(1)[:, None] - 2 * one @ other.T + (other**2).sum(1)
     distance = np.sqrt(np.maximum(0, squares))
@@ -176,7 +179,7 @@ def _path(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _mel(pcm: np.ndarray) -> np.ndarray:
-    """(frames, 80) float64."""
+    """Log-mel frames, (frames, 80) float64."""
     with torch.inference_mode():
         found: np.ndarray = _spectrogram()(torch.from_numpy(pcm)[None])[0].double().numpy()
     return found
@@ -189,7 +192,7 @@ def _spectrogram() -> SlaneyMel:
 
 @cache
 def _cosines() -> np.ndarray:
-    """DCT-II: (80, 1 + CEPSTRA)."""
+    """DCT-II matrix, (80, 1 + CEPSTRA)."""
     angles = (np.arange(MELS) + 0.5)[:, None] * np.arange(1 + CEPSTRA) * np.pi / MELS
     found = np.cos(angles) * 2 / MELS
     found[:, 0] /= 2
@@ -197,7 +200,7 @@ def _cosines() -> np.ndarray:
 
 
 def _jump(pcm: np.ndarray, place: int, size: int) -> float:
-    """By how many dB the energy changes there, up or down."""
+    """Absolute change of energy at `place`, in dB."""
     before, after = (
         np.square(part, dtype=np.float64).mean() for part in (pcm[place - size : place], pcm[place : place + size])
     )

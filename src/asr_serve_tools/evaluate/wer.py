@@ -1,7 +1,7 @@
-"""Word and character error rate of a corpus, in percent, after Whisper's English normaliser.
+"""Word and character error rate of a corpus, in percent, after Whisper's English normalizer.
 
 The rate is over the corpus: all errors over all reference words, so a long utterance weighs more than a
-short one. This is what papers print; the mean of per-utterance rates is something else.
+short one. Papers report this rate, not the mean of per-utterance rates.
 
 Source  jiwer for the alignment; openai/whisper's EnglishTextNormalizer, as packaged by whisper_normalizer
 """
@@ -21,7 +21,7 @@ INSTALL = "pip install jiwer whisper-normalizer"
 
 
 class ErrorRate(msgspec.Struct, frozen=True):
-    """Counts over a corpus, in words for `wer` and in characters for `cer`, and the rate they make."""
+    """Error counts over a corpus, in words for `wer` and in characters for `cer`, and their rate."""
 
     substitutions: int
     deletions: int
@@ -34,32 +34,31 @@ class ErrorRate(msgspec.Struct, frozen=True):
 
     @property
     def reference(self) -> int:
-        """Words (or characters) in the references: what the errors are divided by."""
+        """Number of words (or characters) in the references, the denominator of the rate."""
         return self.substitutions + self.deletions + self.hits
 
     @property
     def percent(self) -> float:
-        """Above 100 when more was invented than was said."""
+        """Error rate in percent; insertions may raise it above 100."""
         return 100.0 * self.errors / self.reference
 
 
 def normalize(text: str) -> str:
-    """Lower case, no punctuation or fillers, numbers as digits, British spelling as American.
+    """Normalize a text: lower case, no punctuation or fillers, numbers as digits, American spelling.
 
-    Exactly the published normaliser, oddities included (of "..." it leaves a "."): else the rates could not
-    be compared with other people's.
-    Raises OptionError when whisper_normalizer is not installed.
+    Exactly the published normalizer, oddities included ("..." becomes "."), so that rates are comparable with
+    published ones. Raises OptionError when whisper_normalizer is not installed.
     """
     return " ".join(_normalizer()(text).split())
 
 
 def wer(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRate:
-    """Word error rate. Raises OptionError for lists that do not match, or with nothing to compare with."""
+    """Word error rate. Raises OptionError for lists of different lengths, or without a reference word."""
     return _error_rate(_jiwer().process_words, references, hypotheses, lambda text: len(text.split()))
 
 
 def cer(references: Sequence[str], hypotheses: Sequence[str]) -> ErrorRate:
-    """Character error rate; the spaces between words count. Raises as `wer` does."""
+    """Character error rate; spaces between words count. Raises OptionError as `wer` does."""
     return _error_rate(_jiwer().process_characters, references, hypotheses, len)
 
 
@@ -69,7 +68,7 @@ def _error_rate(
     hypotheses: Sequence[str],
     units_in: Callable[[str], int],
 ) -> ErrorRate:
-    # A string is a sequence of strings too: it would be scored letter against letter, without a word.
+    # A string is a sequence of strings too, and would silently be scored letter by letter.
     if isinstance(references, str) or isinstance(hypotheses, str):
         raise OptionError("a single string", "a list of texts, one for each utterance", "put it in a list")
     if len(references) != len(hypotheses):
@@ -77,19 +76,22 @@ def _error_rate(
             f"{len(references)} references and {len(hypotheses)} hypotheses",
             "as many of one as of the other, in the same order",
         )
-    pairs = [(normalize(said), normalize(heard)) for said, heard in zip(references, hypotheses, strict=True)]
-    spoken = [(said, heard) for said, heard in pairs if said]
+    pairs = [
+        (normalize(reference), normalize(hypothesis))
+        for reference, hypothesis in zip(references, hypotheses, strict=True)
+    ]
+    spoken = [(reference, hypothesis) for reference, hypothesis in pairs if reference]
     if not spoken:
         raise OptionError(
             f"{len(pairs)} references without a word", "an error rate needs at least one reference word"
         )
-    aligned = align([said for said, _ in spoken], [heard for _, heard in spoken])
-    # Whatever was heard where nothing was said is an insertion; not every jiwer takes an empty reference.
-    invented = sum(units_in(heard) for said, heard in pairs if not said)
+    aligned = align([reference for reference, _ in spoken], [hypothesis for _, hypothesis in spoken])
+    # All words of a hypothesis with an empty reference are insertions; not every jiwer accepts an empty reference.
+    inserted = sum(units_in(hypothesis) for reference, hypothesis in pairs if not reference)
     return ErrorRate(
         substitutions=aligned.substitutions,
         deletions=aligned.deletions,
-        insertions=aligned.insertions + invented,
+        insertions=aligned.insertions + inserted,
         hits=aligned.hits,
     )
 

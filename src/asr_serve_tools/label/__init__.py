@@ -1,1 +1,1 @@
-"""Labels for speech nobody has transcribed: what two models agree on."""
+"""Pseudo-labels for untranscribed speech, from the agreement of two models."""

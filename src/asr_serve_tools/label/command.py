@@ -1,4 +1,4 @@
-"""`asr-serve label`: what two models agree on, as labels for speech nobody has transcribed."""
+"""`asr-serve label`: pseudo-labels for untranscribed speech, from the agreement of two models."""
 
 from __future__ import annotations
 
@@ -91,26 +91,28 @@ def label(
         record = LabelStore(
             out, {"models": names, "per": per, "language": requested_language_code(language), "quantize": quantize}
         )
-        left = [item for item in items if not record.is_labeled(str(item.source))]
-        if left:
+        remaining = [item for item in items if not record.is_labeled(str(item.source))]
+        if remaining:
             meter = ProgressMeter()
-            with ProgressBar(meter, shown=not quiet) as bar, ExitStack() as held:
+            with ProgressBar(meter, shown=not quiet) as bar, ExitStack() as stack:
                 import asr_serve
                 from asr_serve.pipelines.options import TranscribeOptions
 
                 loaded = [
-                    held.enter_context(
+                    stack.enter_context(
                         asr_serve.load(name, device=device, dtype=dtype, turn_model="none", engine=engine)
                     )
                     for name in names
                 ]
-                longest = max_segment_ms(each.card for each in loaded)
+                longest = max_segment_ms(model.card for model in loaded)
                 options = TranscribeOptions(language=language, max_segment_ms=longest)
                 meter.start()
-                failed = run(loaded, names, left, options, record, cast("LabelUnit", per), bar.update)
+                failed = run(loaded, names, remaining, options, record, cast("LabelUnit", per), bar.update)
                 speed = meter.describe_done()
             if not quiet:
-                print_error(f"{len(left) - len(failed)} done, {len(items) - len(left)} already there; {speed}")
+                print_error(
+                    f"{len(remaining) - len(failed)} done, {len(items) - len(remaining)} already there; {speed}"
+                )
             failures += failed
         summary = record.finish(threshold, len(failures))
     print(summary_line(summary, out))
@@ -120,7 +122,7 @@ def label(
 
 
 def unique_by_absolute_path(items: Iterable[InputItem]) -> Iterator[InputItem]:
-    """Each file once, by its whole path: a manifest is read elsewhere too."""
+    """Each file once, by its absolute path, because a manifest is also read from other folders."""
     from asr_serve.audio.input_manifest import InputItem
 
     known: set[str] = set()
@@ -132,7 +134,7 @@ def unique_by_absolute_path(items: Iterable[InputItem]) -> Iterator[InputItem]:
 
 
 def summary_line(summary: LabelSummary, out: Path) -> str:
-    """`kept 12 of 40 segments, 0.05 of 0.20 h of speech, at a threshold of 0.1 -> labels`."""
+    """One line like `kept 12 of 40 segments, 0.050 of 0.200 h of speech, at a threshold of 0.1 -> labels`."""
     return (
         f"kept {summary.kept_segments} of {summary.segments} segments, {summary.kept_hours:.3f} of "
         f"{summary.speech_hours:.3f} h of speech, at a threshold of {summary.threshold:g} -> {out}"

@@ -1,4 +1,4 @@
-"""How far two texts are from each other, in characters.
+"""Character error rate between two texts.
 
 Source  the distance: Myers, "A fast bit-vector algorithm for approximate string matching", JACM 1999, in the form
         of Hyyro 2003, over integers of any length
@@ -10,12 +10,12 @@ import unicodedata
 from collections import defaultdict
 
 KEPT = "LMN"
-"""Letters, what belongs to them, and numbers: what is compared."""
+"""Unicode categories of compared characters: letters, combining marks and numbers."""
 
 
 def plain_text(text: str) -> str:
-    """Of any language: one case and width, no marks, single spaces. A number in digits is not one in words:
-    then it is not sure that both models heard the same.
+    """Normalized text of any language: one case and width, no punctuation, single spaces. A number in digits
+    differs from one in words, because the models then do not certainly agree.
 
     >>> plain_text("It’s  5 o'clock — Élan!"), plain_text("ＡＢＣ，你好。")
     ('its 5 oclock élan', 'abc 你好')
@@ -25,30 +25,31 @@ def plain_text(text: str) -> str:
 
 
 def edit_distance(reference: str, hypothesis: str) -> int:
-    """Characters to replace, leave out and put in: the Levenshtein distance.
+    """Levenshtein distance: number of replaced, deleted and inserted characters.
 
     >>> edit_distance("kitten", "sitting"), edit_distance("", "abc"), edit_distance("abc", "")
     (3, 3, 3)
     """
     if not reference:
         return len(hypothesis)
-    where: dict[str, int] = defaultdict(int)
+    positions: dict[str, int] = defaultdict(int)
     for at, letter in enumerate(reference):
-        where[letter] |= 1 << at
-    every, last = (1 << len(reference)) - 1, 1 << (len(reference) - 1)
-    plus, minus, found = every, 0, len(reference)
+        positions[letter] |= 1 << at
+    mask, last = (1 << len(reference)) - 1, 1 << (len(reference) - 1)
+    plus, minus, found = mask, 0, len(reference)
     for letter in hypothesis:
-        same = where.get(letter, 0)
+        same = positions.get(letter, 0)
         diagonal = (((same & plus) + plus) ^ plus) | same | minus
-        up, down = minus | (every & ~(diagonal | plus)), plus & diagonal
+        up, down = minus | (mask & ~(diagonal | plus)), plus & diagonal
         found += bool(up & last) - bool(down & last)
         up, down = (up << 1) | 1, down << 1
-        plus, minus = (down | ~(diagonal | up)) & every, up & diagonal & every
+        plus, minus = (down | ~(diagonal | up)) & mask, up & diagonal & mask
     return found
 
 
 def error_rate(reference: str, hypothesis: str) -> float:
-    """Of plain texts: errors over characters of the reference. Where that says nothing and the other something, 1.
+    """Error rate of plain texts: edit distance over characters of the reference; 1 for an empty reference and
+    another hypothesis.
 
     >>> error_rate("abcd", "abxd"), error_rate("", ""), error_rate("", "x")
     (0.25, 0.0, 1.0)

@@ -1,12 +1,12 @@
-"""What labelling leaves in its folder, and how it goes on where it was stopped.
+"""Folder of a labelling run, from which an interrupted run continues.
 
-all.jsonl     every segment: where it is, both texts, the error rate between them
-kept.jsonl    those under the threshold, in the form of NeMo's manifests
-files.jsonl   recordings that are done, and how long all.jsonl was behind each: a torn end is cut off
-label.json    which models heard it, how it was cut
-.lock         held while a run writes here
+all.jsonl     every segment: its position, both texts, the error rate between them
+kept.jsonl    segments under the threshold, in the format of NeMo's manifests
+files.jsonl   recordings that are done, and the length of all.jsonl after each: an incomplete end is cut off
+label.json    the models, the language and the segmentation
+.lock         locked while a run writes here
 summary.json  hours by threshold
-kept.svg      the same, drawn
+kept.svg      plot of hours by threshold
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from asr_serve.errors import OptionError
 from asr_serve_tools.label import threshold_plot
 
 STEPS = 100
-"""The error rates between 0 and 1 at which hours are counted."""
+"""Number of steps of the error rate from 0 to 1 for which hours are counted."""
 ALL, KEPT, FILES, CHOSEN, SUMMARY, PLOT, LOCK = (
     "all.jsonl",
     "kept.jsonl",
@@ -39,26 +39,26 @@ ALL, KEPT, FILES, CHOSEN, SUMMARY, PLOT, LOCK = (
 class LabelRow(msgspec.Struct, frozen=True):
     audio_filepath: str
     offset: float
-    """In seconds."""
+    """Start of the segment in seconds."""
     duration: float
     text: str
-    """The first model's."""
+    """Text of the first model."""
     cer: float
     hypotheses: dict[str, str]
-    """By model."""
+    """Text of each model, by its name."""
 
 
 class LabeledFile(msgspec.Struct, frozen=True):
-    """A recording that both models have heard."""
+    """A recording that both models have processed."""
 
     audio_filepath: str
     duration: float
     segments: int
     all_bytes: int
-    """The length of all.jsonl behind its rows."""
+    """Length of all.jsonl after its rows."""
     size_bytes: int = 0
     modified_ns: int = 0
-    """Of the file, when it was heard; 0 of what is none."""
+    """Modification time of the file when it was processed; 0 if it is not a file."""
 
 
 class LabelSummary(msgspec.Struct, frozen=True):
@@ -66,19 +66,19 @@ class LabelSummary(msgspec.Struct, frozen=True):
     files: int
     failed: int
     hours: float
-    """Of all recordings."""
+    """Length of all recordings."""
     speech_hours: float
-    """Of it in which somebody says something."""
+    """Length of all segments."""
     kept_hours: float
     kept_segments: int
     segments: int
     hours_under: dict[str, float]
-    """Hours that a threshold keeps."""
+    """Hours that each threshold keeps."""
 
 
 @contextlib.contextmanager
 def lock_label_folder(folder: Path) -> Iterator[None]:
-    """Makes the folder, and keeps other runs out of it. Raises OptionError."""
+    """Create the folder and lock it against other runs. Raises OptionError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
@@ -99,7 +99,8 @@ def lock_label_folder(folder: Path) -> Iterator[None]:
 
 
 class LabelStore:
-    """The folder of one labelling, which is there. Raises OptionError for one that other choices have made."""
+    """Store in the existing folder of one labelling run. Raises OptionError for a folder made with other
+    settings."""
 
     def __init__(self, folder: Path, chosen: dict[str, Any]) -> None:
         self.folder = folder
@@ -107,14 +108,14 @@ class LabelStore:
         size = 0
         whole = 0
         self.seconds = 0.0
-        there = (folder / ALL).stat().st_size if (folder / ALL).exists() else 0
+        length_of_all = (folder / ALL).stat().st_size if (folder / ALL).exists() else 0
         for line in _lines(folder / FILES):
             try:
                 row = msgspec.json.decode(line, type=LabeledFile)
             except msgspec.DecodeError:
-                break  # the last one, torn
-            if not line.endswith(b"\n") or not size <= row.all_bytes <= there:
-                break  # its rows are not all there
+                break  # an incomplete last line
+            if not line.endswith(b"\n") or not size <= row.all_bytes <= length_of_all:
+                break  # some of its rows are missing
             self.done[row.audio_filepath] = row
             self.seconds += row.duration
             size, whole = row.all_bytes, whole + len(line)
@@ -124,7 +125,7 @@ class LabelStore:
                 file.truncate(length)
 
     def append_file(self, path: str, duration: float, rows: Iterable[LabelRow]) -> None:
-        """A recording's rows, and then that it is done: stopped between the two, it is heard again."""
+        """Write a recording's rows, then mark it as done: after a stop between the two it is processed again."""
         lines = [msgspec.json.encode(row) + b"\n" for row in rows]
         with (self.folder / ALL).open("ab") as file:
             file.write(b"".join(lines))
@@ -138,7 +139,7 @@ class LabelStore:
         self.seconds += duration
 
     def is_labeled(self, path: str) -> bool:
-        """Whether both models have heard it, as it is now. Raises OptionError where it has changed since."""
+        """Whether both models have processed a recording. Raises OptionError if the file has changed since."""
         if (done := self.done.get(path)) is None:
             return False
         if done.size_bytes and (done.size_bytes, done.modified_ns) != _stamp(path):
@@ -148,7 +149,7 @@ class LabelStore:
         return True
 
     def finish(self, threshold: float, failed: int) -> LabelSummary:
-        """kept.jsonl, the summary and its drawing, of all that is done so far."""
+        """Write kept.jsonl, the summary and its plot, for all recordings done so far."""
         hours = [0.0] * (STEPS + 1)
         total = kept = speech_s = kept_s = 0.0
         part = self.folder / f".{KEPT}.part"
@@ -159,7 +160,7 @@ class LabelStore:
                 speech_s += row.duration
                 if not row.text.strip():
                     continue
-                # The lowest threshold that keeps it.
+                # Index of the lowest threshold that keeps it.
                 index = -int(-row.cer * STEPS // 1)
                 if index <= STEPS:
                     hours[index] += row.duration / 3_600
@@ -170,8 +171,8 @@ class LabelStore:
         part.replace(self.folder / KEPT)
         under = 0.0
         curve = []
-        for index, each in enumerate(hours):
-            under += each
+        for index, counted in enumerate(hours):
+            under += counted
             curve.append((index / STEPS, under))
         summary = LabelSummary(
             threshold=threshold,
@@ -184,8 +185,8 @@ class LabelStore:
             segments=int(total),
             hours_under={f"{at:.2f}": round(found, 6) for at, found in curve},
         )
-        told = msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
-        (self.folder / SUMMARY).write_bytes(told)
+        encoded = msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+        (self.folder / SUMMARY).write_bytes(encoded)
         (self.folder / PLOT).write_text(
             threshold_plot.threshold_svg(curve, threshold, kept_s / 3_600, speech_s / 3_600), "utf-8"
         )
@@ -193,7 +194,7 @@ class LabelStore:
 
     def _expect(self, chosen: dict[str, Any]) -> None:
         path = self.folder / CHOSEN
-        if not self.done:  # what was chosen before came to nothing
+        if not self.done:  # no recording was done with earlier settings
             path.write_bytes(msgspec.json.encode(chosen) + b"\n")
             return
         try:

@@ -1,8 +1,8 @@
-"""START HERE: two models hear the same recordings; what they agree on is kept as labels.
+"""Labelling of recordings by the agreement of two models; the entry point of this package.
 
-A word that two different models hear alike is seldom wrong, and where they differ one of them is: so the
-character error rate between their hypotheses tells, without any reference, what to learn from (NVIDIA calls it
-CER-Hypo). Both cut by the same voice activity and the same limit, so that their segments have the same times.
+A word on which two different models agree is seldom wrong, and where they differ at least one is: so the character
+error rate between their hypotheses selects training data without any reference (NVIDIA calls it CER-Hypo). Both
+models use the same voice activity detection and the same limit, so that their segments have the same times.
 
 Source  pseudo-labels, and why to filter them: Kahn et al., "Self-training for end-to-end speech recognition",
         arXiv:1909.09116
@@ -31,7 +31,7 @@ LabelUnit = Literal["segment", "file"]
 
 
 class LabelingModel(Protocol):
-    """What is needed of a model; `asr_serve.load` returns one."""
+    """Interface of a model for labelling; `asr_serve.load` returns one."""
 
     def events(
         self, items: Iterable[InputItem], options: TranscribeOptions | None = None
@@ -44,7 +44,7 @@ class LabelingFailure(msgspec.Struct, frozen=True):
 
 
 def check_label_options(names: Sequence[str], threshold: float, unit: str) -> None:
-    """Raises OptionError."""
+    """Raise OptionError for names, threshold or unit out of range."""
     if len(names) != 2 or names[0] == names[1]:
         raise OptionError(
             f"--models {','.join(names)}", "two different models, like moonshine-tiny-en,whisper-tiny-en"
@@ -56,7 +56,7 @@ def check_label_options(names: Sequence[str], threshold: float, unit: str) -> No
 
 
 def split_writable_items(items: Iterable[InputItem]) -> tuple[list[InputItem], list[LabelingFailure]]:
-    """Those whose paths a manifest can hold, which is UTF-8, as not every file's name is; and the others."""
+    """Items whose paths fit in a manifest, which is UTF-8, and failures for the others."""
     good, failures = list[InputItem](), list[LabelingFailure]()
     for item in items:
         try:
@@ -70,7 +70,8 @@ def split_writable_items(items: Iterable[InputItem]) -> tuple[list[InputItem], l
 
 
 def max_segment_ms(cards: Iterable[AsrCard | TtsCard]) -> int:
-    """The longest segment that all models hear. Raises WrongModel for one that speaks."""
+    """Longest segment in ms that all models accept, without padding. Raises WrongModel for a speech synthesis
+    model."""
     limits = []
     for card in cards:
         if not isinstance(card, AsrCard):
@@ -88,11 +89,11 @@ def label_recordings(
     unit: LabelUnit,
     progress: Callable[[int, int | None], None] = lambda done, total: None,
 ) -> list[LabelingFailure]:
-    """Each recording's rows go into the record when both models have heard it, in order. One that cannot be read
-    is told at the end, and the others go on. Holds one recording's text at a time."""
+    """Label recordings in order: a recording's rows are written when both models have processed it. Returns
+    failures of recordings that cannot be read; the others continue. Holds one recording's text at a time."""
     failures: list[LabelingFailure] = []
-    with contextlib.ExitStack() as held:
-        first, second = (held.enter_context(contextlib.closing(each.events(items, options))) for each in models)
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(contextlib.closing(model.events(items, options))) for model in models)
         for item in items:
             ended = [_file(first, progress), _file(second, lambda done, total: None)]
             failed = next((event for event in ended if isinstance(event, FileFailed)), None)
@@ -107,7 +108,7 @@ def label_recordings(
 
 
 def _file(events: Iterator[Event], progress: Callable[[int, int | None], None]) -> FileDone | FileFailed:
-    """The end of the next file."""
+    """Final event of the next file."""
     for event in events:
         if isinstance(event, Progress):
             progress(event.audio_samples, event.total_samples)
@@ -117,16 +118,18 @@ def _file(events: Iterator[Event], progress: Callable[[int, int | None], None]) 
 
 
 def _of_segments(path: str, names: Sequence[str], one: Transcript, other: Transcript) -> Iterator[LabelRow]:
-    """A row for each segment that either has words for."""
-    texts = [{(s.start_samples, s.end_samples): s for s in each.segments} for each in (one, other)]
+    """A row for each segment of either transcript."""
+    texts = [{(s.start_samples, s.end_samples): s for s in transcript.segments} for transcript in (one, other)]
     for span in sorted(texts[0].keys() | texts[1].keys()):
-        said, heard = (_text(each.get(span)) for each in texts)
+        text, other_text = (_text(transcript.get(span)) for transcript in texts)
         start, end = map(samples_to_s, span)
-        yield _row(path, start, end - start, names, said, heard, error_rate(plain_text(said), plain_text(heard)))
+        yield _row(
+            path, start, end - start, names, text, other_text, error_rate(plain_text(text), plain_text(other_text))
+        )
 
 
 def _of_file(path: str, names: Sequence[str], one: Transcript, other: Transcript) -> Iterator[LabelRow]:
-    """One row. Its rate is that over all characters of its segments, so that no text is too long to compare."""
+    """One row for the file. Its error rate is computed segment by segment, so that no comparison is too long."""
     rows = list(_of_segments(path, names, one, other))
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""Hours kept against the threshold, as an SVG that any browser shows."""
+"""SVG plot of the hours kept by threshold."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 72, 24, 48, 56
 MOST_RATE = 0.5
-"""What lies above is of no use as a label."""
+"""Highest error rate on the axis; above it labels are useless."""
 NICE = (1, 2, 2.5, 5, 10)
-"""Steps of an axis."""
+"""Steps of an axis, times a power of ten."""
 
 
 def threshold_svg(curve: Sequence[tuple[float, float]], threshold: float, kept: float, total: float) -> str:
-    """`curve`: error rate and the hours under it, both growing. `kept`: hours under the threshold, of `total`."""
+    """SVG text of the plot. `curve`: (error rate, hours under it), both ascending. `kept`: hours under the
+    threshold, of `total`."""
     most = max(MOST_RATE, threshold)
     unit, scale = ("h", 1.0) if total >= 1 else ("min", 60.0)
     step = _step(total * scale)
@@ -60,7 +61,7 @@ def threshold_svg(curve: Sequence[tuple[float, float]], threshold: float, kept: 
 
 
 def _step(most: float) -> float:
-    """Of an axis with about five marks."""
+    """Step of an axis with about five ticks."""
     raw = max(most, 1e-6) / 5
     power = 1.0
     while power * 10 <= raw:

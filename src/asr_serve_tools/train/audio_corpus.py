@@ -1,4 +1,4 @@
-"""Audio to train on: decoded once into one file of samples, from which any stretch is read at once."""
+"""Training audio, decoded once into one file of samples for random access."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from asr_serve.audio.reader import open_audio
 from asr_serve.errors import AudioError, EmptyAudio, OptionError
 
 SHORTEST_S = 1.0
-"""Less is not worth a place in a batch."""
+"""Least length of a recording; shorter ones are skipped."""
 FULL_SCALE = 32_768
 
 
 class CorpusClip(msgspec.Struct, frozen=True):
-    """One recording: where its samples lie."""
+    """Position of one recording in the samples."""
 
     key: str
     start: int
@@ -28,14 +28,14 @@ class CorpusClip(msgspec.Struct, frozen=True):
 
 
 class CorpusIndex(msgspec.Struct, frozen=True):
-    """What was decoded, and from what."""
+    """Decoded recordings, and the inputs that they came from."""
 
     inputs: list[str]
     clips: list[CorpusClip]
 
 
 class AudioCorpus:
-    """Recordings as 16 kHz mono int16, end to end in `samples.i16` beside `clips.json`; never all in memory."""
+    """Recordings as 16 kHz mono int16, concatenated in `samples.i16` beside `clips.json`; memory-mapped."""
 
     def __init__(self, folder: Path) -> None:
         self.index = msgspec.json.decode((folder / "clips.json").read_bytes(), type=CorpusIndex)
@@ -43,10 +43,10 @@ class AudioCorpus:
 
     @classmethod
     def build(cls, inputs: Sequence[str], folder: Path, say: Callable[[str], None]) -> AudioCorpus:
-        """The corpus in `folder`, made of files, folders and lists if it is not there yet. What cannot be decoded
-        is named and left out.
+        """Open the corpus in `folder`, or build it from files, folders and lists. Recordings that cannot be
+        decoded are reported and left out.
 
-        Raises EmptyAudio when nothing is left; OptionError when `folder` holds the samples of other inputs.
+        Raises EmptyAudio when nothing remains; OptionError when `folder` holds the samples of other inputs.
         """
         if (folder / "clips.json").is_file():
             found = cls(folder)
@@ -74,22 +74,23 @@ class AudioCorpus:
                     clips.append(CorpusClip(item.key, begin, at - begin))
         if not clips:
             raise EmptyAudio(f"no audio of {SHORTEST_S:g} s or more in {', '.join(inputs)}")
-        part = folder / "clips.part"  # there only when whole: what was interrupted is decoded again
+        part = folder / "clips.part"  # renamed when complete: after an interruption all is decoded again
         part.write_bytes(msgspec.json.encode(CorpusIndex(list(inputs), clips)))
         os.replace(part, folder / "clips.json")
         say(f"{len(clips)} recordings, {units.samples_to_s(sum(c.samples for c in clips)) / 3_600:.2f} hours")
         return cls(folder)
 
     def split(self, held_out: float) -> tuple[list[CorpusClip], list[CorpusClip]]:
-        """Recordings to train on and, spread over the corpus, the share `held_out`: both at least one."""
+        """Recordings to train on and, spread over the corpus, the share `held_out`, at least one each. Raises
+        OptionError for fewer than two recordings."""
         clips = self.index.clips
         if len(clips) < 2:
             raise OptionError(f"{len(clips)} recording", "two or more: one is held out", "cut it into parts")
-        every = min(len(clips), max(2, round(1 / held_out)))
-        return [c for i, c in enumerate(clips) if i % every], clips[::every]
+        period = min(len(clips), max(2, round(1 / held_out)))
+        return [c for i, c in enumerate(clips) if i % period], clips[::period]
 
     def read(self, clip: CorpusClip, begin: int, samples: int) -> np.ndarray:
-        """float32 in -1..1."""
+        """Samples from `begin` of a clip, up to `samples` of them, float32 in -1..1."""
         first = clip.start + begin
         return (
             self.samples[first : min(first + samples, clip.start + clip.samples)].astype(np.float32) / FULL_SCALE

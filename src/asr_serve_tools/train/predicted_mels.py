@@ -1,7 +1,7 @@
-"""Frames as a vocoder meets them: what an acoustic model makes of recorded speech, in that speech's own times.
+"""Mel frames predicted by an acoustic model with the durations of recorded speech, to train a vocoder.
 
-A network's spectra are smoother than recorded ones. A vocoder that has only heard the latter sounds dull or buzzes
-with the former; one that learns from both has both.
+Predicted spectra are smoother than recorded ones. A vocoder trained only on recorded spectra sounds dull or buzzes
+with predicted ones; one trained on both copes with both.
 
 Source  teacher-forced spectra for a vocoder: Tacotron 2 (arXiv:1712.05884), HiFi-GAN (arXiv:2010.05646), 4.4
 """
@@ -26,7 +26,7 @@ AT_ONCE = 8
 
 
 class MelPredictor:
-    """A checkpoint of an acoustic model, asked for frames of given durations."""
+    """Acoustic model from a checkpoint that predicts frames for given durations."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: config.json and model.safetensors. Raises OptionError."""
@@ -44,18 +44,18 @@ class MelPredictor:
 
     @torch.no_grad()
     def frames(self, recordings: Sequence[VoiceRecording]) -> list[np.ndarray]:
-        """Log-mel (frames, 80) float16 of each. Raises OptionError for a voice that the model does not have."""
+        """Log-mel (frames, 80) float16 of each recording. Raises OptionError for a voice that the model lacks."""
         found: list[np.ndarray] = []
         mean, deviation = self._norms.mel
         for at in range(0, len(recordings), AT_ONCE):
             items = [
-                acoustic_item(each, self._speaker(each), self.config.vocabulary)
-                for each in recordings[at : at + AT_ONCE]
+                acoustic_item(item, self._speaker(item), self.config.vocabulary)
+                for item in recordings[at : at + AT_ONCE]
             ]
-            heard = collate(items, self._norms, self.config.voices, self.config.sizes.chunk)
-            mels = self._learner(heard).frames[..., :80].float() * deviation + mean
+            batch = collate(items, self._norms, self.config.voices, self.config.sizes.chunk)
+            mels = self._learner(batch).frames[..., :80].float() * deviation + mean
             found += [
-                mel[: len(each.mel)].numpy().astype(np.float16) for mel, each in zip(mels, items, strict=True)
+                mel[: len(item.mel)].numpy().astype(np.float16) for mel, item in zip(mels, items, strict=True)
             ]
         return found
 

@@ -1,9 +1,9 @@
-"""What a model's own voices are like to a speaker encoder: a cloned voice begins as the most similar one.
+"""Speaker embeddings of a model's own voices, by which a cloned voice starts from the most similar one.
 
     python -m asr_serve_tools.train.speaker_similarities --speech speech/ --model model/
 
 writes speakers.safetensors beside the checkpoint: `ge2e` (voices, 256), in the order of config.json's voices. A
-voice of which there is no speech gets zeros, and is nobody's likeness.
+voice without speech gets zeros, and is similar to none.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from asr_serve.models.auxiliary import ge2e
 from asr_serve.units import RATE_HZ as HEARD_HZ
 
 UTTERANCES = 24
-"""Of each voice; of those of two seconds and more."""
+"""Utterances of each voice, of two seconds or more."""
 LEAST_SAMPLES = 2 * RATE_HZ
 
 
 def speaker_similarities(speech: Path, names: list[str]) -> np.ndarray:
-    """(voices, 256) float32. A voice's file is that of the name after its last underscore. Raises OptionError."""
+    """Speaker embeddings (voices, 256) float32 of `names`. A file belongs to the voice of the name after its last
+    underscore. Raises OptionError."""
     encoder, found = ge2e.load(), np.zeros((len(names), ge2e.WIDTH), np.float32)
     for voice in open_voice_corpora(speech):
         name = voice.name.rpartition("_")[2]
         if name not in names:
             continue
-        long = (each.pcm for each in voice if len(each.pcm) >= LEAST_SAMPLES)
+        long = (recording.pcm for recording in voice if len(recording.pcm) >= LEAST_SAMPLES)
         clips = [
             resample_clip(pcm.astype(np.float32) / FULL_SCALE, RATE_HZ, HEARD_HZ)
             for pcm in itertools.islice(long, UTTERANCES)
@@ -61,9 +62,9 @@ def main(words: list[str] | None = None) -> int:
         "--speech", type=Path, required=True, help="a folder that asr-serve train voice has filled"
     )
     parser.add_argument("--model", type=Path, required=True, help="the checkpoint's folder")
-    asked = parser.parse_args(words)
+    options = parser.parse_args(words)
     try:
-        print(write_speaker_similarities(asked.speech, asked.model))
+        print(write_speaker_similarities(options.speech, options.model))
     except (AsrServeError, OSError) as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1

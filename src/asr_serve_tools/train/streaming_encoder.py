@@ -1,9 +1,9 @@
-"""Teaches a streaming encoder to hear what Moonshine's hears, from audio alone: no text is needed.
+"""Distillation of Moonshine's encoder into a streaming encoder, from audio alone: no text is needed.
 
-Moonshine's encoder (the teacher) listens to an utterance as a whole. The student sees a window around each frame,
-so that it can listen while somebody speaks. It begins as the teacher's layers, behind convolutions of its own, and
-learns to give the same frames for the same audio. Moonshine's decoder reads them as it is: what is written is a
-checkpoint of kind moonshine_streaming.
+Moonshine's encoder (the teacher) attends to an utterance as a whole. The student attends to a window around each
+frame, so that it can run while a caller speaks. It starts with the teacher's layers, after convolutions of its
+own, and learns to compute the same frames for the same audio. Moonshine's decoder is used unchanged: the result
+is a checkpoint of kind moonshine_streaming.
 
 Source  distillation to features: arXiv:1412.6550; of whole-utterance teachers to streaming ones: arXiv:2010.12096.
 """
@@ -37,11 +37,12 @@ from asr_serve_tools.train.audio_corpus import AudioCorpus, CorpusClip
 from asr_serve_tools.train.streaming_student import StreamingStudent, config_of, save
 
 LATE_FRAMES = 2
-"""The teacher's frame hears 895 samples from its start, the student's 96: two frames later it has heard them."""
+"""Delay of the student's frames: a teacher's frame covers 895 samples from its start, a student's 96, so two
+frames later the student has processed as much audio."""
 WEIGHTS = {"end": 1.0, "layer": 0.3, "front": 0.3}
-"""Of the losses: at the end, in the middle layer, after the convolutions, which begin with nothing."""
+"""Weights of the losses: at the end, in the middle layer, after the convolutions, which are not copied."""
 SETTLING_BATCHES = 40
-"""From which the convolutions get what they begin with."""
+"""Batches from which the convolutions are initialized."""
 WARM_UP = 0.05
 """Share of the steps in which the learning rate rises; then it falls as a cosine to LEAST of it."""
 LEAST = 0.02
@@ -78,7 +79,7 @@ To hear it:
 
 
 class StreamingTrainingSettings(NamedTuple):
-    """What must not change when a run goes on."""
+    """Settings that must not change when a run continues."""
 
     teacher: str
     windows: list[tuple[int, int]]
@@ -89,7 +90,7 @@ class StreamingTrainingSettings(NamedTuple):
 
 
 class TeacherEncoder:
-    """Moonshine's encoder, its middle and its tensors."""
+    """Moonshine's encoder, with outputs at its front, middle and end."""
 
     def __init__(self, folder: Path, device: Device) -> None:
         self.folder, self.device = folder, device
@@ -97,59 +98,63 @@ class TeacherEncoder:
         self.tensors = {name: t.float() for name, t in load_file(folder / "model.safetensors").items()}
         self.model = moonshine.Model(self.config, self.tensors, device)
         self.middle = max(1, 2 * len(self.model.encoder) // 3)
-        """Of its layers, after which the student is compared."""
+        """Number of layers after which the student is compared."""
 
     @torch.no_grad()
     def __call__(self, batch: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Of each clip, (frames, width) float32 by the name of a loss."""
+        """Hidden states of each clip, by the name of a loss: (frames, width) float32."""
         model = self.model
         x, packing = model.stem(batch)
-        heard = {"front": x}
+        outputs = {"front": x}
         cos, sin = model.angles(max(packing.frames))
         for i, layer in enumerate(model.encoder):
             x = layer(x, packing, cos, sin, self.device)
             if i + 1 == self.middle:
-                heard["layer"] = x
-        heard["end"] = F.layer_norm(x, x.shape[-1:], model.encoder_norm)
+                outputs["layer"] = x
+        outputs["end"] = F.layer_norm(x, x.shape[-1:], model.encoder_norm)
         return [
-            {name: hidden[at : at + frames].float() for name, hidden in heard.items()}
+            {name: hidden[at : at + frames].float() for name, hidden in outputs.items()}
             for at, frames in zip(packing.offsets, packing.frames, strict=True)
         ]
 
 
 class DistillationBatch(NamedTuple):
-    """Clips as both hear them."""
+    """Clips with the teacher's hidden states."""
 
     pcm: Tensor
-    """(clips, n), zeros past each."""
+    """Samples (clips, n), zeros past each clip."""
     samples: Tensor
     targets: dict[str, Tensor]
-    """By the name of a loss, what the teacher gives for the student's frames: (frames of all clips, width)."""
+    """Teacher's hidden states for the student's frames, by the name of a loss: (frames of all clips, width)."""
 
 
 def distillation_batch(
     student: StreamingStudent, teacher: TeacherEncoder, batch: Sequence[np.ndarray]
 ) -> DistillationBatch:
-    at = teacher.device.torch_device
-    clips = [torch.from_numpy(clip).to(at) for clip in batch]
-    wanted: dict[str, list[Tensor]] = {name: [] for name in WEIGHTS}
-    for clip, heard in zip(clips, teacher(clips), strict=True):
-        # What is heard before the teacher's first frame is like it; there are no more of the teacher's than that.
-        shown = torch.arange(student.frames(len(clip)), device=at) - LATE_FRAMES
-        for name, hidden in heard.items():
-            wanted[name].append(hidden[shown.clamp(0, len(hidden) - 1)])
-    samples = torch.tensor([len(clip) for clip in clips], device=at)
+    device = teacher.device.torch_device
+    clips = [torch.from_numpy(clip).to(device) for clip in batch]
+    targets: dict[str, list[Tensor]] = {name: [] for name in WEIGHTS}
+    for clip, outputs in zip(clips, teacher(clips), strict=True):
+        # The student's first frames, before the teacher's first, get that one as their target.
+        frames = torch.arange(student.frames(len(clip)), device=device) - LATE_FRAMES
+        for name, hidden in outputs.items():
+            targets[name].append(hidden[frames.clamp(0, len(hidden) - 1)])
+    samples = torch.tensor([len(clip) for clip in clips], device=device)
     padded = torch.nn.utils.rnn.pad_sequence(clips, batch_first=True)
-    return DistillationBatch(padded, samples, {name: torch.cat(parts) for name, parts in wanted.items()})
+    return DistillationBatch(padded, samples, {name: torch.cat(parts) for name, parts in targets.items()})
 
 
 def losses(student: StreamingStudent, teacher: TeacherEncoder, batch: Sequence[np.ndarray]) -> dict[str, Tensor]:
     """Squared difference over the teacher's square, over all frames of the clips, by name."""
     pcm, samples, targets = distillation_batch(student, teacher, batch)
     with torch.autocast(pcm.device.type, torch.bfloat16, enabled=teacher.device.dtype == torch.bfloat16):
-        heard, frames = student(pcm, samples)
+        hidden_states, frames = student(pcm, samples)
     found = {}
-    for name, hidden in (("front", heard[0]), ("layer", heard[teacher.middle]), ("end", heard[-1])):
+    for name, hidden in (
+        ("front", hidden_states[0]),
+        ("layer", hidden_states[teacher.middle]),
+        ("end", hidden_states[-1]),
+    ):
         parts = [part[:count] for part, count in zip(hidden, frames.tolist(), strict=True)]
         found[name] = (torch.cat(parts).float() - targets[name]).square().mean() / targets[name].square().mean()
     return found
@@ -162,8 +167,8 @@ def total(found: dict[str, Tensor]) -> Tensor:
 def batch_of(
     corpus: AudioCorpus, clips: Sequence[CorpusClip], batch_s: float, chance: random.Random
 ) -> list[np.ndarray]:
-    """Stretches of about one length, `batch_s` seconds together, some of them quieter. The longer a recording, the
-    likelier."""
+    """Crops of about equal length, `batch_s` seconds in all, attenuated by up to QUIETER_DB. Recordings are drawn
+    in proportion to their length."""
     length_s = min(chance.uniform(*CLIPS_S), batch_s)
     length = units.s_to_samples(length_s)
     chosen = chance.choices(clips, [clip.samples for clip in clips], k=max(1, int(batch_s / length_s)))
@@ -175,13 +180,13 @@ def batch_of(
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the highest learning rate."""
+    """Learning rate at a step, as a share of the highest."""
     done = step / steps
     return min(1.0, (done + 1 / steps) / WARM_UP) * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
 
 
 class StreamingEncoderTraining:
-    """A folder in which a student is taught, in as many sittings as it takes."""
+    """Resumable training of a student in a run folder."""
 
     def __init__(
         self,
@@ -204,27 +209,27 @@ class StreamingEncoderTraining:
         if (folder / "state.pt").is_file():
             self._resume()
         else:
-            given = (
+            batches = (
                 distillation_batch(self.student, teacher, self._batch(-1 - i)) for i in range(SETTLING_BATCHES)
             )
-            self.student.fit_convolutions((pcm, samples, targets["front"]) for pcm, samples, targets in given)
+            self.student.fit_convolutions((pcm, samples, targets["front"]) for pcm, samples, targets in batches)
 
     def _batch(self, step: int) -> list[np.ndarray]:
-        """A step's audio depends on its number alone: what is resumed hears what it would have heard."""
+        """Audio of a step, which depends on its number alone, so that a resumed run gets the same audio."""
         chance = random.Random(self.settings.seed * 1_000_003 + step)
         return batch_of(self.corpus, self.learning, self.settings.batch_s, chance)
 
     def _resume(self) -> None:
-        kept = torch.load(self.folder / "state.pt", map_location="cpu", weights_only=True)
-        came = json.loads(json.dumps(self.settings._asdict()))
-        for name, was in kept["settings"].items():
-            if came[name] != was:
+        state = torch.load(self.folder / "state.pt", map_location="cpu", weights_only=True)
+        current = json.loads(json.dumps(self.settings._asdict()))
+        for name, was in state["settings"].items():
+            if current[name] != was:
                 raise OptionError(
-                    f"{name}: {came[name]}", f"{self.folder} began with {was}", "take another run folder"
+                    f"{name}: {current[name]}", f"{self.folder} began with {was}", "take another run folder"
                 )
-        self.student.load_state_dict(kept["student"])
-        self.optimizer.load_state_dict(kept["optimizer"])
-        self.step, self.heard_s = kept["step"], kept["heard_s"]
+        self.student.load_state_dict(state["student"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.heard_s = state["step"], state["heard_s"]
 
     def save(self) -> None:
         part = self.folder / "state.part"
@@ -242,7 +247,7 @@ class StreamingEncoderTraining:
         save(self.student, self.config, self.teacher.tensors, self.teacher.folder, self.folder / "checkpoint")
 
     def train(self, log_every: int, save_every: int) -> Iterator[dict[str, Any]]:
-        """Teach on to the last step. Yields lines of the log."""
+        """Train up to the last step. Yields lines of the log."""
         since, sums, heard_s = time.monotonic(), dict.fromkeys(WEIGHTS, 0.0), 0.0
         count = 0
         while self.step < self.steps:
@@ -276,7 +281,7 @@ class StreamingEncoderTraining:
 
     @torch.no_grad()
     def held_out(self) -> float:
-        """The loss at the end, on the beginnings of recordings that are never trained on."""
+        """Loss at the end of the encoder, on the first HELD_OUT_S seconds of held-out recordings."""
         clips = self.held[:: -(-len(self.held) // HELD_OUT_CLIPS)]
         found = []
         for clip in clips:
@@ -286,7 +291,8 @@ class StreamingEncoderTraining:
 
 
 def windows_of(text: str, layers: int) -> list[tuple[int, int]]:
-    """ "200,4 200,0": one for each layer, or one for all. Nothing: the first two and the last two see ahead."""
+    """Attention windows (back, ahead) of the layers, from "200,4 200,0": one for each layer, or one for all.
+    Empty: only the first two and the last two layers look ahead. Raises OptionError."""
     if not text:
         return [(200, 4 if layer < 2 or layer >= layers - 2 else 0) for layer in range(layers)]
     try:
@@ -324,12 +330,12 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments()
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     for name in ("steps", "batch_s", "lr", "held_out", "log_every", "save_every"):
-        if getattr(asked, name) <= 0:
+        if getattr(options, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be greater than 0")
     try:
-        run_training(asked)
+        run_training(options)
     except AsrServeError as failure:
         print(failure, file=sys.stderr)
         return 1
@@ -343,9 +349,9 @@ def run_training(asked: argparse.Namespace) -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    given = Path(asked.teacher).expanduser()
-    named = asr_card("moonshine-tiny-en" if given.is_dir() else asked.teacher)
-    folder = store.resolve(named, given if given.is_dir() else None, say)
+    path = Path(asked.teacher).expanduser()
+    card = asr_card("moonshine-tiny-en" if path.is_dir() else asked.teacher)
+    folder = store.resolve(card, path if path.is_dir() else None, say)
     teacher = TeacherEncoder(folder, devices.make_device(asked.device, asked.dtype))
     windows = windows_of(asked.windows, len(teacher.model.encoder))
     settings = StreamingTrainingSettings(

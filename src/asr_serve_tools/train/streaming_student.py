@@ -1,4 +1,4 @@
-"""An encoder of models/asr/moonshine/window_encoder.py that can be trained, and the checkpoint it ends in."""
+"""Trainable form of the encoder in models/asr/moonshine/window_encoder.py, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from asr_serve.models.asr.moonshine import moonshine, moonshine_streaming
 from asr_serve.models.asr.moonshine.window_encoder import SHORT, STRIDE, TAPS, WindowEncoderConfig
 
 FRAME_MS = 6.0
-"""Of a short frame: four of them are as long as a frame of Moonshine's."""
+"""Length of a short frame; four of them are a frame of Moonshine's."""
 RIDGE = 1e-3
-"""Of the mean square of what is solved with: keeps what little audio does not tell from growing."""
+"""Ridge as a share of the mean square of the inputs, which bounds weights that little audio does not determine."""
 LONGEST_S = 30
-"""What Moonshine was made for; its cards cut speech before."""
+"""Longest audio that Moonshine was trained for; its cards cut speech before that."""
 
 
 def config_of(teacher: moonshine.Config, windows: Sequence[tuple[int, int]]) -> moonshine_streaming.Config:
-    """The student's sizes: the teacher's, with a window for each layer."""
+    """Config of the student: the teacher's sizes, with an attention window (back, ahead) for each layer."""
     encoder = WindowEncoderConfig(
         hidden_size=teacher.hidden_size,
         intermediate_size=teacher.intermediate_size,
@@ -44,9 +44,9 @@ def config_of(teacher: moonshine.Config, windows: Sequence[tuple[int, int]]) -> 
         "intermediate_size": teacher.intermediate_size,
         "num_hidden_layers": teacher.decoder_num_hidden_layers,
         "num_attention_heads": heads,
-        # One limit for both: frames, of which there are more than tokens.
+        # The limit for both frames and tokens: the number of frames, which is larger.
         "max_position_embeddings": units.s_to_samples(LONGEST_S) // moonshine.STEM_STRIDE,
-        # The half is lost in rounding down, and what it rounds to is even.
+        # The added half is lost in rounding down, to an even number.
         "partial_rotary_factor": (2 * teacher.rotary_half(heads) + 0.5) / teacher.head_dim,
         "rope_theta": teacher.rope_theta,
         "encoder_config": msgspec.to_builtins(encoder),
@@ -55,7 +55,8 @@ def config_of(teacher: moonshine.Config, windows: Sequence[tuple[int, int]]) -> 
 
 
 class StreamingStudent(nn.Module):
-    """The encoder with positions, as a decoder would hear it. Parameters have the names of a checkpoint."""
+    """Encoder with positions added, the input of the decoder's cross-attention. Parameters have the names of a
+    checkpoint."""
 
     def __init__(self, config: moonshine_streaming.Config) -> None:
         super().__init__()
@@ -64,68 +65,70 @@ class StreamingStudent(nn.Module):
         self.decoder = _StudentPositions(config.max_position_embeddings, self.config.hidden_size)
 
     def start_from(self, teacher: dict[str, Tensor]) -> None:
-        """Take over the teacher's layers: what is left to learn is to hear with less around."""
+        """Copy the teacher's layers, which then only have to adapt to narrower windows and to new convolutions."""
         own = self.state_dict()
         for name, tensor in own.items():
             if name.endswith(".gamma"):
-                theirs = name.replace(".gamma", ".weight").replace("final_norm", "layer_norm")
-                tensor.copy_(teacher[f"model.{theirs}"] - 1)
+                teacher_name = name.replace(".gamma", ".weight").replace("final_norm", "layer_norm")
+                tensor.copy_(teacher[f"model.{teacher_name}"] - 1)
             elif name.startswith("encoder.layers."):
                 tensor.copy_(teacher[f"model.{name}"])
 
     @torch.no_grad()
     def fit_convolutions(self, examples: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Let the convolutions begin with the best that their last one can do: what comes before it is random, and
-        it is solved for (ridge regression). The layers know what they are to hear; steps would take thousands.
+        """Initialize the last convolution by ridge regression on the random ones before it, so that the copied
+        layers get the input that they know; gradient steps would take thousands.
 
-        examples    pcm (clips, n), samples (clips,) as in `forward`, and what the convolutions are to make of all
-                    frames, (frames of all clips, width)
+        examples    pcm (clips, n), samples (clips,) as in `forward`, and the target output of the convolutions,
+                    (frames of all clips, width)
         """
         last = self.encoder.embedder.conv2
         assert last.bias is not None
         size = TAPS * last.in_channels + 1
-        seen = torch.zeros(size, size, dtype=torch.float64, device=last.weight.device)
-        wanted = torch.zeros(size, last.out_channels, dtype=torch.float64, device=last.weight.device)
+        gram = torch.zeros(size, size, dtype=torch.float64, device=last.weight.device)
+        products = torch.zeros(size, last.out_channels, dtype=torch.float64, device=last.weight.device)
         for pcm, samples, target in examples:
             shorts, frames = self._shorts(pcm, samples)
             middle = F.pad(self.encoder.embedder.middle(shorts), (TAPS - 1, 0)).unfold(2, TAPS, STRIDE)
             rows = middle.permute(0, 2, 1, 3).flatten(2)
-            given = torch.cat([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
-            given = F.pad(given, (0, 1), value=1.0).double()  # the bias
-            seen += given.T @ given
-            wanted += given.T @ target.double()
-        seen.diagonal()[:-1].add_(RIDGE * seen.diagonal()[:-1].mean())
-        found = torch.linalg.solve(seen, wanted).float()
-        last.weight.copy_(found[:-1].T.view_as(last.weight))
-        last.bias.copy_(found[-1])
+            inputs = torch.cat([row[:count] for row, count in zip(rows, frames.tolist(), strict=True)])
+            inputs = F.pad(inputs, (0, 1), value=1.0).double()  # the bias
+            gram += inputs.T @ inputs
+            products += inputs.T @ target.double()
+        gram.diagonal()[:-1].add_(RIDGE * gram.diagonal()[:-1].mean())
+        solution = torch.linalg.solve(gram, products).float()
+        last.weight.copy_(solution[:-1].T.view_as(last.weight))
+        last.bias.copy_(solution[-1])
 
     def frames(self, samples: int) -> int:
-        """Of a clip."""
+        """Number of frames of a clip of `samples`."""
         return -(-max(samples // self.config.short_samples, 1) // SHORT)
 
     def _shorts(self, pcm: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """(clips, short frames, their samples), and each clip's frames."""
+        """Samples as (clips, short frames, samples of each), and the number of frames of each clip."""
         width = self.config.short_samples
         shorts = (samples // width).clamp(min=1)
         return F.pad(pcm, (0, -pcm.shape[1] % width)).view(len(pcm), -1, width), (shorts + SHORT - 1) // SHORT
 
     def forward(self, pcm: Tensor, samples: Tensor) -> tuple[list[Tensor], Tensor]:
-        """In      pcm (clips, n) float32, zeros past each clip; samples (clips,)
-        Out     hidden (clips, frames, width): after the convolutions, after each layer, and at the end; frames
-                (clips,)
+        """Encode clips.
+
+        In      pcm (clips, n) float32, zeros past each clip; samples (clips,)
+        Out     hidden states (clips, frames, width): after the convolutions, after each layer, and at the end;
+                number of frames (clips,)
         """
         shorts, frames = self._shorts(pcm, samples)
         x = self.encoder.embedder(shorts).float()
         at = torch.arange(x.shape[1], device=x.device)
-        away = at - at[:, None]
-        # Frames past a clip's end see themselves at least, which is a number, and count nowhere.
-        there = (at < frames[:, None])[:, None] | (away == 0)
-        heard = [x]
+        offset = at - at[:, None]
+        # Frames past a clip's end attend to themselves, so that the softmax is finite; they are not used.
+        allowed = (at < frames[:, None])[:, None] | (offset == 0)
+        hidden = [x]
         for layer, (back, ahead) in zip(self.encoder.layers, self.config.reach, strict=True):
-            x = layer(x, (there & (away >= -back) & (away <= ahead))[:, None])
-            heard.append(x)
-        known = at.clamp(max=self.decoder.pos_emb.num_embeddings - 1)
-        return [*heard, self.encoder.final_norm(x) + self.decoder.pos_emb(known)], frames
+            x = layer(x, (allowed & (offset >= -back) & (offset <= ahead))[:, None])
+            hidden.append(x)
+        positions = at.clamp(max=self.decoder.pos_emb.num_embeddings - 1)
+        return [*hidden, self.encoder.final_norm(x) + self.decoder.pos_emb(positions)], frames
 
 
 class _StudentEncoder(nn.Module):
@@ -137,7 +140,7 @@ class _StudentEncoder(nn.Module):
 
 
 class _StudentPositions(nn.Module):
-    """What is the decoder's in a checkpoint, and taught with the encoder."""
+    """Positions, which belong to the decoder in a checkpoint, and are trained with the encoder."""
 
     def __init__(self, frames: int, width: int) -> None:
         super().__init__()
@@ -162,11 +165,11 @@ class _StudentEmbedder(nn.Module):
         self.linear = nn.Linear(config.short_samples, width, bias=False)
         self.conv1 = nn.Conv1d(width, 2 * width, TAPS, STRIDE)
         self.conv2 = nn.Conv1d(2 * width, width, TAPS, STRIDE)
-        for product in (self.linear, self.conv1):  # as loud as it came, so that a step changes it little
+        for product in (self.linear, self.conv1):  # keeps the scale of the input, so that a step changes it little
             nn.init.kaiming_normal_(product.weight)
 
     def middle(self, shorts: Tensor) -> Tensor:
-        """What the last convolution hears: (clips, channels, frames)."""
+        """Input of the last convolution, (clips, channels, frames)."""
         centred = shorts - shorts.mean(-1, keepdim=True)
         level = centred.square().mean(-1, keepdim=True).add(1e-6).sqrt()
         x = F.silu(self.linear(torch.asinh(self.comp["log_k"].exp() * (centred / level)))).transpose(1, 2)
@@ -207,16 +210,16 @@ def save(
     source: Path,
     folder: Path,
 ) -> None:
-    """A checkpoint of moonshine_streaming: the student's encoder before its teacher's decoder. `source` holds the
-    teacher's tokeniser."""
+    """Write a checkpoint of moonshine_streaming: the student's encoder with its teacher's decoder. `source`:
+    folder of the teacher's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": tensor.float().cpu() for name, tensor in student.state_dict().items()}
-    said = {n: t for n, t in teacher.items() if n.startswith(("model.decoder.", "proj_out."))}
+    decoder = {n: t for n, t in teacher.items() if n.startswith(("model.decoder.", "proj_out."))}
     settings = {"model_type": "moonshine_streaming", **msgspec.to_builtins(config)}
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
     for name in ("tokenizer.bin", "tokenizer.json"):
         if (source / name).is_file():
             (folder / name).write_bytes((source / name).read_bytes())
     part = folder / "model.part"
-    save_file({n: t.contiguous() for n, t in (said | tensors).items()}, part)
+    save_file({n: t.contiguous() for n, t in (decoder | tensors).items()}, part)
     os.replace(part, folder / "model.safetensors")

@@ -1,8 +1,8 @@
 """Training of the light vocoder, models/tts/vocoders/source_filter, on recorded speech, from its mel and pitch.
 
-First by the distance between spectra alone; then, beside that, by networks that learn to tell it from the
-recordings (spectral_losses). Noise can be no nearer to a recording's than another noise is: so everything is said
-twice, and the distance between the two is subtracted. What is kept is the running mean of the weights.
+The loss is the distance between spectra; in the second half, discriminators are added (spectral_losses). Random
+noise cannot match the noise of a recording exactly: so everything is generated twice, and the distance between
+the two is subtracted. The checkpoint has the running mean of the weights.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from asr_serve_tools.train.vocoder_data import VocoderBatch, VocoderCorpus
 
 SPECTRAL = {"stft": 1.0, "mel": 1.0}
 JUDGED = {"stft": 2.0, "mel": 4.0, "critic": 1.0, "layers": 2.0}
-"""Of the losses, without critics and with them."""
+"""Weights of the losses, without discriminators and with them."""
 JUDGED_LR = 0.3
-"""Share of the highest learning rate that the vocoder has once critics judge, who have all of it."""
+"""Factor on the vocoder's learning rate once discriminators are used; they have the full rate."""
 WARM_UP_STEPS = 100
 LEAST = 0.05
-"""Where the cosine ends that each half's learning rate falls along."""
+"""Final share of the learning rate, at the end of each half's cosine."""
 MEAN = 0.999
-"""Of the running mean of the weights: what a step leaves of it."""
+"""Decay of the running mean of the weights per step."""
 
 
 class VocoderTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`speech`: a folder that `asr-serve train voice` has filled. `run`: a folder for log.jsonl, checkpoint/ (the
-    model so far, 16-bit) and state.pt (what is needed to go on). `crop_frames`: of 11.6 ms."""
+    """Settings of a run. `speech`: a folder filled by `asr-serve train voice`. `run`: a folder for log.jsonl,
+    checkpoint/ (the model so far, 16-bit) and state.pt (the state to continue from). `crop_frames`: of 11.6 ms."""
 
     speech: Path
     run: Path
@@ -51,25 +51,25 @@ class VocoderTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     judged_from: int = 4_000
     batch: int = 12
     start: Path | None = None
-    """A checkpoint to begin with; nothing once there is something to go on with."""
+    """Checkpoint to start from; ignored when the run continues from its state."""
     acoustic: Path | None = None
-    """A checkpoint of an acoustic model, whose spectra are learnt from beside recorded ones."""
+    """Checkpoint of an acoustic model, whose predicted spectra are used beside recorded ones."""
     crop_frames: int = 64
     judged_frames: int = 32
-    """Of a crop, that critics see: they are what costs most."""
+    """Frames of a crop that discriminators see, which cost most of the time."""
     lr: float = 1e-3
     width: int = 256
     inner: int = 768
     blocks: int = 8
     channels: int = 16
-    """Of the critics."""
+    """Channels of the discriminators."""
     tests: int = 24
-    """Recordings to measure on."""
+    """Held-out recordings to measure on."""
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
-    """0: as many as there are."""
+    """Threads to compute on; 0: the device's default."""
     log_every: int = 50
     save_every: int = 500
 
@@ -78,11 +78,11 @@ class VocoderTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FIXED = ("batch", "crop_frames", "judged_frames", "lr", "width", "inner", "blocks", "channels", "seed")
-"""What must not change when a run goes on."""
+"""Options that must not change when a run continues."""
 
 
 class TrainableProducts:
-    """The products of what is being taught: its tensors as they are. A part of devices/interface.Device."""
+    """Linear layers over trainable tensors, unpacked. Implements a part of devices/interface.Device."""
 
     dtype = torch.float32
 
@@ -94,7 +94,7 @@ class TrainableProducts:
 
 
 class VocoderTraining:
-    """A folder in which a vocoder is taught, in as many sittings as it takes."""
+    """Resumable training of a vocoder in a run folder."""
 
     def __init__(
         self, options: VocoderTrainingOptions, speech: VocoderCorpus, at: torch.device, bf16: bool
@@ -135,20 +135,20 @@ class VocoderTraining:
         }
 
     def _resume(self) -> None:
-        kept = torch.load(self.options.run / "state.pt", map_location=self.at, weights_only=True)
-        for name, was in kept["fixed"].items():
-            if (came := getattr(self.options, name)) != was:
+        state = torch.load(self.options.run / "state.pt", map_location=self.at, weights_only=True)
+        for name, was in state["fixed"].items():
+            if (current := getattr(self.options, name)) != was:
                 raise OptionError(
-                    f"{name}: {came}", f"{self.options.run} began with {was}", "take another run folder"
+                    f"{name}: {current}", f"{self.options.run} began with {was}", "take another run folder"
                 )
         with torch.no_grad():
             for name, tensor in self.tensors.items():
-                tensor.copy_(kept["tensors"][name])
-        self.averaged_tensors = kept["means"]
-        self.critics.load_state_dict(kept["critics"])
-        self.optimizer.load_state_dict(kept["optimizer"])
-        self.critics_optimizer.load_state_dict(kept["critics_optimizer"])
-        self.step = kept["step"]
+                tensor.copy_(state["tensors"][name])
+        self.averaged_tensors = state["means"]
+        self.critics.load_state_dict(state["critics"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.critics_optimizer.load_state_dict(state["critics_optimizer"])
+        self.step = state["step"]
 
     def save(self) -> None:
         part = self.options.run / "state.part"
@@ -157,54 +157,55 @@ class VocoderTraining:
         write_checkpoint(self.options.run / "checkpoint", self.config, self.averaged_tensors, {"steps": self.step})
 
     def batch(self, step: int) -> tuple[VocoderBatch, Tensor, slice]:
-        """A step's speech, the seeds of its noise and the samples that critics see depend on its number alone."""
+        """Speech of a step, the seeds of its noise and the samples for discriminators; all depend on its number
+        alone."""
         options = self.options
         chance = random.Random(options.seed * 1_000_003 + step)
         found = self.speech.batch(options.batch, chance)
         seeds = torch.tensor([chance.getrandbits(31) for _ in range(2 * options.batch)])
         first = chance.randint(0, options.crop_frames - options.judged_frames) * HOP
         seen = slice(first, first + options.judged_frames * HOP)
-        return VocoderBatch(*(each.to(self.at) for each in found)), seeds.to(self.at), seen
+        return VocoderBatch(*(tensor.to(self.at) for tensor in found)), seeds.to(self.at), seen
 
     def rate(self) -> float:
-        """Share of the highest learning rate: each half rises and falls by itself."""
+        """Learning rate of this step, as a share of the highest; it rises and falls in each half separately."""
         options = self.options
         judged = self.step >= options.judged_from
         first, last = (
             (options.judged_from, options.steps) if judged else (0, min(options.judged_from, options.steps))
         )
-        done = (self.step - first) / max(1, last - first)
+        progress = (self.step - first) / max(1, last - first)
         warm = min(1.0, (self.step - first + 1) / WARM_UP_STEPS)
-        return warm * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * done)) / 2)
+        return warm * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * progress)) / 2)
 
     def train_step(self) -> dict[str, float]:
-        """One step. Returns the losses."""
+        """Train one step. Returns the losses."""
         judged = self.step >= self.options.judged_from
-        (frames, wanted), seeds, seen = self.batch(self.step)
+        (frames, target), seeds, seen = self.batch(self.step)
         for optimizer, share in ((self.optimizer, JUDGED_LR if judged else 1.0), (self.critics_optimizer, 1.0)):
             for group in optimizer.param_groups:
                 group["lr"] = self.options.lr * self.rate() * share
         with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
-            said, again = self.model.takes(frames, seeds.chunk(2))
+            generated, again = self.model.takes(frames, seeds.chunk(2))
         found: dict[str, Tensor] = {}
         if judged:
             with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
-                loss = self.critics.discriminator_loss(said.detach()[:, seen], wanted[:, seen])
+                loss = self.critics.discriminator_loss(generated.detach()[:, seen], target[:, seen])
             self._down(loss, self.critics_optimizer, list(self.critics.parameters()))
             found["judged"] = loss.detach()
             self.critics.requires_grad_(False)
             with torch.autocast(self.at.type, torch.bfloat16, enabled=self.bf16):
-                found |= self.critics.generator_loss(said[:, seen], wanted[:, seen])
+                found |= self.critics.generator_loss(generated[:, seen], target[:, seen])
             self.critics.requires_grad_(True)
-        found |= self.distance(said, wanted, again)
+        found |= self.distance(generated, target, again)
         weights = JUDGED if judged else SPECTRAL
         total = torch.stack([share * found[name] for name, share in weights.items()]).sum()
         self._down(total, self.optimizer, list(self.tensors.values()))
         self.step += 1
-        kept = min(MEAN, self.step / (self.step + 9))
+        decay = min(MEAN, self.step / (self.step + 9))
         with torch.no_grad():
             for name, mean in self.averaged_tensors.items():
-                mean.lerp_(self.tensors[name], 1 - kept)
+                mean.lerp_(self.tensors[name], 1 - decay)
         return {name: loss.item() for name, loss in found.items()}
 
     def _down(self, loss: Tensor, optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> None:
@@ -215,7 +216,7 @@ class VocoderTraining:
 
     @torch.no_grad()
     def held_out(self) -> dict[str, float]:
-        """Mean distances of the mean weights, on recordings that are never learnt from."""
+        """Mean distances of the averaged model on held-out recordings."""
         model = self._model(self.averaged_tensors)
 
         def say(frames: Tensor, seed: int) -> Tensor:
@@ -224,7 +225,7 @@ class VocoderTraining:
         return mean_distances(self.speech, self.options.tests, say)
 
     def train(self) -> Iterator[dict[str, Any]]:
-        """Teach on to the last step. Yields lines of the log."""
+        """Train up to the last step. Yields lines of the log."""
         options = self.options
         since, sums, count = time.monotonic(), dict[str, float](), 0
         while self.step < options.steps:
@@ -245,7 +246,7 @@ class VocoderTraining:
 
 
 def load_start_tensors(options: VocoderTrainingOptions) -> dict[str, Tensor]:
-    """The tensors of the checkpoint to begin with. Raises OptionError where it is of other sizes, or none."""
+    """Tensors of the checkpoint to start from. Raises OptionError if it has other sizes, or cannot be read."""
     assert options.start is not None
     try:
         tensors = load_file(options.start / "model.safetensors")
@@ -254,20 +255,20 @@ def load_start_tensors(options: VocoderTrainingOptions) -> dict[str, Tensor]:
     shapes = options.config().shapes()
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != shapes:
         raise OptionError(f"{options.start} is of other sizes", "the same width, inner and blocks", param="start")
-    # In the order in which a run that goes on has them: the optimizer knows them by their places.
+    # In the same order as in a resumed run, because the optimizer identifies tensors by their position.
     return {name: tensors[name].float() for name in shapes}
 
 
 def mean_distances(speech: VocoderCorpus, tests: int, say: Callable[[Tensor, int], Tensor]) -> dict[str, float]:
-    """Mean distances of what `say` makes of frames (1, T, 81) and a seed from the recordings: energy distances,
-    and as "stft_once" and "mel_once" those of one saying, which noise keeps from 0."""
+    """Mean distances between recordings and the output of `say`, which gets frames (1, T, 81) and a seed: energy
+    distances, and as "stft_once" and "mel_once" those of one output, which noise keeps above 0."""
     distance, sums = SpectralDistance(), dict[str, float]()
     recordings = speech.test_recordings(tests)
     for recording in recordings:
-        frames, wanted = speech.whole(recording)
-        said, again = say(frames, 0), say(frames, 1)
-        found = distance(said, wanted, again)
-        found |= {f"{name}_once": value for name, value in distance(said, wanted).items()}
+        frames, target = speech.whole(recording)
+        generated, again = say(frames, 0), say(frames, 1)
+        found = distance(generated, target, again)
+        found |= {f"{name}_once": value for name, value in distance(generated, target).items()}
         for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + float(value) / len(recordings)
     return {name: round(value, 4) for name, value in sums.items()}
@@ -276,19 +277,19 @@ def mean_distances(speech: VocoderCorpus, tests: int, say: Callable[[Tensor, int
 def write_checkpoint(
     folder: Path, config: source_filter.Config, tensors: dict[str, Tensor], more: dict[str, Any]
 ) -> None:
-    """A checkpoint: 16-bit tensors, and config.json, which is written last."""
+    """Write a checkpoint: 16-bit tensors, then config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.part"
     save_file({name: tensor.detach().half().cpu().contiguous() for name, tensor in tensors.items()}, part)
-    part.chmod(0o644)  # who serves it need not be who made it
+    part.chmod(0o644)  # the server may run as another user
     part.replace(folder / "model.safetensors")
     settings = {"model_type": "source_filter", **msgspec.to_builtins(config), **more}
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def train_vocoder(options: VocoderTrainingOptions, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Teach on to the last step: from the last save, where there is one, however that run ended. Returns the last
-    line of the log. Raises OptionError."""
+    """Train up to the last step, from the last save if there is one. Returns the last line of the log. Raises
+    OptionError."""
     from asr_serve import devices
 
     device = devices.make_device(options.device, options.dtype)

@@ -1,4 +1,4 @@
-"""Stretches of recorded speech for a vocoder to learn from: what it is given, and what it should say."""
+"""Training data of a vocoder: crops of recorded speech with their input frames."""
 
 from __future__ import annotations
 
@@ -20,39 +20,41 @@ from asr_serve_tools.train.predicted_mels import MelPredictor
 from asr_serve_tools.train.voice.sentences import held_out
 
 GAINS_DB = (-12.0, 6.0)
-"""Of a crop: speech is recorded as loud as all other, and asked for louder and softer."""
+"""Range of the gain of a crop: recordings are equally loud, but speech is requested louder and softer."""
 PREDICTED = 0.5
-"""Share of the crops whose spectra an acoustic model made, where there is one."""
+"""Share of the crops with spectra predicted by the acoustic model, if there is one."""
 PREDICTED_MINUTES = 6.0
-"""Of each voice that it is asked for, at most."""
+"""Most speech of each voice with predicted spectra."""
 
 
 class VocoderBatch(NamedTuple):
     frames: Tensor
-    """(n, T, 81): mel, F0."""
+    """Input frames (n, T, 81): log-mel and F0."""
     pcm: Tensor
-    """(n, 256 T)"""
+    """Target samples (n, 256 T)."""
 
 
 class VocoderCorpus:
-    """Recordings of several voices in a folder, but for those that nothing is learnt from."""
+    """Recordings of several voices in a folder, divided into training and held-out recordings."""
 
     def __init__(self, folder: Path, frames: int, acoustic: MelPredictor | None = None) -> None:
-        """`frames`: of a crop. `acoustic`: whose spectra are learnt from too. Raises OptionError where no
-        recording is so long, or none is held out."""
+        """`frames`: length of a crop. `acoustic`: model whose predicted spectra are used too. Raises OptionError
+        if no training or no held-out recording is as long as a crop."""
         self.frames = frames
         self.mel = SlaneyMel()
         self.learning: list[list[VoiceRecording]] = []
-        kept: list[list[VoiceRecording]] = []
+        held_out_by_voice: list[list[VoiceRecording]] = []
         self.minutes: dict[str, float] = {}
         for voice in open_voice_corpora(folder):
-            recordings = [each for each in voice if len(each.f0) >= frames]
-            learning = [each for each in recordings if not held_out(each.line.text)]
-            kept.append([each for each in recordings if held_out(each.line.text)])
+            recordings = [recording for recording in voice if len(recording.f0) >= frames]
+            learning = [recording for recording in recordings if not held_out(recording.line.text)]
+            held_out_by_voice.append([recording for recording in recordings if held_out(recording.line.text)])
             if learning:
                 self.learning.append(learning)
                 self.minutes[voice.name] = round(voice.minutes, 1)
-        self.held_out_recordings = [each for turn in zip_longest(*kept) for each in turn if each is not None]
+        self.held_out_recordings = [
+            recording for turn in zip_longest(*held_out_by_voice) for recording in turn if recording is not None
+        ]
         if not self.learning or not self.held_out_recordings:
             count = sum(map(len, self.learning))
             raise OptionError(
@@ -60,29 +62,35 @@ class VocoderCorpus:
                 f"some of each, {frames} frames long at least",
                 param="speech",
             )
-        # A voice with much speech is heard more often, but not by as much more.
-        self._weights = [sum(len(each.f0) for each in some) ** 0.5 for some in self.learning]
-        self._predicted = [acoustic.frames(some) for some in map(first_minutes, self.learning)] if acoustic else []
+        # Voices are drawn by the square root of their length, so that one with much speech does not dominate.
+        self._weights = [
+            sum(len(recording.f0) for recording in voice_recordings) ** 0.5 for voice_recordings in self.learning
+        ]
+        self._predicted = (
+            [acoustic.frames(voice_recordings) for voice_recordings in map(first_minutes, self.learning)]
+            if acoustic
+            else []
+        )
 
     def batch(self, size: int, chance: random.Random) -> VocoderBatch:
-        found = []
+        crops = []
         for voice in chance.choices(range(len(self.learning)), self._weights, k=size):
-            some = self.learning[voice]
+            recordings = self.learning[voice]
             predicted = bool(self._predicted) and chance.random() < PREDICTED
             if predicted:
-                some = some[: len(self._predicted[voice])]
-            at = chance.choices(range(len(some)), [len(each.f0) for each in some])[0]
-            first = chance.randint(0, len(some[at].f0) - self.frames)
+                recordings = recordings[: len(self._predicted[voice])]
+            at = chance.choices(range(len(recordings)), [len(each.f0) for each in recordings])[0]
+            first = chance.randint(0, len(recordings[at].f0) - self.frames)
             gain = 10 ** (chance.uniform(*GAINS_DB) / 20)
-            crop = self.crop(some[at], first, self.frames, gain)
+            crop = self.crop(recordings[at], first, self.frames, gain)
             if predicted:
                 mel = self._predicted[voice][at][first : first + self.frames].astype(np.float32)
                 crop.frames[0, :, :-1] = torch.from_numpy(mel + math.log(gain)).clamp(min=math.log(FLOOR))
-            found.append(crop)
-        return VocoderBatch(*(torch.cat(each) for each in zip(*found, strict=True)))
+            crops.append(crop)
+        return VocoderBatch(*(torch.cat(each) for each in zip(*crops, strict=True)))
 
     def crop(self, recording: VoiceRecording, first: int, count: int, gain: float = 1.0) -> VocoderBatch:
-        """As the mel of the whole recording has it."""
+        """Crop with the same mel frames as the whole recording, whose ends are mirrored."""
         total = len(recording.pcm)
         place = np.arange(first * HOP - AROUND_SAMPLES, (first + count) * HOP + AROUND_SAMPLES)
         place = np.abs(place)
@@ -93,7 +101,7 @@ class VocoderCorpus:
         return VocoderBatch(frames, pcm[:, AROUND_SAMPLES:-AROUND_SAMPLES])
 
     def test_recordings(self, count: int) -> Sequence[VoiceRecording]:
-        """Recordings that nothing is learnt from: one of each voice, then another of each."""
+        """Up to `count` held-out recordings: one of each voice, then another of each."""
         return list(islice(self.held_out_recordings, count))
 
     def whole(self, recording: VoiceRecording) -> VocoderBatch:
@@ -101,10 +109,10 @@ class VocoderCorpus:
 
 
 def first_minutes(recordings: Sequence[VoiceRecording]) -> list[VoiceRecording]:
-    """The first PREDICTED_MINUTES of them, and one at least."""
+    """First recordings of together about PREDICTED_MINUTES, at least one."""
     frames, found = 0, list[VoiceRecording]()
-    for each in recordings:
+    for recording in recordings:
         if frames < PREDICTED_MINUTES * 60 * RATE_HZ / HOP:
-            found.append(each)
-            frames += len(each.f0)
+            found.append(recording)
+            frames += len(recording.f0)
     return found

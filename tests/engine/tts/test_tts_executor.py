@@ -216,7 +216,7 @@ def test_what_is_wanted_later_waits_for_what_is_wanted_now():
     client = start(max_speaking_rows=1)
     with held(client):
         bulk = say(client, sentence("aaaa"), priority="bulk")
-        later = say(client, sentence("bbbb"), within_ms=5_000)
+        later = say(client, sentence("bbbb"), slack_ms=5_000)
         now = say(client, sentence("cccc"))
     for ticket, _ in (bulk, later, now):
         result(ticket)
@@ -414,15 +414,15 @@ def test_whatever_comes_and_goes_nobody_is_left_asleep(client):
 
 
 def test_who_waited_in_an_engine_that_is_gone_has_waited(client):
-    """A sentence that comes again of one that died counts from when it was submitted, and so does `within_ms`."""
+    """A sentence that comes again of one that died counts from when it was submitted, and so does `slack_ms`."""
     order: list[str] = []
 
-    def saying(number: int, text: str, ago_s: float, within_ms: int | None = None) -> TtsRequest:
+    def saying(number: int, text: str, ago_s: float, slack_ms: int | None = None) -> TtsRequest:
         future: Future[int] = Future()
         future.add_done_callback(lambda _: order.append(text))
         since_ns = time.time_ns() - int(ago_s * 1e9)
         said = sentence(text)
-        return TtsRequest(number, said, lambda _: None, "interactive", future, within_ms, submitted_ns=since_ns)
+        return TtsRequest(number, said, lambda _: None, "interactive", future, slack_ms, submitted_ns=since_ns)
 
     sayings = [saying(901, "aaaa", 0.0), saying(902, "bbbb", 9.0, 5_000), saying(903, "cccc", 1.0, 5_000)]
     on_loop(client, lambda loop: [loop.tts.submit_sentence(each) for each in sayings])

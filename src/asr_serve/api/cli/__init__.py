@@ -1,4 +1,4 @@
-"""The command line. One file per command; torch is loaded only inside the commands that need it."""
+"""Command line. One file per command; torch is loaded only inside the commands that need it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ for extension in entry_points(group="asr_serve.commands"):
 
 
 def main() -> None:
-    """The `asr-serve` command."""
+    """Entry point of the `asr-serve` command."""
     try:
         app()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Who hears it: a model in this process, or a server."""
+"""Backends of `listen` and `speak`: a model in this process, or a server."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from asr_serve.audio.pcm import Pcm16Assembler
 from asr_serve.audio.reader import open_audio
 from asr_serve.errors import OptionError, OutOfTurn, Refused, ServerError, Unreachable
 from asr_serve.pipelines.options import AudioChunk, SpeakOptions, SpokenWord
-from asr_serve.protocols.speech.openai import PATH
-from asr_serve.protocols.stream_events import Error, Session
-from asr_serve.protocols.stream_events import Segment as ToldSegment
-from asr_serve.protocols.stream_events import Speakers as ToldSpeakers
+from asr_serve.protocols.openai.speech import PATH
+from asr_serve.protocols.stream.server_events import SegmentEvent as ToldSegment
+from asr_serve.protocols.stream.server_events import SessionEvent, StreamErrorEvent
+from asr_serve.protocols.stream.server_events import SpeakersEvent as ToldSpeakers
 from asr_serve.types import Segment, Word
 from asr_serve.units import s_to_samples, samples_to_ms
 
 Audio = str | Iterable[bytes | np.ndarray]
-"""A path; or chunks, PCM16 at a rate that is told beside it, or float32 (n,)."""
+"""Path of a file; or chunks: PCM16 at a rate passed separately, or float32 (n,)."""
 Show = Callable[[StreamResult], None]
 Notice = Callable[[str], None]
 
 
 class LocalTranscriber:
-    """A model that is loaded on entering. Raises what asr_serve.load and Model.stream do."""
+    """Transcription by a model that is loaded on entering. Raises what asr_serve.load and Model.stream raise."""
 
     def __init__(self, model: str, options: Mapping[str, Any], **loading: Any) -> None:
-        """`options`: Model.stream's. Raises OptionError, before anything is loaded."""
+        """`options`: those of Model.stream. Raises OptionError, before anything is loaded."""
         self._asked = StreamOptions.of(dict(options))
         self.model, self._options, self._loading = model, options, loading
         self.language = ""
@@ -66,10 +66,10 @@ class LocalTranscriber:
 
 
 class RemoteTranscriber:
-    """A server, to which the connection may break. Raises Refused, Unreachable."""
+    """Transcription by a server; a lost connection is resumed. Raises Refused, Unreachable."""
 
     def __init__(self, server: str, api_key: str | None, query: Mapping[str, Any]) -> None:
-        """Raises OptionError for an address that is none."""
+        """Raises OptionError for an invalid address."""
         websocket_url(server, {})
         self._server, self._key, self._query = server, api_key, query
         self.model = self.language = ""
@@ -80,99 +80,99 @@ class RemoteTranscriber:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A connection lasts as long as `listen`."""
+        """Does nothing: a connection lasts as long as `listen`."""
 
     def listen(self, audio: Audio, rate_hz: int, show: Show, notice: Notice) -> None:
         """Sends from this thread; `show` and `notice` are called by another."""
         stream = StreamClient(self._server, api_key=self._key, encoding="s16le", rate=rate_hz, **self._query)
         self.model, self.language = stream.session.model, stream.session.language
 
-        def read() -> Error | None:
-            """The last complaint, if there was one."""
-            results, complaint = StreamResultBuilder(itn="itn" in self._query), None
+        def read() -> StreamErrorEvent | None:
+            """Shows results; returns the last error event, if there was one."""
+            results, error_event = StreamResultBuilder(itn="itn" in self._query), None
             for event in stream:
                 match event:
                     case ConnectionLost(reason):
                         notice(f"{reason}; trying again")
-                    case Session(resumed=True):
+                    case SessionEvent(resumed=True):
                         notice("connected again: nothing is lost")
-                    case Error(message=message):
-                        complaint = event
+                    case StreamErrorEvent(message=message):
+                        error_event = event
                         notice(f"warning: {message}")
                 if (result := results.apply_event(event)) is not None:
                     show(result)
-            return complaint
+            return error_event
 
         with ThreadPoolExecutor(1) as pool, stream:
-            reading = pool.submit(read)
-            reading.add_done_callback(lambda _: stream.close())
+            reader = pool.submit(read)
+            reader.add_done_callback(lambda _: stream.close())
             try:
                 for chunk in open_audio(audio) if isinstance(audio, str) else audio:
                     stream.send(as_pcm16(chunk) if isinstance(chunk, np.ndarray) else chunk)
                 stream.end()
-            except (OutOfTurn, ServerError):  # it is over before its time: why, the other thread was told
-                if (complaint := reading.result()) is not None:
-                    raise error_from_event(complaint) from None
+            except (OutOfTurn, ServerError):  # the session ended early; the reader has the reason
+                if (error_event := reader.result()) is not None:
+                    raise error_from_event(error_event) from None
                 raise
-            reading.result()
+            reader.result()
 
 
 class StreamResultBuilder:
-    """Events to a result for each that changes the text."""
+    """Converts events to results, one for each event that changes the text."""
 
     def __init__(self, *, itn: bool = False) -> None:
-        """`itn`: as Transcript's."""
+        """`itn`: as in SessionTranscript."""
         self._transcript = SessionTranscript(itn=itn)
         self._segments: tuple[Segment, ...] = ()
 
     def apply_event(self, event: ClientEvent) -> StreamResult | None:
-        known = self._transcript
-        if not known.note(event):
+        transcript = self._transcript
+        if not transcript.note(event):
             return None
         if isinstance(event, ToldSegment):
             self._segments += (segment_from_event(event),)
         if isinstance(event, ToldSpeakers):
-            told = [each.speaker or "" for each in known.segments]
-            self._segments = tuple(map(with_speaker, self._segments, told))
-        heard_ms = samples_to_ms(s_to_samples(known.heard_s))
-        return StreamResult(known.text, known.certain, heard_ms, known.ended, self._segments)
+            speakers = [segment.speaker or "" for segment in transcript.segments]
+            self._segments = tuple(map(with_speaker, self._segments, speakers))
+        duration_ms = samples_to_ms(s_to_samples(transcript.heard_s))
+        return StreamResult(transcript.text, transcript.certain, duration_ms, transcript.ended, self._segments)
 
 
 def segment_from_event(told: ToldSegment) -> Segment:
-    """As a model in this process has it."""
+    """Converts a segment event to a Segment, as a model in this process returns it."""
     speaker = told.speaker or ""
     words = tuple(
         Word(
-            each.text,
-            s_to_samples(each.start_s),
-            s_to_samples(each.end_s),
-            each.confidence,
-            each.speaker or speaker,
-            each.spoken or "",
+            word.text,
+            s_to_samples(word.start_s),
+            s_to_samples(word.end_s),
+            word.confidence,
+            word.speaker or speaker,
+            word.spoken or "",
         )
-        for each in told.words or ()
+        for word in told.words or ()
     )
     start, end = s_to_samples(told.start_s), s_to_samples(told.end_s)
     return Segment(start, end, told.text, words=words, speaker=speaker, spoken=told.spoken or "")
 
 
 def as_pcm16(pcm: np.ndarray) -> bytes:
-    """(n,) float32 to 16-bit little-endian: what came from 16 bits is what it was."""
+    """Converts (n,) float32 to 16-bit little-endian; exact for samples that came from 16 bits."""
     return np.clip(np.round(pcm * 32_768), -32_768, 32_767).astype("<i2").tobytes()
 
 
 OPEN_S, READ_S = 10.0, 120.0
-"""A server that takes longer to answer, and to send the next of its sound, is none."""
+"""Time for a server to answer, and to send the next chunk of audio."""
 MOST_EVENT_BYTES = 1 << 22
 MOST_REFUSAL_BYTES = 1 << 16
 
 
 class LocalSynthesizer:
-    """A model that is loaded on entering. Raises what asr_serve.load and Model.speak do."""
+    """Synthesis by a model that is loaded on entering. Raises what asr_serve.load and Model.speak raise."""
 
     def __init__(self, model: str, options: Mapping[str, Any], speech: Mapping[str, Any], **loading: Any) -> None:
-        """`options`: SpeakOptions's; `speech`: what else Model.speak takes. Raises OptionError, before anything is
-        loaded."""
+        """`options`: those of SpeakOptions; `speech`: the other arguments of Model.speak. Raises OptionError,
+        before anything is loaded."""
         SpeakOptions.of(dict(options))
         self._model, self._options, self._loading = model, {**options, **speech}, loading
         self._exit_stack = ExitStack()
@@ -198,10 +198,10 @@ class LocalSynthesizer:
 
 
 class RemoteSynthesizer:
-    """A server. Raises Refused, Unreachable."""
+    """Synthesis by a server. Raises Refused, Unreachable."""
 
     def __init__(self, server: str, api_key: str | None, asked: Mapping[str, Any]) -> None:
-        """`asked`: members of the request. Raises OptionError for an address that is none."""
+        """`asked`: members of the request. Raises OptionError for an invalid address."""
         parts = urlsplit(server if "://" in server else f"http://{server}")
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise OptionError(
@@ -217,21 +217,21 @@ class RemoteSynthesizer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A connection lasts as long as `speak`."""
+        """Does nothing: a connection lasts as long as `speak`."""
 
     def speak(self, text: str | Iterable[str]) -> Generator[AudioChunk, None, None]:
-        whole = text if isinstance(text, str) else "".join(text)
-        asked = {"input": whole, "response_format": "pcm", "stream_format": "sse", "words": True, **self._asked}
-        with self._answer("POST", PATH, json.dumps(asked).encode()) as answer:
+        joined = text if isinstance(text, str) else "".join(text)
+        body = {"input": joined, "response_format": "pcm", "stream_format": "sse", "words": True, **self._asked}
+        with self._answer("POST", PATH, json.dumps(body).encode()) as answer:
             self.model = answer.headers.get("x-model", "")
             rate_hz = int(answer.headers.get("x-sample-rate", "24000"))
             yield from _chunks_from_events(_server_sent_events(answer), rate_hz)
 
     def voices(self) -> list[dict[str, Any]]:
-        """As GET /v1/audio/voices lists them."""
+        """Returns the voices that GET /v1/audio/voices lists."""
         with self._answer("GET", "/v1/audio/voices", None) as answer:
-            found: list[dict[str, Any]] = json.loads(answer.read())["voices"]
-            return found
+            voices: list[dict[str, Any]] = json.loads(answer.read())["voices"]
+            return voices
 
     @contextlib.contextmanager
     def _answer(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
@@ -259,38 +259,38 @@ class RemoteSynthesizer:
 
 
 def _chunks_from_events(events: Iterator[dict[str, Any]], rate_hz: int) -> Generator[AudioChunk, None, None]:
-    pcm16, given = Pcm16Assembler(), 0
+    pcm16, emitted_samples = Pcm16Assembler(), 0
     words: tuple[SpokenWord, ...] = ()
-    for told in events:
-        match told.get("type"):
+    for event in events:
+        match event.get("type"):
             case "speech.audio.words":
                 words = tuple(
                     SpokenWord(
-                        each["word"], s_to_samples(each["start"], rate_hz), s_to_samples(each["end"], rate_hz)
+                        word["word"], s_to_samples(word["start"], rate_hz), s_to_samples(word["end"], rate_hz)
                     )
-                    for each in told["words"]
+                    for word in event["words"]
                 )
             case "speech.audio.delta":
-                pcm = np.frombuffer(pcm16.take_whole_samples(base64.b64decode(told["audio"])), "<i2").astype(
+                pcm = np.frombuffer(pcm16.take_whole_samples(base64.b64decode(event["audio"])), "<i2").astype(
                     np.int16
                 )
-                yield AudioChunk(pcm, rate_hz, given, " ".join(word.text for word in words), words)
+                yield AudioChunk(pcm, rate_hz, emitted_samples, " ".join(word.text for word in words), words)
                 words = ()
-                given += len(pcm)
+                emitted_samples += len(pcm)
             case "speech.audio.done":
                 return
             case "error":
-                raise _refused(told.get("error") or told)
+                raise _refused(event.get("error") or event)
     raise Unreachable("the server ended in the middle of its speech", "all of it is needed", "try again")
 
 
 def _server_sent_events(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Server-sent events, each with its JSON on one line."""
+    """Yields the JSON objects of server-sent events, each on one line."""
     while line := answer.readline(MOST_EVENT_BYTES):
         if line.startswith(b"data: "):
-            told = json.loads(line[6:])
-            if isinstance(told, dict):
-                yield told
+            event = json.loads(line[6:])
+            if isinstance(event, dict):
+                yield event
 
 
 def _refusal(answer: http.client.HTTPResponse, server: str) -> Refused | Unreachable:

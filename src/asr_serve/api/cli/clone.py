@@ -1,4 +1,4 @@
-"""`asr-serve clone`: recordings of somebody to a voice that says anything."""
+"""`asr-serve clone`: recordings of a speaker to a voice model."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def clone(
     if name is None:
         raise MissingOption("--name is missing", "a name for the voice", "like: --name ada", param="name")
     statement = agreed(consent, getpass.getuser())
-    order = CloneRequest(
+    request = CloneRequest(
         name=check_voice_name(name),
         audio=audio,
         texts=read_texts(texts),
@@ -124,7 +124,7 @@ def clone(
 
     with WorkProgress(print_error, shown=not quiet) as bar:
         report = made(
-            order,
+            request,
             lambda progress: bar.update(progress.share, STAGE_LABELS[progress.stage], progress_line(progress)),
         )
     if as_json:
@@ -134,7 +134,7 @@ def clone(
 
 
 def read_texts(path: Path | None) -> dict[str, str]:
-    """Raises OptionError."""
+    """Reads the transcripts of --texts. Raises OptionError."""
     from asr_serve.errors import OptionError
     from asr_serve.voices.transcripts import parse_transcripts
 
@@ -152,9 +152,9 @@ def progress_line(progress: CloneProgress) -> str:
 
 
 def report_text(report: CloneReport) -> list[str]:
-    """The report in words."""
+    """Formats the report as text."""
     card = report.card
-    out = [clip for clip in report.clips if clip.left_out]
+    left_out = [clip for clip in report.clips if clip.left_out]
     lines = [
         f"The voice {card.name!r} is there, after {clock_time(report.took_s)}: {card.clips} clips, "
         f"{card.seconds:.0f} s of speech, from {card.start!r} in {card.steps} steps.",
@@ -166,7 +166,7 @@ def report_text(report: CloneReport) -> list[str]:
         )
     else:
         lines.append("How like it is was not measured: there is nothing here that makes sound of its frames.")
-    if out:
-        lines += [f"{len(out)} of {len(report.clips)} clips were left out:"]
-        lines += [f"  {clip.clip}  {clip.left_out}" for clip in out]
+    if left_out:
+        lines += [f"{len(left_out)} of {len(report.clips)} clips were left out:"]
+        lines += [f"  {clip.clip}  {clip.left_out}" for clip in left_out]
     return [*lines, f'Hear it: asr-serve speak --voice {card.name} "This is how I sound."']

@@ -1,4 +1,4 @@
-"""`asr-serve doctor`: what this machine is, what will be used and why, what is missing and how to get it."""
+"""`asr-serve doctor`: this machine, what will be used and why, what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ NATIVE = {
     "_disk": "the disk by io_uring (threads in Python stand in for it)",
     "_copy": "copies of much at once to another process (numpy stands in for it)",
 }
-"""The compiled modules."""
+"""Descriptions of the compiled modules."""
 PACKAGES = ("torch", "numpy", "av", "soxr", "safetensors", "tokenizers", "huggingface_hub", "onnxruntime")
 
 
 class MissingDependency(msgspec.Struct, frozen=True):
-    """Something missing, and the command that gets it. `needed`: nothing works without it."""
+    """Missing dependency, and the command that installs it. `needed`: nothing works without it."""
 
     missing: str
     command: str
@@ -43,14 +43,14 @@ class MissingDependency(msgspec.Struct, frozen=True):
 
 
 class DoctorReport(msgspec.Struct):
-    """What was found; each part is None where it could not be looked at, and `missing` says why."""
+    """Findings; a part is None or empty where it could not be inspected, and `missing` gives the reason."""
 
     machine: dict[str, object]
     packages: dict[str, str | None]
     device: dict[str, object] | None
     cuda: list[str]
     native: dict[str, bool]
-    """Which of the compiled modules were built."""
+    """Whether each compiled module was built."""
     codecs: dict[str, bool]
     models: dict[str, str | None]
     missing: list[MissingDependency]
@@ -65,7 +65,7 @@ def doctor(
     ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> int:
-    """What this machine is, what will run where, and what is missing with the command that gets it.
+    """Show what this machine is, what will run where, and what is missing with the command that gets it.
 
     Exit code 1 when something is missing that transcription cannot do without.
 
@@ -82,7 +82,7 @@ def doctor(
 
 
 def inspect_machine(device: str = "auto", dtype: str = "auto", quantize: str = "none") -> DoctorReport:
-    """Look at everything. Raises OptionError for a device, dtype or quantisation that does not exist here."""
+    """Inspects everything. Raises OptionError for a device, dtype or quantization that does not exist here."""
     missing: list[MissingDependency] = []
     packages = {name: installed(name) for name in PACKAGES}
     for name in PACKAGES:
@@ -106,7 +106,7 @@ def inspect_machine(device: str = "auto", dtype: str = "auto", quantize: str = "
 
 
 def machine() -> dict[str, object]:
-    """The machine as this process sees it."""
+    """Returns the machine's properties, as this process sees them."""
     cpu = cpu_fields()
     cores = os.cpu_count() or 1
     flags = set(cpu.get("flags", cpu.get("Features", "")).split())
@@ -122,7 +122,7 @@ def machine() -> dict[str, object]:
 
 
 def cpu_fields(source: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """The first processor's fields; empty where the system has no such file."""
+    """Returns the fields of the first processor; empty where the system has no such file."""
     try:
         first = source.read_text().split("\n\n")[0]
     except OSError:
@@ -138,7 +138,7 @@ def memory_bytes() -> int | None:
 
 
 def installed(package: str) -> str | None:
-    """Its version, or None where it is not installed."""
+    """Returns a package's version; None if it is not installed."""
     try:
         return version(package.replace("_", "-"))
     except PackageNotFoundError:
@@ -146,30 +146,32 @@ def installed(package: str) -> str | None:
 
 
 def native_modules() -> dict[str, bool]:
-    """Whether each was built. Looked for without running it, so that ASR_SERVE_NATIVE=0 does not hide it."""
+    """Whether each module was built. They are searched for, not imported, so that ASR_SERVE_NATIVE=0 does not
+    hide them."""
     spec = importlib.util.find_spec("asr_serve")
     suffixes = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
-    there = [path.name for folder in folders for path in Path(folder, "kernels").glob("*")]
-    built = {file.partition(".")[0] for file in there if file.endswith(suffixes)}
+    names = [path.name for folder in folders for path in Path(folder, "kernels").glob("*")]
+    built = {file.partition(".")[0] for file in names if file.endswith(suffixes)}
     return {name: name in built for name in NATIVE}
 
 
 def chosen_device(device: str, dtype: str, quantize: str) -> dict[str, object]:
-    """What `auto` comes to, in the device's own words; with `dynamic`, what common products come to."""
+    """Describes the device that is chosen, for `auto` as well; with `dynamic`, the choice for common products
+    too."""
     from asr_serve.devices import make_device
     from asr_serve.devices.cpu import CpuDevice
     from asr_serve.devices.int8 import SHAPES
 
-    picked = make_device(device, dtype, quantize)
+    resolved = make_device(device, dtype, quantize)
     shapes = {}
-    if quantize == "dynamic" and isinstance(picked, CpuDevice):
+    if quantize == "dynamic" and isinstance(resolved, CpuDevice):
         for inputs, outputs in SHAPES:
-            picked.gate.bits(inputs, outputs)
-        shapes = picked.gate.shapes()
-    said = {"device": picked.name, "dtype": picked.dtype_name, "threads": picked.threads}
-    said |= {name: value if is_plain(value) else str(value) for name, value in picked.describe().items()}
-    return said | {f"product {name}": told for name, told in shapes.items()}
+            resolved.gate.bits(inputs, outputs)
+        shapes = resolved.gate.shapes()
+    details = {"device": resolved.name, "dtype": resolved.dtype_name, "threads": resolved.threads}
+    details |= {name: value if is_plain(value) else str(value) for name, value in resolved.describe().items()}
+    return details | {f"product {name}": choice for name, choice in shapes.items()}
 
 
 def is_plain(value: object) -> bool:
@@ -185,11 +187,11 @@ def cuda_devices() -> list[str]:
 
 
 def codecs(missing: list[MissingDependency]) -> dict[str, bool]:
-    """Which of the usual codecs the media library decodes."""
+    """Whether the media library decodes each of the usual codecs."""
     import av
 
     known = {name: name in av.codecs_available for name in CODECS}
-    if absent := [name for name, there in known.items() if not there]:
+    if absent := [name for name, works in known.items() if not works]:
         missing.append(
             MissingDependency(f"decoders in PyAV: {', '.join(absent)}", "pip install --force-reinstall av")
         )
@@ -197,25 +199,25 @@ def codecs(missing: list[MissingDependency]) -> dict[str, bool]:
 
 
 def models(missing: list[MissingDependency]) -> dict[str, str | None]:
-    """Model name -> folder of its weights, None where they are not here."""
+    """Maps model names to the folders of their weights, None if missing."""
     from asr_serve.models.checkpoints.store import locate
     from asr_serve.models.registry import all_cards
 
-    found = {}
+    folders = {}
     for card in all_cards().values():
         try:
             folder = locate(card)
         except AsrServeError:
             folder = None
-        found[card.name] = None if folder is None else str(folder)
+        folders[card.name] = None if folder is None else str(folder)
         if folder is None:
             needed = card.name == DEFAULT_MODEL
             missing.append(MissingDependency(f"the weights of {card.name}", ways_to_get(card)[0], needed))
-    return found
+    return folders
 
 
 def format_report(report: DoctorReport) -> str:
-    """For people."""
+    """Formats the report as text."""
     m = report.machine
     memory = m["memory_bytes"]
     isa = m["isa"]
@@ -230,13 +232,16 @@ def format_report(report: DoctorReport) -> str:
         "runs with",
     ]
     native = [name if built else f"{name} not built" for name, built in report.native.items()]
-    told = {**(report.device or {}), "native": ", ".join(native)}
-    lines += [f"  {name.replace('_', ' '):12} {value}" for name, value in told.items()]
+    runs_with = {**(report.device or {}), "native": ", ".join(native)}
+    lines += [f"  {name.replace('_', ' '):12} {value}" for name, value in runs_with.items()]
     lines += [
         "packages",
-        *(f"  {name:16} {came or 'not installed'}" for name, came in report.packages.items()),
+        *(f"  {name:16} {found or 'not installed'}" for name, found in report.packages.items()),
     ]
-    lines += ["codecs", f"  {' '.join(name for name, there in report.codecs.items() if there) or 'none'}"]
+    lines += [
+        "codecs",
+        f"  {' '.join(name for name, works in report.codecs.items() if works) or 'none'}",
+    ]
     lines += [
         "models",
         *(f"  {name:24} {folder or 'weights missing'}" for name, folder in report.models.items()),

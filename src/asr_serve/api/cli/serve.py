@@ -1,4 +1,4 @@
-"""`asr-serve serve`: the settings from everywhere, then the server."""
+"""`asr-serve serve`: collects settings from all sources, then runs the server."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ FLAGS = {
     "--log-format": "log_format",
     "--otel-endpoint": "otel_endpoint",
 }
-"""Flag -> setting. Every other setting goes by --set."""
+"""Setting of each flag. All other settings are set by --set."""
 
 
 def flag(name: str, *short: str, metavar: str, more: str = "") -> Any:
-    """An option with the help and default of its setting. What it takes is judged with the other sources."""
+    """Option with the help and default of its setting. Its value is validated with those of the other sources."""
     setting = all_settings()[FLAGS[name]]
     parts = [setting.help, more]
     if setting.default not in (None, (), {}):
@@ -93,7 +93,7 @@ def serve(
             "--print-config", help="Print every setting, what it means and where its value comes from; stop."
         ),
     ] = False,
-) -> int:
+) -> None:
     """Serve transcription and speech over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
 
     Settings come from a file (--config), then variables (ASR_SERVE_PORT,
@@ -154,21 +154,21 @@ def serve(
     chosen = build_config(given)
     if print_config:
         print(config_to_toml(chosen, given), end="")
-        return 0
+        return
     for line in setting_warnings(chosen, given):
         print_error(f"warning: {line}")
 
-    from asr_serve.server.run import serve as run  # FastAPI and all the rest, only where a server starts
+    from asr_serve.server.run import serve as run  # loads FastAPI and its packages, only to start a server
 
-    return run(chosen)
+    run(chosen)
 
 
 def read_flags(
     flags: dict[str, str | list[str] | None], models: list[str], more: list[str]
 ) -> dict[str, SettingValue]:
-    """Setting -> text, from the flags that were given and the NAME=VALUE of --set. The first model is the default.
+    """Maps settings to texts, from the flags and the NAME=VALUE of --set. The first model is the default.
 
-    Raises OptionError where one setting is given twice.
+    Raises OptionError for a setting that is set twice.
     """
     given: dict[str, SettingValue] = {}
     for name, value in flags.items():
@@ -186,53 +186,56 @@ def read_flags(
 
 
 def setting_warnings(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[str]:
-    """What an operator should know before anybody connects."""
-    found = [
+    """Returns warnings for an operator, before the server starts."""
+    warnings = [
         f"every user of this machine can see {name} in the list of processes; "
         f"better {all_settings()[name].variable}, or {name}_file"
         for name in SECRETS
         if name in given and given[name].source.startswith("flag")
     ]
     if client_key() and not chosen.api_keys:
-        found.append("ASR_SERVE_API_KEY is what a client brings; what a server asks for is ASR_SERVE_API_KEYS")
+        warnings.append("ASR_SERVE_API_KEY is what a client brings; what a server asks for is ASR_SERVE_API_KEYS")
     if not chosen.loopback and not chosen.api_keys:
-        found.append(
+        warnings.append(
             f"listening on {chosen.host} and asking for no key: whoever reaches this machine may use it; "
             "set api_keys or api_keys_file"
         )
     if chosen.engine.role == "decode" and not chosen.engine.peers:
-        found.append("role=decode without peers: this engine encodes everything itself; name some with --peer")
+        warnings.append("role=decode without peers: this engine encodes everything itself; name some with --peer")
     if chosen.engine.role == "encode" and not chosen.loopback and not chosen.peer_keys:
-        found.append(
+        warnings.append(
             f"encoding for others on {chosen.host}:{chosen.encode_port} and asking for no key: whoever reaches "
             "this machine may ask; set peer_keys or peer_keys_file"
         )
-    return found + _about_peers(chosen, given)
+    return warnings + _about_peers(chosen, given)
 
 
 def _about_peers(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[str]:
-    """What goes to them unasked, and what was set for them where there are none."""
-    found = []
-    elsewhere = [peer for peer in chosen.engine.peers if not is_loopback(peer.rpartition(":")[0].strip("[]"))]
-    if elsewhere and not chosen.peer_keys:
-        found.append(
-            f"what callers say goes to {', '.join(elsewhere)}, whoever answers there: without keys a peer proves "
+    """Warnings about audio sent to peers without keys, and about settings that do nothing without peers."""
+    warnings = []
+    remote = [peer for peer in chosen.engine.peers if not is_loopback(peer.rpartition(":")[0].strip("[]"))]
+    if remote and not chosen.peer_keys:
+        warnings.append(
+            f"what callers say goes to {', '.join(remote)}, whoever answers there: without keys a peer proves "
             "nothing; set peer_keys or peer_keys_file, the same there"
         )
     if _is_explicit("encode_port", chosen.encode_port, given) and chosen.engine.role != "encode":
-        found.append(
+        warnings.append(
             f"encode_port={chosen.encode_port} with role={chosen.engine.role}: nobody listens there, "
             "only role=encode does"
         )
     if not chosen.engine.peers and chosen.engine.role != "encode":
-        road = _is_explicit("engine.peer_road", chosen.engine.peer_road, given)
-        idle = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_road"] * road
-        found += [f"{name} without peers does nothing: name some with --peer, or set role=encode" for name in idle]
-    return found
+        has_peer_road = _is_explicit("engine.peer_road", chosen.engine.peer_road, given)
+        unused = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_road"] * has_peer_road
+        warnings += [
+            f"{name} without peers does nothing: name some with --peer, or set role=encode" for name in unused
+        ]
+    return warnings
 
 
 def _is_explicit(name: str, value: object, given: dict[str, SettingValue]) -> bool:
-    """Whether somebody meant it: a file from --print-config sets everything to what it is by itself."""
+    """Whether a setting was chosen: a file from --print-config sets every setting, most of them to their
+    defaults."""
     if name not in given:
         return False
     return value != all_settings()[name].default or not given[name].source.startswith("file")

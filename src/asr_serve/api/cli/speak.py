@@ -1,4 +1,4 @@
-"""`asr-serve speak`: text to sound, played or written while it is made."""
+"""`asr-serve speak`: text to speech, played or written while it is made."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULT_MANNER = {
     "phonemes": False,
     "watermark": False,
 }
-"""What changes nothing, and need not be asked of a server."""
+"""Defaults, which need not be sent to a server."""
 
 
 @exit_on_error
@@ -178,43 +178,43 @@ def speak(
         "voice": voice,
         "rate_hz": rate_hz,
     }
-    beside = {"lexicon": None if lexicon is None else read_lexicon(lexicon), "language": language}
+    text_options = {"lexicon": None if lexicon is None else read_lexicon(lexicon), "language": language}
     loading = {"device": device, "dtype": dtype, "weights": weights}
-    speaker = choose_backend(server, api_key, model, manner, beside, more, **loading)
+    speaker = choose_backend(server, api_key, model, manner, text_options, more, **loading)
     if list_voices:
         return show_voices(speaker, model)
     form = format_of(output, form)
     check_output(output)
-    said = choose_text(text, whole=ssml or phonemes or server is not None)
-    if isinstance(said, str):
-        check_text(said, ssml=ssml, phonemes=phonemes)
+    speech_text = choose_text(text, whole=ssml or phonemes or server is not None)
+    if isinstance(speech_text, str):
+        check_text(speech_text, ssml=ssml, phonemes=phonemes)
     if output is None:
         from asr_serve.api.cli.io.loudspeaker import check_player
 
         check_player()
-    told = None if words is None else WordTimesFile(words)
+    word_times = None if words is None else WordTimesFile(words)
     meter = SpeechProgressMeter()
-    place: SpeechSink | None = None
-    with contextlib.ExitStack() as held, ProgressBar(meter, shown=not quiet, stdout_shared=False) as bar:
-        held.enter_context(speaker)
+    sink: SpeechSink | None = None
+    with contextlib.ExitStack() as stack, ProgressBar(meter, shown=not quiet, stdout_shared=False) as bar:
+        stack.enter_context(speaker)
         meter.start()
-        for spoken in held.enter_context(contextlib.closing(speaker.speak(said))):
-            bar.update(meter.note_audio(spoken), None)
-            if place is None:
-                place = held.enter_context(open_output(output, form, spoken.rate_hz))
-            place.write(spoken.pcm)
-            if told is not None:
-                told.add_chunk(spoken)
+        for chunk in stack.enter_context(contextlib.closing(speaker.speak(speech_text))):
+            bar.update(meter.note_audio(chunk), None)
+            if sink is None:
+                sink = stack.enter_context(open_output(output, form, chunk.rate_hz))
+            sink.write(chunk.pcm)
+            if word_times is not None:
+                word_times.add_chunk(chunk)
         summary = meter.describe_done()
-        if told is not None:
-            told.write(speaker.model)
+        if word_times is not None:
+            word_times.write(speaker.model)
     if not quiet:
         print_error(f"{summary}{f' -> {output}' if output not in (None, '-') else ''}")
     return 0
 
 
 def choose_text(text: str | None, *, whole: bool) -> str | Iterator[str]:
-    """The text; or stdin's, as it comes unless all of it is needed at once. Raises OptionError."""
+    """Returns the text; or stdin's, in pieces unless `whole`. Raises OptionError."""
     if text is None:
         raise OptionError("nothing to say came", "a text, or - for stdin", "see: asr-serve speak --help")
     if text != "-":
@@ -226,7 +226,7 @@ def choose_text(text: str | None, *, whole: bool) -> str | Iterator[str]:
 
 
 def read_stdin() -> Iterator[str]:
-    """Pieces of text as they come. Raises OptionError for what is no UTF-8."""
+    """Yields text as it arrives. Raises OptionError for what is no UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         read = cast(BufferedReader, sys.stdin.buffer).read1
@@ -239,7 +239,7 @@ def read_stdin() -> Iterator[str]:
 
 
 def open_output(output: str | None, form: str, rate_hz: int) -> contextlib.AbstractContextManager[SpeechSink]:
-    """Where the sound goes. Raises what opening it does."""
+    """Opens the output of audio. Raises what opening it raises."""
     from asr_serve.api.cli.io import speech_outputs
 
     if output is None:
@@ -260,7 +260,7 @@ def choose_backend(
     more: list[str] | None,
     **loading: str | None,
 ) -> LocalSynthesizer | RemoteSynthesizer:
-    """A model in this process, or the server. Raises OptionError."""
+    """Returns a model in this process, or the server. Raises OptionError."""
     from asr_serve.api.cli.backends import LocalSynthesizer, RemoteSynthesizer
     from asr_serve.models.registry import AUTO_VOICE
 
@@ -269,34 +269,34 @@ def choose_backend(
             raise OptionError("--api-key without --server", "it is for a server", "leave it out")
         engine = shared.engine(more)
         return LocalSynthesizer(voice_model(model or AUTO_VOICE).name, manner, beside, engine=engine, **loading)
-    given = {**loading, "set": more or None, "language": beside["language"]}
-    for name, value in given.items():
+    values = {**loading, "set": more or None, "language": beside["language"]}
+    for name, value in values.items():
         if value not in ("auto", None):
             raise OptionError(f"--{name} with --server", "the server has the model", "leave it out")
-    asked = {name: value for name, value in manner.items() if value not in (None, DEFAULT_MANNER.get(name))}
-    asked |= {"model": model} if model is not None else {}
-    asked |= {"lexicon": beside["lexicon"]} if beside["lexicon"] else {}
-    if "rate_hz" in asked:
-        asked["sample_rate"] = asked.pop("rate_hz")
-    return RemoteSynthesizer(server, api_key or client_key(), asked)
+    request = {name: value for name, value in manner.items() if value not in (None, DEFAULT_MANNER.get(name))}
+    request |= {"model": model} if model is not None else {}
+    request |= {"lexicon": beside["lexicon"]} if beside["lexicon"] else {}
+    if "rate_hz" in request:
+        request["sample_rate"] = request.pop("rate_hz")
+    return RemoteSynthesizer(server, api_key or client_key(), request)
 
 
 def voice_model(name: str) -> TtsCard:
-    """The card of a model that speaks; `auto` is the first whose weights are here. Raises UnknownModel,
-    OptionError."""
+    """Returns the card of a speech synthesis model; `auto` is the first whose weights are here. Raises
+    UnknownModel, OptionError."""
     from asr_serve.models.checkpoints.store import auto_voice
     from asr_serve.models.registry import AUTO_VOICE, TtsCard, engine_card, tts_cards
 
     if name == AUTO_VOICE:
         return auto_voice()
-    found = engine_card(name)
-    if not isinstance(found, TtsCard):
+    card = engine_card(name)
+    if not isinstance(card, TtsCard):
         raise OptionError(f"--model {name}, which hears and has no voice", f"one of: {', '.join(tts_cards())}")
-    return found
+    return card
 
 
 def show_voices(speaker: LocalSynthesizer | RemoteSynthesizer, model: str | None) -> int:
-    """A table of who can speak: of the server, or of the model here."""
+    """Prints a table of the voices of the server, or of the model here."""
     from asr_serve.api.cli.backends import RemoteSynthesizer
     from asr_serve.api.cli.models import print_table
     from asr_serve.config import voices_dir
@@ -305,22 +305,24 @@ def show_voices(speaker: LocalSynthesizer | RemoteSynthesizer, model: str | None
 
     rows: list[tuple[str, ...]]
     if isinstance(speaker, RemoteSynthesizer):
-        rows = [(each["id"], each["model"], "default" if each.get("default") else "") for each in speaker.voices()]
+        rows = [
+            (voice["id"], voice["model"], "default" if voice.get("default") else "") for voice in speaker.voices()
+        ]
         print_table(("VOICE", "MODEL", ""), rows)
         return 0
     card = voice_model(model or AUTO_VOICE)
-    cloned = [each for each in VoiceStore(voices_dir(None)).cards() if card.clones and each.model == card.name]
+    cloned = [clone for clone in VoiceStore(voices_dir(None)).cards() if card.clones and clone.model == card.name]
     rows = [
         (name, card.name, card.language(name), card.alphabet, "" if at else "default")
         for at, name in enumerate(card.voices)
     ]
-    rows += [(each.name, card.name, card.language(each.name), card.alphabet, "cloned") for each in cloned]
+    rows += [(clone.name, card.name, card.language(clone.name), card.alphabet, "cloned") for clone in cloned]
     print_table(("VOICE", "MODEL", "LANGUAGE", "PHONEMES", ""), rows)
     return 0
 
 
 def read_lexicon(path: Path) -> dict[str, str]:
-    """Word -> phonemes. Raises SourceNotFound, OptionError with the line."""
+    """Reads a lexicon: word -> phonemes. Raises SourceNotFound, OptionError with the line."""
     import msgspec
 
     try:
@@ -334,12 +336,12 @@ def read_lexicon(path: Path) -> dict[str, str]:
             return msgspec.json.decode(content, type=dict[str, str])
         except msgspec.DecodeError as error:
             raise OptionError(f"--lexicon {path}: {error}", 'an object, like {"Nguyen": "nwˈɪn"}') from None
-    found: dict[str, str] = {}
+    lexicon: dict[str, str] = {}
     for number, line in enumerate(content.splitlines(), start=1):
         if not (entry := line.split("#")[0].strip()):
             continue
-        word, *said = entry.split(maxsplit=1)
-        if not said:
+        word, *phonemes = entry.split(maxsplit=1)
+        if not phonemes:
             raise OptionError(f"{path}, line {number}: {word!r} without phonemes", "a word, a blank, its phonemes")
-        found[word] = said[0].strip()
-    return found
+        lexicon[word] = phonemes[0].strip()
+    return lexicon

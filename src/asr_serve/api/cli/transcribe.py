@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Transcriber(Protocol):
-    """What this command needs of a model; `asr_serve.load` returns one."""
+    """Model interface that this command uses; `asr_serve.load` returns one."""
 
     def events(
         self, items: Iterable[InputItem], options: TranscribeOptions
@@ -49,7 +49,7 @@ class Transcriber(Protocol):
 
 
 class TranscribeOutcome(msgspec.Struct):
-    """What became of the inputs."""
+    """Results of the inputs."""
 
     done: int = 0
     failed: list[tuple[str, AsrServeError]] = []
@@ -64,9 +64,9 @@ def run(
     *,
     verbose: bool = False,
 ) -> TranscribeOutcome:
-    """Transcribe the items into the sink. One that fails is noted and the others go on.
+    """Transcribes the items into the sink. A failed item is recorded and the others go on.
 
-    However it ends (ctrl-C, a sink that breaks), the work not yet done is cancelled.
+    On any end (ctrl-C, a failing sink) the remaining work is cancelled.
     """
     from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed, Progress, SegmentDone
 
@@ -213,19 +213,18 @@ def transcribe(
     if max_duration_s is not None and not max_duration_s > 0:
         raise OptionError(f"--max-duration-s {max_duration_s}", "more than 0 seconds")
     engine = shared.engine(more, quantize)
-    way = choose_long_form(long_form)
-    spelt = shared.hotwords(hotwords)
+    strategy = choose_long_form(long_form)
+    hotword_list = shared.hotwords(hotwords)
     schedule = None if silence_schedule is None else SilenceSchedule.from_text(silence_schedule)
-    items = list(
-        input_manifest.expand_inputs(paths)
-    )  # all of them, so that a malformed list stops us before any work
+    # Expands all of them, so that a malformed list fails before any work.
+    items = list(input_manifest.expand_inputs(paths))
     if not items:
         raise OptionError(f"{', '.join(paths)} lists no audio", "at least one input")
     lists = [Path(path) for path in paths if Path(path).suffix.lower() in input_manifest.LIST_SUFFIXES]
     sink = transcript_outputs.choose_sink(form, output, items, lists=lists, resume=resume)
-    left = [item for item in items if not sink.finished(item)]
-    skipped = len(items) - len(left)
-    if not left:
+    remaining = [item for item in items if not sink.finished(item)]
+    skipped = len(items) - len(remaining)
+    if not remaining:
         if not quiet:
             print_error(f"nothing to do: all {skipped} results are there")
         return 0
@@ -241,14 +240,14 @@ def transcribe(
             task="translate" if translate else "transcribe",
             beam=beam,
             prompt=prompt or "",
-            hotwords=spelt,
+            hotwords=hotword_list,
             words=words or form in WORD_TIMING_FORMATS,
             speakers=speakers or form in SPEAKER_FORMATS,
             num_speakers=num_speakers,
             min_speakers=min_speakers,
             max_speakers=max_speakers,
             itn=itn,
-            long_form=way,
+            long_form=strategy,
             vad=not no_vad,
             silence_schedule=schedule,
             max_segment_ms=max_segment_ms,
@@ -263,7 +262,7 @@ def transcribe(
             sink.begin()
             meter.start()
             bar.update(0, None)
-            outcome = run(loaded, left, options, sink, bar, verbose=verbose)
+            outcome = run(loaded, remaining, options, sink, bar, verbose=verbose)
             speed = meter.describe_done()
     if not quiet:
         print_error(summary(outcome, skipped, speed, output))
@@ -273,18 +272,18 @@ def transcribe(
 
 
 def choose_long_form(chosen: str) -> LongForm:
-    """Raises OptionError with the nearest name."""
+    """Validates --long-form. Raises OptionError with the nearest name."""
     from asr_serve.pipelines.options import LongForm
     from asr_serve.types import unknown_name_error
 
-    for way in get_args(LongForm):
-        if chosen == way:
-            return cast("LongForm", way)
+    for strategy in get_args(LongForm):
+        if chosen == strategy:
+            return cast("LongForm", strategy)
     raise unknown_name_error("--long-form", chosen, get_args(LongForm))
 
 
 def summary(outcome: TranscribeOutcome, skipped: int, speed: str, output: str | None) -> str:
-    """`3 done, 1 failed, 2 already there; 63.0 s of audio in 2.1 s, 30.0 x real time -> out/`."""
+    """Returns `3 done, 1 failed, 2 already there; 63.0 s of audio in 2.1 s, 30.0 x real time -> out/`."""
     counts = [f"{outcome.done} done"]
     if outcome.failed:
         counts.append(f"{len(outcome.failed)} failed")

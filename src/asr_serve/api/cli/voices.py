@@ -1,4 +1,4 @@
-"""`asr-serve voices`: those that were cloned: list, rename, delete, take elsewhere."""
+"""`asr-serve voices`: lists, renames, deletes, exports and imports cloned voices."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def import_voice(
 
 
 def own_voices(model: str) -> tuple[str, ...]:
-    """Of a model; none where this release does not know it."""
+    """Names of a model's own voices; none for a model that this release does not know."""
     from asr_serve.models.registry import tts_cards
 
     cards = tts_cards()
@@ -190,7 +190,7 @@ def own_voices(model: str) -> tuple[str, ...]:
 
 
 def every_own_voice() -> set[str]:
-    """Of all models that learn voices: a name must not be two voices."""
+    """Names of the own voices of all models that can learn voices: a cloned voice must have another name."""
     from asr_serve.models.registry import tts_cards
 
     return {voice for card in tts_cards().values() if card.clones for voice in card.voices}

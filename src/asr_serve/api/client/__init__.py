@@ -1,4 +1,5 @@
-"""A live session on a server, from Python: `stream.Stream` sends and resumes, `transcript.Transcript` adds up.
+"""Python client of live sessions: `StreamClient` (`stream`) sends and resumes, `SessionTranscript` (`transcript`)
+accumulates events.
 
-Raises errors.Unreachable and errors.Refused, besides what is the caller's own.
+Raises errors.Unreachable and errors.Refused, and errors for wrong use.
 """

@@ -1,4 +1,4 @@
-"""One WebSocket to /v1/stream: a query in, texts and audio out, events in."""
+"""WebSocket connection to /v1/stream: options in the query; text and audio out, events in."""
 
 from __future__ import annotations
 
@@ -12,39 +12,52 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.sync.client import connect
 
 from asr_serve.errors import OptionError, Refused, Unreachable
-from asr_serve.protocols.stream import PATH, START
-from asr_serve.protocols.stream_events import (
-    Ack,
-    Ended,
-    Error,
-    Flushed,
-    Locked,
-    Partial,
-    Segment,
-    Session,
-    Speakers,
-    Turn,
+from asr_serve.protocols.stream.client_messages import PATH, START
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EndEvent,
+    FlushedEvent,
+    LockedTextEvent,
+    PartialEvent,
+    SegmentEvent,
+    SessionEvent,
+    SpeakersEvent,
+    StreamErrorEvent,
+    StreamTurnEvent,
 )
 
-ServerEvent = Session | Partial | Ack | Error | Locked | Segment | Flushed | Turn | Speakers | Ended
+ServerEvent = (
+    SessionEvent
+    | PartialEvent
+    | AckEvent
+    | StreamErrorEvent
+    | LockedTextEvent
+    | SegmentEvent
+    | FlushedEvent
+    | StreamTurnEvent
+    | SpeakersEvent
+    | EndEvent
+)
 
 OPEN_S = 10.0
-"""A server that takes longer to answer is none."""
+"""Time for a server to answer."""
 PING_S = 5.0
 PONG_S = 10.0
-"""A connection over which no answer to a ping comes in this time is lost, whatever the network says."""
+"""Time for a pong, after which a connection counts as lost, whatever the network reports."""
 CLOSE_S = 2.0
 MAX_REASON_CHARACTERS = 1_000
-"""Of a value; longer ones do not go into the address: servers and those before them bound it."""
+"""Limit of a value in the address; longer ones are sent in the first message, because servers and proxies bound
+addresses."""
 POLICY_VIOLATION_CODE = 1_008
 _SILENT_LOGGER = logging.getLogger(f"{__name__}.websockets")
 _SILENT_LOGGER.disabled = True
-"""websockets calls an end within a frame its own bug, with a traceback. All that ends a line is raised here."""
+"""Logger of websockets, disabled: it reports an end within a frame as its own bug, with a traceback. Every end
+of a connection is raised here."""
 SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
 def websocket_url(server: str, query: Mapping[str, str]) -> str:
-    """`http://host:8000` or `wss://host/prefix` to the route there. Raises OptionError."""
+    """Returns the route's URL for `http://host:8000` or `wss://host/prefix`. Raises OptionError."""
     parts = urlsplit(server if "://" in server else f"http://{server}")
     if parts.scheme not in SCHEMES or not parts.hostname or parts.query or parts.fragment:
         raise OptionError(
@@ -55,15 +68,15 @@ def websocket_url(server: str, query: Mapping[str, str]) -> str:
 
 
 class WebSocketConnection:
-    """A connection whose first event, `session`, has come. `send` and `receive` may be in different threads.
+    """Connection whose first event, `session`, has arrived. `send` and `receive` may be in different threads.
 
     Raises, as all its methods do, Unreachable; opening it, Refused too
     """
 
-    session: Session
+    session: SessionEvent
 
     def __init__(self, server: str, query: Mapping[str, str], api_key: str | None = None) -> None:
-        """What is too long for an address goes into the first message."""
+        """Connects. Values too long for an address are sent in the first message."""
         long = {name: value for name, value in query.items() if len(value) > MAX_REASON_CHARACTERS}
         if long:
             query = {name: value for name, value in query.items() if name not in long} | {START: "true"}
@@ -98,18 +111,20 @@ class WebSocketConnection:
             try:
                 first = self.receive(OPEN_S)
             except Unreachable as lost:
-                if lost.close_code == POLICY_VIOLATION_CODE:  # said in words that are not of this protocol
+                if lost.close_code == POLICY_VIOLATION_CODE:  # from a server without this protocol
                     raise Refused(
                         f"nothing at {server} knows {PATH}; check the address.", "no_such_route"
                     ) from None
                 raise
             match first:
-                case Session() as session:
+                case SessionEvent() as session:
                     self.session = session
-                case Error() as told:
-                    raise error_from_event(told)
-                case came:
-                    raise Unreachable(f"the server began with {came!r}", "it begins with its session", "update it")
+                case StreamErrorEvent() as error_event:
+                    raise error_from_event(error_event)
+                case other:
+                    raise Unreachable(
+                        f"the server began with {other!r}", "it begins with its session", "update it"
+                    )
             undo.pop_all()
 
     def send(self, message: bytes | str) -> None:
@@ -119,7 +134,7 @@ class WebSocketConnection:
             raise _dropped(closed) from None
 
     def receive(self, timeout_s: float | None = None) -> ServerEvent:
-        """The next event; those of a later version are passed over."""
+        """Returns the next event; skips event types of later versions."""
         while True:
             try:
                 event: ServerEvent = msgspec.json.decode(
@@ -134,12 +149,12 @@ class WebSocketConnection:
             return event
 
     def close(self) -> None:
-        """Hang up, if that was not done: the session is over. Idempotent."""
+        """Closes the connection, and so ends the session. Idempotent."""
         self._held.close()
 
 
-def error_from_event(told: Error) -> Refused:
-    """The error for an `error` event."""
+def error_from_event(told: StreamErrorEvent) -> Refused:
+    """Converts an `error` event to an error."""
     return Refused(told.message, told.code, told.retry_after_ms)
 
 
@@ -151,14 +166,14 @@ def _dropped(error: ConnectionClosed | TimeoutError) -> Unreachable:
 
 
 def _refused(error: InvalidStatus) -> Refused:
-    """What an answer of HTTP says that is no WebSocket."""
+    """Converts the HTTP response to a refused upgrade."""
     status, body = error.response.status_code, error.response.body or b""
     try:
-        said = msgspec.json.decode(body, type=_ErrorBody).error
+        detail = msgspec.json.decode(body, type=_ErrorBody).error
     except msgspec.MsgspecError:
-        said = _ErrorDetail()
-    message = said.message or f"the server answered {status} {error.response.reason_phrase}"
-    return Refused(message, said.code or f"http_{status}")
+        detail = _ErrorDetail()
+    message = detail.message or f"the server answered {status} {error.response.reason_phrase}"
+    return Refused(message, detail.code or f"http_{status}")
 
 
 class _ErrorDetail(msgspec.Struct):

@@ -1,6 +1,6 @@
-"""A live session on a server that goes on when its connection is lost.
+"""Client of a live session that resumes after a lost connection.
 
-with Stream("http://127.0.0.1:8000", language="en") as stream:
+with StreamClient("http://127.0.0.1:8000", language="en") as stream:
     stream.send(pcm16)          # from one thread
     stream.end()
     for event in stream:        # here, or in another
@@ -24,30 +24,38 @@ import msgspec
 from asr_serve.api.client.connection import CLOSE_S, WebSocketConnection, error_from_event
 from asr_serve.api.client.connection import ServerEvent as Told
 from asr_serve.errors import AsrServeError, OptionError, OutOfTurn, Refused, Unreachable
-from asr_serve.protocols.stream_events import Ack, Ended, Error, Flushed, Numbered, Partial, Session
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EndEvent,
+    FlushedEvent,
+    NumberedEvent,
+    PartialEvent,
+    SessionEvent,
+    StreamErrorEvent,
+)
 
 BUFFER_BYTES = 8 << 20
-"""Audio that the server has not acknowledged: four minutes of PCM16 at 16 kHz."""
+"""Limit of audio that the server has not acknowledged: four minutes of PCM16 at 16 kHz."""
 WINDOW_BYTES = 256 << 10
-"""Audio under way that is not acknowledged: no more has to be sent again after a resume."""
+"""Limit of audio sent and not acknowledged: no more has to be sent again after a resume."""
 SEND_BYTES = 32_768
 MAX_QUEUED_EVENTS = 10_000
-"""That nobody has read; then no more are taken from the server, and in the end `send` waits."""
+"""Limit of unread events; at it no more are received, and in the end `send` waits."""
 RETRY_S = (0.0, 0.2, 0.5, 1.0, 2.0)
-"""Before each attempt to resume; the last again and again."""
+"""Delays before attempts to resume; the last one repeats."""
 RETRYABLE_CODES = {"at_capacity", "rate_limited", "draining"}
-"""Refusals of a resume that are worth another attempt."""
+"""Codes of refusals after which another attempt is worthwhile."""
 LOST_CODES = {None, 1000, 1001, 1006, 1012, 1014}
-"""How a connection is closed that may be resumed although an error came before. 1000: websockets drops what came
-together with the close frame when its own can not be sent any more; it is told again."""
+"""Close codes after which a session may be resumed although an error came before. 1000: websockets drops events
+that came together with the close frame when it cannot send its own any more; the server sends them again."""
 MAX_FRUITLESS_RESUMES = 10
-"""Connections one after another that the server closed as if all had been told, and nothing was."""
+"""Limit of consecutive connections that the server closed normally without any new event."""
 PACKETS = "opus"
 DUPLICATE_CODE = "out_of_turn"
 
 
 class ConnectionLost(msgspec.Struct, frozen=True):
-    """The connection was lost, and attempts to resume go on; a `Session` follows when one succeeds."""
+    """Event: the connection was lost, and attempts to resume continue; a `Session` follows when one succeeds."""
 
     reason: str
 
@@ -62,20 +70,20 @@ class _Audio(msgspec.Struct, frozen=True):
 
 class _Command(msgspec.Struct, frozen=True):
     at_bytes: int
-    """Of all audio, before which it was said."""
+    """Position in all audio before which it was sent."""
     text: str
     id: str = ""
 
 
 class StreamClient:
-    """One session. One thread may send and another read.
+    """Client of one session. One thread may send and another read.
 
-    Raises, wherever it is used: Refused when the server ended it for a reason of its own, Unreachable when it was
-    not found again for `resume_s`. An `Error` among the events is one that the session survives, or why it is
-    ended: then the rest of the text still follows
+    Every method raises Refused when the server ended the session for a reason of its own, and Unreachable when it
+    could not be resumed for `resume_s`. An `Error` event is one that the session survives, or the reason of its
+    end: then the rest of the text still follows
     """
 
-    session: Session
+    session: SessionEvent
 
     def __init__(
         self,
@@ -85,55 +93,55 @@ class StreamClient:
         buffer_bytes: int = BUFFER_BYTES,
         **query: str | int | float,
     ) -> None:
-        """Connects. `query`: what /v1/stream takes, like encoding="s16le", rate=16000, language="en".
+        """Connects. `query`: parameters of /v1/stream, like encoding="s16le", rate=16000, language="en".
 
-        Raises OptionError for an address that is none.
+        Raises OptionError for an invalid address.
         """
         self._server, self._key, self._most_bytes = server, api_key, buffer_bytes
         self._packets = query.get("encoding") == PACKETS
         self._changed = threading.Condition()
         """Guards everything below."""
         self._unacknowledged: deque[_Audio | _Command] = deque()
-        """In order: what was said and is not known to have arrived."""
+        """Audio and commands, in order, that are not known to have arrived."""
         self._sent_count = 0
-        """Of `_out`, how many have been said on this connection."""
+        """Number of items of `_unacknowledged` sent on this connection."""
         self._taken_bytes = self._sent_bytes = self._arrived_bytes = 0
-        """Of all audio: what `send` took, what was said, what the server has acknowledged."""
+        """Positions in all audio: accepted by `send`, sent, acknowledged by the server."""
         self._flushing: set[str] = set()
         self._events: deque[ClientEvent] = deque()
         self._last_seq = self._fruitless = 0
         self._ending = self._closed = False
         self._failure: AsrServeError | None = None
-        line = WebSocketConnection(server, {name: str(value) for name, value in query.items()}, api_key)
-        self._connection: WebSocketConnection | None = line
-        self.session = line.session
-        self._events.append(line.session)
+        connection = WebSocketConnection(server, {name: str(value) for name, value in query.items()}, api_key)
+        self._connection: WebSocketConnection | None = connection
+        self.session = connection.session
+        self._events.append(connection.session)
         self._threads = [
-            threading.Thread(target=self._receive_loop, args=(line,), name="stream-listen", daemon=True),
+            threading.Thread(target=self._receive_loop, args=(connection,), name="stream-listen", daemon=True),
             threading.Thread(target=self._send_loop, name="stream-say", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
 
-    # --- what is said ------------------------------------------------------------------------------------
+    # --- sending ---------------------------------------------------------------------------------------
 
     def send(self, audio: bytes | memoryview) -> None:
-        """In the session's encoding, cut anywhere; of `opus`, one packet. Waits while `buffer_bytes` are not
-        acknowledged. Raises OutOfTurn after `end`."""
+        """Sends audio in the session's encoding, cut anywhere; with `opus`, one packet. Waits while
+        `buffer_bytes` are not acknowledged. Raises OutOfTurn after `end`."""
         size = len(audio) if self._packets else SEND_BYTES
         for at in range(0, len(audio), size or 1):
-            piece = bytes(audio[at : at + size])
+            chunk = bytes(audio[at : at + size])
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._closed or self._taken_bytes - self._arrived_bytes < self._most_bytes
                 )
                 self._expect_open()
-                self._unacknowledged.append(_Audio(self._taken_bytes, piece))
-                self._taken_bytes += len(piece)
+                self._unacknowledged.append(_Audio(self._taken_bytes, chunk))
+                self._taken_bytes += len(chunk)
                 self._changed.notify_all()
 
     def flush(self, id: str | None = None) -> str:
-        """Ask for everything that was sent so far to become final; returns the id that `flushed` will have."""
+        """Requests that all audio so far becomes final; returns the id of the `flushed` event to come."""
         id = id or f"flush_{secrets.token_hex(8)}"
         with self._changed:
             self._expect_open()
@@ -144,7 +152,7 @@ class StreamClient:
         return id
 
     def end(self) -> None:
-        """No more audio will come. Idempotent."""
+        """Ends the audio. Idempotent."""
         with self._changed:
             if not self._ending and not self._closed:
                 self._ending = True
@@ -160,15 +168,15 @@ class StreamClient:
         if self._ending or self._closed:
             raise OutOfTurn("audio was sent after the end", "nothing follows `end`", "begin another session")
 
-    # --- what is told ------------------------------------------------------------------------------------
+    # --- receiving -------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[ClientEvent]:
-        """Until all is told."""
+        """Yields events until the last."""
         while (event := self.take()) is not None:
             yield event
 
     def take(self, timeout_s: float | None = None) -> ClientEvent | None:
-        """The next event. None: nothing came in that time, or, see `over`, nothing will."""
+        """Returns the next event. None: none arrived in that time or, see `over`, none will."""
         with self._changed:
             self._changed.wait_for(lambda: self._events or self._closed, timeout_s)
             if self._events:
@@ -181,20 +189,20 @@ class StreamClient:
 
     @property
     def over(self) -> bool:
-        """All was told, and read."""
+        """Whether all events have arrived and been read."""
         with self._changed:
             return self._closed and not self._events
 
     def close(self) -> None:
-        """Hang up: what was not told before is not told any more. Idempotent."""
+        """Closes the connection; events that have not arrived are lost. Idempotent."""
         with self._changed:
-            line, self._connection, self._closed = self._connection, None, True
+            connection, self._connection, self._closed = self._connection, None, True
             self._changed.notify_all()
-        if line is not None:
-            line.close()
+        if connection is not None:
+            connection.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(CLOSE_S)  # one that is connecting takes longer, and hangs up by itself
+                thread.join(CLOSE_S)  # a thread that is connecting takes longer, and closes its connection itself
 
     def __enter__(self) -> Self:
         return self
@@ -204,7 +212,7 @@ class StreamClient:
     ) -> None:
         self.close()
 
-    # --- the thread that speaks --------------------------------------------------------------------------
+    # --- send thread -----------------------------------------------------------------------------------
 
     def _send_loop(self) -> None:
         while True:
@@ -212,30 +220,30 @@ class StreamClient:
                 self._changed.wait_for(lambda: self._closed or self._can_send())
                 if self._closed:
                     return
-                line, item = self._connection, self._unacknowledged[self._sent_count]
-                self._sent_count += 1  # before it is out: after a resume the server says where to go on
+                connection, item = self._connection, self._unacknowledged[self._sent_count]
+                self._sent_count += 1  # before sending: after a resume the server reports where to continue
                 if isinstance(item, _Audio):
                     self._sent_bytes = item.at_bytes + len(item.data)
-            assert line is not None
+            assert connection is not None
             try:
-                line.send(item.data if isinstance(item, _Audio) else item.text)
+                connection.send(item.data if isinstance(item, _Audio) else item.text)
             except Unreachable:
                 with self._changed:
-                    if self._connection is line:
-                        self._connection = None  # the thread that listens sees it too, and resumes
+                    if self._connection is connection:
+                        self._connection = None  # the receive thread notices too, and resumes
 
     def _can_send(self) -> bool:
-        under_way_bytes = self._sent_bytes - self._arrived_bytes
+        in_flight_bytes = self._sent_bytes - self._arrived_bytes
         return (
             self._connection is not None
             and self._sent_count < len(self._unacknowledged)
-            and under_way_bytes < WINDOW_BYTES
+            and in_flight_bytes < WINDOW_BYTES
         )
 
-    # --- the thread that listens -------------------------------------------------------------------------
+    # --- receive thread --------------------------------------------------------------------------------
 
     def _receive_loop(self, line: WebSocketConnection) -> None:
-        ended: AsrServeError | None = Unreachable("the client itself has failed", "", "see the traceback")
+        error: AsrServeError | None = Unreachable("the client itself has failed", "", "see the traceback")
         try:
             while (lost := self._receive_until_lost(line)) is not None:
                 line.close()
@@ -243,18 +251,19 @@ class StreamClient:
                     self._connection = None
                     self._enqueue_event(ConnectionLost(lost.came))
                 line = self._resume(lost)
-            ended = None
+            error = None
         except AsrServeError as failure:
-            ended = failure
+            error = failure
         finally:
             with self._changed:
                 if not self._closed:
-                    self._failure, self._closed = ended, True
+                    self._failure, self._closed = error, True
                 self._changed.notify_all()
             line.close()
 
     def _receive_until_lost(self, line: WebSocketConnection) -> Unreachable | None:
-        """Until the connection is lost, which is returned; None: all is told, or nobody wants to hear it."""
+        """Receives events until the connection is lost, and returns that error; None: all events have arrived,
+        or the client is closed."""
         refused: Refused | None = None
         before_seq = self._last_seq
         while True:
@@ -276,48 +285,50 @@ class StreamClient:
                     return None
                 self._apply_event(event)
             refused = (
-                error_from_event(event) if isinstance(event, Error) and event.code != DUPLICATE_CODE else None
+                error_from_event(event)
+                if isinstance(event, StreamErrorEvent) and event.code != DUPLICATE_CODE
+                else None
             )
-            if isinstance(event, Ended):
+            if isinstance(event, EndEvent):
                 return None
 
     def _apply_event(self, event: Told) -> None:
-        if isinstance(event, Numbered):
+        if isinstance(event, NumberedEvent):
             if event.seq <= self._last_seq:
                 return
             self._last_seq = event.seq
         match event:
-            case Ack():
+            case AckEvent():
                 self._acknowledge(event.received_bytes)
-            case Error(code=code) if code == DUPLICATE_CODE:
-                return  # nothing but our own repetitions can be out of turn
-            case Flushed():
+            case StreamErrorEvent(code=code) if code == DUPLICATE_CODE:
+                return  # a repetition after a resume, nothing else, can be out of turn
+            case FlushedEvent():
                 if event.id not in self._flushing:
-                    return  # asked for again after a resume, and answered twice
+                    return  # requested again after a resume, and answered twice
                 self._flushing.discard(event.id)
         self._enqueue_event(event)
 
     def _enqueue_event(self, event: ClientEvent) -> None:
-        """A partial or an acknowledgement replaces one that nobody has read."""
-        if self._events and isinstance(event, Partial | Ack) and type(self._events[-1]) is type(event):
+        """Queues an event. A partial or an acknowledgement replaces an unread one before it."""
+        if self._events and isinstance(event, PartialEvent | AckEvent) and type(self._events[-1]) is type(event):
             self._events.pop()
         self._events.append(event)
         self._changed.notify_all()
 
     def _resume(self, lost: Unreachable) -> WebSocketConnection:
-        """A new connection. Raises Refused, and Unreachable when the session cannot be waiting any more."""
+        """Returns a new connection. Raises Refused, and Unreachable once the session has expired."""
         end_s = time.monotonic() + self.session.resume_s
         waits_s = itertools.chain(RETRY_S, itertools.repeat(RETRY_S[-1]))
-        asked_s, last = 0.0, lost.came
+        retry_after_s, last = 0.0, lost.came
         while time.monotonic() < end_s and not self._closed:
             try:
-                return self._reconnect(max(asked_s, next(waits_s) * random.uniform(0.8, 1.2)))
+                return self._reconnect(max(retry_after_s, next(waits_s) * random.uniform(0.8, 1.2)))
             except Refused as refused:
                 if refused.code not in RETRYABLE_CODES:
                     raise
-                asked_s, last = (refused.retry_after_ms or 0) / 1_000, str(refused)
+                retry_after_s, last = (refused.retry_after_ms or 0) / 1_000, str(refused)
             except Unreachable as again:
-                asked_s, last = 0.0, again.came
+                retry_after_s, last = 0.0, again.came
         raise Unreachable(
             f"the connection was lost, and not found again for {self.session.resume_s:g} s: {last}",
             "",
@@ -329,19 +340,20 @@ class StreamClient:
             if self._changed.wait_for(lambda: self._closed, wait_s):
                 raise Unreachable("the stream was closed")
             query = {"session": self.session.session_id, "after": str(self._last_seq)}
-        line = WebSocketConnection(self._server, query, self._key)
+        connection = WebSocketConnection(self._server, query, self._key)
         with self._changed:
             if not self._closed:
-                self._acknowledge(line.session.received_bytes)
-                self._connection, self._sent_count, self.session = line, 0, line.session
-                self._sent_bytes = line.session.received_bytes
-                self._enqueue_event(line.session)
-                return line
-        line.close()
+                self._acknowledge(connection.session.received_bytes)
+                self._connection, self._sent_count, self.session = connection, 0, connection.session
+                self._sent_bytes = connection.session.received_bytes
+                self._enqueue_event(connection.session)
+                return connection
+        connection.close()
         raise Unreachable("the stream was closed")
 
     def _acknowledge(self, received_bytes: int) -> None:
-        """Audio before that has arrived, and with it every command that was said before later audio."""
+        """Drops audio before that position, which has arrived, and with it every command sent before later
+        audio."""
         self._arrived_bytes = max(self._arrived_bytes, received_bytes)
         while self._unacknowledged:
             match self._unacknowledged[0]:

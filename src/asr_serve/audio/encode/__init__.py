@@ -1,5 +1,5 @@
-"""Samples in, bytes of an audio format out, while they are made. START HERE: encoder. framing: what is around
-packets; codec: FFmpeg's encoders."""
+"""Samples to the bytes of an audio format, as a stream. Start with `stream_encoder`; `container_writers` writes
+what surrounds packets, `packet_encoder` runs FFmpeg's encoders."""
 
 from asr_serve.audio.encode.stream_encoder import FORMATS, SYNTHETIC_SPEECH_COMMENT, AudioEncoder, content_type
 

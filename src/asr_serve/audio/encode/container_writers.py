@@ -1,5 +1,5 @@
-"""What stands around packets: headers, pages, tags. Nothing is ever written again, so that all of it can be
-sent."""
+"""Containers of encoded packets: headers, pages, tags. Nothing is rewritten later, so that all bytes can be
+streamed."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import struct
 from asr_serve.audio.ogg_opus import FIRST, FULL_SEGMENT_BYTES, LAST, ogg_crc
 
 UNKNOWN_BYTES = 0xFFFF_FFFF
-"""In a RIFF header: it is not known how many follow."""
+"""Length in a RIFF header of a stream of unknown length."""
 OPUS_RATE_HZ = 48_000
-"""Opus counts samples at this rate, whatever it was given."""
+"""Rate at which Opus counts samples, whatever its input rate."""
 PROGRAM = "asr-serve"
 
 
 class RawWriter:
-    """Samples as they are."""
+    """Raw samples without a container; the interface of all writers."""
 
     def __init__(self, mark: str) -> None:
-        """`mark`: what the file says of its content, where there is a place for that."""
+        """`mark`: a comment on the content, written where the format has a place for it."""
         self.mark = mark
 
     def header(self, rate_hz: int, samples: int | None, extradata: bytes) -> bytes:
-        """`samples` in all, if that is known."""
+        """Bytes before the first packet. `samples`: total length, if known."""
         return b""
 
     def packet(self, packet: bytes) -> bytes:
         return packet
 
     def end(self, packets: list[bytes], samples: int) -> bytes:
-        """The last packets, of `samples` in all."""
+        """Bytes of the last packets and of the end. `samples`: total length of the stream."""
         return b"".join(map(self.packet, packets))
 
 
 class WavWriter(RawWriter):
-    """RIFF, 16-bit mono, with a LIST of what it is. Of unknown length both sizes are the largest: players go on to
-    the end of the stream."""
+    """RIFF, 16-bit mono, with a LIST chunk for the comment. Without a known length both sizes are the largest
+    number: players then play to the end of the stream."""
 
     def header(self, rate_hz: int, samples: int | None, extradata: bytes) -> bytes:
         texts = _chunk(b"ICMT", self.mark.encode() + b"\0") + _chunk(b"ISFT", PROGRAM.encode() + b"\0")
@@ -47,9 +47,9 @@ class WavWriter(RawWriter):
 
 
 class Mp3Writer(RawWriter):
-    """ID3v2.3, frames. Before the sound are the 1105 samples of the encoder's and the decoder's delay, and
-    without a Xing frame nobody can know of them. At low rates (MPEG-2) the first frame of 576 holds nothing
-    else: it is left out.
+    """ID3v2.3 and frames. The stream starts with 1105 samples of encoder and decoder delay, which players cannot
+    know without a Xing frame. At low rates (MPEG-2) the first frame of 576 samples holds only delay: it is left
+    out.
 
     Source  id3.org, ID3v2.3.0
     """
@@ -70,7 +70,7 @@ class Mp3Writer(RawWriter):
 
 
 class AdtsWriter(RawWriter):
-    """A header of 7 bytes before each packet of AAC; there is no place for texts.
+    """ADTS: a header of 7 bytes before each packet of AAC, without a place for comments.
 
     Source  ISO/IEC 13818-7, 6.2
     """
@@ -88,7 +88,7 @@ class AdtsWriter(RawWriter):
 
 
 class FlacWriter(RawWriter):
-    """STREAMINFO, comments, frames. Source  RFC 9639"""
+    """FLAC: STREAMINFO, comments, frames. Source  RFC 9639"""
 
     def header(self, rate_hz: int, samples: int | None, extradata: bytes) -> bytes:
         info = bytearray(extradata[:34])
@@ -101,7 +101,7 @@ class FlacWriter(RawWriter):
 
 
 class OggOpusWriter(RawWriter):
-    """A page for each packet, so that none waits for another. Source  RFC 3533, RFC 7845"""
+    """Ogg Opus with a page for each packet, so that no packet waits for another. Source  RFC 3533, RFC 7845"""
 
     STREAM = 1
 
@@ -119,8 +119,8 @@ class OggOpusWriter(RawWriter):
         return self._page(packet, self._position, 0)
 
     def end(self, packets: list[bytes], samples: int) -> bytes:
-        """The last page says that it is, and how many of its samples count: the encoder looks ahead, so that there
-        is always one left."""
+        """Pages of the last packets. The last page carries the end flag and the exact length; because the encoder
+        looks ahead, there is always a packet left for it."""
         if not packets:
             return self._page(b"", self._position, LAST)
         before = b"".join(map(self.packet, packets[:-1]))
@@ -136,7 +136,7 @@ class OggOpusWriter(RawWriter):
 
 
 def _opus_samples(packet: bytes) -> int:
-    """How long it lasts, at 48 kHz. Source  RFC 6716, 3.1"""
+    """Length of a packet in samples at 48 kHz. Source  RFC 6716, 3.1"""
     config, count = packet[0] >> 3, packet[0] & 3
     if config < 12:
         frame = (480, 960, 1_920, 2_880)[config & 3]
@@ -156,12 +156,12 @@ def _id3(name: bytes, body: bytes) -> bytes:
 
 
 def _synchsafe(number: int) -> bytes:
-    """28 bits in four bytes, none of which begins a frame."""
+    """ID3's synchsafe integer: 28 bits in four bytes, none of which looks like the start of a frame."""
     return bytes(number >> shift & 0x7F for shift in (21, 14, 7, 0))
 
 
 def _comments(mark: str) -> bytes:
-    """Vorbis comments: little-endian lengths."""
+    """Vorbis comments, with little-endian lengths."""
     program, comment = (
         struct.pack("<I", len(text)) + text for text in (PROGRAM.encode(), b"DESCRIPTION=" + mark.encode())
     )

@@ -1,4 +1,4 @@
-"""FFmpeg's encoders, by PyAV: samples to packets, with nothing written around them."""
+"""FFmpeg's encoders, by PyAV: samples to packets, without a container."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from asr_serve.errors import UnsupportedOption
 
 
 class CodecSpec(msgspec.Struct, frozen=True):
-    """How one codec is asked for."""
+    """Settings of one codec."""
 
     names: tuple[str, ...]
-    """Of FFmpeg's encoders, the best first."""
+    """Names of FFmpeg's encoders, the best first."""
     sample: str
-    """FFmpeg's name for the type of samples that it takes."""
+    """FFmpeg's name of the sample format that the encoder takes."""
     rates_hz: tuple[int, ...] = ()
-    """That it takes, least first; none: any."""
+    """Supported rates, ascending; empty: any."""
     low_bit_rate: int = 0
-    """Bits a second below 32 kHz; 0: it has none."""
+    """Bits per second below 32 kHz; 0: the codec has no bit rate."""
     bit_rate: int = 0
     options: dict[str, str] = {}
 
 
 _MPEG_HZ = (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
 CODEC_SPECS = {
-    # Without a reservoir of bits a frame is whole when it comes.
+    # Without a bit reservoir each frame is complete when it is emitted.
     "mp3": CodecSpec(("libmp3lame",), "s16p", _MPEG_HZ, 64_000, 128_000, {"reservoir": "0"}),
     "opus": CodecSpec(
         ("libopus",), "s16", (8_000, 12_000, 16_000, 24_000, 48_000), 48_000, 64_000, {"frame_duration": "20"}
     ),
     "aac": CodecSpec(("aac",), "fltp", _MPEG_HZ, 64_000, 96_000),
-    # Short blocks: FFmpeg's own choice is five times as long, and so is the wait for the first.
+    # Short blocks: FFmpeg's default is five times as long, and so is the latency of the first.
     "flac": CodecSpec(("flac",), "s16", (), 0, 0, {"frame_size": "576"}),
 }
 
 
 class PacketEncoder:
-    """One stream of mono samples to packets of `samples` each.
+    """Encoder of one mono stream to packets of `frame_samples` each.
 
     In      (n,) int16, any n
-    Out     packets in order, each as soon as its last sample is there and the encoder lets it go
+    Out     packets in order, each as soon as its last sample has come and the encoder emits it
     Raises  UnsupportedOption where this FFmpeg has no such encoder
     """
 
     def __init__(self, form: str, rate_hz: int, bit_rate: int | None = None) -> None:
-        self._spec = coder = CODEC_SPECS[form]
+        self._spec = spec = CODEC_SPECS[form]
         name = _available(form)
         self.rate_hz = rate_hz
         created = av.CodecContext.create(name, "w")
         assert isinstance(created, av.AudioCodecContext)
         self._codec = created
-        self._codec.sample_rate, self._codec.layout, self._codec.format = rate_hz, "mono", coder.sample
+        self._codec.sample_rate, self._codec.layout, self._codec.format = rate_hz, "mono", spec.sample
         self._codec.time_base = Fraction(1, rate_hz)
-        if coder.bit_rate:
-            self._codec.bit_rate = bit_rate or (coder.low_bit_rate if rate_hz < 32_000 else coder.bit_rate)
-        self._codec.options = dict(coder.options)
+        if spec.bit_rate:
+            self._codec.bit_rate = bit_rate or (spec.low_bit_rate if rate_hz < 32_000 else spec.bit_rate)
+        self._codec.options = dict(spec.options)
         try:
             self._codec.open()
         except (av.error.FFmpegError, ValueError) as error:
@@ -71,22 +71,22 @@ class PacketEncoder:
             ) from error
         self.frame_samples: int = self._codec.frame_size
         self.extradata: bytes = self._codec.extradata or b""
-        """What the encoder says of its stream, for the header."""
+        """Codec-specific header data from the encoder."""
         self._pending = np.zeros(0, np.int16)
         self._input_samples = 0
 
     def encode(self, pcm: np.ndarray) -> list[bytes]:
-        held = np.concatenate([self._pending, pcm]) if len(self._pending) else pcm
+        pending = np.concatenate([self._pending, pcm]) if len(self._pending) else pcm
         packets: list[bytes] = []
         at = 0
-        while len(held) - at >= self.frame_samples:
-            packets += self._encoded(held[at : at + self.frame_samples])
+        while len(pending) - at >= self.frame_samples:
+            packets += self._encoded(pending[at : at + self.frame_samples])
             at += self.frame_samples
-        self._pending = held[at:].copy()
+        self._pending = pending[at:].copy()
         return packets
 
     def flush(self) -> list[bytes]:
-        """The rest, the last packet as if silence followed where the codec knows whole frames only."""
+        """Remaining packets; the last is padded with silence where the codec has whole frames only."""
         packets = self._encoded(self._pending) if len(self._pending) else []
         self._pending = self._pending[:0]
         if not self._input_samples:
@@ -106,7 +106,7 @@ class PacketEncoder:
 
 
 def available_formats() -> list[str]:
-    """The formats that need an encoder and have one here."""
+    """Formats that need an encoder and have one in this FFmpeg."""
     return [form for form, coder in CODEC_SPECS.items() if any(map(_has, coder.names))]
 
 

@@ -23,7 +23,7 @@ from asr_serve.types import unknown_name_error
 from asr_serve.units import resampled_samples
 
 SYNTHETIC_SPEECH_COMMENT = "synthetic speech"
-"""What a file says of what is in it."""
+"""Default comment on the content of a file."""
 
 
 class _EncodeFormat(msgspec.Struct, frozen=True):
@@ -40,19 +40,20 @@ _ENCODE_FORMATS = {
     "pcm": _EncodeFormat("audio/pcm", RawWriter),
 }
 FORMATS = tuple(_ENCODE_FORMATS)
-"""As OpenAI's `response_format` calls them. `opus` is in Ogg, `aac` in ADTS, `pcm` is 16-bit little-endian."""
+"""Names of formats, as in OpenAI's `response_format`. `opus` is in Ogg, `aac` in ADTS, `pcm` is 16-bit
+little-endian."""
 
 
 class AudioEncoder:
-    """Mono samples to a stream that a player can begin with at once: nothing in it is written later.
+    """Encoder of mono samples to a stream that can be played at once: no byte is rewritten later.
 
     In      (n,) int16, or float32 in -1..1, at `rate_hz`, any n
-    Out     bytes; the first `put` brings the header, also with no samples. Sound lags by the codec's frame and
-            look ahead: wav and pcm none, opus 20 to 27 ms, flac 576 samples, mp3 3 frames (72 ms at 24 kHz), aac
-            2 frames (85 ms at 24 kHz). With another rate the resampler's filter adds about 10 ms.
+    Out     bytes; the first `encode` returns the header, even without samples. The latency is the codec's frame
+            and look-ahead: wav and pcm none, opus 20 to 27 ms, flac 576 samples, mp3 3 frames (72 ms at 24 kHz),
+            aac 2 frames (85 ms at 24 kHz). With another rate the resampler's filter adds about 10 ms.
     State   one codec, less than a frame of samples
-    Raises  OptionError for a format of another name; UnsupportedOption for one that this machine's FFmpeg has not;
-            UnsupportedAudio for a rate that is none, and for samples of another type
+    Raises  OptionError for an unknown format; UnsupportedOption for one without an encoder in this machine's
+            FFmpeg; UnsupportedAudio for an unsupported rate, and for samples of another type
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class AudioEncoder:
         bit_rate: int | None = None,
         mark: str = SYNTHETIC_SPEECH_COMMENT,
     ) -> None:
-        """`to_hz`: the rate to come out, if not `rate_hz`; a codec that has not that takes its next higher one.
-        `samples`: how many will be put, where that is known: then wav and flac announce it."""
+        """`to_hz`: the output rate, if not `rate_hz`; a codec without it uses its next higher one. `samples`:
+        total input length, if known: wav and flac then announce it. `mark`: a comment on the content."""
         if form not in _ENCODE_FORMATS:
             raise unknown_name_error("format", str(form)[:20], FORMATS)
         self.form, self.content_type = form, _ENCODE_FORMATS[form].content_type
@@ -79,7 +80,7 @@ class AudioEncoder:
         self._started = self._ended = False
 
     def encode(self, pcm: np.ndarray) -> bytes:
-        """What can be sent now, which may be nothing but the first time."""
+        """Encode samples; return the bytes that are ready, which may be none except for the first call."""
         if pcm.ndim != 1 or pcm.dtype not in (np.int16, np.float32):
             raise UnsupportedAudio(
                 f"an array of {pcm.dtype}, shape {pcm.shape}",
@@ -91,7 +92,7 @@ class AudioEncoder:
         return self._header() + b"".join(map(self._framing.packet, self._packets(self._resampled(pcm))))
 
     def finish(self) -> bytes:
-        """The rest. An announced length must have come."""
+        """Remaining bytes. The input must have had the announced length."""
         assert not self._ended, "it has ended"
         self._ended = True
         assert self._announced_samples in (None, self._input_samples), "another length was announced"
@@ -101,8 +102,8 @@ class AudioEncoder:
         return self._header() + self._framing.end(packets, self._output_samples(self._input_samples))
 
     def final_header(self) -> bytes:
-        """After the end: the header with the length that came, for a file that can be written again at its start.
-        Empty where nothing would be different."""
+        """Header with the actual length, after `finish`, for a file whose start can be rewritten. Empty where the
+        header would not change."""
         if self.form not in ("wav", "flac") or self._announced_samples is not None:
             return b""
         return self._framing.header(self.to_hz, self._output_samples(self._input_samples), self._extradata)
@@ -119,7 +120,7 @@ class AudioEncoder:
         return self._codec.extradata if self._codec is not None else b""
 
     def _output_samples(self, samples: int) -> int:
-        """`samples` that came, at the rate that goes out."""
+        """Number of output samples for `samples` of input."""
         return resampled_samples(samples, self.rate_hz, self.to_hz)
 
     def _resampled(self, pcm: np.ndarray) -> np.ndarray:
@@ -135,14 +136,14 @@ class AudioEncoder:
 
 
 def content_type(form: str) -> str:
-    """The media type of a format. Raises OptionError."""
+    """Media type of a format. Raises OptionError for an unknown one."""
     if form not in _ENCODE_FORMATS:
         raise unknown_name_error("format", str(form)[:20], FORMATS)
     return _ENCODE_FORMATS[form].content_type
 
 
 def supported_rate_hz(form: str, wanted_hz: int) -> int:
-    """The least rate of a format that loses nothing of `wanted_hz`, or its highest. Raises UnsupportedAudio."""
+    """Lowest rate of a format that is at least `wanted_hz`, or its highest. Raises UnsupportedAudio."""
     check_rate_hz(wanted_hz)
     rates_hz = CODEC_SPECS[form].rates_hz if form in CODEC_SPECS else ()
     return next((rate for rate in rates_hz if rate >= wanted_hz), rates_hz[-1] if rates_hz else wanted_hz)

@@ -1,1 +1,1 @@
-"""Samples in, frames of features out: what models hear that do not hear samples."""
+"""Feature extraction: samples to frames of filter-bank energies or cepstra."""

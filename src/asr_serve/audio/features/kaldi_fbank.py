@@ -17,27 +17,29 @@ FLOOR = torch.finfo(torch.float32).eps
 """Least power before the logarithm: Kaldi's, whatever the scale."""
 POVEY_POWER = 0.85
 LONGEST_SAMPLES = 1 << 60
-"""No stream is longer, and twice of it is an int64 still. Sessions that go on have an end far behind."""
+"""Bound on the length of a stream, for sessions without a known end; twice this still fits an int64."""
 
 
 class FbankOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Kaldi's options, without dither: what is recognised must not depend on chance."""
+    """Kaldi's options, without dither, so that recognition is deterministic."""
 
     mels: int = 80
     low_hz: float = 20.0
     high_hz: float = 0.0
-    """Above 0: itself; else counted down from half the rate, as Kaldi does."""
+    """Upper limit: above 0, in Hz; else relative to half the rate, as in Kaldi."""
     window: WindowKind = "povey"
     preemphasis: float = 0.97
     remove_dc: bool = True
     snip_edges: bool = True
-    """Only frames that lie wholly inside the audio; else one for each hop, whose ends see the audio mirrored."""
+    """Whether only frames wholly inside the audio are computed; else one for each hop, with the audio mirrored at
+    its ends."""
     scale: float = 1.0
-    """Samples are multiplied by it first: 32768 where a model was trained on 16-bit numbers."""
+    """Factor on the samples: 32768 where a model was trained on 16-bit numbers."""
     energy: bool = False
-    """A column before the mels: natural log of the frame's energy, before pre-emphasis and window."""
+    """Whether a column before the mels holds the natural log of the frame's energy, before pre-emphasis and
+    window."""
     energy_floor: float = 0.0
-    """Least energy, where that column is wanted; 0: none but FLOOR."""
+    """Least energy in that column; 0: FLOOR alone."""
     window_samples: int = 400
     hop_samples: int = 160
 
@@ -55,19 +57,19 @@ class Fbank:
         self.hop_samples, self.window_samples = self.options.hop_samples, self.options.window_samples
         self.width = self.options.mels + self.options.energy
         self.before_samples = 0 if self.options.snip_edges else (self.window_samples - self.hop_samples) // 2
-        """How much earlier than its place, frame * hop_samples, a frame begins."""
+        """Samples by which a frame begins before frame * hop_samples."""
         self.fft_samples = 1 << (self.window_samples - 1).bit_length()
         self.shape = _window(self.options).to(device, torch.float32)
         self.filters = mel_filters(self.options, self.fft_samples).to(device, torch.float32)
 
     def count_frames(self, samples: int) -> int:
-        """Frames of a whole clip of so many samples."""
+        """Number of frames of a whole clip of this many samples."""
         if self.options.snip_edges:
             return max(0, (samples - self.window_samples) // self.hop_samples + 1)
         return (samples + self.hop_samples // 2) // self.hop_samples
 
     def __call__(self, pcm: Tensor) -> Tensor:
-        """Frames of whole clips, frames(samples) of them."""
+        """Frames of whole clips, count_frames(samples) of them."""
         rows, samples = pcm.shape
         frames = self.count_frames(samples)
         if not self.options.snip_edges and frames:
@@ -78,8 +80,8 @@ class Fbank:
         return self.frames_inside(pcm)
 
     def frames_inside(self, pcm: Tensor) -> Tensor:
-        """Every frame that lies wholly inside a window. One that begins at sample k * hop_samples - before_samples
-        of a stream gives the stream's frames from k on."""
+        """Every frame that lies wholly inside a window. A window that begins at sample k * hop_samples -
+        before_samples of a stream yields the stream's frames from k on."""
         if pcm.shape[1] < self.window_samples:
             return pcm.new_empty(pcm.shape[0], 0, self.width)
         framed = pcm.unfold(1, self.window_samples, self.hop_samples) * self.options.scale
@@ -87,9 +89,9 @@ class Fbank:
             framed -= framed.mean(-1, keepdim=True)
         energy = framed.square().sum(-1, keepdim=True) if self.options.energy else None
         if self.options.preemphasis:
-            # A frame's first sample has itself for a past.
-            past = torch.cat([framed[..., :1], framed[..., :-1]], dim=-1)
-            framed.sub_(past, alpha=self.options.preemphasis)
+            # The first sample of a frame is its own predecessor, as in Kaldi.
+            previous = torch.cat([framed[..., :1], framed[..., :-1]], dim=-1)
+            framed.sub_(previous, alpha=self.options.preemphasis)
         spectrum = torch.fft.rfft(framed.mul_(self.shape), n=self.fft_samples)
         power = torch.view_as_real(spectrum).square().sum(-1)
         mels = (power @ self.filters).clamp_(min=FLOOR).log_()
@@ -98,11 +100,11 @@ class Fbank:
         return torch.cat([energy.clamp_(min=max(FLOOR, self.options.energy_floor)).log_(), mels], dim=-1)
 
     def mirrored(self, pcm: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-        """Windows of streams with what lies outside each stream made of its mirror image, which is what frames at
-        its ends see without snip_edges.
+        """Fill the parts of windows that lie outside their streams with the mirror image of the stream, as frames
+        at its ends need without snip_edges.
 
-        In      pcm (rows, samples); starts (rows,) int64, place of the window's first sample in the stream, below
-                0 before its start; ends (rows,) int64, the stream's length in samples
+        In      pcm (rows, samples); starts (rows,) int64, position of the window's first sample in the stream,
+                below 0 before its start; ends (rows,) int64, the stream's length in samples
         """
         at = starts[:, None] + torch.arange(pcm.shape[1], device=pcm.device)
         period = 2 * ends.clamp(1, LONGEST_SAMPLES)[:, None]
@@ -115,7 +117,7 @@ class Fbank:
 def mel_filters(options: FbankOptions, fft_samples: int) -> Tensor:
     """Triangles on the mel scale, (bins, mels) float64, 1 at the middle of each; the last bin is in none.
 
-    Source: HTK's mel scale, as Kaldi has it.
+    Source: HTK's mel scale, as in Kaldi.
     """
     top_hz = options.high_hz if options.high_hz > 0 else units.RATE_HZ / 2 + options.high_hz
     low, high = (1127.0 * math.log1p(hz / 700.0) for hz in (options.low_hz, top_hz))

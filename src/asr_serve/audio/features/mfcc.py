@@ -1,4 +1,4 @@
-"""Mel-frequency cepstral coefficients as TensorFlow computes them: what DeepSpeech hears."""
+"""Mel-frequency cepstral coefficients as TensorFlow computes them, the input of DeepSpeech."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOOR = 1e-12
 
 
 class MfccShape(NamedTuple):
-    """Which coefficients."""
+    """Shape of windows, filters and coefficients."""
 
     window_samples: int = 512
     hop_samples: int = 320
@@ -30,8 +30,8 @@ class Mfcc(nn.Module):
 
     In      pcm (rows, samples) float32 in -1..1, 16 kHz, one window at least
     Out     (rows, (samples - window_samples) // hop_samples + 1, coefficients) float32: the first of the
-            orthonormal DCT-II of natural-log mel magnitudes (not powers), but for coefficient 0, which is
-            sqrt(2) times what an orthonormal one is
+            orthonormal DCT-II of natural-log mel magnitudes (not powers), except that coefficient 0 is sqrt(2)
+            times the orthonormal one
     Source  TensorFlow's ops AudioSpectrogram (squared magnitudes) and Mfcc;
             tests/audio/features/test_mfcc.py holds numbers that LiteRT computed with them
     """
@@ -40,7 +40,7 @@ class Mfcc(nn.Module):
         super().__init__()
         self.shape = shape
         self.fft_samples = 1 << (shape.window_samples - 1).bit_length()
-        # Periodic: the window's end is the next one's beginning.
+        # A periodic window, whose end is the beginning of the next period.
         self.register_buffer(
             "hann", torch.hann_window(shape.window_samples, dtype=torch.float32), persistent=False
         )
@@ -54,25 +54,25 @@ class Mfcc(nn.Module):
     def forward(self, pcm: Tensor) -> Tensor:
         windows = pcm.unfold(-1, self.shape.window_samples, self.shape.hop_samples) * self.hann
         magnitudes = torch.fft.rfft(windows, self.fft_samples).abs()
-        heard: Tensor = magnitudes @ self.filters
-        return heard.clamp_(min=FLOOR).log_() @ self.cosines
+        mels: Tensor = magnitudes @ self.filters
+        return mels.clamp_(min=FLOOR).log_() @ self.cosines
 
 
 def mel_filters(shape: MfccShape, bins: int) -> Tensor:
-    """Weights of a spectrum's bins, (mels, bins) float64: triangles over mel, which begin and end where their
-    neighbours are highest. Bins beyond the limits count for nothing.
+    """Weights of a spectrum's bins, (mels, bins) float64: triangles on the mel scale, which begin and end at the
+    peaks of their neighbours. Bins beyond the limits have weight 0.
 
-    Source  HTK's mel scale; where the limits fall between two bins, TensorFlow's op Mfcc.
+    Source  HTK's mel scale; rounding of limits between two bins as in TensorFlow's op Mfcc.
     """
     bin_hz = units.RATE_HZ / 2 / (bins - 1)
     bins_mel = _mel(torch.arange(bins, dtype=torch.float64) * bin_hz)
     low_mel, high_mel = (
         float(_mel(torch.tensor(hz, dtype=torch.float64))) for hz in (shape.low_hz, shape.high_hz)
     )
-    apart_mel = (high_mel - low_mel) / (shape.mels + 1)
-    middles_mel = low_mel + apart_mel * torch.arange(1, shape.mels + 1, dtype=torch.float64)
-    filters = (1 - (bins_mel - middles_mel[:, None]).abs() / apart_mel).clamp_(min=0)
-    # From the bin after the one nearest to the lower limit, to the last that is not above the upper one.
+    step_mel = (high_mel - low_mel) / (shape.mels + 1)
+    middles_mel = low_mel + step_mel * torch.arange(1, shape.mels + 1, dtype=torch.float64)
+    filters = (1 - (bins_mel - middles_mel[:, None]).abs() / step_mel).clamp_(min=0)
+    # Keep the bin after the one nearest to the lower limit, up to the last that is not above the upper limit.
     filters[:, : int(1.5 + shape.low_hz / bin_hz)] = 0
     filters[:, int(shape.high_hz / bin_hz) + 1 :] = 0
     return filters

@@ -1,4 +1,4 @@
-"""NeMo's log-mel spectrogram, 100 frames a second, of windows of sessions that go on."""
+"""NeMo's log-mel spectrogram, 100 frames a second, for windows of streaming sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREEMPHASIS = 0.97
 GUARD = 2.0**-24
 """Added to the power, before the logarithm."""
 BEFORE_SAMPLES = WINDOW_SAMPLES // 2 + 1
-"""From the first sample a frame needs to its centre: half a window, and one for the preemphasis."""
+"""Samples from the first that a frame needs to its centre: half a window, and one for the preemphasis."""
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "sample_rate": (units.RATE_HZ,),
@@ -38,13 +38,13 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "pad_value": (0,),
     "mel_norm": ("slaney",),
 }
-"""What a checkpoint may ask for, of what changes the numbers. Where it says nothing it means the first, but for
-two, whose defaults are others."""
+"""Values that a checkpoint may set for the settings that change the numbers. The default is the first value,
+except for the two settings in `_DEFAULTS`."""
 _DEFAULTS: dict[str, Any] = {"normalize": "per_feature", "window_size": 0.02}
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Whether a checkpoint's section `preprocessor` is what NemoMel computes. Raises WeightsCorrupt."""
+    """Raise WeightsCorrupt unless a checkpoint's section `preprocessor` describes what NemoMel computes."""
     settings = _DEFAULTS | settings
     if settings["normalize"] not in ("NA", None, False, ""):
         raise WeightsCorrupt(
@@ -58,11 +58,11 @@ def check(settings: dict[str, Any]) -> None:
 
 
 class NemoMel:
-    """Log-mel frames of a window of each session, wherever it stands.
+    """Log-mel frames of a window of each session, at any position.
 
     In      pcm (rows, samples) float32 in -1..1, 16 kHz, zero outside the session: from BEFORE_SAMPLES before the
             centre of the first frame on, to half a window after the last one's
-            first (rows,) int64: the session's number of that first frame, below zero before its start
+            first (rows,) int64: index of that first frame in the session, below zero before its start
             ends (rows,) int64: samples of the session
     Out     (rows, frames, mels) float32, natural logarithm of power; frame t is centred on sample 160 t, and there
             are ends // 160 of them: others are zero
@@ -70,17 +70,17 @@ class NemoMel:
     """
 
     def __init__(self, mels: int, device: torch.device) -> None:
-        # Symmetric: its first and last samples are zero.
+        # A symmetric window: its first and last samples are zero.
         self.hann = torch.hann_window(WINDOW_SAMPLES, periodic=False, device=device)
         self.filters = mel_filters(mels, FFT_SAMPLES).float().T.contiguous().to(device)
 
     def __call__(self, pcm: Tensor, first: Tensor, ends: Tensor) -> Tensor:
         at = torch.arange(1, pcm.shape[1], device=pcm.device) + (first[:, None] * HOP_SAMPLES - BEFORE_SAMPLES)
         emphasised = pcm[:, 1:] - PREEMPHASIS * pcm[:, :-1]
-        # Without this the sample after the last one would be its echo.
+        # Without this, preemphasis would put an echo of the last sample after it.
         emphasised.masked_fill_(at >= ends[:, None], 0.0)
         windows = emphasised.unfold(1, WINDOW_SAMPLES, HOP_SAMPLES) * self.hann
-        # Zeros only after the window, where NeMo has them on both sides: that turns phases, not power.
+        # Padded with zeros only after the window, where NeMo pads both sides: that changes phases, not power.
         power = torch.view_as_real(torch.fft.rfft(windows, n=FFT_SAMPLES)).square().sum(-1)
         mels = (power @ self.filters).add_(GUARD).log_()
         frame = first[:, None] + torch.arange(mels.shape[1], device=pcm.device)

@@ -14,21 +14,21 @@ from asr_serve import units
 WINDOW_SAMPLES = 400
 HOP_SAMPLES = 160
 MIRRORED_SAMPLES = WINDOW_SAMPLES // 2
-"""A frame is centred on its first sample: the first one sees this much of the clip's mirror image."""
+"""Samples of the clip's mirror image in the first frame, which is centred on the first sample."""
 BLOCK_FRAMES = 256
 FLOOR = 1e-10
 """Least power before the logarithm."""
 DECADES = 8.0
-"""How far below a row's loudest point anything counts: 80 dB."""
+"""Dynamic range below a row's maximum, in decades of power: 80 dB."""
 
 
 class LogMel(nn.Module):
     """Log-mel frames of whole clips.
 
-    In      pcm (rows, samples) in -1..1, 16 kHz, of the dtype it was made for, at least 201 samples; a row is
-            mirrored at both ends, so pad it as the model wants before
-    Out     (rows, mels, samples // 160), base-10 logarithm of power, about -1..1; each row by itself: what is
-            80 dB below its loudest point is raised to that
+    In      pcm (rows, samples) in -1..1, 16 kHz, of the module's dtype, at least 201 samples; a row is mirrored at
+            both ends, so pad it as the model needs before
+    Out     (rows, mels, samples // 160), base-10 logarithm of power, about -1..1; clamped to 80 dB below the
+            maximum of its row
     Source  Radford et al. 2022 (arXiv:2212.04356); tests/audio/features/test_whisper_log_mel.py
             compares with transformers' WhisperFeatureExtractor
     """
@@ -42,7 +42,7 @@ class LogMel(nn.Module):
 
     def forward(self, pcm: Tensor) -> Tensor:
         spectrum = torch.stft(pcm, WINDOW_SAMPLES, HOP_SAMPLES, window=self.hann, return_complex=True)
-        # The last frame is centred on the end: the paper's has none there.
+        # The last frame is centred on the end; the paper's features have none there.
         power = torch.view_as_real(spectrum[..., :-1]).square().sum(-1)
         log = (self.filters @ power).clamp_(min=FLOOR).log10_()
         loudest = log.amax(dim=(1, 2), keepdim=True)
@@ -50,11 +50,11 @@ class LogMel(nn.Module):
 
 
 class PackedLogMel:
-    """The same frames of clips of any lengths, each as if silence filled it up to one window.
+    """The same frames for clips of any lengths, each as if padded with silence to one window.
 
     In      batch: clips (samples,) float32 in -1..1, 16 kHz, none longer than the window
-            frames: how many are wanted of each, window_frames at most
-    Out     (sum of frames, mels) float32, end to end; only those that hold some of a clip are computed
+            frames: number of frames of each, window_frames at most
+    Out     (sum of frames, mels) float32, concatenated; only frames that overlap their clip are computed
     """
 
     def __init__(self, mels: int, window_frames: int, device: torch.device) -> None:
@@ -63,25 +63,28 @@ class PackedLogMel:
         self.filters = mel_filters(mels).float().T.contiguous().to(device)
 
     def __call__(self, batch: Sequence[Tensor], frames: Sequence[int]) -> Tensor:
-        at = self.hann.device
-        heard = [
+        device = self.hann.device
+        computed = [
             min(count, (len(pcm) + MIRRORED_SAMPLES - 1) // HOP_SAMPLES + 1)
             for pcm, count in zip(batch, frames, strict=True)
         ]
-        mels = torch.empty(sum(frames), self.filters.shape[1], device=at)
+        mels = torch.empty(sum(frames), self.filters.shape[1], device=device)
         first = 0
-        for pcm, count, live in zip(batch, frames, heard, strict=True):
-            mine = mels[first : first + count]
-            log = mine[:live]
-            loudest = self._log_power(self._mirrored(pcm.to(at), live).unfold(0, WINDOW_SAMPLES, HOP_SAMPLES), log)
+        for pcm, count, live in zip(batch, frames, computed, strict=True):
+            rows = mels[first : first + count]
+            log = rows[:live]
+            loudest = self._log_power(
+                self._mirrored(pcm.to(device), live).unfold(0, WINDOW_SAMPLES, HOP_SAMPLES), log
+            )
             torch.maximum(log, loudest - DECADES, out=log)
-            mine[live:] = (loudest - DECADES).clamp(min=math.log10(FLOOR))
-            mine.add_(4.0).div_(4.0)
+            rows[live:] = (loudest - DECADES).clamp(min=math.log10(FLOOR))
+            rows.add_(4.0).div_(4.0)
             first += count
         return mels
 
     def _log_power(self, windows: Tensor, out: Tensor) -> Tensor:
-        """Their logarithms into `out`, in blocks that stay in the processor's cache; returns the greatest."""
+        """Write the log-mel power of windows to `out`, in blocks that fit the processor's cache; return the
+        maximum."""
         loudest = torch.full((), math.log10(FLOOR), device=out.device)
         for first in range(0, len(windows), BLOCK_FRAMES):
             block = slice(first, first + BLOCK_FRAMES)
@@ -91,8 +94,8 @@ class PackedLogMel:
         return loudest
 
     def _mirrored(self, pcm: Tensor, frames: int) -> Tensor:
-        """From 200 samples before the start to the end of the last of `frames`. Before the start the clip is
-        mirrored; behind it there is silence, and, past the window's end, the mirror of what lies before that.
+        """Samples from 200 before the start to the end of the last of `frames`. Before the start the clip is
+        mirrored; after it comes silence, and past the window's end the mirror image of the window.
         """
         needed = (frames - 1) * HOP_SAMPLES + WINDOW_SAMPLES - MIRRORED_SAMPLES
         filled = F.pad(pcm, (0, max(needed, WINDOW_SAMPLES) - len(pcm)))[: self.window_samples]
@@ -105,8 +108,8 @@ class PackedLogMel:
 def mel_filters(
     mels: int, fft_samples: int = WINDOW_SAMPLES, rate_hz: int = units.RATE_HZ, high_hz: float = 0.0
 ) -> Tensor:
-    """Triangles on the mel scale from 0 Hz to `high_hz`, the middle of the rate unless told, each of area 1 Hz,
-    over the fft_samples // 2 + 1 bins of a spectrum: (mels, bins) float64.
+    """Triangles on the mel scale from 0 Hz to `high_hz` (0: half the rate), each of area 1 Hz, over the
+    fft_samples // 2 + 1 bins of a spectrum: (mels, bins) float64.
 
     Source: Slaney, Auditory Toolbox, 1998.
     """
@@ -119,7 +122,8 @@ def mel_filters(
 
 
 LINEAR_HZ, LINEAR_MEL = 1_000.0, 15.0
-"""Up to here a mel is 66.7 Hz; above, mels are equal ratios, 27 of them to a ratio of 6.4."""
+"""Limit of the linear part of the scale, 66.7 Hz to a mel; above it, mels are equal ratios, 27 to a ratio of
+6.4."""
 RATIO = math.log(6.4) / 27
 
 

@@ -1,4 +1,4 @@
-"""What was heard and said before, for whoever brings the same again."""
+"""Page pool, prefix cache, and the tiered store that offloads to host memory and disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name of what was heard: audio with the same samples has the same, in this process."""
+"""Digests of audio: the same samples have the same digest within this process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ _encode_facts = msgspec.msgpack.Encoder().encode
 
 
 def audio_digest(pcm: np.ndarray, *facts: object) -> bytes:
-    """16 bytes for samples and whatever else decides what is made of them, such as whether a model's whole window
-    is encoded. `facts`: numbers, text, bytes, None or tuples of these.
+    """Returns 16 bytes that identify samples and whatever else decides their result, such as whether a model's
+    whole window is encoded. `facts`: numbers, text, bytes, None or tuples of these.
 
-    It is HMAC with SHA-256, cut to 128 bits, because what has the same name gets the same words: two recordings
-    made to collide would give one caller another's. Every process draws its own key, so that nobody can look for
-    such a pair elsewhere; names mean nothing to another process. Of the cryptographic hashes that Python has,
-    SHA-256 is the fastest where the processor has instructions for it, as servers' do. Python's lock is free while
-    it runs.
+    HMAC with SHA-256, cut to 128 bits, because requests with equal digests get equal answers: two recordings made
+    to collide would give one client another's text. Every process draws its own key, so that nobody can search for
+    such a pair elsewhere; digests mean nothing to another process. Of Python's cryptographic hashes, SHA-256 is
+    the fastest on processors with instructions for it, as servers have. Python's lock is released while it runs.
 
     Source  RFC 2104 (HMAC), FIPS 180-4 (SHA-256)
     """
     samples = np.ascontiguousarray(pcm)
-    named = _KEYED.copy()
+    mac = _KEYED.copy()
     head = _encode_facts((samples.dtype.str, samples.shape, facts))
-    named.update(len(head).to_bytes(8, "little") + head)
-    named.update(samples.data.cast("B") if samples.size else b"")
-    return named.digest()[:DIGEST_BYTES]
+    mac.update(len(head).to_bytes(8, "little") + head)
+    mac.update(samples.data.cast("B") if samples.size else b"")
+    return mac.digest()[:DIGEST_BYTES]
 
 
 NOTHING = np.empty(0, np.float32)
@@ -41,8 +40,8 @@ _options = msgspec.msgpack.Encoder().encode
 
 
 def set_request_digests(utterance: RecognitionRequest) -> RecognitionRequest:
-    """By its audio, and by the answer that it wants: what the two are named alike by is answered alike. Of a draft
-    only what is fixed can change an answer."""
+    """Sets the digests of the request's audio and of the answer that it asks for: requests with the same answer
+    digest get the same answer. Of a draft, only the accepted tokens can change an answer."""
     assert utterance.pcm is not None
     utterance.audio_digest = audio_digest(utterance.pcm)
     fixed = utterance.draft.tokens[: utterance.draft.accepted_tokens]
@@ -58,10 +57,10 @@ def set_window_digest(windows: VadChunk) -> VadChunk:
 
 
 def state_digest(state: bytes) -> bytes:
-    """A row that somebody brings."""
+    """Digest of a voice-activity state with which a session begins."""
     return audio_digest(np.frombuffer(state, np.uint8))
 
 
 def chain_digest(before: bytes, heard: bytes) -> bytes:
-    """What a caller's voice activity depends on: all pieces up to this one."""
+    """Digest of all chunks up to this one, on which a session's voice activity depends."""
     return audio_digest(NOTHING, before, heard)

@@ -1,7 +1,7 @@
-"""The disk's thread: writes what was long unused, and reads what somebody asked for.
+"""Disk worker of the tiered store: writes what was long unused, and reads what is requested.
 
-Reads go first, also between two slices of a large write. All of the work is in `work`, a piece at a time, so that
-a test can choose what happens between two pieces.
+Reads go first, also between two slices of a large write. `run_once` does all of the work, a piece at a time, so
+that a test can choose what happens between two pieces.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from asr_serve.transfer.disk import Disk, aligned_memory, still_under_way
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 32 << 20
-"""Of small entries, so much is read or written at once, to keep the disk busy."""
+"""Bytes of small entries that are read or written at once, to keep the disk busy."""
 SLICE_BYTES = 8 << 20
-"""Of what is written, so much is closed while the slice before is under way; then whoever wants to read may."""
+"""Bytes of a write that are sealed while the slice before is under way; reads may go between two slices."""
 MAX_DIRTY_SHARE = 0.5
-"""Share of the memory above which what was long unused is written to the file."""
+"""Share of the memory that may be dirty before what was long unused is written to the file."""
 RETRY_S = 1.0
-"""After so long the machine is asked again for memory that it had not."""
+"""Seconds until memory that the machine lacked is requested again."""
 
 
 class DiskRead:
-    """One entry on its way from the file. It holds both places by itself: the entry may be dropped meanwhile."""
+    """Read of one entry that is under way. It uses both placements itself: the entry may be dropped meanwhile."""
 
     def __init__(self, entry: StoreEntry, memory: StorePlacement, file: StorePlacement) -> None:
         self.entry, self.memory, self.file, self.marks = entry, memory, file, entry.chunk_tags
@@ -42,8 +42,8 @@ class DiskRead:
         self.remaining_chunks = -1
         self.verified = True
         self.abandoned = False
-        """The disk gave it up while it was under way, and may write into the memory at any time: nobody else gets
-        that."""
+        """Whether the disk gave up while the read was under way, and may still write into the memory, which then
+        is never reused."""
 
 
 class DiskWrite(NamedTuple):
@@ -54,7 +54,7 @@ class DiskWrite(NamedTuple):
 
 
 class DiskWorker:
-    """`lock` is held for the shelves, never while the disk works or somebody is told."""
+    """Reads and writes of the file. The lock guards the index; no disk work or callback runs under it."""
 
     def __init__(self, shelves: StoreIndex, lock: threading.Lock, disk: Disk, sealing: ChunkIntegrity) -> None:
         self._index, self._lock, self._disk, self._integrity = shelves, lock, disk, sealing
@@ -63,15 +63,15 @@ class DiskWorker:
         self._staging = [aligned_memory(SLICE_BYTES), aligned_memory(SLICE_BYTES)] if sealing.needs_staging else []
         self.wakeup: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.pressed = False
-        """Somebody found no room: everything that can be is written, until somebody finds it."""
+        """Whether a `put` found no room: everything that can be is written, until one succeeds."""
         self.closing = False
         self._short = False
-        """There was no memory for one more beside the rest."""
+        """Whether the machine lacked the memory for a read outside the arena."""
 
     # --- any thread, under the lock -----------------------------------------------------------------
 
     def request_read(self, entry: StoreEntry) -> None:
-        """Somebody waits for it."""
+        """Queues a read of the entry with its first callback."""
         if len(entry.read_callbacks) == 1:
             self._read_queue.append(entry)
             self.wakeup.put(None)
@@ -87,19 +87,20 @@ class DiskWorker:
     # --- the disk's thread --------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until `closing`, which the bell tells."""
+        """Works until `closing` is set and `wakeup` has an item."""
         try:
             while not self.closing:
                 if not self.run_once():
                     with contextlib.suppress(queue.Empty):
                         self.wakeup.get(timeout=RETRY_S if self._short else None)
         finally:
-            if not self.closing:  # what is no failure of the disk: memory alone is left, and somebody has to know
+            if not self.closing:  # not a failure of the disk: only memory is left, and the operator has to know
                 log.error("the disk's thread has failed: what sleeps in the file is lost", exc_info=True)
             self.fail_readers()
 
     def run_once(self) -> bool:
-        """One batch of reads, or of writes. False: there is nothing to do, or no room for it now."""
+        """Does one batch of reads, or of writes. Returns False if there is nothing to do, or no room for it
+        now."""
         if self.closing:
             return False
         reading = self._admit_reads()
@@ -116,17 +117,17 @@ class DiskWorker:
         return bool(reading)
 
     def fail_readers(self) -> None:
-        """Nothing is read any more: everybody who waits is told so."""
-        with contextlib.ExitStack() as telling, self._lock:
+        """Stops reading, and calls all callbacks that wait with None."""
+        with contextlib.ExitStack() as callbacks, self._lock:
             self.closing = True
             for entry in self._index.entries.values():
-                _notify_readers(telling, entry.read_callbacks, [None] * len(entry.read_callbacks))
+                _notify_readers(callbacks, entry.read_callbacks, [None] * len(entry.read_callbacks))
                 entry.read_callbacks = []
 
     # --- reading ------------------------------------------------------------------------------------
 
     def _admit_reads(self) -> list[DiskRead]:
-        """In the order in which they were asked for: nobody passes one that there is no room for yet."""
+        """Starts reads in the order of their requests: none passes one that there is no room for yet."""
         reading: list[DiskRead] = []
         nbytes = 0
         with self._lock:
@@ -140,7 +141,8 @@ class DiskWorker:
         return reading
 
     def _force_room(self) -> list[DiskRead]:
-        """Nothing could be written to make room: something is dropped, or the next one lies beside the rest."""
+        """Makes room for the next read where nothing could be written: drops an entry, or uses memory outside the
+        arena."""
         with self._lock:
             was_short, self._short = self._short, False
             if not self._next_read():
@@ -150,7 +152,7 @@ class DiskWorker:
                 memory = self._index.allocate_memory(entry.nbytes, drop=True) or self._index.allocate_reserve(
                     entry
                 )
-            except OSError as error:  # it is not lost: it waits until the machine has memory for it
+            except OSError as error:  # not lost: the read waits until the machine has memory
                 self._short = True
                 if not was_short:
                     log.warning("no %d bytes of memory for what is to wake, it waits: %s", entry.nbytes, error)
@@ -171,61 +173,61 @@ class DiskWorker:
     def _read(self, reading: list[DiskRead]) -> None:
         try:
             if not self._read_chunks(reading) and len(reading) > 1:
-                for one in [one for one in reading if one.remaining_chunks and not one.abandoned]:
-                    self._read_chunks([one])  # the disk does not say which it could not read
+                for read in [read for read in reading if read.remaining_chunks and not read.abandoned]:
+                    self._read_chunks([read])  # the disk does not say which it could not read
         finally:
-            with contextlib.ExitStack() as landing:
-                for one in reversed(reading):
-                    if one.remaining_chunks:
-                        landing.callback(self._finish_read, one)
-        if any(one.abandoned for one in reading):
+            with contextlib.ExitStack() as finishing:
+                for read in reversed(reading):
+                    if read.remaining_chunks:
+                        finishing.callback(self._finish_read, read)
+        if any(read.abandoned for read in reading):
             self.fail_readers()
 
     def _read_chunks(self, reading: list[DiskRead]) -> bool:
-        """False: the disk failed. Whoever has all of its chunks is told at once."""
+        """Reads all chunks; entries that have all of theirs finish at once. Returns False if the disk failed."""
         pieces = []
-        for one in reading:
-            own = [(one, chunk) for chunk in file_chunks(one.file.extents)]
-            one.remaining_chunks, one.verified = len(own), True
-            pieces += own
-        arriving = self._disk.read([(chunk.file_at, _chunk_view(one.memory, chunk)) for one, chunk in pieces])
+        for read in reading:
+            chunks = [(read, chunk) for chunk in file_chunks(read.file.extents)]
+            read.remaining_chunks, read.verified = len(chunks), True
+            pieces += chunks
+        completed = self._disk.read([(chunk.file_at, _chunk_view(read.memory, chunk)) for read, chunk in pieces])
         try:
-            for index in arriving:
-                one, chunk = pieces[index]
-                if one.verified and not one.entry.removed:
-                    mark = one.marks[chunk.number]
-                    one.verified = self._integrity.open_chunk(
-                        one.entry.name, chunk.number, _chunk_view(one.memory, chunk), mark
+            for index in completed:
+                read, chunk = pieces[index]
+                if read.verified and not read.entry.removed:
+                    tag = read.marks[chunk.number]
+                    read.verified = self._integrity.open_chunk(
+                        read.entry.name, chunk.number, _chunk_view(read.memory, chunk), tag
                     )
-                one.remaining_chunks -= 1
-                if not one.remaining_chunks:
-                    self._finish_read(one)
+                read.remaining_chunks -= 1
+                if not read.remaining_chunks:
+                    self._finish_read(read)
                 if self.closing:
                     break
         except DiskFailed as failure:
             if still_under_way(failure):
-                for one in reading:
-                    one.abandoned = bool(one.remaining_chunks)
+                for read in reading:
+                    read.abandoned = bool(read.remaining_chunks)
             return False
         return True
 
     def _finish_read(self, one: DiskRead) -> None:
         entry = one.entry
-        with contextlib.ExitStack() as telling, self._lock:
+        with contextlib.ExitStack() as notifying, self._lock:
             one.file.release()
-            told, entry.read_callbacks, entry.loading = entry.read_callbacks, [], False
-            lent: list[list[memoryview] | None] = [None] * len(told)
-            _notify_readers(telling, told, lent)
-            lands = not (entry.removed or self.closing or one.remaining_chunks) and one.verified
-            if not lands and not one.abandoned:
+            callbacks, entry.read_callbacks, entry.loading = entry.read_callbacks, [], False
+            views: list[list[memoryview] | None] = [None] * len(callbacks)
+            _notify_readers(notifying, callbacks, views)
+            loaded = not (entry.removed or self.closing or one.remaining_chunks) and one.verified
+            if not loaded and not one.abandoned:
                 one.memory.release()
             if entry.removed or self.closing:
                 return
-            if not lands:
+            if not loaded:
                 self._index.record_loss(entry, "failed" if one.remaining_chunks else "torn")
             else:
                 self._index.mark_loaded(entry, one.memory)
-                lent[:] = [self._index.lend_views(entry, self.wakeup) for _ in told]
+                views[:] = [self._index.lend_views(entry, self.wakeup) for _ in callbacks]
                 self._stats.record_time("read", time.perf_counter() - one.begun_s)
 
     # --- writing ------------------------------------------------------------------------------------
@@ -233,65 +235,65 @@ class DiskWorker:
     def _pick_writes(self) -> list[DiskWrite]:
         with self._lock:
             self._index.reclaim_returned()
-            leaving = self._index.select_writes(self._most_dirty_bytes, BATCH_BYTES)
-            return [DiskWrite(entry, entry.memory.acquire(), file, []) for entry, file in leaving if entry.memory]
+            selected = self._index.select_writes(self._most_dirty_bytes, BATCH_BYTES)
+            return [DiskWrite(entry, entry.memory.acquire(), file, []) for entry, file in selected if entry.memory]
 
     def _write(self, writing: list[DiskWrite]) -> None:
         begun_s = time.perf_counter()
-        failed = astray = False
+        failed = unfinished = False
         try:
             self._finish_write(writing)
         except DiskFailed as failure:
-            failed, astray = True, still_under_way(failure)
-        again: list[DiskWrite] = []
+            failed, unfinished = True, still_under_way(failure)
+        retries: list[DiskWrite] = []
         with self._lock:
-            for one in writing:
-                one.memory.release()
-                if not failed and not one.entry.removed and not self.closing:
-                    self._index.mark_written(one.entry, one.file, one.chunk_tags)
+            for write in writing:
+                write.memory.release()
+                if not failed and not write.entry.removed and not self.closing:
+                    self._index.mark_written(write.entry, write.file, write.chunk_tags)
                     self._stats.record_time("write", time.perf_counter() - begun_s)
                     continue
-                if failed and not one.entry.removed and len(writing) > 1:
-                    assert one.entry.memory is not None
-                    again.append(DiskWrite(one.entry, one.entry.memory.acquire(), one.file, []))
+                if failed and not write.entry.removed and len(writing) > 1:
+                    assert write.entry.memory is not None
+                    retries.append(DiskWrite(write.entry, write.entry.memory.acquire(), write.file, []))
                     continue
-                one.file.release()
-                if failed and not one.entry.removed:
-                    one.entry.write_failed = True
+                write.file.release()
+                if failed and not write.entry.removed:
+                    write.entry.write_failed = True
                     self._stats.record_unwritten()
-        for one in again:  # the disk does not say which it could not write
-            self._write([one])
-        if astray:  # it only reads the memory, and the file is read no more: both may be another's
+        for write in retries:  # the disk does not say which it could not write
+            self._write([write])
+        if unfinished:  # it only reads the memory, and the file is read no more: both may be reused
             self.fail_readers()
 
     def _finish_write(self, writing: list[DiskWrite]) -> None:
         under_way: Iterator[int] = iter(())
         for number, piece in enumerate(_write_slices(writing)):
-            down = self._seal_chunks(piece, number)
+            buffers = self._seal_chunks(piece, number)
             for _ in under_way:
                 pass
             if self.closing:
                 return
             self._yield_lock()
-            under_way = self._disk.write(down)
+            under_way = self._disk.write(buffers)
             next(under_way, None)  # so that it begins
         for _ in under_way:
             pass
 
     def _seal_chunks(self, piece: list[tuple[DiskWrite, FileChunk]], number: int) -> list[tuple[int, memoryview]]:
-        """Marks are made, and what is staged is staged, in the half that is not under way."""
-        down, at = [], 0
-        for one, chunk in piece:
-            data = into = _chunk_view(one.memory, chunk)
+        """Computes tags, and stages chunks, where needed, in the buffer that is not under way."""
+        buffers, at = [], 0
+        for write, chunk in piece:
+            data = target = _chunk_view(write.memory, chunk)
             if self._integrity.needs_staging:
-                into = self._staging[number % 2][at : at + chunk.nbytes]
-            one.chunk_tags.append(self._integrity.seal_chunk(one.entry.name, chunk.number, data, into))
-            down.append((chunk.file_at, into))
+                target = self._staging[number % 2][at : at + chunk.nbytes]
+            write.chunk_tags.append(self._integrity.seal_chunk(write.entry.name, chunk.number, data, target))
+            buffers.append((chunk.file_at, target))
             at += chunk.nbytes
-        return down
+        return buffers
 
     def _yield_lock(self) -> None:
-        """Nothing is under way for a moment."""
+        """Serves reads while no write is under way."""
         while reading := self._admit_reads():
             self._read(reading)
 
@@ -299,8 +301,8 @@ class DiskWorker:
 def _notify_readers(
     telling: contextlib.ExitStack, told: Sequence[ReadCallback], lent: Sequence[list[memoryview] | None]
 ) -> None:
-    """In their order as `telling` is left, whatever happens before and whatever one of them does. `lent` may be
-    filled until then."""
+    """Registers callbacks that run in order when `telling` exits, whatever happens before and whatever one of them
+    raises. `lent` may be filled until then."""
 
     def tell(number: int) -> None:
         told[number](lent[number])
@@ -314,17 +316,17 @@ def _chunk_view(memory: StorePlacement, chunk: FileChunk) -> memoryview:
 
 
 def _write_slices(writing: list[DiskWrite]) -> Iterator[list[tuple[DiskWrite, FileChunk]]]:
-    """Of at most SLICE_BYTES each. What was dropped meanwhile is not written any further."""
+    """Yields slices of at most SLICE_BYTES. An entry that is dropped meanwhile is not written any further."""
     piece: list[tuple[DiskWrite, FileChunk]] = []
     nbytes = 0
-    for one in writing:
-        for chunk in file_chunks(one.file.extents):
-            if one.entry.removed:
+    for write in writing:
+        for chunk in file_chunks(write.file.extents):
+            if write.entry.removed:
                 break
             if nbytes + chunk.nbytes > SLICE_BYTES:
                 yield piece
                 piece, nbytes = [], 0
-            piece.append((one, chunk))
+            piece.append((write, chunk))
             nbytes += chunk.nbytes
     if piece:
         yield piece

@@ -1,4 +1,4 @@
-"""What is asleep: where an entry lies, and who still uses that place."""
+"""Entries of the tiered store: where each lies, and who still uses that place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from asr_serve.engine.cache.extents import BlockAllocator, BlockExtent, round_up
 from asr_serve.engine.cache.integrity import ChunkTag
 
 CHUNK_BYTES = 1 << 20
-"""Read, checked and decrypted at a time: while one is checked the disk brings others."""
+"""Bytes read, verified and decrypted at a time: the disk reads others while one is verified."""
 ALIGN_BYTES = 64
-"""Parts begin on such, whatever they hold numbers of."""
+"""Alignment of parts, whatever type of numbers they hold."""
 
 EMPTY_VIEW = memoryview(b"")
 
@@ -19,13 +19,13 @@ ReadCallback = Callable[[list[memoryview] | None], None]
 
 
 class StorePlacement:
-    """Extents of the arena or of the file, and how many use them. The last to leave gives them back, so what was
-    dropped while the disk was at it, or while somebody looks at it, is not overwritten."""
+    """Extents of the arena or of the file, with a count of users. The last `release` frees them, so what was
+    dropped while the disk or a reader uses it is not overwritten."""
 
     def __init__(
         self, ground: BlockAllocator, extents: tuple[BlockExtent, ...], data: memoryview = EMPTY_VIEW
     ) -> None:
-        """`data`: the memory itself, where it is memory and not of the file."""
+        """`data`: the memory itself; empty for extents of the file."""
         self.extents, self.data, self.users = extents, data, 1
         self._allocator = ground
 
@@ -46,12 +46,12 @@ class FileChunk(NamedTuple):
     number: int
     file_at: int
     start: int
-    """In the entry."""
+    """Offset in the entry."""
     nbytes: int
 
 
 class StoreEntry:
-    """One name. `memory` and `file`: where it lies, one of them at least unless it is new or `gone`."""
+    """Entry of one name. `memory`, `file`: where it lies; at least one is set unless it is new or `removed`."""
 
     __slots__ = (
         "chunk_tags",
@@ -81,19 +81,19 @@ class StoreEntry:
         self.file: StorePlacement | None = None
         self.chunk_tags: list[ChunkTag] = []
         self.read_callbacks: list[ReadCallback] = []
-        """Who asked for it while it lies in the file only."""
+        """Callbacks of readers while the entry is in the file only."""
         self.loading = False
-        """It is being read."""
+        """Whether it is being read from the file."""
         self.last_used = 0
-        """When it was last put or got, counted up."""
+        """Use counter of the index at the last put or get."""
         self.removed = False
-        """Dropped, or replaced."""
+        """Whether it was dropped or replaced."""
         self.write_failed = False
-        """The disk would not take it: it stays in memory."""
+        """Whether the disk failed to write it: it stays in memory."""
 
 
 def file_chunks(extents: Sequence[BlockExtent]) -> Iterator[FileChunk]:
-    """Of an entry that lies so in the file."""
+    """Yields the chunks of an entry with these extents in the file."""
     number = start = 0
     for extent in extents:
         for at in range(extent.at, extent.end, CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Which bytes of the arena, or of the file, are free: extents that begin and end on blocks."""
+"""Allocator of the arena and of the file: free extents that begin and end on blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asr_serve.transfer.disk import BLOCK
 
 
 def round_up_to_block(nbytes: int) -> int:
-    """Up to whole blocks; nothing takes a block too."""
+    """Rounds up to whole blocks; 0 bytes take one block too."""
     return max(1, -(-nbytes // BLOCK)) * BLOCK
 
 
@@ -24,7 +24,7 @@ class BlockExtent(NamedTuple):
 
 
 class BlockAllocator:
-    """Free extents in order, no two of them side by side. Sizes are whole blocks."""
+    """Free extents in order, no two of them adjacent. Sizes are whole blocks."""
 
     def __init__(self, nbytes: int, free: Sequence[BlockExtent] | None = None) -> None:
         self.nbytes = nbytes
@@ -36,43 +36,43 @@ class BlockAllocator:
         return self.nbytes - self.free
 
     def copy(self) -> BlockAllocator:
-        """To try in what would be free if."""
+        """Copy on which to try out frees and allocations."""
         return BlockAllocator(self.nbytes, self._free)
 
     def allocate(self, nbytes: int) -> BlockExtent | None:
-        """In one piece: the smallest hole that is large enough."""
+        """Allocates one extent, from the smallest hole that is large enough. None: there is none."""
         fits = [(hole.nbytes, hole.at) for hole in self._free if hole.nbytes >= nbytes]
         return self.allocate_at(min(fits)[1], nbytes) if fits else None
 
     def allocate_at(self, at: int, nbytes: int) -> BlockExtent:
-        """From the middle of a hole, or all of it."""
+        """Allocates from the middle of a hole, or all of it."""
         index = bisect.bisect_right(self._free, (at, self.nbytes)) - 1
         assert index >= 0, "nothing is free there"
         hole = self._free[index]
         assert hole.at <= at, "nothing is free there"
         assert at + nbytes <= hole.end, "so much is not free there"
-        left = (BlockExtent(hole.at, at - hole.at), BlockExtent(at + nbytes, hole.end - at - nbytes))
-        self._free[index : index + 1] = [part for part in left if part.nbytes]
+        remaining = (BlockExtent(hole.at, at - hole.at), BlockExtent(at + nbytes, hole.end - at - nbytes))
+        self._free[index : index + 1] = [part for part in remaining if part.nbytes]
         self.free -= nbytes
         return BlockExtent(at, nbytes)
 
     def allocate_fragments(self, nbytes: int) -> tuple[BlockExtent, ...] | None:
-        """In one piece if that goes, else in as few as there are large holes. None: so much is not free."""
+        """Allocates one extent if possible, else as few as the largest holes allow. None: too little is free."""
         whole = self.allocate(nbytes)
         if whole is not None:
             return (whole,)
         if nbytes > self.free:
             return None
-        taken: list[BlockExtent] = []
+        extents: list[BlockExtent] = []
         for hole in sorted(self._free, key=lambda hole: hole.nbytes, reverse=True):
-            taken.append(self.allocate_at(hole.at, min(nbytes, hole.nbytes)))
-            nbytes -= taken[-1].nbytes
+            extents.append(self.allocate_at(hole.at, min(nbytes, hole.nbytes)))
+            nbytes -= extents[-1].nbytes
             if not nbytes:
                 break
-        return tuple(taken)
+        return tuple(extents)
 
     def free_extent(self, extent: BlockExtent) -> BlockExtent:
-        """The hole that it is part of from now on."""
+        """Frees the extent; returns the hole that it is now part of."""
         index = bisect.bisect_left(self._free, extent)
         first, last, hole = index, index, extent
         if index < len(self._free):

@@ -1,10 +1,10 @@
-"""Where everything that is asleep lies, what may be given up for what, and in which order.
+"""Index of the tiered store: where entries lie, what is evicted for what, and in which order.
 
-Knows neither threads nor disks: whoever calls holds the tiers' lock.
+Free of threads and disks: callers hold the store's lock.
 
-    dirty    in memory only                  written when long unused; dropped, where it need not be kept
-    clean    in memory, and the same in the file    its memory is there for whoever wants it, at once
-    neither  in the file only                                     dropped, where it need not be kept
+    dirty    in memory only              written when long unused; dropped for others unless pinned
+    clean    in memory and in the file   its memory can be reused at once
+    neither  in the file only            dropped for others unless pinned
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from asr_serve.transfer.disk import BLOCK, aligned_memory
 
 
 class StoreIndex:
-    """Each of the orders begins with what was used least recently."""
+    """Entries by name, and by state in LRU order: each begins with the entry used least recently."""
 
     def __init__(self, memory: memoryview, file_bytes: int, tally: TieredStoreStats) -> None:
-        """`memory`: aligned, of whole blocks."""
+        """`memory`: aligned, a whole number of blocks."""
         self.memory, self.stats = memory, tally
         self.arena, self.file = BlockAllocator(len(memory)), BlockAllocator(file_bytes // BLOCK * BLOCK)
         self.entries: dict[bytes, StoreEntry] = {}
         self.dirty: OrderedDict[StoreEntry, None] = OrderedDict()
         self.clean: OrderedDict[StoreEntry, None] = OrderedDict()
         self.on_disk: OrderedDict[StoreEntry, None] = OrderedDict()
-        """Those with a place in the file that need not be kept."""
+        """Entries in the file that are not pinned."""
         self.dirty_bytes = self.kept_in_file = 0
         self.reserve: tuple[StoreEntry, StorePlacement] | None = None
-        """The one whose memory is not of the arena, as long as anybody uses that."""
+        """Entry whose memory is outside the arena, and that memory, until nobody uses it."""
         self.returned: queue.SimpleQueue[StorePlacement] = queue.SimpleQueue()
-        """What is not looked at any more. Whoever lets go may be anywhere, within this lock too."""
+        """Placements whose last view is gone. Views are released anywhere, even while this thread holds the
+        lock."""
         self._uses = 0
 
-    # --- what comes and goes ------------------------------------------------------------------------
+    # --- adding and removing ------------------------------------------------------------------------
 
     def add(self, entry: StoreEntry, memory: StorePlacement) -> None:
-        """New, and filled."""
+        """Adds a new entry, whose memory is filled."""
         entry.memory = memory
         self.entries[entry.name] = entry
         self.dirty[entry] = None
@@ -71,14 +72,14 @@ class StoreIndex:
         self.stats.record_move("host", "disk")
 
     def mark_loaded(self, entry: StoreEntry, memory: StorePlacement) -> None:
-        """Read, and right."""
+        """Records that the entry was read into `memory` and verified."""
         entry.memory = memory
         self.clean[entry] = None
         self.stats.record_move("disk", "host")
 
     def remove(self, entry: StoreEntry) -> list[ReadCallback]:
-        """It is gone. Who is to be told that there is nothing for them: those who wait for it, unless it is being
-        read, when the reader tells them."""
+        """Removes the entry. Returns the callbacks that wait for it, which the caller calls with None; none while
+        it is being read, when the reader calls them."""
         del self.entries[entry.name]
         entry.removed = True
         if entry in self.dirty:
@@ -91,38 +92,39 @@ class StoreIndex:
             if place is not None:
                 place.release()
         entry.memory = entry.file = None
-        told = [] if entry.loading else entry.read_callbacks
+        callbacks = [] if entry.loading else entry.read_callbacks
         if not entry.loading:
             entry.read_callbacks = []
-        return told
+        return callbacks
 
     def record_loss(self, entry: StoreEntry, reason: Lost) -> None:
-        """Of one that nobody waits for, or whose reader tells them."""
+        """Removes an entry that nobody waits for, or whose reader notifies the others, and counts the loss."""
         self.stats.record_loss(reason)
-        told = self.remove(entry)
-        assert not told, "somebody waits for it"
+        callbacks = self.remove(entry)
+        assert not callbacks, "somebody waits for it"
 
     def close(self) -> None:
-        """Nothing is kept any more. The memory goes with the last view of it: what is let go from here on is told
-        to nobody who would hold it."""
+        """Removes all entries. The memory is freed with the last view of it: placements released from here on
+        enter a queue that nothing here references."""
         for entry in list(self.entries.values()):
             self.remove(entry)
         self.reclaim_returned()
         self.memory, self.returned = EMPTY_VIEW, queue.SimpleQueue()
 
-    # --- who looks at what --------------------------------------------------------------------------
+    # --- views --------------------------------------------------------------------------------------
 
     def lend_views(self, entry: StoreEntry, bell: queue.SimpleQueue[None] | None) -> list[memoryview]:
-        """Its parts. Their memory is nobody else's until the last view of them is gone, also if it is dropped."""
+        """Returns views of the entry's parts. Their memory is not reused until the last of them is gone, even if
+        the entry is dropped. `bell` gets an item then."""
         assert entry.memory is not None
         self.stats.record_move("host", "device")
-        lent = np.frombuffer(entry.memory.data, np.uint8)  # of its own, to see it go
-        weakref.finalize(lent, _on_view_released, self.returned, bell, entry.memory.acquire()).atexit = False
-        whole = lent.data
+        array = np.frombuffer(entry.memory.data, np.uint8)  # a new object, whose end can be observed
+        weakref.finalize(array, _on_view_released, self.returned, bell, entry.memory.acquire()).atexit = False
+        whole = array.data
         return [whole[part.at : part.end] for part in entry.parts]
 
     def reclaim_returned(self) -> None:
-        """Take back what is not looked at any more."""
+        """Releases placements whose views are gone."""
         while not self.returned.empty():
             self.returned.get().release()
         if self.reserve is not None:
@@ -135,15 +137,15 @@ class StoreIndex:
     # --- room in memory -----------------------------------------------------------------------------
 
     def allocate_memory(self, nbytes: int, *, drop: bool) -> StorePlacement | None:
-        """Memory: free, or what clean entries hold; with `drop` also what dirty ones hold that are not kept."""
+        """Allocates memory, evicting clean entries for it; with `drop` also dirty entries that are not pinned."""
         extent = self.arena.allocate(nbytes) or self._evict_memory(nbytes, drop)
         return (
             None if extent is None else StorePlacement(self.arena, (extent,), self.memory[extent.at : extent.end])
         )
 
     def allocate_reserve(self, entry: StoreEntry) -> StorePlacement | None:
-        """Memory of its own, for one entry at a time, which nothing can make room for: memory and file may both be
-        full of what must be kept, and then none of it would ever be read again."""
+        """Allocates memory outside the arena, for one entry at a time. Memory and file may both be full of pinned
+        entries; without this none in the file could ever be read again."""
         if self.reserve is not None:
             return None
         place = StorePlacement(
@@ -153,31 +155,31 @@ class StoreIndex:
         return place
 
     def _evict_memory(self, nbytes: int, drop: bool) -> BlockExtent | None:
-        """Only what lies in the way is given up, and nothing where that would not do."""
-        trial, tried = self.arena.copy(), []
+        """Evicts only entries that overlap the extent, and none if no extent can be made."""
+        trial, candidates = self.arena.copy(), []
         for entry, extent in self._evictable(drop):
-            tried.append((entry, extent))
+            candidates.append((entry, extent))
             hole = trial.free_extent(extent)
             if hole.nbytes >= nbytes:
                 break
         else:
             return None
-        for entry, extent in tried:
+        for entry, extent in candidates:
             if extent.at < hole.at + nbytes and hole.at < extent.end:
                 self._release_memory(entry)
         return self.arena.allocate_at(hole.at, nbytes)
 
     def _evictable(self, drop: bool) -> Iterator[tuple[StoreEntry, BlockExtent]]:
-        beside = self.reserve[1] if self.reserve is not None else None
+        reserve = self.reserve[1] if self.reserve is not None else None
         for order in (self.clean, self.dirty) if drop else (self.clean,):
             for entry in order:
                 place = entry.memory
                 assert place is not None
-                if place is not beside and place.users == 1 and (order is self.clean or not entry.pinned):
+                if place is not reserve and place.users == 1 and (order is self.clean or not entry.pinned):
                     yield entry, place.extents[0]
 
     def _release_memory(self, entry: StoreEntry) -> None:
-        """In memory."""
+        """Drops the entry's memory; an entry that is not in the file is lost."""
         assert entry.memory is not None
         if entry.file is None:
             self.record_loss(entry, "room")
@@ -189,19 +191,20 @@ class StoreIndex:
     # --- room in the file ---------------------------------------------------------------------------
 
     def select_writes(self, most_dirty_bytes: int, batch_bytes: int) -> list[tuple[StoreEntry, StorePlacement]]:
-        """What is to be written next, and where to: until no more than so much is dirty, or for one batch."""
-        leaving, planned = [], 0
+        """Selects entries to write, with their places in the file: until no more than `most_dirty_bytes` stay
+        dirty, or one batch is full."""
+        selected, selected_bytes = [], 0
         for entry in self.dirty:
-            if planned >= batch_bytes or self.dirty_bytes - planned <= most_dirty_bytes:
+            if selected_bytes >= batch_bytes or self.dirty_bytes - selected_bytes <= most_dirty_bytes:
                 break
             assert entry.memory is not None
             if entry.write_failed or entry.memory.users > 1:
                 continue
             file = self._allocate_file(entry)
             if file is not None:
-                leaving.append((entry, file))
-                planned += entry.nbytes
-        return leaving
+                selected.append((entry, file))
+                selected_bytes += entry.nbytes
+        return selected
 
     def _allocate_file(self, entry: StoreEntry) -> StorePlacement | None:
         victims, free = [], self.file.free
@@ -223,14 +226,14 @@ class StoreIndex:
     # --- figures ------------------------------------------------------------------------------------
 
     def nbytes(self) -> dict[str, int]:
-        beside = self.reserve
-        return {"host": self.arena.used + (beside[0].nbytes if beside else 0), "disk": self.file.used}
+        reserve = self.reserve
+        return {"host": self.arena.used + (reserve[0].nbytes if reserve else 0), "disk": self.file.used}
 
     def count(self) -> dict[str, int]:
         return {"host": len(self.dirty) + len(self.clean), "disk": self.kept_in_file + len(self.on_disk)}
 
     def check_invariants(self) -> None:
-        """That the books are right."""
+        """Asserts that orders and counters agree with the entries."""
         self.arena.check_invariants()
         self.file.check_invariants()
         orders: Sequence[OrderedDict[StoreEntry, None]] = (self.dirty, self.clean, self.on_disk)
@@ -248,7 +251,7 @@ class StoreIndex:
 def _on_view_released(
     returned: queue.SimpleQueue[StorePlacement], bell: queue.SimpleQueue[None] | None, place: StorePlacement
 ) -> None:
-    """Of a view that was lent. It may be called within any other call, so it takes no lock."""
+    """Finalizer of a lent view. It may run inside any other call, so it takes no lock."""
     returned.put(place)
     if bell is not None:
         bell.put(None)

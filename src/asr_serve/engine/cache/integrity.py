@@ -1,7 +1,7 @@
-"""What tells that a chunk came back from the file as it went: a checksum, or with a key, encryption.
+"""Integrity of chunks in the file: a checksum, or with a key, authenticated encryption.
 
-A `Mark` is kept in memory, never in the file: a chunk in the file is as long as in memory, and an old one under
-the right number in the right place is found out too.
+A `ChunkTag` is kept in memory, never in the file: a chunk is as long in the file as in memory, and a stale chunk
+with the right number in the right place is detected too.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 32
 PREFIX_BYTES, COUNTER_BYTES = 8, 4
-"""Of a nonce: chance, by which two processes with one key differ, and a number that this one counts up."""
+"""Parts of a nonce: random bytes, by which two processes with one key differ, and a counter of this process."""
 
 ChunkTag = bytes
 
 
 class ChunkIntegrity(Protocol):
     needs_staging: bool
-    """Whether what goes into the file is another text than what lies in memory, and wants memory of its own."""
+    """Whether the bytes in the file differ from those in memory, and need a buffer of their own."""
 
     def seal_chunk(self, name: bytes, number: int, data: memoryview, into: memoryview) -> ChunkTag:
-        """Chunk `number` of an entry is about to be written. `into`, as long as `data`: where `staged`, gets what
-        is to be written."""
+        """Returns the tag of chunk `number` of an entry, which is about to be written. `into`, as long as `data`,
+        receives the bytes to write if `needs_staging`."""
 
     def open_chunk(self, name: bytes, number: int, data: memoryview, mark: ChunkTag) -> bool:
-        """What was read, in place. False: it is not what was written, and `data` holds nothing of use."""
+        """Verifies a chunk that was read, and decrypts it in place. False: it is not what was written, and `data`
+        is useless."""
 
 
 class ChecksumIntegrity:
-    """A checksum of 64 bits: against torn files and failing disks, not against somebody who writes into them."""
+    """Checksum of 64 bits: detects torn files and failing disks, not deliberate changes."""
 
     needs_staging = False
 
@@ -54,8 +55,8 @@ class ChecksumIntegrity:
 
 
 class AesGcmIntegrity:
-    """AES-256 in Galois/counter mode; the tag is the check. Which entry and which chunk it is goes in as
-    associated data. A nonce never comes twice under one key: see PREFIX_BYTES.
+    """AES-256 in Galois/counter mode; its tag is the check. The entry's name and the chunk's number are associated
+    data. A nonce never repeats under one key: see PREFIX_BYTES.
 
     Source: NIST SP 800-38D, 8.2.1.
     """
@@ -63,7 +64,7 @@ class AesGcmIntegrity:
     needs_staging = True
 
     def __init__(self, key: bytes) -> None:
-        """Raises UnsupportedOption where the package is not installed."""
+        """Raises UnsupportedOption if the package cryptography is not installed."""
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -110,7 +111,7 @@ def chunk_integrity(key: bytes | None) -> ChunkIntegrity:
 
 
 def read_key(path: str) -> bytes:
-    """Raises OptionError, which never shows what lies in the file."""
+    """Reads a key of KEY_BYTES. Raises OptionError, which never shows the content of the file."""
     allowed = f"a file with {KEY_BYTES} bytes in hexadecimal, which is {2 * KEY_BYTES} digits"
     todo = f"make one: openssl rand -hex {KEY_BYTES} > {path}"
     try:
@@ -127,5 +128,5 @@ def read_key(path: str) -> bytes:
 
 
 def _associated_data(name: bytes, number: int) -> bytes:
-    """Of one length after the name, so that no two chunks share it."""
+    """Associated data of a chunk; the number has a fixed length, so no two chunks have the same."""
     return name + struct.pack(">Q", number)

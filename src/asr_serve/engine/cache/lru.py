@@ -1,4 +1,4 @@
-"""Values that are worth their bytes for a while."""
+"""LRU cache bounded by bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[V]):
-    """Bounded by bytes: what was not asked for the longest goes first. It belongs to one thread."""
+    """LRU cache bounded by bytes; belongs to one thread."""
 
     def __init__(self, most_bytes: int) -> None:
         self.max_bytes = most_bytes
@@ -30,20 +30,20 @@ class LruCache(Generic[V]):
         return found[0]
 
     def insert(self, key: bytes, value: V, nbytes: int) -> None:
-        """In the place of what had the key. `nbytes`: of the value and all that is kept for it. What is larger
-        than all there may be is not kept."""
+        """Inserts or replaces a value. `nbytes`: size of the value and of all that is stored for it; a value
+        larger than the cache is not stored."""
         assert nbytes > 0, "a value that takes nothing would have no bound"
         self.discard(key)
         if nbytes > self.max_bytes:
             return
         while self.nbytes + nbytes > self.max_bytes:
-            _, (_, less) = self._entries.popitem(last=False)
-            self.nbytes -= less
+            _, (_, evicted_bytes) = self._entries.popitem(last=False)
+            self.nbytes -= evicted_bytes
         self._entries[key] = value, nbytes
         self.nbytes += nbytes
 
     def discard(self, key: bytes) -> None:
-        """Nothing happens where it is not there."""
+        """Removes a value, if there is one."""
         if (found := self._entries.pop(key, None)) is not None:
             self.nbytes -= found[1]
 

@@ -1,4 +1,4 @@
-"""What the tiers have done: totals for `describe`, and the metrics."""
+"""Counters of the tiered store: totals for `describe`, and metrics."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 Tier = Literal["device", "host", "disk"]
 Lost = Literal["room", "torn", "failed"]
-"""Given up for others; not what was written; the disk could not read it."""
+"""Reasons for a loss: evicted for others; not what was written; not readable from the disk."""
 
 
 class TieredStoreStats:
-    """Written under the tiers' lock."""
+    """Counters, written under the store's lock."""
 
     def __init__(self, metrics: EngineMetrics | None = None) -> None:
         self.metrics = metrics
         self.counts: Counter[str] = Counter()
 
     def observe_index(self, shelves: StoreIndex) -> None:
-        """What lies there is read when somebody asks for the metrics."""
+        """Sets the gauges to read the index whenever metrics are collected."""
         if self.metrics is not None:
             for tier in ("host", "disk"):
                 self.metrics.tier_bytes[tier].set_function(partial(_tier_value, shelves.nbytes, tier))

@@ -1,7 +1,7 @@
-"""Below the device: memory of the host, then a file. What is asleep lies here, and what the cache gave up.
+"""Tiered store: offload of sessions and evicted audio to host memory, then to a file.
 
 put: copied into memory ---- long unused ----> written to the file     by the disk's thread
-get: where it lies in memory, at once  <------ read, checked           by the disk's thread
+get: views of memory, at once  <------ read, verified                  by the disk's thread
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Pin = Callable[[memoryview], Unpin]
 
 
 class TieredStore:
-    """Belongs to the loop's thread. What `get` gives lies in memory that is lent: it stays as it is until the last
-    view of it is gone, whatever else happens, and nobody may write into it."""
+    """Store of byte strings by name, in host memory and a file; belongs to the loop's thread. `get` returns lent
+    memory: it stays unchanged until the last view of it is gone, and nobody may write into it."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class TieredStore:
         pin: Pin | None = None,
         threads: bool = True,
     ) -> None:
-        """host_bytes: of memory, of which whole blocks are used. key: 32 bytes, with which the file is encrypted.
-        pin: has a device reach the memory by itself, until what it returns is called: when the tiers are closed
-        and nobody looks at the memory any more. threads: False has the caller do the disk's work, by `work`.
+        """host_bytes: memory, of which whole blocks are used. key: 32 bytes that encrypt the file. pin: makes a
+        device access the memory directly; the function that it returns is called once the store is closed and no
+        view of the memory is left. threads: False leaves the disk's work to the caller, by `run_disk_once`.
 
         Raises OptionError, DiskFailed: there can be no such file, or the memory cannot be pinned.
         """
@@ -55,22 +55,22 @@ class TieredStore:
         self._disk_worker: DiskWorker | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
-        closing = chunk_integrity(key)
+        integrity = chunk_integrity(key)
         memory = aligned_memory(host_bytes // BLOCK * BLOCK) if host_bytes >= BLOCK else EMPTY_VIEW
-        with contextlib.ExitStack() as unless_made:
+        with contextlib.ExitStack() as undo:
             self._disk = open() if open is not None else None
             if self._disk is not None:
-                unless_made.callback(self._disk.close)
+                undo.callback(self._disk.close)
             if pin is not None and memory:
                 memory, unpin = _pinned(memory, pin)
-                unless_made.callback(unpin)
+                undo.callback(unpin)
             self._index = StoreIndex(memory, self._disk.nbytes if self._disk else 0, TieredStoreStats(metrics))
             if self._disk is not None:
-                self._disk_worker = DiskWorker(self._index, self._lock, self._disk, closing)
+                self._disk_worker = DiskWorker(self._index, self._lock, self._disk, integrity)
             if self._disk_worker is not None and threads:
                 self._thread = threading.Thread(target=self._disk_worker.run, name="asr-serve tiers", daemon=True)
                 self._thread.start()
-            unless_made.pop_all()
+            undo.pop_all()
         self._index.stats.observe_index(self._index)
 
     @classmethod
@@ -85,10 +85,10 @@ class TieredStore:
         return cls(config.host_bytes, opener if config.disk_bytes else None, key=key, metrics=metrics, pin=pin)
 
     def put(self, name: bytes, parts: Parts, *, keep: bool) -> bool:
-        """A copy is taken. Whatever had that name is dropped before, also where there is no room for this. keep:
-        it must not be given up for others, until it is dropped; without, the least recently used go first.
+        """Stores a copy of `parts`. An entry of that name is dropped first, even if there is no room for the new
+        one. keep: pins the entry until it is dropped; others are evicted, the least recently used first.
 
-        False: there is no room now, and nothing was taken. It does not wait for the disk, which makes some.
+        Returns False if there is no room now, and nothing is stored. Does not wait for the disk, which makes room.
         """
         flat = [_byte_view(part) for part in parts]
         entry = StoreEntry(name, [len(part) for part in flat], keep)
@@ -106,28 +106,28 @@ class TieredStore:
         return True
 
     def get(self, name: bytes, done: ReadCallback) -> None:
-        """done(parts): at once where it lies in memory, else on the disk's thread. None: it is not there, or lost,
-        or dropped meanwhile, or the tiers were closed."""
+        """Calls done(parts): at once if the entry is in memory, else on the disk's thread. parts is None if the
+        entry is absent, lost or dropped meanwhile, or the store was closed."""
         parts: list[memoryview] | None = None
         with self._lock:
-            entry, mover = self._index.entries.get(name), self._run_disk_thread
+            entry, worker = self._index.entries.get(name), self._run_disk_thread
             if entry is not None:
                 self._index.touch(entry)
                 if entry.memory is not None:
-                    parts = self._index.lend_views(entry, mover.wakeup if mover is not None else None)
-                elif mover is not None:
+                    parts = self._index.lend_views(entry, worker.wakeup if worker is not None else None)
+                elif worker is not None:
                     entry.read_callbacks.append(done)
-                    mover.request_read(entry)
+                    worker.request_read(entry)
                     return
         done(parts)
 
     def drop(self, name: bytes) -> None:
-        """It is gone, if it was there. Its places are used again when nobody uses them any more."""
+        """Drops the entry, if there is one. Its memory and file space are reused once nobody uses them."""
         with self._lock:
             entry = self._index.entries.get(name)
-            told = self._index.remove(entry) if entry is not None else []
+            callbacks = self._index.remove(entry) if entry is not None else []
             self._wake_disk_thread()
-        for done in told:
+        for done in callbacks:
             done(None)
 
     def __contains__(self, name: bytes) -> bool:
@@ -135,7 +135,7 @@ class TieredStore:
             return name in self._index.entries
 
     def close(self) -> None:
-        """Waits for what the disk has under way. Whoever waits for an entry is told that it is lost."""
+        """Waits for the disk's current work. Callbacks that wait for an entry get None."""
         with self._lock:
             if self._closed:
                 return
@@ -153,18 +153,18 @@ class TieredStore:
             self._index.close()
 
     def run_disk_once(self) -> bool:
-        """A piece of the disk's work, where no thread does it. False: there is none."""
+        """Does a piece of the disk's work, if no thread does it. Returns False if there is none."""
         assert self._thread is None
         return self._disk_worker is not None and self._disk_worker.run_once()
 
     def describe(self) -> dict[str, int]:
         with self._lock:
-            shelves = self._index
-            nbytes, count = shelves.nbytes(), shelves.count()
+            index = self._index
+            nbytes, count = index.nbytes(), index.count()
             return {
                 **{f"{tier}_bytes": nbytes[tier] for tier in nbytes},
                 **{f"{tier}_entries": count[tier] for tier in count},
-                **shelves.stats.counts,
+                **index.stats.counts,
             }
 
     def _allocate(self, nbytes: int) -> StorePlacement | None:
@@ -173,15 +173,15 @@ class TieredStore:
             if self._closed:
                 return None
             memory = self._index.allocate_memory(nbytes, drop=True)
-            mover = self._run_disk_thread
-            if memory is None and mover is not None and nbytes <= self._index.arena.nbytes:
-                mover.pressed = True
-                mover.wakeup.put(None)
+            worker = self._run_disk_thread
+            if memory is None and worker is not None and nbytes <= self._index.arena.nbytes:
+                worker.pressed = True
+                worker.wakeup.put(None)
             return memory
 
     @property
     def _run_disk_thread(self) -> DiskWorker | None:
-        """As long as it hears the bell."""
+        """Disk worker, until it is closing."""
         return None if self._disk_worker is None or self._disk_worker.closing else self._disk_worker
 
     def _wake_disk_thread(self) -> None:
@@ -190,22 +190,23 @@ class TieredStore:
 
 
 def _pinned(memory: memoryview, pin: Pin) -> tuple[memoryview, Unpin]:
-    """The same memory, and what unpins it, which is called by itself as the last view of it goes, while it is
-    still there: after that the system may give the same address to somebody else."""
-    held = np.frombuffer(memory, np.uint8)  # tells that it goes before what it stands on does
-    unpin = weakref.finalize(held, pin(memory))
+    """Returns the memory, pinned, and the function that unpins it, which runs by itself with the last view, while
+    the memory still exists: afterwards the system may reuse the address."""
+    array = np.frombuffer(memory, np.uint8)  # its finalizer runs before the memory is freed
+    unpin = weakref.finalize(array, pin(memory))
     unpin.atexit = False  # the device may be gone before, and what is pinned goes with the process
-    return held.data, unpin
+    return array.data, unpin
 
 
 def _byte_view(part: memoryview | bytes) -> np.ndarray:
-    """Its bytes, whatever numbers they are."""
+    """Bytes of a part, whatever type of numbers it holds."""
     view = memoryview(part)
     return np.frombuffer(view, np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
 def _copy_parts(parts: Sequence[np.ndarray], entry: StoreEntry, memory: StorePlacement) -> None:
-    """With zeros between and after them: of whoever lay there before, nothing goes into the file."""
+    """Copies parts into the entry's memory, with zeros between and after them, so that nothing of a former entry
+    reaches the file."""
     into, end = np.frombuffer(memory.data, np.uint8), 0
     for part, extent in zip(parts, entry.parts, strict=True):
         into[end : extent.at] = 0

@@ -1,1 +1,2 @@
-"""The engine in a process of its own: what the two say (wire), who serves (host), who asks (link, child)."""
+"""Engine in a process of its own: messages (messages), the engine's side (main), the server's side (client,
+supervisor, in_flight, process)."""

@@ -1,9 +1,9 @@
-"""The loop in a process of its own, kept alive: what the server uses.
+"""Backend with the loop in a supervised process of its own, as the server uses it.
 
-What callers give to a process is kept here until it is answered, audio and all. Should the process die, it goes to
-the next: utterances from their start, sessions from the state that came with their last probabilities, sentences
-from where they were last heard. So callers notice a pause and nothing else. What three processes died over is
-given up: it may be what kills them. Questions are not kept: a second later nobody wants to know whose turn it was.
+Requests and audio are retained here until they are answered. If the process dies, they go to the next one:
+utterances from their start, sessions from the state that came with their last probabilities, sentences from the
+audio that was delivered last. Callers notice only a pause. Work during which three processes died is given up,
+because it may be the cause. Queries are not retained: an answer a second later would be useless.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from asr_serve.errors import AsrServeError, Cancelled
 
 REPORT_TIMEOUT_S = 5.0
 RENEW_S = 30.0
-"""How long a process that another took the place of may take over what it has."""
+"""Time for a replaced process to finish its requests."""
 
 
 class ProcessBackend:
-    """Speaks with the engine's process, whichever that is. Raises what loading raises."""
+    """Connection to the current engine process. Raises the errors of loading."""
 
     def __init__(
         self,
@@ -68,12 +68,12 @@ class ProcessBackend:
 
     @property
     def moved(self) -> Counter[tuple[str, str]]:
-        """Sessions and streams that went from one process to another, by what they are and how they went."""
+        """Number of sessions and streams that moved between processes, by kind and mode."""
         return self._supervisor.moved
 
     @property
     def moved_s(self) -> float:
-        """How long streams' audio waited meanwhile."""
+        """Total time that audio of moving streams waited."""
         return self._supervisor.moved_s
 
     @property
@@ -93,7 +93,7 @@ class ProcessBackend:
         current = self._current
         return current.current_process if current.process_ready else None
 
-    # --- what callers want ----------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------
 
     def submit(self, utterance: RecognitionRequest) -> None:
         with self._lock:
@@ -107,7 +107,9 @@ class ProcessBackend:
 
     def cancel(self, request_id: int) -> None:
         with self._lock:
-            work = next((work for each in self._supervisor.in_flights if (work := each.cancel(request_id))), None)
+            work = next(
+                (work for in_flight in self._supervisor.in_flights if (work := in_flight.cancel(request_id))), None
+            )
             self._supervisor.changed.notify_all()
         if work is not None:
             self._deliver([work.answer(Cancelled("the request was cancelled"))])
@@ -126,21 +128,26 @@ class ProcessBackend:
     def submit_vad_chunk(self, windows: VadChunk | StreamChunk) -> None:
         with self._lock:
             self._supervisor.expect_open()
-            having = next((each for each in self._supervisor.in_flights if windows.session in each.sessions), None)
-            if having is not None:
-                having.append_audio(windows)
-        if having is None:
+            owner = next(
+                (in_flight for in_flight in self._supervisor.in_flights if windows.session in in_flight.sessions),
+                None,
+            )
+            if owner is not None:
+                owner.append_audio(windows)
+        if owner is None:
             reject(windows.future, Cancelled("the session was closed"))
 
     submit_stream_chunk = submit_vad_chunk
 
     def close_session(self, session: int) -> None:
         with self._lock:
-            ended = next((ended for each in self._supervisor.in_flights if (ended := each.close(session))), None)
+            closed = next(
+                (closed for in_flight in self._supervisor.in_flights if (closed := in_flight.close(session))), None
+            )
             if self._supervisor.handover is not None:
                 self._supervisor.handover.on_closed(session)
             self._supervisor.changed.notify_all()
-        for windows in ended.fail_pending() if ended else ():
+        for windows in closed.fail_pending() if closed else ():
             reject(windows.future, Cancelled("the session was closed"))
 
     close_stream = close_session
@@ -148,9 +155,9 @@ class ProcessBackend:
     def predict_turn_end(self, pcm: np.ndarray, answer: Future[float]) -> None:
         with self._lock:
             self._supervisor.expect_open()
-            if up := self._current.process_ready:
+            if ready := self._current.process_ready:
                 self._current.request_turn(pcm, answer)
-        if not up:
+        if not ready:
             answer.set_exception(unanswered_query("is being started again"))
 
     def diarize_window(
@@ -158,13 +165,13 @@ class ProcessBackend:
     ) -> None:
         with self._lock:
             self._supervisor.expect_open()
-            if up := self._current.process_ready:
+            if ready := self._current.process_ready:
                 self._current.request_speakers(pcm, budget_samples, live, answer)
-        if not up:
+        if not ready:
             answer.set_exception(unanswered_query("is being started again"))
 
     def report(self, timeout_s: float = REPORT_TIMEOUT_S) -> messages.EngineReport | None:
-        """What the engine says of itself; None while there is none, or when it does not answer in time."""
+        """Report of the engine; None while there is no process, or when it does not answer in time."""
         answer: Future[messages.EngineReport] = Future()
         with self._lock:
             if not self._current.process_ready:
@@ -180,7 +187,7 @@ class ProcessBackend:
         return {"state": self.state, "restarts": self.restarts, **(report.describe if report else {})}
 
     def renew(self, timeout_s: float = RENEW_S) -> HandoverResult:
-        """Have another process take the place of this one, while people speak. See Processes.renew."""
+        """Replaces the process by a new one without ending sessions. See Supervisor.renew."""
         return self._supervisor.renew(timeout_s)
 
     def close(self) -> None:
@@ -194,7 +201,7 @@ class ProcessBackend:
 
 
 def process_backend(spec: messages.EngineSpec, ring: RingSize) -> Connect:
-    """For EngineClient: an engine in a process of its own."""
+    """`Connect` of EngineClient: an engine in a process of its own."""
     return lambda config, on_done, on_stop: ProcessBackend(
         msgspec.structs.replace(spec, config=config), ring, on_done, on_stop
     )

@@ -1,4 +1,4 @@
-"""What callers have given to an engine and is not answered: kept here, audio and all."""
+"""Requests in flight in an engine process, retained with their audio until they are answered."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from asr_serve.types import SentenceAudio
 
 
 class PendingAnswer(NamedTuple):
-    """For somebody who waits. It is told where no lock is held: who hears it may call again at once."""
+    """Result for a caller, delivered without the lock: its callbacks may call the engine again at once."""
 
     future: Future[Any]
     value: Any
-    """Or the error."""
+    """Result or error."""
     samples: int | None = None
-    """Of an utterance or a sentence."""
+    """Samples of an utterance or a sentence, for admission."""
 
     def deliver(self) -> None:
-        """Unless nobody waits any more."""
+        """Sets the result or the error, unless the future was cancelled."""
         if self.future.running() or self.future.set_running_or_notify_cancel():
             if isinstance(self.value, AsrServeError):
                 self.future.set_exception(self.value)
@@ -40,7 +40,7 @@ class PendingAnswer(NamedTuple):
 
 
 class SoundAnswer(NamedTuple):
-    """For somebody who hears a sentence, in its place among the answers."""
+    """Audio of a sentence for its caller, in order with other results."""
 
     request: TtsRequest
     sound: SentenceAudio
@@ -51,7 +51,7 @@ class SoundAnswer(NamedTuple):
 
 
 class PendingQueries:
-    """Those that a process was asked. They are not for the next one."""
+    """Queries to one process. They are not resubmitted to the next."""
 
     def __init__(self) -> None:
         self._last_number = 0
@@ -67,23 +67,23 @@ class PendingQueries:
 
     def fail_all(self, error: AsrServeError) -> list[PendingAnswer]:
         dropped, self._pending = list(self._pending.values()), {}
-        return [PendingAnswer(each, error) for each in dropped]
+        return [PendingAnswer(answer, error) for answer in dropped]
 
     def __len__(self) -> int:
         return len(self._pending)
 
 
 def unanswered_query(how: str) -> StepFailed:
-    """To a question."""
+    """Error of a query that its process did not answer."""
     return StepFailed(f"the engine process {how}", todo="go on without this answer")
 
 
 class InFlightUtterance(msgspec.Struct):
-    """An utterance until it is answered."""
+    """Utterance that is not answered yet."""
 
     utterance: RecognitionRequest
     started: bool = False
-    """The process works on it."""
+    """Whether the process has begun its work."""
     deaths: int = 0
     """Processes that died while they worked on it."""
 
@@ -114,15 +114,15 @@ class InFlightUtterance(msgspec.Struct):
 
 
 class InFlightSpeech(msgspec.Struct):
-    """A sentence until all of it was told. When its process dies, another makes all of it again, and what was told
-    is not told twice."""
+    """Sentence whose audio is not complete. If its process dies, the next one synthesizes all of it again, and
+    delivered samples are skipped."""
 
     request: TtsRequest
     started: bool = False
     deaths: int = 0
-    """As above."""
+    """Processes that died while they worked on it."""
     delivered_samples: int = 0
-    """Samples."""
+    """Samples that were delivered."""
 
     @property
     def id(self) -> int:
@@ -133,58 +133,64 @@ class InFlightSpeech(msgspec.Struct):
         return None
 
     def message(self) -> messages.SubmitSentence:
-        each = self.request
+        request = self.request
         return messages.SubmitSentence(
-            each.id, each.sentence, each.priority, each.within_ms, self.delivered_samples, each.submitted_ns
+            request.id,
+            request.sentence,
+            request.priority,
+            request.slack_ms,
+            self.delivered_samples,
+            request.submitted_ns,
         )
 
     def add_sound(self, sound: SentenceAudio) -> list[PendingAnswer | SoundAnswer]:
         self.delivered_samples += len(sound.pcm) // 2
-        told: list[PendingAnswer | SoundAnswer] = [SoundAnswer(self.request, sound)]
-        return [*told, self.answer(self.delivered_samples)] if sound.is_last else told
+        answers: list[PendingAnswer | SoundAnswer] = [SoundAnswer(self.request, sound)]
+        return [*answers, self.answer(self.delivered_samples)] if sound.is_last else answers
 
     def answer(self, value: Any) -> PendingAnswer:
         return PendingAnswer(self.request.future, value, self.request.samples)
 
 
 class InFlightSession:
-    """A caller's voice activity: the state after the last answered piece, and the pieces under way."""
+    """Voice-activity session: the state after the last answered chunk, and the chunks in flight."""
 
     def __init__(self, live: bool) -> None:
         self.live = live
         self.state: bytes | None = None
         self.next_chunk = 0
         self.pending_chunks: deque[tuple[int, VadChunk | StreamChunk]] = deque()
-        """Not answered."""
+        """Numbered chunks that are not answered."""
         self.deaths = 0
         self.finished = False
-        """Nothing more will come of it."""
+        """Whether the session has ended."""
 
     @property
     def in_transit(self) -> bool:
-        """Its pieces are not for the process that has it now."""
+        """Whether chunks must not be sent to its current process."""
         return False
 
     def discard_saved(self) -> None:
-        """Where it stood in a process that it left, if that is kept."""
+        """Closes the snapshot from an earlier process, if there is one."""
 
     def opening_message(self, number: int) -> messages.ToEngine:
-        """Begins it in another process."""
+        """Message that opens it in a process."""
         return messages.OpenVadSession(number, self.live, self.state)
 
     def replay_chunks(self) -> list[tuple[int, VadChunk | StreamChunk]]:
-        """What another process has to hear, to go on."""
+        """Chunks that a new process must process to continue."""
         return list(self.pending_chunks)
 
     def append_chunk(self, piece: VadChunk | StreamChunk) -> int:
-        """The piece's number."""
+        """Appends a chunk and returns its number."""
         number = self.next_chunk
         self.pending_chunks.append((number, piece))
         self.next_chunk += 1
         return number
 
     def acknowledge(self, number: int, state: bytes | None) -> VadChunk | StreamChunk | None:
-        """Pieces are answered in order; None for an answer that nobody waits for any more."""
+        """Removes the answered chunk and returns it; None for a result that is no longer awaited. Chunks are
+        answered in order."""
         if not self.pending_chunks or self.pending_chunks[0][0] != number:
             return None
         self.state = state if state is not None else self.state
@@ -192,34 +198,34 @@ class InFlightSession:
         return self.pending_chunks.popleft()[1]
 
     def fail_chunk(self, number: int) -> list[VadChunk | StreamChunk]:
-        """The pieces that are lost with that one."""
-        piece = self.acknowledge(number, None)
-        return [] if piece is None else [piece]
+        """Removes a failed chunk and returns all chunks that fail with it."""
+        chunk = self.acknowledge(number, None)
+        return [] if chunk is None else [chunk]
 
     def fail_pending(self) -> list[VadChunk | StreamChunk]:
-        """Give up what is under way."""
-        dropped = [piece for _, piece in self.pending_chunks]
+        """Removes and returns all chunks in flight."""
+        dropped = [chunk for _, chunk in self.pending_chunks]
         self.pending_chunks.clear()
         return dropped
 
 
 class InFlightStream(InFlightSession):
-    """One through a streaming model. What it remembers is large, and a stream is short: when its process dies,
-    another hears all of it again, and what was told is not told twice. One that lives can say where it stands."""
+    """Stream through a streaming model. Its state is large and a stream is short: if its process dies, the next
+    one replays it, and returned results are not returned again. A process that lives can export the state."""
 
     def __init__(self, live: bool, samples: int | None, words: bool, bias: str = "") -> None:
         super().__init__(live)
         self._samples, self._words, self._bias = samples, words, bias
         self.answered_chunks: list[tuple[int, VadChunk | StreamChunk]] = []
-        """What was answered."""
+        """Answered chunks, retained for replay."""
         self.unanswered_chunks = 0
-        """Pieces that its process has been sent and has not answered; those it hears again are among them."""
+        """Chunks sent to its process and not answered, replayed ones included."""
         self.leaving = False
-        """It is to leave its process."""
+        """Whether it is being exported from its process."""
         self.restoring = False
-        """Its process was told where it stood in another, and has not said that it can go on from there."""
+        """Whether its process received a snapshot and has not confirmed it yet."""
         self.saved: SealedBuffer | None = None
-        """Where it stood in the process that it left, until another is told."""
+        """Snapshot from its previous process, until another process receives it."""
 
     @property
     def in_transit(self) -> bool:
@@ -239,44 +245,44 @@ class InFlightStream(InFlightSession):
             self.saved = None
 
     def take_saved(self) -> SealedBuffer | None:
-        """Where it stood, for whoever takes it: it is closed there."""
+        """Returns the snapshot and gives up its ownership: the receiver closes it."""
         saved, self.saved = self.saved, None
         return saved
 
     def acknowledge(self, number: int, state: bytes | None) -> VadChunk | StreamChunk | None:
         self.unanswered_chunks -= 1
         first = self.pending_chunks[0] if self.pending_chunks else None
-        piece = super().acknowledge(number, state)
-        if first is not None and piece is not None:
-            assert isinstance(piece, StreamChunk)
-            # Another process need not make the hypothesis again.
-            self.answered_chunks.append((number, msgspec.structs.replace(piece, hypothesis=None)))
-            self.finished = piece.last
-        return piece
+        chunk = super().acknowledge(number, state)
+        if first is not None and chunk is not None:
+            assert isinstance(chunk, StreamChunk)
+            # A replay needs no hypothesis again.
+            self.answered_chunks.append((number, msgspec.structs.replace(chunk, hypothesis=None)))
+            self.finished = chunk.last
+        return chunk
 
     def fail_chunk(self, number: int) -> list[VadChunk | StreamChunk]:
-        """All of them: the process has dropped the stream. It may be a piece that was heard again."""
+        """Removes all chunks: the process has dropped the stream. The failed chunk may be a replayed one."""
         self.finished = True
         return super().fail_pending()
 
     def fail_pending(self) -> list[VadChunk | StreamChunk]:
-        self.finished = self.finished or bool(self.pending_chunks)  # what follows would follow a gap
+        self.finished = self.finished or bool(self.pending_chunks)  # later chunks would follow a gap
         return super().fail_pending()
 
 
 class InFlightSessions(dict[int, InFlightSession]):
-    """Those that are open, by number. One that is over is forgotten."""
+    """Open sessions by number; finished ones are removed."""
 
     def acknowledge(self, number: int, piece: int, state: bytes | None) -> VadChunk | StreamChunk | None:
-        """The piece that is answered, unless its session was closed meanwhile."""
+        """Removes the answered chunk and returns it; None if its session was closed meanwhile."""
         if (session := self.get(number)) is None:
             return None
-        found = session.acknowledge(piece, state)
+        chunk = session.acknowledge(piece, state)
         self._remove_finished(number, session)
-        return found
+        return chunk
 
     def fail_chunk(self, number: int, piece: int) -> list[VadChunk | StreamChunk]:
-        """The pieces that are lost with that one."""
+        """Removes a failed chunk and returns all chunks that fail with it."""
         if (session := self.get(number)) is None:
             return []
         lost = session.fail_chunk(piece)
@@ -284,7 +290,7 @@ class InFlightSessions(dict[int, InFlightSession]):
         return lost
 
     def fail_after_deaths(self, deaths: int = 0) -> list[VadChunk | StreamChunk]:
-        """Give up what is under way of those over which so many processes died."""
+        """Removes and returns the chunks in flight of sessions with at least `deaths` deaths."""
         lost: list[VadChunk | StreamChunk] = []
         for number, session in [item for item in self.items() if item[1].deaths >= deaths]:
             lost += session.fail_pending()
@@ -306,20 +312,20 @@ def chunk_message(number: int, piece: VadChunk | StreamChunk) -> messages.ToEngi
 
 
 MAX_DEATHS = 3
-"""Processes that may die while they work on one request."""
+"""Deaths of processes that worked on a request after which it is rejected."""
 
 
 class InFlight:
-    """Nothing of it is lost while there is no process: it is for the next. Under the lock of Processes; answers to
-    callers are returned, to be told without it."""
+    """Requests, sessions and queries of one process. Without a process they wait for the next. Protected by the
+    lock of Supervisor; results for callers are returned and delivered without it."""
 
     def __init__(self) -> None:
         self.current_process: EngineProcess | None = None
-        """Also while it loads, and when it is gone."""
+        """The process, also while it loads and after its exit."""
         self.process_ready = False
-        """It may be sent messages."""
+        """Whether it accepts messages."""
         self.stopped = False
-        """It was told to end."""
+        """Whether it was asked to stop."""
         self.requests: dict[int, InFlightUtterance | InFlightSpeech] = {}
         self.sessions = InFlightSessions()
         self.queries = PendingQueries()
@@ -331,13 +337,13 @@ class InFlight:
 
     @property
     def idle(self) -> bool:
-        """Nobody waits for it."""
+        """Whether nothing is in flight."""
         return not (self.requests or self.sessions or self.queries)
 
     # --- to the process ---------------------------------------------------------------------------------
 
     def replay_all(self) -> None:
-        """A process is there: everything that waits goes to it, in the order in which it came."""
+        """Sends everything in flight to a new process, in the original order."""
         self.process_ready = True
         for number, session in self.sessions.items():
             self._reopen_session(number, session)
@@ -349,7 +355,7 @@ class InFlight:
         self._send_work(work)
 
     def cancel(self, request_id: int) -> InFlightUtterance | InFlightSpeech | None:
-        """None: it is not here."""
+        """Removes and returns a request; None if it is not here."""
         if (work := self.requests.pop(request_id, None)) is not None:
             self._withdraw(request_id, messages.CancelRequest(request_id))
         return work
@@ -365,7 +371,7 @@ class InFlight:
             self._send_chunk(session, number, piece)
 
     def close(self, number: int) -> InFlightSession | None:
-        """None: it is not here."""
+        """Removes and returns a session; None if it is not here."""
         if (session := self.sessions.pop(number, None)) is not None:
             session.discard_saved()
             self._withdraw(number, messages.CloseSession(number))
@@ -385,7 +391,8 @@ class InFlight:
         self.send(messages.ReportQuery(self.queries.add(answer)))
 
     def request_stop(self) -> None:
-        """What it has not answered is given up, unless it was taken from here before."""
+        """Asks the process to stop; kills one that is loading. Unanswered work fails unless it was transferred
+        before."""
         self.stopped = True
         if self.process_ready:
             self.send(messages.StopEngine())
@@ -400,8 +407,8 @@ class InFlight:
         parcel: SealedBuffer | None = None,
         owner: int | None = None,
     ) -> None:
-        """See Child.send: nobody waits here. What a process that dies has not been written is lost with it, and
-        goes to the next one with everything else that is kept here."""
+        """Sends a message without blocking, see EngineProcess.send. Messages that a dying process has not received
+        are lost, and their requests go to the next one."""
         if self.process_ready:
             assert self.current_process is not None
             self.current_process.send(message, pcm, number, parcel, owner)
@@ -409,8 +416,8 @@ class InFlight:
             parcel.close()
 
     def _withdraw(self, number: int, ending: messages.ToEngine) -> None:
-        """What is given up: samples that wait for room in the ring would be held for nobody. `ending`: for what
-        the process has heard of it, if it has."""
+        """Withdraws unsent messages of an ended request or session, whose samples would otherwise wait for room in
+        the ring. `ending`: message for what was sent already."""
         if self.process_ready:
             assert self.current_process is not None
             self.current_process.withdraw_owner(number)
@@ -429,12 +436,12 @@ class InFlight:
             return
         opening = session.opening_message(number)
         if isinstance(session, InFlightStream) and session.restoring:
-            # Should this process die, the next hears it from its start.
+            # The snapshot is used once: if this process dies, the next one replays the stream.
             self.send(opening, parcel=session.take_saved(), owner=number)
-            return  # its pieces follow when it has been said that it can go on from there
+            return  # its chunks follow once StreamOpened confirms the snapshot
         self.send(opening, owner=number)
-        for piece, audio in session.replay_chunks():
-            self._send_chunk(session, piece, audio)
+        for chunk_number, chunk in session.replay_chunks():
+            self._send_chunk(session, chunk_number, chunk)
 
     # --- from the process -------------------------------------------------------------------------------
 
@@ -444,16 +451,16 @@ class InFlight:
                 return [work.answer(recognition)] if (work := self.requests.pop(request_id, None)) else []
             case messages.SentenceSound(id=request_id, sound=sound):
                 return self._on_sound(request_id, sound)
-            case messages.VadResult(session=number, chunk=piece, probabilities=data, state=state):
-                windows = self.sessions.acknowledge(number, piece, state)
+            case messages.VadResult(session=number, chunk=chunk_number, probabilities=data, state=state):
+                windows = self.sessions.acknowledge(number, chunk_number, state)
                 return [PendingAnswer(windows.future, np.frombuffer(data, np.float32))] if windows else []
-            case messages.StreamOutput(session=number, chunk=piece, found=found):
-                said = self.sessions.acknowledge(number, piece, None)
-                return [PendingAnswer(said.future, found)] if said else []
+            case messages.StreamOutput(session=number, chunk=chunk_number, found=result):
+                chunk = self.sessions.acknowledge(number, chunk_number, None)
+                return [PendingAnswer(chunk.future, result)] if chunk else []
             case messages.RequestFailed(id=number, failure=failure, chunk=None):
                 return [work.answer(failure.to_error())] if (work := self.requests.pop(number, None)) else []
-            case messages.RequestFailed(id=number, failure=failure, chunk=int(piece)):
-                return reject_chunks(self.sessions.fail_chunk(number, piece), failure.to_error())
+            case messages.RequestFailed(id=number, failure=failure, chunk=int(chunk_number)):
+                return reject_chunks(self.sessions.fail_chunk(number, chunk_number), failure.to_error())
             case messages.RequestsStarted(ids=ids):
                 for request_id in ids:
                     if (work := self.requests.get(request_id)) is not None:
@@ -487,13 +494,13 @@ class InFlight:
             self.send(messages.CloseSession(number))
             self._reopen_session(number, stream)
         elif not stream.leaving:
-            for piece, audio in stream.pending_chunks:
-                self._send_chunk(stream, piece, audio)
+            for chunk_number, chunk in stream.pending_chunks:
+                self._send_chunk(stream, chunk_number, chunk)
 
     # --- endings ----------------------------------------------------------------------------------------
 
     def record_death(self, code: str) -> list[PendingAnswer]:
-        """The process died: give up what too many were working on when they did, and the questions."""
+        """Rejects queries, and work during which too many processes died."""
         for work in self.requests.values():
             work.deaths += work.started
             work.started = False
@@ -505,13 +512,13 @@ class InFlight:
         ]
 
     def fail_all(self, error: AsrServeError) -> list[PendingAnswer]:
-        """Give up everything."""
+        """Rejects everything."""
         for session in self.sessions.values():
             session.discard_saved()
         return [*self.queries.fail_all(error), *self._reject_repeated(0, error)]
 
     def _reject_repeated(self, deaths: int, error: AsrServeError) -> list[PendingAnswer]:
-        """What so many processes died over."""
+        """Rejects requests and sessions with at least `deaths` deaths."""
         lost = [work for work in self.requests.values() if work.deaths >= deaths]
         for work in lost:
             del self.requests[work.id]
@@ -529,4 +536,4 @@ def crash_error(code: str) -> AsrServeError:
 
 
 def reject_chunks(pieces: Iterable[VadChunk | StreamChunk], error: AsrServeError) -> list[PendingAnswer]:
-    return [PendingAnswer(piece.future, error) for piece in pieces]
+    return [PendingAnswer(chunk.future, error) for chunk in pieces]

@@ -1,8 +1,8 @@
-"""The engine process: the loop on its main thread, the server's messages on another.
+"""Engine process: the loop on its main thread, the server's messages on another.
 
-    python -m asr_serve.engine.process.main PIPE BELL RING      file descriptors, inherited
+python -m asr_serve.engine.process.main PIPE BELL RING file descriptors, inherited
 
-It ends when told to, and when the server is gone: the pipe's end says so at once.
+It ends on request, and when the server is gone, which the end of the pipe reports at once.
 """
 
 from __future__ import annotations
@@ -47,18 +47,17 @@ from asr_serve.types import SearchResult, SentenceAudio
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.5
-"""However often somebody scrapes."""
+"""Minimum age of the metrics text before it is rendered again, however often it is scraped."""
 
 
 class EngineProcessServer:
-    """Turns messages into jobs for the loop, and what the loop answers into messages."""
+    """Turns messages into jobs for the loop, and results of the loop into messages."""
 
     def __init__(self, pipe: Connection, ring: PcmReader) -> None:
         self._pipe, self._ring = pipe, ring
-        # What waits there is bounded by what was asked: one answer for each request and piece that the server let
-        # in, of a sentence its sound, some seconds of it; and callers who get none put nothing more; a pong for
-        # each ping, which stop coming when the server gives us up; a report for each that somebody waited for in
-        # vain, some KB every few seconds.
+        # The number of requests limits this queue: one result for each admitted request and chunk, some seconds of
+        # audio for a sentence, and callers without results send nothing more; a pong for each ping, which end when
+        # the server gives this process up; and a report for each query that timed out, some KB every few seconds.
         self._sender = MessageSender("to the server", self._write)
         self._loop: Loop | None = None
         self._turns: TurnRunner | None = None
@@ -66,7 +65,7 @@ class EngineProcessServer:
         self._text, self._text_at = b"", -math.inf
 
     def run(self, spec: messages.EngineSpec) -> int:
-        """Its exit code. What was to be said by then has been."""
+        """Runs the engine and returns the exit code. All messages are sent before it returns."""
         try:
             return self._run(spec)
         finally:
@@ -88,7 +87,7 @@ class EngineProcessServer:
                 checkpoint.card,
                 spec.config,
                 on_done=lambda _: None,
-                # What the ending loop rejects is not for the callers: the server gives it to the next engine.
+                # Rejections of the ending loop are not sent: the server resubmits the requests to the next engine.
                 on_stop=self._sender.finish,
                 on_start=lambda ids: self._send(messages.RequestsStarted(tuple(ids))),
                 stats=EngineStats(self._metrics),
@@ -154,27 +153,29 @@ class EngineProcessServer:
                     set_request_digests(utterance)
                 put(lambda loop: loop.executor.submit(utterance))
             case messages.SubmitSentence(
-                id=request_id, sentence=sentence, priority=priority, within_ms=within_ms, skip_samples=skip
+                id=request_id, sentence=sentence, priority=priority, slack_ms=slack_ms, skip_samples=skip
             ):
                 future = Future[int]()
                 future.add_done_callback(partial(self._on_speech_done, request_id))
-                hear = partial(self._on_sound, request_id)
+                on_sound = partial(self._on_sound, request_id)
                 submitted_ns = message.submitted_ns
-                saying = TtsRequest(request_id, sentence, hear, priority, future, within_ms, skip, submitted_ns)
-                put(lambda loop: loop.tts.submit_sentence(saying))
-            case messages.AppendVadAudio(session=session, chunk=piece, length=length):
+                request = TtsRequest(
+                    request_id, sentence, on_sound, priority, future, slack_ms, skip, submitted_ns
+                )
+                put(lambda loop: loop.tts.submit_sentence(request))
+            case messages.AppendVadAudio(session=session, chunk=chunk_number, length=length):
                 windows = VadChunk(session, self._ring.read_message(session, length), Future())
-                windows.future.add_done_callback(partial(self._on_vad, windows, piece))
+                windows.future.add_done_callback(partial(self._on_vad, windows, chunk_number))
                 if loop.uses_digests:
                     set_window_digest(windows)
                 put(lambda loop: loop.vad_scheduler.enqueue(windows))
             case messages.AppendStreamAudio(
-                session=session, chunk=number, length=length, last=last, wanted=wanted
+                session=session, chunk=number, length=length, last=last, wanted=hypothesis
             ):
                 pcm = self._ring.read_message(session, length)
-                spoken = StreamChunk(session, pcm, last, Future(), wanted, message.timed)
-                spoken.future.add_done_callback(partial(self._on_stream_result, session, number))
-                put(lambda loop: loop.streams.append_audio(spoken))
+                chunk = StreamChunk(session, pcm, last, Future(), hypothesis, message.timed)
+                chunk.future.add_done_callback(partial(self._on_stream_result, session, number))
+                put(lambda loop: loop.streams.append_audio(chunk))
             case messages.CancelRequest(id=request_id):
                 put(lambda loop: loop.executor.cancel(request_id))
             case messages.OpenVadSession(session=session, live=live, state=state):
@@ -190,7 +191,7 @@ class EngineProcessServer:
                 answer.add_done_callback(partial(self._on_turn, number))
                 if self._turns is not None:
                     self._turns.submit(pcm, answer)
-                else:  # the engine before this one had it
+                else:  # an engine before this one had it
                     answer.set_exception(ModelNotLoaded("this engine has no turn model"))
             case messages.SpeakersQuery(number=number, length=length, budget_samples=budget, live=live):
                 question = DiarizationRequest(
@@ -249,7 +250,7 @@ class EngineProcessServer:
         self._send(messages.SentenceSound(request_id, sound))
 
     def _on_speech_done(self, request_id: int, future: Future[int]) -> None:
-        """The last sound was its answer, unless it failed."""
+        """Reports a failed sentence; a successful one ended with its last audio."""
         if (error := future.exception()) is not None:
             assert isinstance(error, AsrServeError)
             self._send(messages.RequestFailed(request_id, messages.ErrorMessage.from_error(error)))
@@ -288,30 +289,30 @@ class EngineProcessServer:
             self._send(messages.QueryFailed(number, messages.ErrorMessage.from_error(error)))
 
     def _send_report(self, number: int, loop: Loop) -> None:
-        """On the reading thread: what is read of the loop are single numbers. The text is not made anew for
-        everybody who asks."""
+        """Sends counters and metrics from the reading thread, which reads only single numbers of the loop. The
+        metrics text is cached for REPORT_EVERY_S."""
         metrics = self._metrics
         assert metrics is not None
         now = time.monotonic()
         if now - self._text_at > REPORT_EVERY_S:
-            found = loop.executor.report()
-            metrics.pages.set(found["pages"])
-            metrics.pages_used.set(found["pages_used"])
+            counters = loop.executor.report()
+            metrics.pages.set(counters["pages"])
+            metrics.pages_used.set(counters["pages_used"])
             metrics.sessions.set(loop.states.used)
             metrics.prefix_bytes.set(loop.cached_bytes)
-            metrics.requests["waiting"].set(found["waiting"])
-            metrics.requests["decoding"].set(found["decoding"])
-            metrics.requests["speaking"].set(found.get("speaking", 0))
+            metrics.requests["waiting"].set(counters["waiting"])
+            metrics.requests["decoding"].set(counters["decoding"])
+            metrics.requests["speaking"].set(counters.get("speaking", 0))
             self._text, self._text_at = metrics.render(), now
         self._send(messages.EngineReport(number, loop.describe(), self._text))
 
     def _send(self, message: messages.ToServer, parcel: SealedBuffer | None = None) -> None:
-        """Waits for nobody: the reading thread answers too, and who reads must never wait for who writes.
-        `parcel`: that the message announces; it is closed."""
+        """Queues a message without blocking: the reading thread sends too, and must never wait for a writer.
+        `parcel`: announced by the message, and closed here."""
         self._sender.enqueue(OutgoingMessage(messages.encode(message), parcel=parcel))
 
     def _write(self, letter: OutgoingMessage) -> None:
-        """Raises OSError when the server is gone: the reading thread sees it too."""
+        """Writes a message. Raises OSError when the server is gone; the reading thread notices that too."""
         self._pipe.send_bytes(letter.message)
         if letter.parcel is not None:
             send_buffer(self._pipe, letter.parcel)
@@ -330,18 +331,18 @@ class _ForwardingLogHandler(logging.Handler):
 
 
 def main(arguments: list[str]) -> int:
-    # Both come to the whole process group; the server decides when its engine ends.
+    # Both signals go to the whole process group; the server decides when its engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe_fd, bell_fd, ring_fd = map(int, arguments)
     pipe = Connection(pipe_fd)
-    host = EngineProcessServer(pipe, PcmReader(ring_fd, socket.socket(fileno=bell_fd)))
-    logging.basicConfig(level=logging.INFO, handlers=[_ForwardingLogHandler(host)], format="%(message)s")
+    server = EngineProcessServer(pipe, PcmReader(ring_fd, socket.socket(fileno=bell_fd)))
+    logging.basicConfig(level=logging.INFO, handlers=[_ForwardingLogHandler(server)], format="%(message)s")
     try:
         spec = messages.decode_spec(pipe.recv_bytes())
     except (EOFError, OSError):
-        return 0  # the server went away first
-    return host.run(spec)
+        return 0  # the server is gone
+    return server.run(spec)
 
 
 if __name__ == "__main__":

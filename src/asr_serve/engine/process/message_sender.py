@@ -1,8 +1,7 @@
-"""Messages on their way into a pipe: who sends waits for nobody, a thread of its own writes.
+"""Queue of messages to a pipe: senders never block, and a thread writes.
 
-Both sides hear each other on one thread, and that thread answers. Were it to wait for room in the pipe, or for
-somebody who does, neither side would read, and both would wait for ever. Order is kept: what is sent first is
-written first.
+Each side reads with one thread, which also sends answers. If it waited for room in the pipe, or for a thread that
+does, neither side would read, and both would deadlock. Messages are written in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from asr_serve.transfer.sealed_buffer import SealedBuffer
 
 
 class OutgoingMessage(NamedTuple):
-    """One message, and what it announces."""
+    """Message with the samples or the buffer that it announces."""
 
     message: bytes
     pcm: np.ndarray | None = None
     number: int = 0
-    """That the samples have in the ring."""
+    """Number of the samples in the ring."""
     parcel: SealedBuffer | None = None
-    """Whoever has the letter closes it."""
+    """Sealed buffer, closed with the message."""
     owner: int | None = None
-    """The request or session that it is of; it may be withdrawn with it."""
+    """Request or session of the message, for `withdraw_owner`."""
 
     def close(self) -> None:
         if self.parcel is not None:
@@ -37,7 +36,8 @@ class OutgoingMessage(NamedTuple):
 
 
 class MessageSender:
-    """Every method may be called from any thread; none but `join` waits for the other side."""
+    """Sends messages from a queue. Every method may be called from any thread; none but `join` waits for the other
+    side."""
 
     def __init__(
         self, name: str, write: Callable[[OutgoingMessage], None], lost: Callable[[], None] = lambda: None
@@ -46,12 +46,12 @@ class MessageSender:
         self._changed = threading.Condition()
         self._queue: deque[OutgoingMessage] = deque()
         self._ended = False
-        # What is called is the thread's alone: when that ends, its owner and the memory of it can go.
+        # Only the thread references the callbacks, so that their owner can be freed when it ends.
         self._thread = threading.Thread(target=self._run, args=(write, lost), name=name, daemon=True)
         self._thread.start()
 
     def enqueue(self, letter: OutgoingMessage) -> None:
-        """After the end it is dropped."""
+        """Queues a message; dropped after `finish` or `discard`."""
         with self._changed:
             if not self._ended:
                 self._queue.append(letter)
@@ -60,7 +60,7 @@ class MessageSender:
         letter.close()
 
     def withdraw_owner(self, owner: int) -> None:
-        """What of it is not written, nor begun to be."""
+        """Removes the owner's messages whose writing has not begun."""
         with self._changed:
             withdrawn = [letter for letter in self._queue if letter.owner == owner]
             if withdrawn:
@@ -69,13 +69,13 @@ class MessageSender:
             letter.close()
 
     def finish(self) -> None:
-        """Take nothing more; what was taken is written."""
+        """Accepts no more messages; queued ones are written."""
         with self._changed:
             self._ended = True
             self._changed.notify()
 
     def discard(self) -> None:
-        """Take nothing more, and write nothing more."""
+        """Accepts no more messages and drops the queue."""
         with self._changed:
             self._ended = True
             dropped, self._queue = self._queue, deque()
@@ -84,7 +84,7 @@ class MessageSender:
             letter.close()
 
     def join(self) -> None:
-        """After `end` or `drop`: until the last is written."""
+        """Waits for the thread, after `finish` or `discard`."""
         self._thread.join()
 
     def _run(self, write: Callable[[OutgoingMessage], None], lost: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ class MessageSender:
             lost()
 
     def _write_next(self, write: Callable[[OutgoingMessage], None]) -> bool:
-        """The next one; False at the end. Nothing of it is kept hold of."""
+        """Writes the next message; returns False at the end. Keeps no reference to it."""
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._ended)
             if not self._queue:

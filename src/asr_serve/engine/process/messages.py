@@ -1,7 +1,7 @@
-"""What the server and its engine process say to each other: msgspec structs over a pipe, PCM over the ring.
+"""Messages between the server and its engine process: msgspec structs over a pipe, PCM over the ring.
 
-Order is all the agreement there is: the samples that messages announce lie in the ring in the order of the
-messages, and nothing else does. A parcel (transfer/sealed_buffer) follows its message in the pipe.
+Samples are matched to messages by order alone: the ring contains the samples that messages announce, in the order
+of the messages, and nothing else. A sealed buffer (transfer/sealed_buffer) follows its message in the pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asr_serve.types import Priority, SearchResult, Sentence, SentenceAudio
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Which model an engine process is to run, and how."""
+    """Model and settings of an engine process."""
 
     model: str
     device: str = "auto"
@@ -30,9 +30,9 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     weights: str | None = None
     turn_model: str = "auto"
     threads: int | None = None
-    """CPU threads that compute; None: a thread for every core."""
+    """CPU threads for computing; None: one for each core."""
     listen: tuple[str, int] = ("127.0.0.1", 0)
-    """Where an engine that encodes for others listens for them."""
+    """Address on which an engine that encodes for others listens."""
     peer_keys: tuple[str, ...] = ()
     config: EngineConfig = EngineConfig()
 
@@ -41,7 +41,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SubmitUtterance(msgspec.Struct, frozen=True, tag=True):
-    """An utterance; `length` samples of float32 are in the ring, the first `samples` of them spoken."""
+    """Submits an utterance; `length` samples of float32 are in the ring, the first `samples` of them without
+    padding."""
 
     id: int
     length: int
@@ -54,12 +55,13 @@ class SubmitUtterance(msgspec.Struct, frozen=True, tag=True):
 
 
 class SubmitSentence(msgspec.Struct, frozen=True, tag=True):
-    """A sentence. Answered by Sounded, a piece at a time. `skip`: samples at its start that were heard."""
+    """Submits a sentence. Answered by SentenceSound messages. `skip_samples`: samples at its start that were
+    delivered before."""
 
     id: int
     sentence: Sentence
     priority: Priority
-    within_ms: int | None
+    slack_ms: int | None
     skip_samples: int
     submitted_ns: int
 
@@ -69,7 +71,7 @@ class CancelRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenVadSession(msgspec.Struct, frozen=True, tag=True):
-    """Voice activity for a caller. `state`: where it stood in an engine that is gone."""
+    """Opens a voice-activity session. `state`: its state from an earlier process."""
 
     session: int
     live: bool
@@ -77,9 +79,9 @@ class OpenVadSession(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenStream(msgspec.Struct, frozen=True, tag=True):
-    """Through a model that carries its state. `samples`: the most that will come. `saved`: where it stood in
-    another process, in a parcel that follows this message; answered by an Opened. `words`: pieces may be timed.
-    `bias`: hot words."""
+    """Opens a stream through a model that carries its state. `samples`: the most that will come. `saved`: snapshot
+    from another process, in a sealed buffer that follows this message; answered by StreamOpened. `words`: chunks
+    may be timed. `bias`: hot words."""
 
     session: int
     live: bool
@@ -90,13 +92,14 @@ class OpenStream(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExportStream(msgspec.Struct, frozen=True, tag=True):
-    """A stream all of whose pieces are answered leaves this process. Answered by an Exported."""
+    """Exports a stream, all of whose chunks are answered, from this process. Answered by StreamExported."""
 
     session: int
 
 
 class AppendVadAudio(msgspec.Struct, frozen=True, tag=True):
-    """Windows of a session; `length` samples are in the ring. `piece` counts within the session."""
+    """Appends windows to a session; `length` samples are in the ring. `chunk` counts within the session. Answered
+    by VadResult or RequestFailed."""
 
     session: int
     chunk: int
@@ -104,8 +107,8 @@ class AppendVadAudio(msgspec.Struct, frozen=True, tag=True):
 
 
 class AppendStreamAudio(msgspec.Struct, frozen=True, tag=True):
-    """The same of a stream. `last`: it ends with these. `wanted`: a hypothesis of it. `timed`: the answer tells
-    when tokens were said."""
+    """Appends audio to a stream; as AppendVadAudio. `last`: the stream ends with it. `wanted`: requests a
+    hypothesis. `timed`: the result includes token times. Answered by StreamOutput or RequestFailed."""
 
     session: int
     chunk: int
@@ -116,20 +119,21 @@ class AppendStreamAudio(msgspec.Struct, frozen=True, tag=True):
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag=True):
-    """One of either kind."""
+    """Closes a voice-activity session or a stream."""
 
     session: int
 
 
 class TurnQuery(msgspec.Struct, frozen=True, tag=True):
-    """Has the speaker finished? `length` samples are in the ring. Answered by a Turn or an Unanswered."""
+    """Query whether the speaker has finished; `length` samples are in the ring. Answered by TurnAnswer or
+    QueryFailed."""
 
     number: int
     length: int
 
 
 class SpeakersQuery(msgspec.Struct, frozen=True, tag=True):
-    """Who speaks? `length` samples are in the ring. Answered by a VoicesHeard or an Unanswered."""
+    """Query who speaks; `length` samples are in the ring. Answered by SpeakersAnswer or QueryFailed."""
 
     number: int
     length: int
@@ -138,13 +142,13 @@ class SpeakersQuery(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportQuery(msgspec.Struct, frozen=True, tag=True):
-    """Answered by a Report of that number, without troubling the loop."""
+    """Requests an EngineReport of that number, answered without the loop."""
 
     number: int
 
 
 class EnginePing(msgspec.Struct, frozen=True, tag=True):
-    """Answered by a Pong, by the loop itself, between two steps."""
+    """Requests an EnginePong, answered by the loop between two steps."""
 
 
 class StopEngine(msgspec.Struct, frozen=True, tag=True):
@@ -155,23 +159,24 @@ class StopEngine(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded. `cards`: every model this installation knows; only the engine can read them."""
+    """Reports that the model is loaded. `cards`: every model this installation knows; only the engine can read
+    them."""
 
     card: AnyCard
     turn_card: TurnCard | None
     cards: tuple[AnyCard, ...]
     folder: str
-    """Where the weights lie, and the tokeniser beside them."""
+    """Folder of the weights and the tokenizer."""
     fingerprint: int
-    """Of what lies there."""
+    """Checksum of the model's files in the folder."""
     device: dict[str, Any]
     load_s: float
     speakers: bool = False
-    """The models that hear who speaks are on this machine."""
+    """Whether the diarization models are on this machine."""
 
 
 class RequestsStarted(msgspec.Struct, frozen=True, tag=True):
-    """These utterances or sentences are worked on."""
+    """Reports utterances or sentences whose processing began."""
 
     ids: tuple[int, ...]
 
@@ -186,14 +191,14 @@ class UtteranceDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class SentenceSound(msgspec.Struct, frozen=True, tag=True):
-    """A piece of a sentence; it is answered with the last one."""
+    """Part of a sentence's audio; the last part completes the request."""
 
     id: int
     sound: SentenceAudio
 
 
 class VadResult(msgspec.Struct, frozen=True, tag=True):
-    """Speech probabilities, float32, one per window, and the session's state after them."""
+    """Speech probabilities of a chunk, float32, one per window, and the session's state after them."""
 
     session: int
     chunk: int
@@ -202,7 +207,7 @@ class VadResult(msgspec.Struct, frozen=True, tag=True):
 
 
 class StreamOutput(msgspec.Struct, frozen=True, tag=True):
-    """What a stream says, with that piece of it; or the hypothesis that was wanted."""
+    """Result of a stream's chunk: its new tokens, or the requested hypothesis."""
 
     session: int
     chunk: int
@@ -210,22 +215,22 @@ class StreamOutput(msgspec.Struct, frozen=True, tag=True):
 
 
 class StreamExported(msgspec.Struct, frozen=True, tag=True):
-    """A stream has left. `saved`: where it stood, in a parcel that follows this message; None: that can't be told,
-    and it is to be heard again from its start."""
+    """Answer to ExportStream. `saved`: the snapshot, in a sealed buffer that follows this message; None: there is
+    none, and the stream must be replayed from its start."""
 
     session: int
     saved: SealedBufferLabel | None
 
 
 class StreamOpened(msgspec.Struct, frozen=True, tag=True):
-    """A stream goes on from where it stood in another process; or cannot, `failure`."""
+    """Answer to an OpenStream with a snapshot. `failure`: the stream cannot continue from it."""
 
     session: int
     failure: ErrorMessage | None = None
 
 
 class ErrorMessage(msgspec.Struct, frozen=True):
-    """An error of ours on its way through the wire."""
+    """Serialized AsrServeError."""
 
     kind: str
     came: str
@@ -233,7 +238,7 @@ class ErrorMessage(msgspec.Struct, frozen=True):
     todo: str
     retry_after_ms: int = 0
     param: str | None = None
-    """Of an OptionError."""
+    """Parameter of an OptionError."""
 
     @classmethod
     def from_error(cls, error: AsrServeError) -> ErrorMessage:
@@ -251,7 +256,7 @@ class ErrorMessage(msgspec.Struct, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """Request `id` failed; or piece `piece` of session `id`."""
+    """Reports that request `id`, or chunk `chunk` of session `id`, failed."""
 
     id: int
     failure: ErrorMessage
@@ -259,7 +264,7 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class TurnAnswer(msgspec.Struct, frozen=True, tag=True):
-    """How likely the speaker has finished."""
+    """Probability that the speaker has finished."""
 
     number: int
     probability: float
@@ -271,20 +276,20 @@ class SpeakersAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class QueryFailed(msgspec.Struct, frozen=True, tag=True):
-    """A question that could not be answered."""
+    """Reports that a query failed."""
 
     number: int
     failure: ErrorMessage
 
 
 class EngineLoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """The model could not be loaded; the process ends."""
+    """Reports that loading failed; the process ends."""
 
     failure: ErrorMessage
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=True):
-    """What the engine has done so far, and its metrics as Prometheus text."""
+    """Counters of the engine, and its metrics as Prometheus text."""
 
     number: int
     describe: dict[str, Any]
@@ -292,7 +297,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineLog(msgspec.Struct, frozen=True, tag=True):
-    """A line of the engine's log, for the server's handlers."""
+    """Line of the engine's log, for the server's handlers."""
 
     name: str
     level: int

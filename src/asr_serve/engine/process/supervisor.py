@@ -1,8 +1,8 @@
-"""The processes of one engine: the one that works, kept alive; and another in its place.
+"""Supervisor of an engine's processes: restarts the current one, and replaces it on request.
 
-A process that dies, killed or crashed, is started again, and what it was given goes to the next. One that lives
-can be renewed: another takes its place while it finishes what it has, and whoever speaks goes over in the middle
-of a sentence.
+A process that dies, killed or crashed, is restarted, and its work goes to the next one. One that lives can be
+renewed: another takes its place while it finishes its requests, and live streams move over in the middle of a
+sentence.
 """
 
 from __future__ import annotations
@@ -36,43 +36,48 @@ from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 from asr_serve.transfer.sealed_buffer import SealedBuffer
 
 MAX_STREAMS_MOVING = 8
-"""Streams on their way at once. Each is some MB of memory meanwhile, and its audio waits; the others go on."""
+"""Maximum streams that move at once. Each takes some MB of memory meanwhile, and its audio waits; other streams
+continue."""
 
 HandoverMode = Literal["state", "replay"]
-"""From where it stood; or heard again from its start."""
+"""Whether a session continued from its state or was replayed from its start."""
 HandoverKind = Literal["session", "stream"]
 
 
 class HandoverResult(NamedTuple):
-    """What has become of an engine process that another took the place of."""
+    """Summary of a renewal: what moved to the new process, and how long it took."""
 
     sessions: int
-    """Callers whose voice activity is followed, that went over; all of them from where they stood."""
+    """Voice-activity sessions that moved, all with their state."""
     streams: int
-    """Streams that went over from where they stood."""
+    """Streams that moved with their state."""
     replayed: int
-    """Those that were heard again from their start instead."""
+    """Streams that were replayed from their start instead."""
     repeated: int
-    """Requests that the old process did not finish in time: the new one begins them again."""
+    """Requests that the old process did not finish in time: the new one starts them again."""
     load_s: float
-    """Until the new process was there."""
+    """Time until the new process was ready."""
     total_s: float
-    """Until the old one was gone."""
+    """Time until the old process was gone."""
 
 
 class Handover:
-    """Sessions go over at once. Streams do a few at a time: no more of one is sent to the old process; when that
-    has answered what it has, it says where the stream stands; the new one goes on from there, with what has come
-    meanwhile. What can't go that way is heard again. Requests stay where they are. Under the lock of Processes."""
+    """Moves sessions and streams from an old process to a new one.
+
+    Sessions move at once, streams a few at a time: the old process gets no more chunks of a stream, answers the
+    ones it has and exports the state; the new one continues from it, with the chunks that arrived meanwhile.
+    Streams that cannot be exported are replayed. Requests stay in the old process. Protected by the lock of
+    Supervisor.
+    """
 
     def __init__(self, old: InFlight, new: InFlight) -> None:
         self.old, self.new = old, new
         self.moved: Counter[tuple[HandoverKind, HandoverMode]] = Counter()
         self.repeated_requests = 0
         self.waited_s = 0.0
-        """How long the audio of all streams together waited on their way."""
+        """Total time that the audio of moving streams waited."""
         self._moving_since_s: dict[int, float] = {}
-        """Those on their way: since when, on the monotonic clock."""
+        """Streams that are moving, with the time since when, on the monotonic clock."""
 
     @property
     def finished(self) -> bool:
@@ -86,7 +91,7 @@ class Handover:
         self._move_more()
 
     def on_message(self, given: InFlight, message: messages.ToServer | ExportedStream) -> None:
-        """After `given` took it."""
+        """Handles a message after `given` did."""
         match message:
             case messages.StreamOutput(session=number) | messages.RequestFailed(id=number, chunk=int()) if (
                 given is self.old
@@ -95,40 +100,40 @@ class Handover:
                     self._request_export(number)
             case ExportedStream(session=number, saved=saved) if given is self.old:
                 self._on_exported(number, saved)
-            case ExportedStream(saved=SealedBuffer() as nobodys):
-                nobodys.close()
+            case ExportedStream(saved=SealedBuffer() as unused):
+                unused.close()
             case messages.StreamOpened(session=number, failure=failure) if given is self.new:
                 self._on_arrived(number, "replay" if failure else "state")
             case messages.StreamOpened(session=number) if (
                 number in self._moving_since_s
-            ):  # of a renewal before, that took too long
+            ):  # from an earlier renewal that timed out
                 self._request_export(number)
 
     def on_closed(self, number: int) -> None:
-        """Its caller went away."""
+        """Handles a stream that was closed while it moved."""
         if self._moving_since_s.pop(number, None) is not None:
             self._move_more()
 
     def on_new_process_restarted(self) -> None:
-        """The new process died, and another has begun in its place."""
+        """Handles a restart of the new process: its streams were replayed."""
         for number in list(self._moving_since_s):
             stream = self.new.sessions.get(number)
             if isinstance(stream, InFlightStream) and not stream.restoring:
                 self._on_arrived(number, "replay" if stream.answered_chunks else "state")
 
     def transfer_remaining(self) -> None:
-        """The old process is gone, or is to go: what it has not done is done by the new one."""
+        """Transfers the remaining work when the old process is gone or must go."""
         sessions, self.old.sessions = self.old.sessions, type(self.old.sessions)()
         for number, session in sessions.items():
             self._transfer_session(number, session)
         work, self.old.requests = self.old.requests, {}
-        for each in work.values():
-            each.started = False
-            self.new.submit(each)
+        for request in work.values():
+            request.started = False
+            self.new.submit(request)
             self.repeated_requests += 1
 
     def _move_more(self) -> None:
-        """Let some more streams go."""
+        """Starts moving more streams, up to MAX_STREAMS_MOVING."""
         for number, stream in self.old.sessions.items():
             if len(self._moving_since_s) >= MAX_STREAMS_MOVING:
                 return
@@ -138,9 +143,9 @@ class Handover:
                 self._request_export(number)
 
     def _request_export(self, number: int) -> None:
-        """Where it stands, once the process has answered all that it was sent."""
+        """Requests the export once the process has answered all chunks that it was sent."""
         stream = self.old.sessions.get(number)
-        if not isinstance(stream, InFlightStream):  # it has ended, or was lost
+        if not isinstance(stream, InFlightStream):  # it has ended or failed
             self.on_closed(number)
         elif not stream.unanswered_chunks and not stream.restoring:
             self.old.send(messages.ExportStream(number))
@@ -176,17 +181,19 @@ class Handover:
 log = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 3
-"""Starts in a row that fail; then waiting requests are rejected, new ones refused, and it is tried on."""
+"""Failed starts in a row before waiting requests are rejected and new ones refused, while starts are still
+tried."""
 HEALTHY_S = 30.0
-"""A process that lived this long died of something new: the next one starts without a pause."""
+"""Lifetime after which a death counts as a new problem: the next process starts without a pause."""
 HANG_TIMEOUT_S = 60.0
-"""A process that gives no sign of life for so long is killed. No step takes a tenth of it."""
+"""Time without a message before a process is killed. No step takes a tenth of it."""
 LOAD_TIMEOUT_S = 1_800.0
-"""The same while it loads: weights may come over a slow line."""
+"""Time without a message while a process loads: weights may come over a slow connection."""
 
 
 class Supervisor:
-    """Each has a thread here that listens to it. Raises what loading raises."""
+    """Runs the processes of an engine, each with a thread that reads its messages. Raises the errors of
+    loading."""
 
     def __init__(
         self,
@@ -198,24 +205,24 @@ class Supervisor:
         self._spec, self._ring = spec, ring
         self._tell, self._on_stop = tell, on_stop
         self.lock = threading.Lock()
-        """Of what follows, and of the order of messages. The server's event loop takes it, so that whoever has it
-        waits for no process."""
+        """Lock of the fields below and of the order of messages. The server's event loop takes it, so that no
+        thread may wait for a process while it holds it."""
         self.changed = threading.Condition(self.lock)
-        """To be notified when somebody's work has ended."""
+        """Notified when work has ended or the state has changed."""
         self.current = InFlight()
-        """Of the process that takes what is new, or of the next."""
+        """Work of the process that accepts new requests, or of the next one."""
         self.handover: Handover | None = None
-        """While there is one before that still."""
+        """Set while an earlier process is still running."""
         self.state = "loading"
         self.restarts = 0
         self.moved: Counter[tuple[str, str]] = Counter()
-        """Sessions and streams that went from one process to another, by what they are and how they went."""
+        """Number of sessions and streams that moved between processes, by kind and mode."""
         self.moved_s = 0.0
-        """How long streams' audio waited meanwhile."""
+        """Total time that audio of moving streams waited."""
         self._replacement: InFlight | None = None
-        """A renewal is under way: of the process that it has started."""
+        """Work of the process that a running renewal has started."""
         self._closing = threading.Event()
-        self._starting = threading.Lock()  # one process loads at a time, and it may be what another waits for
+        self._starting = threading.Lock()  # one process loads at a time, and another may wait for it
         self._keepers: dict[InFlight, threading.Thread] = {}
         first: Future[messages.EngineReady] = Future()
         self._start_keeper(self.current, first)
@@ -224,9 +231,9 @@ class Supervisor:
 
     @property
     def in_flights(self) -> list[InFlight]:
-        """That there are at the moment."""
-        renewal = self.handover
-        old = renewal.old if renewal else None
+        """All current InFlight objects: current, old and replacement."""
+        handover = self.handover
+        old = handover.old if handover else None
         return list(dict.fromkeys(each for each in (self.current, old, self._replacement) if each is not None))
 
     def expect_open(self) -> None:
@@ -235,16 +242,16 @@ class Supervisor:
         if self.state == "failed":
             raise EngineClosed("the engine cannot be started at the moment", todo="try again later")
 
-    # --- another process in the place of one that lives ---------------------------------------------------
+    # --- replacing a running process -----------------------------------------------------------------------
 
     def renew(self, timeout_s: float) -> HandoverResult:
-        """Start another process and have it take over; blocks until the old one is gone.
+        """Starts another process and moves the work to it; blocks until the old one is gone.
 
-        What is new goes to the new one as soon as it is there. The old one finishes the requests that it has, for
-        `timeout_s` at most; what is left then is done by the new one. Should one of the two die meanwhile, what it
-        had goes to the other, or to the next. Until the new one is there nothing changes: what loading raises is
-        raised, and the old one stays. Raises NotAllowed while another renewal is under way, or of an engine that
-        encodes for others; EngineClosed.
+        New work goes to the new process as soon as it is ready. The old one finishes its requests, for `timeout_s`
+        at most; the new one does the rest. If one of the two dies meanwhile, its work goes to the other, or to the
+        next. Until the new process is ready nothing changes: errors of loading are raised, and the old one stays.
+        Raises NotAllowed during another renewal, for an engine that encodes for others, and where the model's
+        files have changed; EngineClosed.
         """
         if self._spec.config.role == "encode":
             raise NotAllowed(
@@ -259,24 +266,24 @@ class Supervisor:
                 raise EngineClosed(f"the engine is {self.state}", todo="try again when it is ready")
             if self._replacement is not None:
                 raise NotAllowed("the engine is being renewed", "one renewal at a time", "wait for that one")
-            coming = self._replacement = InFlight()
+            replacement = self._replacement = InFlight()
         try:
-            renewal, load_s = self._replace_process(coming), time.monotonic() - started_s
-            self._hand_over(renewal, timeout_s)
+            handover, load_s = self._replace_process(replacement), time.monotonic() - started_s
+            self._hand_over(handover, timeout_s)
         finally:
             with self.lock:
                 self._replacement = None
                 self.changed.notify_all()
-        found = HandoverResult(
-            renewal.moved["session", "state"],
-            renewal.moved["stream", "state"],
-            renewal.moved["stream", "replay"],
-            renewal.repeated_requests,
+        result = HandoverResult(
+            handover.moved["session", "state"],
+            handover.moved["stream", "state"],
+            handover.moved["stream", "replay"],
+            handover.repeated_requests,
             round(load_s, 3),
             round(time.monotonic() - started_s, 3),
         )
-        log.info("the engine was renewed: %s", found)
-        return found
+        log.info("the engine was renewed: %s", result)
+        return result
 
     def _replace_process(self, coming: InFlight) -> Handover:
         with self._starting:
@@ -284,15 +291,15 @@ class Supervisor:
             with self.lock:
                 same = _comparable_facts(ready) == _comparable_facts(self.ready)
                 if same and not self._closing.is_set():
-                    renewal = self.handover = Handover(self.current, coming)
+                    handover = self.handover = Handover(self.current, coming)
                     assert coming.current_process is not None
                     coming.current_process.hang_timeout_s = HANG_TIMEOUT_S
                     self.current, self.state = coming, "ready"
                     coming.replay_all()
                     self._start_keeper(coming)
-                    renewal.start()
+                    handover.start()
                     self.changed.notify_all()
-                    return renewal
+                    return handover
         assert coming.current_process is not None
         _end_unused(coming.current_process)
         if same:
@@ -307,23 +314,23 @@ class Supervisor:
         try:
             with self.changed:
                 self.changed.wait_for(lambda: renewal.finished or self._closing.is_set(), timeout_s)
-        finally:  # also where whoever asked is interrupted
+        finally:  # also when the caller is interrupted
             self._retire_old(renewal)
         if self._closing.is_set():
             raise EngineClosed("the engine was closed")
 
     def _retire_old(self, renewal: Handover) -> None:
-        """From the old one."""
-        last = threading.Timer(EXIT_TIMEOUT_S, renewal.old.process.kill)  # see `close`
-        last.daemon = True
-        last.start()
+        """Transfers the remaining work of the old process and stops it."""
+        kill_timer = threading.Timer(EXIT_TIMEOUT_S, renewal.old.process.kill)  # see `close`
+        kill_timer.daemon = True
+        kill_timer.start()
         with self.lock:
             if not self._closing.is_set():
                 renewal.transfer_remaining()
             renewal.old.request_stop()
             keeper = self._keepers[renewal.old]
         keeper.join()
-        last.cancel()
+        kill_timer.cancel()
         with self.lock:
             del self._keepers[renewal.old]
             self.handover = None
@@ -333,7 +340,7 @@ class Supervisor:
     # --- a process's life, on a thread of its own -------------------------------------------------------
 
     def _start_keeper(self, given: InFlight, first: Future[messages.EngineReady] | None = None) -> None:
-        """A thread for it. `first`: where it is to be started, too."""
+        """Starts the thread of a process. `first`: resolved with its first start, which the thread does too."""
         thread = self._keepers[given] = threading.Thread(
             target=self._run_keeper, args=(given, first), name=f"asr-serve {self._spec.model} link", daemon=True
         )
@@ -354,13 +361,13 @@ class Supervisor:
             error = EngineClosed(f"the engine was given up: {type(failure).__name__}", todo="load the model again")
             if given.current_process is not None:
                 _end_unused(given.current_process)
-        finally:  # whatever happens, nobody waits for ever
+        finally:  # in any case, so that no caller waits forever
             if first is not None and not first.done():
                 first.set_exception(error)
             self._fail_remaining(given, error)
 
     def _keep_alive(self, given: InFlight) -> None:
-        """Until closed, or until another has taken its place."""
+        """Reads messages and restarts the process, until closed or replaced."""
         troubles, started_s = 0, time.monotonic()
         while True:
             code = self._receive_until_exit(given)
@@ -379,7 +386,7 @@ class Supervisor:
             log.warning("the engine is back after %.1f s", time.monotonic() - started_s)
 
     def _receive_until_exit(self, given: InFlight) -> str:
-        """Until the process is gone; how it went."""
+        """Reads messages until the process is gone; returns how it ended."""
         child = given.current_process
         assert child is not None
         while (message := child.receive()) is not None:
@@ -393,12 +400,12 @@ class Supervisor:
         return code
 
     def _start(self, given: InFlight) -> messages.EngineReady:
-        """A process whose model is loaded. Raises what loading raises, EngineClosed."""
+        """Starts a process and waits until its model is loaded. Raises the errors of loading, EngineClosed."""
         child = given.current_process = EngineProcess.start(self._spec, self._ring)
         with self.lock:
             child.hang_timeout_s = LOAD_TIMEOUT_S
             self._speed_up_replacement()
-        if self._closing.is_set():  # `close` may have looked before there was one
+        if self._closing.is_set():  # `close` may have run before there was a process
             child.kill()
         with contextlib.ExitStack() as undo:
             undo.callback(_end_unused, child)
@@ -407,18 +414,18 @@ class Supervisor:
         return ready
 
     def _speed_up_replacement(self) -> None:
-        """The current one is gone, and what a renewal loads in its place is what callers wait for. Its files are
-        here, since the first one loaded them: if it hangs it is killed, and another is started as after any death.
-        """
-        coming = self._replacement
-        if self.state == "ready" or coming is None or coming is self.current:
+        """Shortens the load timeout of a replacement when the current process is gone, because callers wait for
+        it. Its files are local, since the first process loaded them; if it hangs it is killed and restarted like
+        any other."""
+        replacement = self._replacement
+        if self.state == "ready" or replacement is None or replacement is self.current:
             return
-        if coming.current_process is not None:
-            patience_s = HANG_TIMEOUT_S + 2 * self.ready.load_s
-            coming.current_process.hang_timeout_s = min(coming.current_process.hang_timeout_s, patience_s)
+        if replacement.current_process is not None:
+            timeout_s = HANG_TIMEOUT_S + 2 * self.ready.load_s
+            replacement.current_process.hang_timeout_s = min(replacement.current_process.hang_timeout_s, timeout_s)
 
     def _restart(self, given: InFlight, troubles: int) -> bool:
-        """False: there is no need any more."""
+        """Restarts a process; returns False when none is needed any more."""
         failed = 0
         while self._restart_needed(given, restart_pause_s(troubles)):
             with self._starting:
@@ -437,7 +444,8 @@ class Supervisor:
         return False
 
     def _restart_needed(self, given: InFlight, after_s: float = 0.0) -> bool:
-        """Whether there must be another process for it. What a renewal has loaded meanwhile will do."""
+        """Whether the process has to be restarted, after a wait of up to `after_s`. A replacement that was loaded
+        meanwhile is used instead."""
         with self.changed:
             return not self.changed.wait_for(lambda: self._closing.is_set() or given is not self.current, after_s)
 
@@ -452,28 +460,29 @@ class Supervisor:
             self.state = "ready"
 
     def _watch(self) -> None:
-        """Kill a process that gives no sign of life: it is asked for one again and again. Keeps hold of none: the
-        memory of a dead one would stay."""
+        """Pings all processes regularly and kills unresponsive ones. Keeps no reference to a process, so that the
+        memory of a dead one is freed."""
         while not self._closing.wait(HANG_TIMEOUT_S / 10):
             self._ping()
             self._kill_unresponsive()
 
     def _ping(self) -> None:
-        """Those whose pipe is full too: what is sent waits for room on another thread (Child.send)."""
+        """Pings all processes, also those with a full pipe: messages wait on another thread
+        (EngineProcess.send)."""
         with self.lock:
-            for given in self.in_flights:
-                given.send(messages.EnginePing())
+            for in_flight in self.in_flights:
+                in_flight.send(messages.EnginePing())
 
     def _kill_unresponsive(self) -> None:
-        for child in [each.current_process for each in self.in_flights]:
+        for child in [in_flight.current_process for in_flight in self.in_flights]:
             if child is not None and child.unresponsive:
                 log.error("the engine gave no sign of life for %.0f s: it is killed", child.hang_timeout_s)
                 child.kill()
 
     def _kill(self) -> None:
-        for given in self.in_flights:
-            if given.current_process is not None:
-                given.current_process.kill()
+        for in_flight in self.in_flights:
+            if in_flight.current_process is not None:
+                in_flight.current_process.kill()
 
     def _handle_message(self, given: InFlight, message: messages.ToServer | ExportedStream) -> None:
         if isinstance(message, messages.EngineLog):
@@ -494,13 +503,13 @@ class Supervisor:
 
     def close(self) -> None:
         self._closing.set()
-        # A process that hangs may hold us up; killed, it does not.
-        last = threading.Timer(EXIT_TIMEOUT_S, self._kill)
-        last.daemon = True
-        last.start()
+        # A process that hangs would block this; it is killed after EXIT_TIMEOUT_S.
+        kill_timer = threading.Timer(EXIT_TIMEOUT_S, self._kill)
+        kill_timer.daemon = True
+        kill_timer.start()
         with self.lock:
-            for given in self.in_flights:
-                given.request_stop()
+            for in_flight in self.in_flights:
+                in_flight.request_stop()
             self.changed.notify_all()
             keepers = list(self._keepers.values())
         if threading.current_thread() not in keepers:
@@ -508,10 +517,11 @@ class Supervisor:
                 keeper.join()
             with self.lock:
                 self.changed.wait_for(lambda: self._replacement is None)
-        last.cancel()
+        kill_timer.cancel()
 
     def _give_up(self) -> None:
-        """Nobody may wait for an engine that will not start. Why is in the log: it is not for clients."""
+        """Rejects all work of an engine that does not start. The reason is only in the log: it is not for
+        clients."""
         with self.lock:
             self.state = "failed"
             answers = self.current.fail_all(
@@ -520,10 +530,10 @@ class Supervisor:
         self._tell(answers)
 
     def _fail_remaining(self, given: InFlight, error: AsrServeError) -> None:
-        """Its process is gone, and no other will be started for it."""
+        """Rejects or hands over the work of a process that has ended and will not be restarted."""
         with self.lock:
-            last = given is self.current
-            if last:  # whoever comes after us sees that it is closed, whoever came before is rejected
+            is_current = given is self.current
+            if is_current:  # later callers see that it is closed, earlier ones are rejected
                 self._closing.set()
                 self.state = "closed"
             if self.handover is not None and self.handover.old is given and not self._closing.is_set():
@@ -531,18 +541,18 @@ class Supervisor:
                 error = unanswered_query("was replaced")
             answers = given.fail_all(error)
             self.changed.notify_all()
-        if last:
+        if is_current:
             self._on_stop()
         self._tell(answers)
 
 
 def _comparable_facts(ready: messages.EngineReady) -> tuple[object, ...]:
-    """Of a process, that another in its place must share."""
+    """Facts that a replacement must share with the process."""
     return ready.card, ready.turn_card, ready.fingerprint
 
 
 def _end_unused(child: EngineProcess) -> None:
-    """One that nobody has given anything."""
+    """Kills and closes a process without work."""
     child.kill()
     child.join_or_kill()
     child.close()

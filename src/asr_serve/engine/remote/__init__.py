@@ -1,1 +1,2 @@
-"""Engines that encode for others: what is said (said, meeting), who asks (asking, peer), who encodes (worker)."""
+"""Remote encoding: messages and handshake, client side (peer_pool, connection), worker side (encode_worker,
+encode_client)."""

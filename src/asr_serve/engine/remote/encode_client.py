@@ -1,5 +1,4 @@
-"""One engine that asks this one to encode: a thread that reads what it wants, and one that sends back what came of
-it."""
+"""Connection of one client engine: one thread reads its requests, another one sends the results."""
 
 from __future__ import annotations
 
@@ -22,21 +21,22 @@ from asr_serve.transfer.transports import BufferRegion, TransportSender
 from asr_serve.types import Priority
 
 IDLE_TIMEOUT_S = 120.0
-"""An asker that says nothing for so long is gone: it pings much more often."""
+"""Silence after which a client counts as gone: it pings much more often."""
 MAX_OFFERS = 8
-"""Roads that one asker may offer."""
+"""Transports that one client may offer."""
 MAX_UNSENT_BYTES = 1 << 30
-"""That one asker may wait for at once, unless one utterance takes more. worker.MOST_UNSENT bounds all of them."""
+"""Output that one client may wait for at once, unless one utterance takes more.
+encode_worker.MAX_UNSENT_BYTES_TOTAL bounds that of all clients."""
 
 log = logging.getLogger(__name__)
 
 
 class EncodeRequest(msgspec.Struct, eq=False):
-    """An utterance to encode, of one asker. `pcm` (n,) float32, 16 kHz."""
+    """Utterance to encode for one client. `pcm` (n,) float32, 16 kHz."""
 
     client: EncodeClient
     id: int
-    """The asker's."""
+    """Chosen by the client."""
     pcm: np.ndarray
     frames: int
     whole: bool
@@ -45,12 +45,12 @@ class EncodeRequest(msgspec.Struct, eq=False):
     region: BufferRegion
     arrived_s: float
     key: int = 0
-    """The worker's, while it waits to be planned."""
+    """Chosen by the worker, while the request waits to be scheduled."""
     cancelled: bool = False
 
 
 class EncodeReply(NamedTuple):
-    """`data` (nbytes,) uint8; None: it failed, and `why`."""
+    """Result of a request. `data` (nbytes,) uint8; None: it failed, because of `why`."""
 
     request: EncodeRequest
     data: np.ndarray | None
@@ -60,50 +60,50 @@ class EncodeReply(NamedTuple):
 
 
 class EncodeService(NamedTuple):
-    """What askers meet: who encodes here, how much one may ask for, and who does it."""
+    """Worker as its connections use it: identity, limits, and callbacks."""
 
     identity: EncoderIdentity
     handshake: HandshakeSettings
     limits: PeerDescription
     samples: tuple[int, int]
-    """The fewest and the most of an utterance."""
+    """Fewest and most samples of an utterance."""
     frames: Callable[[int, bool], int]
-    """Raises MalformedRequest for all of a window where there is none."""
+    """Number of frames by samples and `whole`. Raises MalformedRequest for a whole window where there is none."""
     longest_frames: int
-    """Of one utterance."""
+    """Most frames of one utterance."""
     frame_bytes: dict[str, int]
-    """Of what is carried: `cross`, `hidden`."""
+    """Bytes of one frame, by payload: `cross`, `hidden`."""
     timeout_s: float
     on_request: Callable[[EncodeRequest], None]
-    """This and the next two from any thread."""
+    """Called from any thread, like the next two."""
     on_cancel: Callable[[EncodeRequest], None]
     on_disconnect: Callable[[EncodeClient], None]
     on_sent: Callable[[], None]
-    """From any thread, after each reply: memory is free again."""
+    """Called from any thread, after each reply: memory is free again."""
 
 
 class EncodeClient:
-    """Lives on a thread of its own, `run`, until the connection ends."""
+    """Connection of one client, served by `run` on a thread of its own until it ends."""
 
     def __init__(self, line: PeerChannel, name: str, desk: EncodeService) -> None:
         self.channel, self.name, self._service = line, name, desk
         self.payload = ""
         self.welcome = False
-        """It has said who it is, and proved it."""
+        """Whether the handshake has succeeded."""
         self.finished_s: dict[Priority, float] = {}
-        """The worker's: when, by its share, what it has asked for in each class will be done."""
+        """Used by the worker: when the requests of each priority would be done at this client's share."""
         self._lock = threading.Lock()
         self._over = False
         self._held: dict[int, EncodeRequest] = {}
         self._samples = self._bytes = 0
         self._most_bytes = 0
-        """Of what it may wait for at once: what its landing memory holds."""
+        """Limit of the output it may wait for at once: its receive buffer."""
         self.unsent = 0
-        """Bytes that are encoded for it and not there yet: memory of this process."""
+        """Bytes encoded for it and not sent yet: memory of this process."""
         self._out: queue.SimpleQueue[EncodeReply | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        sending: threading.Thread | None = None
+        sender_thread: threading.Thread | None = None
         sender: TransportSender | None = None
         try:
             identity = handshake.handshake_as_worker(
@@ -111,12 +111,14 @@ class EncodeClient:
             )
             self.welcome = True
             sender = self._attach_transport(identity)
-            sending = threading.Thread(target=self._send_all, args=(sender,), name="peer replies", daemon=True)
-            sending.start()
+            sender_thread = threading.Thread(
+                target=self._send_all, args=(sender,), name="peer replies", daemon=True
+            )
+            sender_thread.start()
             log.info("%s asks this engine to encode (%s)", self.name, self.payload)
             self._receive_loop()
         except PeerGone as end:
-            log.log(logging.INFO if sending else logging.DEBUG, "%s has left: %s", self.name, end)
+            log.log(logging.INFO if sender_thread else logging.DEBUG, "%s has left: %s", self.name, end)
         except AsrServeError as failure:
             log.warning("%s is hung up on: %s", self.name, failure)
         except Exception:
@@ -127,22 +129,22 @@ class EncodeClient:
             self.channel.shut_down()
             self._out.put(None)
             if sender is not None:
-                sender.close()  # whoever is in its `put` waits no longer
-            if sending is not None:
-                sending.join()
+                sender.close()  # unblocks `write_region`
+            if sender_thread is not None:
+                sender_thread.join()
             self.channel.close()
 
     def enqueue_reply(self, reply: EncodeReply) -> None:
-        """From any thread. Nobody waits for it here."""
+        """Queues a reply, from any thread, without blocking."""
         if reply.data is not None:
             with self._lock:
                 self.unsent += reply.data.nbytes
         self._out.put(reply)
 
-    # --- what it wants ------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------
 
     def _attach_transport(self, identity: EncoderIdentity) -> TransportSender:
-        """A road that the asker offers and that leads there. Raises RoadFailed."""
+        """Attaches the first reachable transport that the client offers. Raises RoadFailed."""
         for _ in range(MAX_OFFERS):
             offer = self.channel.expect(messages.TransportOffer)
             if offer.payload not in self._service.frame_bytes:
@@ -165,11 +167,11 @@ class EncodeClient:
 
     @property
     def _longest_bytes(self) -> int:
-        """Of one utterance."""
+        """Output bytes of the longest utterance."""
         return self._service.longest_frames * self._service.frame_bytes[self.payload]
 
     def _receive_loop(self) -> None:
-        """Until the asker is gone. Raises PeerGone, RoadFailed, MalformedRequest."""
+        """Handles messages until the client is gone. Raises PeerGone, RoadFailed, MalformedRequest."""
         while True:
             match self.channel.receive(IDLE_TIMEOUT_S):
                 case messages.EncodeMessage() as wanted:
@@ -188,23 +190,24 @@ class EncodeClient:
                     raise MalformedRequest(f"a message {type(other).__name__}", "it is not for this moment")
 
     def _accept_request(self, wanted: EncodeMessage) -> None:
-        """Nothing is read, and no memory taken, for what may not be asked. Raises MalformedRequest."""
-        desk, bounds = self._service, self._service.limits
-        fewest, most = desk.samples
+        """Checks a request before its samples are read and memory is allocated, and submits it. Raises
+        MalformedRequest."""
+        service, limits = self._service, self._service.limits
+        fewest, most = service.samples
         if not fewest <= wanted.length <= most:
             raise MalformedRequest(f"{wanted.length} samples", f"{fewest} to {most}")
-        frames = desk.frames(wanted.length, wanted.whole)
-        if wanted.region.nbytes != frames * desk.frame_bytes[self.payload]:
+        frames = service.frames(wanted.length, wanted.whole)
+        if wanted.region.nbytes != frames * service.frame_bytes[self.payload]:
             raise MalformedRequest(f"a spot of {wanted.region.nbytes} bytes", f"{frames} frames of {self.payload}")
         with self._lock:
             if wanted.id in self._held:
                 raise MalformedRequest(f"request {wanted.id} twice")
-            if len(self._held) >= bounds.requests or self._samples + wanted.length > bounds.samples:
+            if len(self._held) >= limits.requests or self._samples + wanted.length > limits.samples:
                 raise MalformedRequest(
                     f"{len(self._held) + 1} requests with {self._samples + wanted.length} samples",
-                    f"up to {bounds.requests} and {bounds.samples}, as this engine has said",
+                    f"up to {limits.requests} and {limits.samples}, as this engine has said",
                 )
-            if self._bytes + wanted.region.nbytes > self._most_bytes:  # nobody lends the same spot twice
+            if self._bytes + wanted.region.nbytes > self._most_bytes:  # regions do not overlap
                 raise MalformedRequest(
                     f"spots of {self._bytes + wanted.region.nbytes} bytes", f"{self._most_bytes} bytes of memory"
                 )
@@ -224,9 +227,9 @@ class EncodeClient:
             self._held[wanted.id] = request
             self._samples += wanted.length
             self._bytes += wanted.region.nbytes
-        desk.on_request(request)
+        service.on_request(request)
 
-    # --- what came of it ------------------------------------------------------------------------------------
+    # --- replies --------------------------------------------------------------------------------------------
 
     def _send_all(self, sender: TransportSender) -> None:
         try:
@@ -242,7 +245,8 @@ class EncodeClient:
             sender.close()
 
     def _send_next(self, sender: TransportSender) -> bool:
-        """False at the end. What was sent is held by nobody while the next is waited for."""
+        """Sends one reply; returns False at the end. No reference to a sent reply remains while the next is
+        awaited."""
         if (reply := self._out.get()) is None:
             return False
         self._send(sender, reply)
@@ -254,8 +258,8 @@ class EncodeClient:
         checksum, started = 0, time.perf_counter()
         if data is not None and not request.cancelled:
             checksum = sender.write_region(request.region, data, self._service.timeout_s)
-        road_s = time.perf_counter() - started
-        with self._lock:  # before the asker is told, who may then ask for as much again
+        transfer_s = time.perf_counter() - started
+        with self._lock:  # before the reply: the client may then request as much again
             del self._held[request.id]
             self._samples -= len(request.pcm)
             self._bytes -= request.region.nbytes
@@ -265,6 +269,6 @@ class EncodeClient:
             return
         self.channel.send(
             messages.EncodeDone(
-                request.id, request.frames, data.nbytes, checksum, reply.waited_s, reply.encoded_s, road_s
+                request.id, request.frames, data.nbytes, checksum, reply.waited_s, reply.encoded_s, transfer_s
             )
         )

@@ -1,8 +1,8 @@
-"""An engine whose role is to encode: it listens for others, and encodes what they all want in batches.
+"""Worker engine: listens for other engines, and encodes the requests of all of them in batches.
 
-A ModelExecutor of an ordinary loop, so that what supervises an engine process, asks it for a sign of
-life and reads its metrics knows no other kind. Threads beside the loop read what askers want and send back what
-came of it; which requests make the next batch, and the batch itself, are the loop's.
+It is a ModelExecutor of an ordinary loop, so the supervisor of an engine process, its liveness checks and its
+metrics need no special case. Threads beside the loop read requests of clients and send the results; scheduling and
+encoding happen in the loop.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from asr_serve.transfer import transports
 
 MAX_CLIENTS = 16
 MAX_REJECTING = 4
-"""Askers beyond them that are told so at once; more are hung up on."""
+"""Surplus clients that are refused with a message at once; further ones are disconnected."""
 MAX_REQUESTS = 256
-"""That one asker may have under way."""
+"""Requests that one client may have in flight."""
 MAX_REQUEST_SAMPLES = 16 << 20
-"""The same: 64 MiB of audio, or one utterance where that is longer."""
+"""Samples that one client may have in flight: 64 MiB of audio, or one utterance where that is longer."""
 MAX_UNSENT_BYTES_TOTAL = 2 << 30
-"""Bytes that are encoded and not at their askers yet, of all of them together: until some have gone nothing more
-is encoded. A batch may go beyond it. An asker that takes nothing is hung up on after `peer_timeout_s`."""
+"""Output of all clients that may be encoded and not sent yet: beyond it nothing more is encoded. A batch may
+exceed it. A client that does not receive is disconnected after `peer_timeout_s`."""
 ROOM = 1 << 30
-"""Rows and pages: whoever decodes has counted them."""
+"""Rows and pages for the scheduler: the engine that decodes has counted them."""
 AGAIN_S = 1.0
-"""Before the port is listened at again when the system has no descriptor left."""
+"""Pause before accepting again when the system has no descriptor left."""
 
 log = logging.getLogger(__name__)
 
 
 class EncodeWorker:
-    """See engine/executor.ModelExecutor. `samples`: the fewest and the most of an utterance."""
+    """Executor of an engine that encodes for others. See engine/executor.ModelExecutor. `samples`: fewest and most
+    of an utterance."""
 
     def __init__(
         self,
@@ -67,13 +68,13 @@ class EncodeWorker:
         self._waiting: dict[int, EncodeRequest] = {}
         self._keys = itertools.count()
         self._frame_s = 0.0
-        """What a frame takes, as the last batches went."""
+        """Time per frame, averaged over the last batches."""
         self._lock = threading.Lock()
         self._clients: dict[EncodeClient, None] = {}
-        """In the order in which they came."""
+        """Connected clients, oldest first."""
         self._turning_away = threading.Semaphore(MAX_REJECTING)
         self._held_back = False
-        """No batch was begun, since too much of the last ones is not sent yet."""
+        """Whether no batch was begun because too much output is unsent."""
         self._closing = threading.Event()
         self._listener = _listen(*meeting.listen_address)
         self.port: int = self._listener.getsockname()[1]
@@ -82,7 +83,7 @@ class EncodeWorker:
     def attach(self, keeper: LoopContext) -> None:
         self.keeper = keeper
         most = max(MAX_REQUEST_SAMPLES, self._samples[1])
-        bounds = PeerDescription(self._identity, transports.available_transports(), MAX_REQUESTS, most)
+        limits = PeerDescription(self._identity, transports.available_transports(), MAX_REQUESTS, most)
         model = self.runner.model
 
         def frames(length: int, whole: bool) -> int:
@@ -90,10 +91,10 @@ class EncodeWorker:
                 raise MalformedRequest("an utterance with all of its window", "this model has none")
             return model.count_frames(length, whole)
 
-        desk = EncodeService(
+        service = EncodeService(
             self._identity,
             self._handshake,
-            bounds,
+            limits,
             self._samples,
             frames,
             max(frames(self._samples[1], whole) for whole in {False, model.pads_to_window}),
@@ -101,13 +102,13 @@ class EncodeWorker:
             self._timeout_s,
             on_request=lambda request: keeper.call(lambda: self._on_request(request)),
             on_cancel=lambda request: keeper.call(lambda: self._on_cancel(request)),
-            on_disconnect=lambda asker: keeper.call(lambda: self._on_disconnect(asker)),
+            on_disconnect=lambda client: keeper.call(lambda: self._on_disconnect(client)),
             on_sent=self._on_sent,
         )
-        threading.Thread(target=self._accept, args=(desk,), name="peer door", daemon=True).start()
+        threading.Thread(target=self._accept, args=(service,), name="peer door", daemon=True).start()
         log.info("this engine encodes %s for others on port %d", self._identity.model, self.port)
 
-    # --- askers, on the door's thread ---------------------------------------------------------------------
+    # --- clients, on the accepting thread -----------------------------------------------------------------
 
     def _accept(self, desk: EncodeService) -> None:
         while not self._closing.is_set():
@@ -120,33 +121,34 @@ class EncodeWorker:
             name = f"{address[0]}:{address[1]}"
             try:
                 self._admit(EncodeClient(PeerChannel(end, decode_to_worker), name, desk))
-            except (OSError, RuntimeError) as failure:  # it has hung up, or no thread is to be had
+            except (OSError, RuntimeError) as failure:  # it has disconnected, or no thread can be started
                 log.warning("%s cannot be let in: %s", name, failure)
                 end.close()
 
     def _admit(self, asker: EncodeClient) -> None:
         with self._lock:
-            leaves = self._choose_evicted(asker)
-            if leaves is not asker:
+            evicted = self._choose_evicted(asker)
+            if evicted is not asker:
                 self._clients[asker] = None
-        if leaves is not None:
-            log.warning("%s is hung up on: %d connections are open already", leaves.name, MAX_CLIENTS)
-        if leaves is asker:
+        if evicted is not None:
+            log.warning("%s is hung up on: %d connections are open already", evicted.name, MAX_CLIENTS)
+        if evicted is asker:
             self._reject(asker.channel)
             return
-        if leaves is not None:
-            leaves.channel.shut_down()
+        if evicted is not None:
+            evicted.channel.shut_down()
         with contextlib.ExitStack() as undo:
             undo.callback(self._remove_client, asker)
             threading.Thread(target=self._serve_client, args=(asker,), name="peer asks", daemon=True).start()
             undo.pop_all()
 
     def _reject(self, line: PeerChannel) -> None:
-        """Beside the door, which waits for nobody: it is told why, or it would try again and again."""
+        """Refuses a client on a thread of its own, since the accepting thread must not block. It is told why, or
+        it would try again and again."""
 
         def tell() -> None:
             try:
-                with contextlib.suppress(AsrServeError):  # it is gone, or says nothing
+                with contextlib.suppress(AsrServeError):  # it is gone, or silent
                     reject_client(line, f"{MAX_CLIENTS} askers are here already; ask another engine")
             finally:
                 line.close()
@@ -161,15 +163,16 @@ class EncodeWorker:
             undo.pop_all()
 
     def _choose_evicted(self, new: EncodeClient) -> EncodeClient | None:
-        """Where there are too many: the first that has not said who it is, or the one that comes."""
+        """Returns the client to disconnect, if there are too many: the oldest that has not finished its handshake,
+        or the new one."""
         if self._closing.is_set():
             return new
         if len(self._clients) < MAX_CLIENTS:
             return None
-        for asker in self._clients:
-            if not asker.welcome:
-                del self._clients[asker]
-                return asker
+        for client in self._clients:
+            if not client.welcome:
+                del self._clients[client]
+                return client
         return new
 
     def _serve_client(self, asker: EncodeClient) -> None:
@@ -181,7 +184,7 @@ class EncodeWorker:
     def _remove_client(self, asker: EncodeClient) -> None:
         with self._lock:
             self._clients.pop(asker, None)
-        self._on_sent()  # what was encoded for it is nobody's any more
+        self._on_sent()  # its output no longer counts as unsent
 
     def _on_sent(self) -> None:
         if self._held_back:
@@ -190,13 +193,13 @@ class EncodeWorker:
     # --- on the loop's thread -----------------------------------------------------------------------------
 
     def _on_request(self, request: EncodeRequest) -> None:
-        """It waits with those of others, each asker's as if it had the engine to itself: who asks for much is
-        late with the last of it, and who asks for little is not."""
+        """Enqueues a request. Those of one client count as arriving one after the other, as if it had the engine
+        to itself: a client with many requests delays its own last ones, not those of others."""
         request.key = next(self._keys)
         self._waiting[request.key] = request
-        asker, now_s = request.client, time.monotonic()
-        begins_s = max(now_s, asker.finished_s.get(request.priority, 0.0))
-        asker.finished_s[request.priority] = begins_s + request.frames * self._frame_s
+        client, now_s = request.client, time.monotonic()
+        begins_s = max(now_s, client.finished_s.get(request.priority, 0.0))
+        client.finished_s[request.priority] = begins_s + request.frames * self._frame_s
         self.scheduler.enqueue(
             ScheduledRequest(request.key, request.frames, 1, request.priority, begins_s * 1_000, request.within_ms)
         )
@@ -213,14 +216,14 @@ class EncodeWorker:
     def _schedule_request(self, request: EncodeRequest) -> None:
         self.scheduler.remove(request.key)
         del self._waiting[request.key]
-        if all(each.client is not request.client for each in self._waiting.values()):
-            request.client.finished_s.clear()  # what was not used is not owed
+        if all(other.client is not request.client for other in self._waiting.values()):
+            request.client.finished_s.clear()  # an unused share is not saved up
 
     def _output_full(self) -> bool:
-        """Whether askers have to take what is encoded before there is more of it."""
-        self._held_back = True  # before it is counted: what is sent from here on wakes this loop
+        """Whether clients must receive output before more is encoded."""
+        self._held_back = True  # set before counting: replies sent from here on wake this loop
         with self._lock:
-            unsent = sum(asker.unsent for asker in self._clients)
+            unsent = sum(client.unsent for client in self._clients)
         self._held_back = unsent >= MAX_UNSENT_BYTES_TOTAL
         return self._held_back
 
@@ -258,13 +261,13 @@ class EncodeWorker:
 
     @torch.inference_mode()
     def _encode(self, batch: list[EncodeRequest]) -> list[Tensor]:
-        """Of each what its asker takes, (frames, ...) contiguous in the host's memory."""
+        """Returns the output of each request in its client's payload, (frames, ...), contiguous in host memory."""
         hidden, packing = self.runner.encode_hidden([r.pcm for r in batch], [r.whole for r in batch])
-        carried = {"hidden": hidden}
+        payloads = {"hidden": hidden}
         if any(request.client.payload == "cross" for request in batch):
-            carried["cross"] = self.runner.model.cross_keys_values(hidden)
+            payloads["cross"] = self.runner.model.cross_keys_values(hidden)
         return [
-            _own_copy(carried[request.client.payload][offset : offset + frames])
+            _own_copy(payloads[request.client.payload][offset : offset + frames])
             for request, offset, frames in zip(batch, packing.offsets, packing.frames, strict=True)
         ]
 
@@ -274,7 +277,7 @@ class EncodeWorker:
         reject(utterance.future, OptionError("this engine encodes for others", "it answers nobody itself"))
 
     def cancel(self, request_id: int) -> None:
-        """None was ever taken."""
+        """Does nothing: no such request is ever accepted."""
 
     @property
     def due_s(self) -> float | None:
@@ -290,43 +293,44 @@ class EncodeWorker:
     def shutdown(self, error: Exception) -> None:
         self._closing.set()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # `accept` would go on waiting
+            self._listener.shutdown(socket.SHUT_RDWR)  # unblocks `accept`
         self._listener.close()
         with self._lock:
-            for asker in self._clients:
-                asker.channel.shut_down()
+            for client in self._clients:
+                client.channel.shut_down()
 
     def report(self) -> dict[str, int]:
         return {"waiting": len(self._waiting), "decoding": 0, "pages": 0, "pages_used": 0}
 
     def describe(self) -> dict[str, Any]:
         with self._lock:
-            askers = len(self._clients)
+            clients = len(self._clients)
         return {
             "pages": 0,
             "pages_used": 0,
-            "askers": askers,
+            "askers": clients,
             "peer_batches": self.batches,
             "peer_requests": self.encoded,
         }
 
 
 def _own_copy(frames: Tensor) -> Tensor:
-    """In the host's memory, contiguous, and no view: a slow asker keeps its own clip and not the whole batch."""
-    found = frames.contiguous().cpu()
-    return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
+    """Returns the frames in host memory, contiguous, and not as a view: a slow client holds its own clip, not the
+    whole batch."""
+    copied = frames.contiguous().cpu()
+    return copied.clone() if copied.untyped_storage().nbytes() > copied.nbytes else copied
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        door = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
         try:
-            door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            door.bind(address)
-            door.listen(MAX_CLIENTS)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(MAX_CLIENTS)
         except OSError:
-            door.close()
+            listener.close()
             raise
     except OSError as failure:
         raise OptionError(
@@ -335,4 +339,4 @@ def _listen(host: str, port: int) -> socket.socket:
             "choose another with --encode-port",
             param="encode_port",
         ) from failure
-    return door
+    return listener

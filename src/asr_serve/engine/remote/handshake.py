@@ -1,9 +1,9 @@
-"""How two engines meet: each says who it is and proves that it knows the key, before anything is done for the
+"""Handshake of two engines: each states its identity and proves that it knows the key, before either works for the
 other.
 
-The key never crosses. Both proofs are HMACs over both sides' nonces and what the prover says of itself, so none
-can be used twice or turned round. What follows is not encrypted and not signed: the network between two engines is
-one that its owner trusts, and keys keep out who only reaches the port.
+The key is never sent. Both proofs are HMACs over both sides' nonces and the prover's identity, so none can be
+replayed or reflected. The rest of the connection is neither encrypted nor signed: the network between two engines
+must be trusted, and keys keep out those who merely reach the port.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asr_serve.engine.remote.messages import EncoderIdentity, Hello, PeerChannel
 from asr_serve.errors import MalformedRequest, PeerRefused, RoadTimeout
 
 HELLO_S = 5.0
-"""For each message of a meeting."""
+"""Time limit of each message of a handshake."""
 NONCE_BYTES = 32
 CLIENT_ROLE, WORKER_ROLE = b"asks", b"encodes"
 _facts = msgspec.msgpack.Encoder().encode
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class HandshakeSettings(NamedTuple):
-    """What an engine brings to others beside its model: what its weights are, where it listens when it encodes,
-    and the keys it knows."""
+    """Settings for peers besides the model: digest of the weights, address that a worker listens at, and known
+    keys."""
 
     weights: str
     listen_address: tuple[str, int] = ("127.0.0.1", 0)
@@ -39,7 +39,7 @@ class HandshakeSettings(NamedTuple):
 
 
 class PeerDescription(NamedTuple):
-    """The other side, as it introduced itself."""
+    """Description of the other side: its identity, transports, and limits."""
 
     identity: EncoderIdentity
     transports: tuple[str, ...]
@@ -48,36 +48,36 @@ class PeerDescription(NamedTuple):
 
 
 def proof(key: str, side: bytes, nonces: bytes, identity: EncoderIdentity) -> bytes:
-    """That `side` knows the key: of this meeting only, and with this identity only."""
+    """Returns the proof that `side` knows the key; valid for these nonces and this identity only."""
     return hmac.digest(key.encode(), side + b"\0" + nonces + _facts(identity), "sha256")
 
 
 def identity_difference(asker: EncoderIdentity, worker: EncoderIdentity) -> str:
-    """What is not the same of the two, in words; empty where they may work together. The shape of keys and values
-    is compared where these are carried."""
-    found = []
-    for name, word in (("model", "model"), ("weights", "weights"), ("dtype", "dtype"), ("quantize", "quantize")):
-        asks, encodes = getattr(asker, name), getattr(worker, name)
-        if asks != encodes:
-            found.append(f"{word}: {quoted(asks)} asks, {quoted(encodes)} encodes")
-    if not found and asker.hidden != worker.hidden:
-        found.append(f"an encoded frame: {quoted(asker.hidden)} asks, {quoted(worker.hidden)} encodes")
-    return "; ".join(found)
+    """Describes how two identities differ; empty where they may work together. The shape of keys and values is
+    compared only where these are sent."""
+    differences = []
+    for name, label in (("model", "model"), ("weights", "weights"), ("dtype", "dtype"), ("quantize", "quantize")):
+        client_value, worker_value = getattr(asker, name), getattr(worker, name)
+        if client_value != worker_value:
+            differences.append(f"{label}: {quoted(client_value)} asks, {quoted(worker_value)} encodes")
+    if not differences and asker.hidden != worker.hidden:
+        differences.append(f"an encoded frame: {quoted(asker.hidden)} asks, {quoted(worker.hidden)} encodes")
+    return "; ".join(differences)
 
 
 def handshake_as_client(line: PeerChannel, identity: EncoderIdentity, keys: Sequence[str]) -> PeerDescription:
-    """The asking side. Raises PeerRefused, PeerGone, RoadTimeout, MalformedRequest."""
-    ours = Hello(messages.VERSION, os.urandom(NONCE_BYTES), bool(keys))
-    line.send(ours)
-    theirs = line.receive(HELLO_S)
-    if theirs is None:
+    """Client side of the handshake. Raises PeerRefused, PeerGone, RoadTimeout, MalformedRequest."""
+    hello = Hello(messages.VERSION, os.urandom(NONCE_BYTES), bool(keys))
+    line.send(hello)
+    reply = line.receive(HELLO_S)
+    if reply is None:
         raise RoadTimeout(f"no Hello came in {HELLO_S:g} s")
-    if isinstance(theirs, messages.HandshakeRefused):  # before it was asked anything: it has no room
-        raise PeerRefused(f"it refuses this engine: {quoted(theirs.why)}")
-    if not isinstance(theirs, Hello):
-        raise MalformedRequest(f"a message {type(theirs).__name__}", "Hello was to come")
-    _compare_hello(ours, theirs)
-    nonces = ours.nonce + theirs.nonce
+    if isinstance(reply, messages.HandshakeRefused):  # before any request: it has no room
+        raise PeerRefused(f"it refuses this engine: {quoted(reply.why)}")
+    if not isinstance(reply, Hello):
+        raise MalformedRequest(f"a message {type(reply).__name__}", "Hello was to come")
+    _compare_hello(hello, reply)
+    nonces = hello.nonce + reply.nonce
     line.send(messages.ClientTerms(identity, proof(keys[0], CLIENT_ROLE, nonces, identity) if keys else b""))
     answer = line.receive(HELLO_S)
     if isinstance(answer, messages.HandshakeRefused):
@@ -86,8 +86,8 @@ def handshake_as_client(line: PeerChannel, identity: EncoderIdentity, keys: Sequ
         raise PeerRefused(f"it answered {type(answer).__name__} and no Welcome")
     if keys and not hmac.compare_digest(answer.proof, proof(keys[0], WORKER_ROLE, nonces, answer.identity)):
         raise PeerRefused("it does not know the key", "both sides need one of the same peer_keys")
-    if what := identity_difference(identity, answer.identity):
-        raise PeerRefused(what, "both sides need the same model, weights and dtype")
+    if difference := identity_difference(identity, answer.identity):
+        raise PeerRefused(difference, "both sides need the same model, weights and dtype")
     if answer.requests < 1 or answer.samples < 1:
         raise PeerRefused(f"it takes {answer.requests} requests and {answer.samples} samples")
     return PeerDescription(answer.identity, answer.transports, answer.requests, answer.samples)
@@ -96,29 +96,29 @@ def handshake_as_client(line: PeerChannel, identity: EncoderIdentity, keys: Sequ
 def handshake_as_worker(
     line: PeerChannel, identity: EncoderIdentity, keys: Sequence[str], bounds: PeerDescription
 ) -> EncoderIdentity:
-    """The encoding side: who asks. `bounds`: what the other is told. Raises as `ask`; whoever is refused was
-    told."""
-    ours = Hello(messages.VERSION, os.urandom(NONCE_BYTES), bool(keys))
-    theirs = line.expect(Hello, HELLO_S)
-    line.send(ours)
-    _compare_hello(theirs, ours)
-    nonces = theirs.nonce + ours.nonce
+    """Worker side of the handshake; returns the client's identity. `bounds`: sent to the client. Raises as
+    `handshake_as_client`; a refused client is told why."""
+    hello = Hello(messages.VERSION, os.urandom(NONCE_BYTES), bool(keys))
+    client_hello = line.expect(Hello, HELLO_S)
+    line.send(hello)
+    _compare_hello(client_hello, hello)
+    nonces = client_hello.nonce + hello.nonce
     terms = line.expect(messages.ClientTerms, HELLO_S)
     known = [
         key for key in keys if hmac.compare_digest(terms.proof, proof(key, CLIENT_ROLE, nonces, terms.identity))
     ]
     if keys and not known:
         _refuse(line, "it does not know the key; both sides need one of the same peer_keys")
-    if what := identity_difference(terms.identity, identity):
-        _refuse(line, what)
-    mine = proof(known[0], WORKER_ROLE, nonces, identity) if known else b""
-    line.send(messages.WorkerWelcome(identity, bounds.transports, bounds.requests, bounds.samples, mine))
+    if difference := identity_difference(terms.identity, identity):
+        _refuse(line, difference)
+    own_proof = proof(known[0], WORKER_ROLE, nonces, identity) if known else b""
+    line.send(messages.WorkerWelcome(identity, bounds.transports, bounds.requests, bounds.samples, own_proof))
     return terms.identity
 
 
 def reject_client(line: PeerChannel, why: str) -> None:
-    """One for whom there is no room is told so. Raises as `ask`, never PeerRefused."""
-    line.expect(Hello, HELLO_S)  # what is not read when a connection is closed takes along what was said to it
+    """Refuses a client for which there is no room. Raises as `handshake_as_client`, never PeerRefused."""
+    line.expect(Hello, HELLO_S)  # closing a connection with unread data would discard the refusal
     line.send(messages.HandshakeRefused(why))
 
 
@@ -128,7 +128,7 @@ def _refuse(line: PeerChannel, why: str) -> None:
 
 
 def _compare_hello(asks: Hello, encodes: Hello) -> None:
-    """What both can see before anything else is said."""
+    """Compares the first messages of both sides. Raises PeerRefused."""
     if asks.version != encodes.version:
         raise PeerRefused(
             f"protocol version: {asks.version} asks, {encodes.version} encodes", "the same release on both sides"

@@ -1,9 +1,9 @@
-"""What an engine that asks and one that encodes say to each other: msgspec structs, each behind its length, over
-TCP.
+"""Messages between an engine that requests encoding (client) and one that encodes (worker): length-prefixed
+msgspec structs over TCP.
 
-The samples that an Encode announces follow it. What comes back goes by a road of its own (transfer/roads); the
-message Encoded says that it is there. Nothing here is trusted before it was looked at: a message is as long as may
-be or refused, and what is no message ends the connection and nothing else.
+The samples that an EncodeMessage announces follow it. Encoder output goes over a transport of its own
+(transfer/transports); EncodeDone reports that it has been written. No received message is trusted: one that is too
+long is refused, and an invalid one ends the connection and nothing else.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from asr_serve.transfer.transports import BufferRegion
 from asr_serve.types import Priority
 
 VERSION = 2
-"""Of what is said here. Two of different versions do not work together."""
+"""Protocol version. Engines of different versions do not work together."""
 MAX_MESSAGE_BYTES = 1 << 20
-"""Of a message, its samples apart."""
+"""Limit of a message without its samples."""
 MESSAGE_S = 10.0
-"""A message that has begun is over by then."""
+"""Time limit of a message that has begun."""
 SEND_S = 30.0
-"""For the other side to read something of what it is sent: one that does not is gone."""
+"""Time in which the other side must read some of what it is sent, or count as gone."""
 MAX_WITHIN_MS = 600_000
 MAX_QUOTED_CHARS = 200
-"""Characters of the other side's own words, in an error or the log."""
+"""Limit of the other side's text in an error or the log."""
 _LENGTH = struct.Struct("<I")
 
 
 class EncoderIdentity(msgspec.Struct, frozen=True):
-    """What must be the same on both sides, or the text would be another."""
+    """Properties that must be equal on both sides, or the text would differ."""
 
     model: str
     weights: str
@@ -50,32 +50,33 @@ class EncoderIdentity(msgspec.Struct, frozen=True):
     hidden: tuple[int, ...]
     """Shape of one encoded frame."""
     cross: tuple[int, ...]
-    """Shape of its keys and values: it depends on the device too, and matters where these are carried."""
+    """Shape of its cross-attention keys and values; depends on the device too, and must match where these are
+    sent."""
 
 
 # --- both ways ----------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """First. `keyed`: whether a proof is asked for and given."""
+    """First message. `keyed`: whether a proof is required and given."""
 
     version: int
     nonce: bytes
     keyed: bool
 
 
-# --- to the engine that encodes -----------------------------------------------------------------------
+# --- to the worker ------------------------------------------------------------------------------------
 
 
 class ClientTerms(msgspec.Struct, frozen=True, tag=True):
-    """Who asks. `proof`: that it knows the key (meeting.proof); empty where there is none."""
+    """Identity of the client. `proof`: that it knows the key (handshake.proof); empty without a key."""
 
     identity: EncoderIdentity
     proof: bytes
 
 
 class TransportOffer(msgspec.Struct, frozen=True, tag=True):
-    """Where what is encoded may be put, and whether that is to be `cross` or `hidden`."""
+    """Receiver for encoder output. `payload`: `cross` or `hidden`."""
 
     transport: str
     receiver_offer: bytes
@@ -83,8 +84,8 @@ class TransportOffer(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeMessage(msgspec.Struct, frozen=True, tag=True):
-    """`length` samples of float32 follow. `whole`: with all of the window. What comes of it is put into `spot`,
-    which is just as large."""
+    """Encode request, followed by `length` samples of float32. `whole`: with all of the window. The output is
+    written to `region`, which has exactly its size."""
 
     id: int
     length: int
@@ -95,21 +96,21 @@ class EncodeMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelEncode(msgspec.Struct, frozen=True, tag=True):
-    """Nobody wants that one any more. It is answered nevertheless: by Encoded, or by Failed when nothing was
-    put."""
+    """Cancellation of a request. It is answered nevertheless: by EncodeDone, or by EncodeFailed when nothing was
+    written."""
 
     id: int
 
 
 class PeerPing(msgspec.Struct, frozen=True, tag=True):
-    """Answered by a Pong."""
+    """Liveness probe, answered by PeerPong."""
 
 
-# --- to the engine that asks --------------------------------------------------------------------------
+# --- to the client ------------------------------------------------------------------------------------
 
 
 class WorkerWelcome(msgspec.Struct, frozen=True, tag=True):
-    """Who encodes, and how much one asker may have under way there."""
+    """Identity of the worker, and the limits of what one client may have in flight there."""
 
     identity: EncoderIdentity
     transports: tuple[str, ...]
@@ -119,23 +120,23 @@ class WorkerWelcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandshakeRefused(msgspec.Struct, frozen=True, tag=True):
-    """And why: what differs, or what is wanted. The connection ends."""
+    """Refusal, and why: what differs, or what is required. The connection ends."""
 
     why: str
 
 
 class TransportAttached(msgspec.Struct, frozen=True, tag=True):
-    """The road is open."""
+    """Acceptance of the offered transport."""
 
 
 class TransportUnreachable(msgspec.Struct, frozen=True, tag=True):
-    """It leads nowhere from there: another may be offered."""
+    """Failure to reach the offered receiver; the client may offer another."""
 
     why: str
 
 
 class EncodeDone(msgspec.Struct, frozen=True, tag=True):
-    """It is in its spot. Seconds: how long it waited there, was encoded with its batch, was on the road."""
+    """Completion: the output is in its region. Seconds: waiting, encoding with its batch, transfer."""
 
     id: int
     frames: int
@@ -147,7 +148,7 @@ class EncodeDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class EncodeFailed(msgspec.Struct, frozen=True, tag=True):
-    """Nothing was put: its step failed, or it was cancelled."""
+    """Failure: nothing was written, because its step failed or it was cancelled."""
 
     id: int
     why: str
@@ -177,7 +178,7 @@ decode_to_client = msgspec.msgpack.Decoder(ToClient)
 
 
 class PeerChannel:
-    """One end of the connection. `send` may be called from any thread; one thread receives."""
+    """One end of a connection. `send` may be called from any thread; one thread receives."""
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         configure_connection(end)
@@ -189,19 +190,20 @@ class PeerChannel:
 
     @property
     def local_host(self) -> str:
-        """The address at which the other side reaches this one."""
+        """Address at which the other side reaches this one."""
         return str(self._end.getsockname()[0])
 
     @property
     def remote_host(self) -> str:
-        """The address from which the other side speaks. Raises PeerGone."""
+        """Address of the other side. Raises PeerGone."""
         try:
             return str(self._end.getpeername()[0])
         except OSError as failure:
             raise PeerGone(f"the other engine has hung up: {failure}") from failure
 
     def send(self, message: Message, samples: np.ndarray | None = None) -> None:
-        """Waits while the other side does not read, SEND_S at most without a byte. Raises PeerGone."""
+        """Sends a message. Blocks while the other side does not read, at most SEND_S without a byte. Raises
+        PeerGone."""
         data = _encode(message)
         assert len(data) <= MAX_MESSAGE_BYTES
         try:
@@ -209,15 +211,15 @@ class PeerChannel:
                 self._end.sendall(_LENGTH.pack(len(data)) + data)
                 if samples is not None:
                     self._end.sendall(samples.data.cast("B"))
-        except BlockingIOError:  # the socket's own word for time that is over
+        except BlockingIOError:  # the send timeout
             self.shut_down()  # half a message may be out: nothing can follow it
             raise PeerGone(f"the other engine has read nothing for {SEND_S:g} s") from None
         except (OSError, ValueError) as failure:
             raise PeerGone(f"the other engine has hung up: {failure}") from failure
 
     def receive(self, wait_s: float) -> Any:
-        """The next message; None when none has begun by then. Raises PeerGone, RoadTimeout when it stops in the
-        middle, MalformedRequest for what is none."""
+        """Returns the next message; None when none has begun within `wait_s`. Raises PeerGone, RoadTimeout when it
+        stops in the middle, MalformedRequest for an invalid one."""
         if not self._ready(wait_s):
             return None
         end_s = time.monotonic() + MESSAGE_S
@@ -231,7 +233,8 @@ class PeerChannel:
             raise MalformedRequest(f"{length} bytes that are no message: {quoted(failure)}") from failure
 
     def expect(self, kind: type[M], wait_s: float = MESSAGE_S) -> M:
-        """A message of that kind and no other. Raises as `receive`, and RoadTimeout where none comes."""
+        """Returns the next message, which must be of that kind. Raises as `receive`, and RoadTimeout where none
+        comes."""
         message = self.receive(wait_s)
         if message is None:
             raise RoadTimeout(f"no {kind.__name__} came in {wait_s:g} s")
@@ -240,13 +243,13 @@ class PeerChannel:
         return message
 
     def receive_samples(self, count: int) -> np.ndarray:
-        """What an Encode announced. Raises PeerGone, RoadTimeout."""
+        """Returns the samples that an EncodeMessage announced. Raises PeerGone, RoadTimeout."""
         pcm = np.empty(count, np.float32)
         self._receive_exactly(pcm.data.cast("B"), time.monotonic() + MESSAGE_S)
         return pcm
 
     def shut_down(self) -> None:
-        """Whoever waits here, in any thread, wakes up with PeerGone. `close` is still to come."""
+        """Ends the connection: threads blocked on it raise PeerGone. `close` must still follow."""
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 
@@ -266,15 +269,15 @@ class PeerChannel:
             if not self._ready(end_s - time.monotonic()):
                 raise RoadTimeout(f"a message stopped after {at} of {len(view)} bytes")
             try:
-                got = self._end.recv_into(view[at:])
+                count = self._end.recv_into(view[at:])
             except OSError as failure:
                 raise PeerGone(f"the connection broke: {failure}") from failure
-            if not got:
+            if not count:
                 raise PeerGone("the other engine has hung up")
-            at += got
+            at += count
         return into
 
 
 def quoted(theirs: object) -> str:
-    """What the other side said in its own words, as it may go into an error or the log: short, and on one line."""
+    """Quotes the other side's text for an error or the log: short, and on one line."""
     return repr(str(theirs)[:MAX_QUOTED_CHARS])

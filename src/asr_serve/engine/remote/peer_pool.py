@@ -1,4 +1,4 @@
-"""The engines that encode for this one: kept connected, each by a thread of its own, and given batches."""
+"""Pool of engines that encode for this one: each is connected by a thread of its own, and gets batches."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ from asr_serve.transfer.transports import Receiver
 from asr_serve.types import HandoverPayload, PeerTransportName
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
-"""Before a peer that is not there is tried again, or one that was lost."""
+"""Pause before an unreachable or lost peer is connected to again."""
 STEADY_S = 30.0
-"""One that stayed so long was lost over something new: it is tried again soon."""
+"""Connection time after which a loss has a new cause: the peer is tried again soon."""
 REFUSED_PAUSE_S = 60.0
-"""Before one that refuses, is refused or cannot encode: somebody has to change something first."""
+"""Pause after a peer has refused, was refused or cannot encode: somebody has to change something first."""
 ATTACH_S = 15.0
-"""For a peer to attach what it is offered: it may have to find out that a network does not lead here."""
+"""Time limit for a peer to attach an offered transport: it may have to find out that the network does not lead
+here."""
 FAILURE_LABELS = {
     "timeout": "lost, too slow",
     "torn": "lost, what came is torn",
     "malformed": "lost, it makes no sense",
 }
-"""For the log: what is said of a peer for some of metrics.PEER_FAILURES."""
+"""Log texts for some of metrics.PEER_FAILURES."""
 RECEIVE_BUFFER_BYTES = 256 << 20
-"""Memory for what one peer may have under way, unless one utterance takes more."""
+"""Receive memory for the batches in flight at one peer, unless one utterance takes more."""
 
 log = logging.getLogger(__name__)
 
 
 class PeerPoolSettings(NamedTuple):
-    """What every peer is asked for, and how."""
+    """Settings of the requests to all peers."""
 
     identity: EncoderIdentity
     keys: tuple[str, ...]
@@ -58,23 +59,23 @@ class PeerPoolSettings(NamedTuple):
     payload: HandoverPayload
     timeout_s: float
     frame_bytes: dict[str, int]
-    """Of what is carried."""
+    """Bytes of one frame, by payload."""
     batch_frames: int
-    """The most that is asked for at once, or of one utterance."""
+    """Most frames requested at once, or of one utterance."""
     longest_frames: int
     longest_samples: int
     metrics: EngineMetrics | None
 
 
 class PeerPool:
-    """Places for batches to be encoded beside the loop. `start` and `cancel` are for the loop's thread."""
+    """Pool of peers that encode batches beside the loop. `submit_batch` is for the loop's thread."""
 
     def __init__(self, addresses: Sequence[str], asks: PeerPoolSettings) -> None:
-        """Raises OptionError for a road that this installation has not."""
-        have = interprocess_transports()
-        if asks.transport != "auto" and asks.transport not in have:
+        """Raises OptionError for a transport that this installation lacks."""
+        available = interprocess_transports()
+        if asks.transport != "auto" and asks.transport not in available:
             raise OptionError(
-                f"peer_road={asks.transport}", f"here there are {', '.join(have)}", param="peer_road"
+                f"peer_road={asks.transport}", f"here there are {', '.join(available)}", param="peer_road"
             )
         self._settings, self.identity = asks, asks.identity
         self.peers = [EncodePeer(address, asks, self._notify_change) for address in addresses]
@@ -83,7 +84,7 @@ class PeerPool:
         self._counting = threading.Lock()
 
     def connect(self, wake: Callable[[], None]) -> None:
-        """Connect. `wake` is called, from any thread, when a peer has come or gone."""
+        """Connects to the peers. `wake` is called, from any thread, when a peer was connected or lost."""
         self._wake = wake
         self._notify_change()
         for peer in self.peers:
@@ -95,26 +96,26 @@ class PeerPool:
 
     @property
     def has_room(self) -> bool:
-        """One of them could begin with another batch."""
+        """Whether a peer can take another batch."""
         return any(peer.has_room for peer in self.peers)
 
     def submit_batch(self, clips: Sequence[EncodeClip], done: Done) -> tuple[PeerConnection, RemoteBatch] | None:
-        """Have whoever has most room encode these, those last that failed the last they had; of equals each in
-        turn. None where nobody has any more."""
+        """Submits a batch to the peer with the fewest in flight, peers that failed their last batch last, ties in
+        turn. Returns None where none has room."""
         self._turn += 1
         turn = self._turn % len(self.peers)
-        open_ones = [c for peer in self.peers[turn:] + self.peers[:turn] if (c := peer.connection) is not None]
-        for connection in sorted(open_ones, key=lambda each: (each.failing, each.batches_in_flight)):
-            if (away := connection.submit_batch(clips, done)) is not None:
-                return connection, away
+        connections = [c for peer in self.peers[turn:] + self.peers[:turn] if (c := peer.connection) is not None]
+        for connection in sorted(connections, key=lambda c: (c.failing, c.batches_in_flight)):
+            if (batch := connection.submit_batch(clips, done)) is not None:
+                return connection, batch
         return None
 
     def describe(self) -> dict[str, str]:
-        """Address -> state."""
+        """Returns the state of each peer, by address."""
         return {peer.address: peer.state for peer in self.peers}
 
     def close(self) -> None:
-        """Nobody is asked any more; what is under way is told so."""
+        """Closes all connections; batches in flight fail."""
         for peer in self.peers:
             peer.close()
         for peer in self.peers:
@@ -130,14 +131,14 @@ class PeerPool:
 
 
 class EncodePeer:
-    """One address, and the thread that keeps a connection to it."""
+    """Peer at one address, and the thread that keeps a connection to it."""
 
     def __init__(self, address: str, asks: PeerPoolSettings, changed: Callable[[], None]) -> None:
         self.address, self.state = address, "connecting"
         self.connection: PeerConnection | None = None
         self._settings, self._changed = asks, changed
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # of `_line` against `close`
+        self._lock = threading.Lock()  # guards `_channel` against `close`
         self._channel: PeerChannel | None = None
         self._last_logged = ""
         self._thread = threading.Thread(target=self._reconnect_loop, name=f"peer {address}", daemon=True)
@@ -161,7 +162,7 @@ class EncodePeer:
             self._thread.join()
 
     def _reconnect_loop(self) -> None:
-        """Whatever goes wrong, ours included: it is tried again."""
+        """Connects again after any failure, errors of this engine included."""
         pause_s, failures = 0.0, 0
         while not self._closing.wait(pause_s):
             failures += 1
@@ -174,16 +175,16 @@ class EncodePeer:
                 self._record_failure("refused" if refused else "unreachable", failure)
                 self._set_state("refused" if refused else "connecting")
                 continue
-            self._last_logged, met_s = "", time.monotonic()
-            fit = self._serve_connection()
-            if time.monotonic() - met_s > STEADY_S:
+            self._last_logged, connected_s = "", time.monotonic()
+            usable = self._serve_connection()
+            if time.monotonic() - connected_s > STEADY_S:
                 pause_s, failures = FIRST_PAUSE_S, 0
-            if not fit:
+            if not usable:
                 pause_s = REFUSED_PAUSE_S
 
     def _serve_connection(self) -> bool:
-        """Until it is over, however that comes about: what was under way is told. False for a peer that cannot
-        encode. Nothing holds the connection afterwards: its landing memory is as large as what it brought."""
+        """Serves the connection until it ends, in whatever way, and fails its batches in flight. Returns False for
+        a peer that cannot encode. No reference to the connection remains: its receive buffer is large."""
         connection = self.connection
         assert connection is not None
         log.info(
@@ -193,14 +194,14 @@ class EncodePeer:
             connection.receiver.kind,
         )
         self._set_state("ready")
-        fit = True
+        usable = True
         error: AsrServeError = PeerGone(f"peer {self.address}: the connection has ended")
         try:
             connection.run()
         except Exception as failure:
-            what = f"peer {self.address}: {failure}"
-            error = type(failure)(what) if isinstance(failure, (RoadTimeout, Torn)) else PeerGone(what)
-            fit = not isinstance(failure, PeerRefused)
+            text = f"peer {self.address}: {failure}"
+            error = type(failure)(text) if isinstance(failure, (RoadTimeout, Torn)) else PeerGone(text)
+            usable = not isinstance(failure, PeerRefused)
             if not self._closing.is_set():
                 self._record_failure(_reason(failure), failure)
         self.connection = None
@@ -209,75 +210,77 @@ class EncodePeer:
             connection.close()
         except Exception:
             log.exception("what was lent to peer %s cannot be closed", self.address)
-        self._set_state("connecting" if fit else "refused")
-        for away in lost:
-            away.on_done(error)
-        return fit
+        self._set_state("connecting" if usable else "refused")
+        for batch in lost:
+            batch.on_done(error)
+        return usable
 
     def _set_state(self, state: str) -> None:
         self.state = state
         self._changed()
 
     def _record_failure(self, reason: str, failure: Exception) -> None:
-        """Counted each time, and said when it is new."""
+        """Counts a failure, and logs it when it is new."""
         if (metrics := self._settings.metrics) is not None:
             metrics.peer_failures[reason].inc()
         if (text := f"{FAILURE_LABELS.get(reason, reason)}: {failure}") != self._last_logged:
             self._last_logged = text
-            ours = None if isinstance(failure, (AsrServeError, OSError, UnicodeError)) else failure
-            log.error("peer %s is %s", self.address, text, exc_info=ours)
+            unexpected = None if isinstance(failure, (AsrServeError, OSError, UnicodeError)) else failure
+            log.error("peer %s is %s", self.address, text, exc_info=unexpected)
 
-    # --- meeting it ---------------------------------------------------------------------------------------------
+    # --- connecting ---------------------------------------------------------------------------------------------
 
     def _connect(self) -> PeerConnection:
-        """Raises PeerRefused, PeerGone, RoadFailed, MalformedRequest, OSError; UnicodeError for a name that is
-        none."""
+        """Connects and negotiates. Raises PeerRefused, PeerGone, RoadFailed, MalformedRequest, OSError;
+        UnicodeError for an invalid host name."""
         host, _, port = self.address.rpartition(":")
-        line = PeerChannel(
+        channel = PeerChannel(
             socket.create_connection((host.strip("[]"), int(port)), HELLO_S), messages.decode_to_client
         )
         with contextlib.ExitStack() as undo:
-            undo.callback(line.close)
+            undo.callback(channel.close)
             with self._lock:
-                self._channel = line
+                self._channel = channel
             if self._closing.is_set():
                 raise PeerGone("this engine is closed")
-            connection = self._negotiate_transport(line)
+            connection = self._negotiate_transport(channel)
             undo.pop_all()
         return connection
 
     def _negotiate_transport(self, line: PeerChannel) -> PeerConnection:
-        asks = self._settings
-        met = handshake.handshake_as_client(line, asks.identity, asks.keys)
-        if met.samples < asks.longest_samples:
+        settings = self._settings
+        peer = handshake.handshake_as_client(line, settings.identity, settings.keys)
+        if peer.samples < settings.longest_samples:
             raise PeerRefused(
-                f"it takes {met.samples} samples", f"{asks.longest_samples} are the longest utterance"
+                f"it takes {peer.samples} samples", f"{settings.longest_samples} are the longest utterance"
             )
-        whys = []
-        for road in interprocess_transports() if asks.transport == "auto" else (asks.transport,):
-            if road not in met.transports:
-                whys.append(f"{road}: it has not")
+        reasons = []
+        for transport in interprocess_transports() if settings.transport == "auto" else (settings.transport,):
+            if transport not in peer.transports:
+                reasons.append(f"{transport}: it has not")
                 continue
-            carries = self._choose_payload(road, met.identity)
+            payload = self._choose_payload(transport, peer.identity)
             try:
-                landing = transports.create_receiver(road, self._receive_buffer_bytes(carries), line.local_host)
+                receiver = transports.create_receiver(
+                    transport, self._receive_buffer_bytes(payload), line.local_host
+                )
             except (RoadFailed, OptionError) as failure:
-                whys.append(f"{road}: {failure}")
+                reasons.append(f"{transport}: {failure}")
                 continue
             with contextlib.ExitStack() as undo:
-                undo.callback(landing.close)
-                line.send(messages.TransportOffer(road, landing.offer, carries))
+                undo.callback(receiver.close)
+                line.send(messages.TransportOffer(transport, receiver.offer, payload))
                 answer = line.receive(ATTACH_S)
                 if isinstance(answer, messages.TransportAttached):
                     undo.pop_all()
-                    return self._open_connection(line, landing, carries, met)
+                    return self._open_connection(line, receiver, payload, peer)
             if answer is None:
-                raise RoadTimeout(f"no answer to an offer of {road} came in {ATTACH_S:g} s")
+                raise RoadTimeout(f"no answer to an offer of {transport} came in {ATTACH_S:g} s")
             if not isinstance(answer, messages.TransportUnreachable):
                 raise MalformedRequest(f"a message {type(answer).__name__}", "Attached or NotAttached was to come")
-            whys.append(f"{road}: {messages.quoted(answer.why)}")
+            reasons.append(f"{transport}: {messages.quoted(answer.why)}")
         raise PeerRefused(
-            f"no road leads from it to here ({'; '.join(whys)})",
+            f"no road leads from it to here ({'; '.join(reasons)})",
             f"by tcp and nixl it connects to this engine at {line.local_host}, to a port that the system "
             "chooses: no NAT, container bridge or firewall may be between the two",
             "give this engine an address that the peer reaches (in a container: the host's network)",
@@ -286,30 +289,34 @@ class EncodePeer:
     def _open_connection(
         self, line: PeerChannel, landing: Receiver, carries: str, met: handshake.PeerDescription
     ) -> PeerConnection:
-        asks = self._settings
-        return PeerConnection(line, landing, carries, asks.frame_bytes[carries], met, asks.timeout_s, asks.metrics)
+        settings = self._settings
+        return PeerConnection(
+            line, landing, carries, settings.frame_bytes[carries], met, settings.timeout_s, settings.metrics
+        )
 
     def _choose_payload(self, road: str, theirs: EncoderIdentity) -> str:
-        """Within a machine keys and values, which this engine then need not make; over a network what is
-        smaller."""
-        same = theirs.cross == self._settings.identity.cross
-        if self._settings.payload == "cross" and not same:
+        """Returns the payload: within a machine keys and values, which this engine then need not compute; over a
+        network hidden states, which are smaller."""
+        compatible = theirs.cross == self._settings.identity.cross
+        if self._settings.payload == "cross" and not compatible:
             raise PeerRefused(
                 f"keys and values: {self._settings.identity.cross} here, {theirs.cross} there",
                 "peer_carries=hidden",
             )
         if self._settings.payload != "auto":
             return self._settings.payload
-        return "cross" if same and road == "shm" else "hidden"
+        return "cross" if compatible and road == "shm" else "hidden"
 
     def _receive_buffer_bytes(self, carries: str) -> int:
         frame_bytes = self._settings.frame_bytes[carries]
-        wanted = min(MAX_BATCHES_IN_FLIGHT * self._settings.batch_frames * frame_bytes, RECEIVE_BUFFER_BYTES)
-        return max(wanted, self._settings.longest_frames * frame_bytes)
+        in_flight_bytes = min(
+            MAX_BATCHES_IN_FLIGHT * self._settings.batch_frames * frame_bytes, RECEIVE_BUFFER_BYTES
+        )
+        return max(in_flight_bytes, self._settings.longest_frames * frame_bytes)
 
 
 def interprocess_transports() -> tuple[str, ...]:
-    """The roads of this installation that lead to another one, the best first."""
+    """Returns the transports of this installation that connect engines, best first."""
     return tuple(kind for kind in transports.available_transports() if kind != "local")
 
 

@@ -1,4 +1,4 @@
-"""Encoding in one engine and decoding in another: which models can, and how either side is put together."""
+"""Roles of engines that encode for others or have peers encode for them: models that support it, and builders."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from asr_serve.models.registry import AsrCard, asr_cards
 
 
 def uses_peers(config: EngineConfig) -> bool:
-    """Whether this engine has to do with others."""
+    """Whether this engine encodes for others, or has peers."""
     return config.role != "both" or bool(config.peers)
 
 
 def validate_roles(chosen: AsrCard, config: EngineConfig) -> None:
-    """Raises OptionError for a model of which one engine cannot do a part, and for peers of one that only
+    """Raises OptionError for a model that cannot be split between engines, and for peers of one that only
     encodes."""
     if config.role == "encode" and config.peers:
         raise OptionError(
             "role=encode with peers", "an engine that encodes is asked, it does not ask", param="role"
         )
     if uses_peers(config) and not _can_split(chosen):
-        what = f"role={config.role}" + (" with peers" if config.peers else "")
+        role = f"role={config.role}" + (" with peers" if config.peers else "")
         names = ", ".join(card.name for card in asr_cards().values() if _can_split(card))
         raise OptionError(
-            f"{what}: {chosen.name} hears while somebody speaks, its encoder and decoder hand in hand",
+            f"{role}: {chosen.name} hears while somebody speaks, its encoder and decoder hand in hand",
             f"models that hear whole utterances: {names}",
             "serve this one with role=both and without peers",
             param="role",
@@ -51,30 +51,30 @@ def _can_split(chosen: AsrCard) -> bool:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Of a checkpoint: what it computes."""
-    found = hashlib.sha256()
+    """Returns the digest of a checkpoint: of its configuration and its tensors."""
+    digest = hashlib.sha256()
     for name in ("config.json", "model.safetensors"):
         with (folder / name).open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 class EncoderFacts(NamedTuple):
-    """Of a model on its device: what peers compare, and how large things are."""
+    """Properties of an encoder on its device: what peers compare, and sizes."""
 
     identity: EncoderIdentity
     frame_bytes: dict[str, int]
-    """Of one frame, by what is carried."""
+    """Bytes of one frame, by payload."""
     longest_frames: int
     samples: tuple[int, int]
-    """The fewest and the most of an utterance."""
+    """Fewest and most samples of an utterance."""
 
 
 @torch.inference_mode()
 def measure_encoder(
     model: EncoderDecoderModel, device: Device, chosen: AsrCard, config: EngineConfig, weights: str
 ) -> EncoderFacts:
-    """What the encoder makes of a second of silence tells the shapes."""
+    """Measures the shapes by encoding a second of silence."""
     samples = (units.ms_to_samples(chosen.min_segment_ms), units.ms_to_samples(chosen.max_segment_ms))
     hidden, _ = model.encode([torch.zeros(max(samples[0], units.RATE_HZ))])
     cross = model.cross_keys_values(hidden)
@@ -86,7 +86,7 @@ def measure_encoder(
     longest = max(model.count_frames(samples[1], whole) for whole in (False, True))
     return EncoderFacts(
         identity,
-        {carried: prod(shape) * hidden.element_size() for carried, shape in shapes.items()},
+        {payload: prod(shape) * hidden.element_size() for payload, shape in shapes.items()},
         longest,
         samples,
     )
@@ -99,10 +99,10 @@ def build_encode_worker(
     config: EngineConfig,
     meeting: HandshakeSettings,
 ) -> EncodeWorker:
-    """The work of an engine that encodes for others. Raises OptionError."""
-    found = measure_encoder(model, device, chosen, config, meeting.weights)
+    """Builds the executor of an engine that encodes for others. Raises OptionError."""
+    encoder = measure_encoder(model, device, chosen, config, meeting.weights)
     return EncodeWorker(
-        EncodeRunner(model, device), config, found.identity, meeting, found.samples, found.frame_bytes
+        EncodeRunner(model, device), config, encoder.identity, meeting, encoder.samples, encoder.frame_bytes
     )
 
 
@@ -114,20 +114,20 @@ def build_peer_pool(
     meeting: HandshakeSettings,
     metrics: EngineMetrics | None,
 ) -> PeerPool | None:
-    """Those that encode for this engine; None where it has none. Raises OptionError."""
+    """Builds the pool of peers that encode for this engine; None without peers. Raises OptionError."""
     if not config.peers:
         return None
-    found = measure_encoder(model, device, chosen, config, meeting.weights)
-    asks = PeerPoolSettings(
-        found.identity,
+    encoder = measure_encoder(model, device, chosen, config, meeting.weights)
+    settings = PeerPoolSettings(
+        encoder.identity,
         meeting.keys,
         config.peer_road,
         config.peer_carries,
         config.peer_timeout_s,
-        found.frame_bytes,
-        max(config.encode_frames or device.encode_frames, found.longest_frames),
-        found.longest_frames,
-        found.samples[1],
+        encoder.frame_bytes,
+        max(config.encode_frames or device.encode_frames, encoder.longest_frames),
+        encoder.longest_frames,
+        encoder.samples[1],
         metrics,
     )
-    return PeerPool(config.peers, asks)
+    return PeerPool(config.peers, settings)

@@ -1,5 +1,5 @@
-"""Hot words of requests: lists are made into what a search reads on a thread beside the loop, and kept for those
-that come with the same list; and what greedy rows with hot words could have said."""
+"""Hot words of requests: lists compiled on a thread beside the loop, requests that wait for them, and alternatives
+of greedy rows recorded for rescoring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class WrittenForm(NamedTuple):
-    """A way of writing a word: which one of the list it is, and its tokens behind a space."""
+    """Written form of a word: the word's index in the list, its text, and its tokens after a space."""
 
     word: int
     text: str
@@ -29,14 +29,14 @@ class WrittenForm(NamedTuple):
 
 
 class RescoringList(CompiledBiasingList):
-    """Made on a thread beside the loop, and read by any."""
+    """List with the tokens of every written form; built on a thread beside the loop, read by any."""
 
     def __init__(self, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str]) -> None:
         super().__init__(bias, encode, text)
         self.forms_by_first_token: dict[int, list[WrittenForm]] = {}
-        """Forms by their first token."""
+        """Written forms by their first token."""
         self.tokens_by_form: dict[str, tuple[int, ...]] = {}
-        """Of each form."""
+        """Tokens of each written form."""
         for number, word in enumerate(yield_between(self.words)):
             for form in written_forms(word.text):
                 if tokens := tuple(encode(f" {form}")):
@@ -47,20 +47,20 @@ class RescoringList(CompiledBiasingList):
     def build(
         cls, bias: str, encode: Callable[[str], list[int]], text: Callable[[list[int]], str], beams: bool
     ) -> CompiledBiasingList:
-        """With its graph, where beams are to read it."""
-        found = cls(bias, encode, text)
+        """Builds a list, and its graph if it is for beam search."""
+        biasing_list = cls(bias, encode, text)
         if beams:
-            _ = found.graph
-        return found
+            _ = biasing_list.graph
+        return biasing_list
 
 
 MAX_RECORDED_TOKENS = 128
-"""Likeliest tokens of each place that are kept for the second look."""
+"""Likeliest tokens that are recorded at each position for rescoring."""
 
 
 class BiasingQueue:
-    """Requests whose hot words are not ready wait for them: a long list takes half a second, and others go on. On
-    the loop's thread."""
+    """Requests that wait for their hot words to be compiled: a long list takes half a second, and others go on.
+    Belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BiasingQueue:
         call: Callable[[Callable[[], None]], None],
         fail: Callable[[list[int], Exception], None],
     ) -> None:
-        """`encode`: None of a model that has no use for it. `call`: Keeper.call."""
+        """`encode`: None for a model that cannot use hot words. `call`: LoopContext.call."""
         self._encode, self._text, self._call, self._fail = encode, text, call, fail
         self._lists: BiasingListCache[CompiledBiasingList] = BiasingListCache()
         self._waiting: dict[int, tuple[Future[CompiledBiasingList], Callable[[], None]]] = {}
@@ -79,26 +79,27 @@ class BiasingQueue:
         return len(self._waiting)
 
     def when_ready(self, utterance: RecognitionRequest, go_on: Callable[[], None]) -> None:
-        """Once its hot words are what searches read."""
+        """Calls `go_on` once the request's hot words are compiled."""
         if not utterance.options.bias:
             go_on()
             return
-        made = self._build(utterance.options.bias, utterance.options.beam > 1)
-        if made.done():
-            self._resume(utterance, made, go_on)
+        future = self._build(utterance.options.bias, utterance.options.beam > 1)
+        if future.done():
+            self._resume(utterance, future, go_on)
             return
-        self._waiting[utterance.id] = made, lambda: self._resume(utterance, made, go_on)
-        made.add_done_callback(lambda _: self._call(lambda: self._ready(utterance.id)))
+        self._waiting[utterance.id] = future, lambda: self._resume(utterance, future, go_on)
+        future.add_done_callback(lambda _: self._call(lambda: self._ready(utterance.id)))
 
     def _ready(self, request_id: int) -> None:
         if (waiting := self._waiting.pop(request_id, None)) is not None:
             waiting[1]()
 
     def cancel(self, request_id: int) -> None:
-        """A list that nobody waits for any more, and that was not begun, is not made."""
-        made, _ = self._waiting.pop(request_id, (None, None))
-        if made is not None and all(made is not other for other, _ in self._waiting.values()):
-            self._lists.cancel(made)
+        """Stops waiting for a list; one that nobody else waits for is cancelled, unless its compilation has
+        begun."""
+        future, _ = self._waiting.pop(request_id, (None, None))
+        if future is not None and all(future is not other for other, _ in self._waiting.values()):
+            self._lists.cancel(future)
 
     def close(self) -> None:
         self._lists.close()
@@ -114,8 +115,8 @@ class BiasingQueue:
         self, utterance: RecognitionRequest, made: Future[CompiledBiasingList], go_on: Callable[[], None]
     ) -> None:
         if (failure := made.exception()) is not None:
-            told = f"spelling hot words failed: {type(failure).__name__}: {failure}"
-            error = StepFailed(told, todo="leave them out; if it stays, report it")
+            message = f"spelling hot words failed: {type(failure).__name__}: {failure}"
+            error = StepFailed(message, todo="leave them out; if it stays, report it")
             error.__cause__ = failure
             self._fail([utterance.id], error)
             return
@@ -124,11 +125,11 @@ class BiasingQueue:
 
 
 def pick_and_record(row: DecodeRow, logits: Tensor, hidden: Tensor, weight: Tensor | None) -> tuple[int, float]:
-    """The next token of a greedy row with hot words, which is the likeliest, and its natural-log probability; what
-    else may be said there is remembered for the second look. Greedy cannot go back: a token that is made likelier
-    than what was heard costs other words more than it finds.
+    """Returns the next token of a greedy row with hot words, the likeliest, and its natural-log probability;
+    records the alternatives for rescoring. Greedy search cannot go back: boosting a token that was not recognized
+    costs other words more than it finds.
 
-    In      logits (vocabulary,), hidden (width,), weight: as decoding/beam_search.top_tokens has them
+    In      logits (vocabulary,), hidden (width,), weight: as in decoding/beam_search.top_tokens
     """
     likeliest = top_tokens(logits[None], hidden[None], weight, MAX_RECORDED_TOKENS)[0]
     row.top_tokens[len(row.tokens)] = dict(likeliest)

@@ -1,5 +1,5 @@
-"""Who waits for whom: requests that want the same, of which one is on its way. Pure: no tensors, and
-whose clock it is it is told."""
+"""Coalescing of requests that need the same answer or frames, of which one is computed. Pure: no tensors, and the
+clock is passed in."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 PRIORITY_ORDER = list(DEADLINE_MS)
 NODE_CHECK_COST = 6
 FETCH_TIMEOUT_S = 0.25
-"""Frames that a disk has not brought in this time are made anew: it may never bring them. A disk that works needs
-less than a tenth of that, and to encode takes longer."""
+"""Time after which frames that the disk has not delivered are encoded anew: it may never deliver them. A working
+disk needs less than a tenth of that, and encoding takes longer."""
 
 
 def urgency(each: RecognitionRequest) -> tuple[int, float]:
-    """Less is sooner: the planner's order."""
+    """Sort key in the scheduler's order; less is sooner."""
     within_ms = DEADLINE_MS[each.priority] if each.within_ms is None else each.within_ms
     return PRIORITY_ORDER.index(each.priority), each.arrived_s * 1_000 + within_ms
 
 
 class CoalescingGroups:
-    """By what they want: the one that is on its way, and those that wait for what it brings."""
+    """Requests by the digest of what they need: a leader, which is under way, and followers that wait for it."""
 
     def __init__(self) -> None:
         self._leaders: dict[bytes, RecognitionRequest] = {}
         self._followers: dict[bytes, list[RecognitionRequest]] = {}
 
     def __len__(self) -> int:
-        """Those that wait."""
+        """Number of followers."""
         return sum(map(len, self._followers.values()))
 
     @property
@@ -44,13 +44,13 @@ class CoalescingGroups:
         return len(self._leaders)
 
     def leader(self, wanted: bytes) -> RecognitionRequest | None:
-        """Whoever is on its way for that."""
+        """Returns the request that is under way."""
         return self._leaders.get(wanted)
 
     def set_leader(self, wanted: bytes, each: RecognitionRequest) -> None:
-        """It is on its way from here on; whoever was waits with the others."""
-        if (before := self._leaders.get(wanted)) is not None:
-            self.add_follower(wanted, before)
+        """Makes the request the leader; a former leader becomes a follower."""
+        if (former := self._leaders.get(wanted)) is not None:
+            self.add_follower(wanted, former)
         self._leaders[wanted] = each
 
     def add_follower(self, wanted: bytes, each: RecognitionRequest) -> None:
@@ -58,53 +58,55 @@ class CoalescingGroups:
         self._followers.setdefault(wanted, []).append(each)
 
     def complete(self, wanted: bytes) -> list[RecognitionRequest]:
-        """It is there, or will never be: whoever waited for it, the most urgent first."""
+        """Ends a group whose leader succeeded or failed; returns its followers, the most urgent first."""
         del self._leaders[wanted]
         return sorted(self._followers.pop(wanted, []), key=urgency)
 
     def followers(self, wanted: bytes, each: RecognitionRequest) -> list[RecognitionRequest]:
-        """Those that wait for what it brings."""
+        """Returns the followers of the request, if it is a leader."""
         return self._followers.get(wanted, []) if self._leaders.get(wanted) is each else []
 
     def remove_follower(self, wanted: bytes, each: RecognitionRequest) -> bool:
-        """It waits no more; False where it did not wait."""
+        """Removes a follower; returns False if the request was none."""
         others = self._followers.get(wanted, [])
         waited = any(other is each for other in others)
         if waited:
-            left = [other for other in others if other is not each]
+            remaining = [other for other in others if other is not each]
             self._followers.pop(wanted)
-            if left:
-                self._followers[wanted] = left
+            if remaining:
+                self._followers[wanted] = remaining
         return waited
 
     def remove(
         self, wanted: bytes, each: RecognitionRequest, take_over: Callable[[RecognitionRequest], None]
     ) -> None:
-        """It wants nothing any more. Where it was on its way, the most urgent of the others goes in its place."""
+        """Removes a request. If it was the leader, its most urgent follower becomes the leader, and is passed to
+        `take_over`."""
         if self._leaders.get(wanted) is not each:
             self.remove_follower(wanted, each)
             return
-        others = self.complete(wanted)
-        if others:
-            self._leaders[wanted] = others[0]
-            if others[1:]:
-                self._followers[wanted] = others[1:]
-            take_over(others[0])
+        followers = self.complete(wanted)
+        if followers:
+            self._leaders[wanted] = followers[0]
+            if followers[1:]:
+                self._followers[wanted] = followers[1:]
+            take_over(followers[0])
 
 
 class PendingFetch(NamedTuple):
-    """Its frames are on their way from the tiers. `due_s`: when they are late, on the clock."""
+    """Request whose frames are being fetched from the tiered store. `due_s`: when they are late, on the clock."""
 
     utterance: RecognitionRequest
     due_s: float
 
 
 class RequestCoalescer:
-    """Nothing is computed twice: who asks what was answered has the answer at once, who asks what somebody else
-    asks just now waits for that, and who brings audio that is about to be encoded waits for its frames. Whoever
-    goes first and leaves is followed by the next; whoever has less time than the first goes before it.
+    """Prevents computing anything twice: a request whose answer is cached is finished at once, one that needs the
+    same answer as a request under way waits for that, and one whose audio is about to be encoded waits for its
+    frames. If a leader leaves, the next one takes its place; a request with less time than its leader goes before
+    it.
 
-    Belongs to the loop's thread. Requests without a name (engine/cache/digest) share nothing.
+    Belongs to the loop's thread. Requests without digests (engine/cache/digest) share nothing.
     """
 
     def __init__(
@@ -118,37 +120,37 @@ class RequestCoalescer:
         call: Callable[[Callable[[], None]], None],
         now: Callable[[], float],
     ) -> None:
-        """`kept`: None where requests have no names. `plan`: it waits for its turn to be encoded, as soon as the
-        second; `unplan`: it does so no more, False where it did not; `start`: these depend on what is worked on;
-        `finish`: it has its answer; `room`: pages that nobody needs; `call`: have the loop do something, from any
-        thread; `now`: the clock, in seconds."""
+        """`kept`: None if requests have no digests. `plan`: queues the first request to be encoded, as urgent as
+        the second; `unplan`: takes it out of the queue, False if it was not there; `start`: ids that depend on
+        what is being encoded; `finish`: resolves a request; `room`: number of pages that nobody needs; `call`: has
+        the loop call a function, from any thread; `now`: the clock, in seconds."""
         self.cache = kept
         self._enqueue, self._dequeue, self._start, self._finish = plan, unplan, start, finish
         self._free_pages, self._call, self._now = room, call, now
         self._answers, self._frames = CoalescingGroups(), CoalescingGroups()
         self._abandoned: dict[int, RecognitionRequest] = {}
-        """Those that left while they were encoded: what comes of it is for others."""
+        """Requests that left while they were encoded: others need the result."""
         self._fetching: dict[int, PendingFetch] = {}
-        """Those whose frames lie in the tiers, and are on their way from there: who is late first comes first."""
+        """Requests whose frames are fetched from the tiered store, the first that will be late first."""
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for others."""
+        """Number of requests that wait for others or for fetched frames."""
         return len(self._answers) + len(self._frames) + len(self._fetching)
 
     def check(self, *, idle: bool) -> None:
-        """`idle`: no request is left."""
+        """Asserts that nothing waits when `idle`: no request is left."""
         if idle:
             under_way = self._answers.leaders, self._frames.leaders
             assert (self.waiting, *under_way, len(self._abandoned)) == (0, 0, 0, 0), "somebody waits for nobody"
 
     @property
     def check_cost(self) -> int:
-        """That there are to look through, in pages: a node, which has one at least, takes as long as NODE."""
+        """Cost of `check_cache` in pages of a pool; a node, which has one page at least, costs NODE_CHECK_COST."""
         return 0 if self.cache is None else NODE_CHECK_COST * self.cache.prefix_cache.pages
 
     def check_cache(self) -> None:
-        """All that is kept."""
+        """Checks the prefix cache."""
         if self.cache is not None:
             self.cache.prefix_cache.check()
 
@@ -159,28 +161,28 @@ class RequestCoalescer:
         if (answer := self.cache.answers.get(each.answer_digest)) is not None:
             self._finish(each, answer)
             return
-        first = self._answers.leader(each.answer_digest)
-        if first is not None and not (urgency(each) < urgency(first) and self._demote_leader(first)):
+        leader = self._answers.leader(each.answer_digest)
+        if leader is not None and not (urgency(each) < urgency(leader) and self._demote_leader(leader)):
             self._answers.add_follower(each.answer_digest, each)
-            self._inherit_start(first, each)
+            self._inherit_start(leader, each)
             return
         self._answers.set_leader(each.answer_digest, each)
         self.request_frames(each)
 
     def request_frames(self, each: RecognitionRequest) -> None:
-        """For its frames: they are kept, under way, or to be made."""
+        """Gets frames for the request: cached, from its leader, fetched, or to be encoded."""
         root = each.encoder_key
         if self.cache is None or not root or root in self.cache.prefix_cache:
             self.schedule(each)
             return
-        first = self._frames.leader(root)
-        if first is not None and not (urgency(each) < urgency(first) and self._dequeue(first)):
+        leader = self._frames.leader(root)
+        if leader is not None and not (urgency(each) < urgency(leader) and self._dequeue(leader)):
             self._frames.add_follower(root, each)
-            self._inherit_start(first, each)
+            self._inherit_start(leader, each)
             return
         self._frames.set_leader(root, each)
         if self.cache.is_offloaded(root):
-            number = each.id  # a disk that never answers must not hold on to its audio
+            number = each.id  # not the request: a disk that never answers must not hold on to its audio
             self._fetching[number] = PendingFetch(each, self._now() + FETCH_TIMEOUT_S)
             self.cache.fetch_offloaded(
                 root, lambda parts: self._call(lambda: self._on_fetched(number, root, parts))
@@ -189,50 +191,55 @@ class RequestCoalescer:
             self.schedule(each)
 
     def _on_fetched(self, number: int, root: bytes, parts: list[memoryview] | None) -> None:
-        """From the tiers, or lost; whoever wanted it may have left, or been planned since it was late."""
+        """Caches fetched frames; None: they are lost. Schedules the request, unless it has left, or was scheduled
+        when they were late."""
         assert self.cache is not None
         self.cache.insert_fetched(root, parts, self._free_pages())
-        if (coming := self._fetching.pop(number, None)) is not None:
-            self.schedule(coming.utterance)
+        if (fetch := self._fetching.pop(number, None)) is not None:
+            self.schedule(fetch.utterance)
             if root in self.cache.prefix_cache:
-                self._release_followers(coming.utterance)
+                self._release_followers(fetch.utterance)
 
     @property
     def due_s(self) -> float | None:
-        """When the next of those that wait for the tiers is late; None: nobody waits for them."""
-        return next((coming.due_s for coming in self._fetching.values()), None)
+        """Time at which the next fetched frames are late; None: none are being fetched."""
+        return next((fetch.due_s for fetch in self._fetching.values()), None)
 
     def schedule_overdue(self) -> None:
-        """Whoever has waited too long for the tiers waits for its turn to be encoded."""
+        """Schedules requests whose fetched frames are late."""
         while (due_s := self.due_s) is not None and due_s <= self._now():
             self.schedule(self._fetching.pop(next(iter(self._fetching))).utterance)
 
     def schedule(self, each: RecognitionRequest) -> None:
-        """It waits for its turn, and is as urgent as whoever waits for it."""
+        """Queues the request to be encoded, as urgent as the most urgent that waits for it."""
         self._enqueue(each, min((each, *self._dependents(each)), key=urgency))
 
     def _dependents(self, each: RecognitionRequest) -> list[RecognitionRequest]:
-        """Those that wait for what it brings: its answer, or its frames and then an answer of their own."""
-        heard = self._frames.followers(each.encoder_key, each)
+        """Requests that wait for its result: its answer, or its frames and then answers of their own."""
+        frame_followers = self._frames.followers(each.encoder_key, each)
         return [
-            *heard,
-            *(other for one in (each, *heard) for other in self._answers.followers(one.answer_digest, one)),
+            *frame_followers,
+            *(
+                other
+                for request in (each, *frame_followers)
+                for other in self._answers.followers(request.answer_digest, request)
+            ),
         ]
 
     def started(self, batch: Sequence[RecognitionRequest]) -> None:
-        """These are worked on, and with them whatever waits for them: should they end the process, all of these
-        did, and not each once more when its turn has come."""
+        """Reports requests that wait for a batch as started with it: should it end the process, all of them did,
+        rather than each once more in its turn."""
         if self.cache is not None and (ids := [other.id for each in batch for other in self._dependents(each)]):
             self._start(ids)
 
     def _inherit_start(self, first: RecognitionRequest, each: RecognitionRequest) -> None:
-        """It waits for that one, which may be worked on, or wait for one that is."""
-        heard = self._frames.leader(first.encoder_key)
-        if first.encode_start_ns or (heard is not None and heard.encode_start_ns):
-            self._start([one.id for one in (each, *self._dependents(each))])
+        """Reports a new follower as started, if its leader is being encoded, or follows one that is."""
+        frame_leader = self._frames.leader(first.encoder_key)
+        if first.encode_start_ns or (frame_leader is not None and frame_leader.encode_start_ns):
+            self._start([request.id for request in (each, *self._dependents(each))])
 
     def _demote_leader(self, first: RecognitionRequest) -> bool:
-        """It waits, and may as well wait for somebody else; False where it is worked on."""
+        """Makes a leader that is not yet encoded free to follow another; returns False if it is being encoded."""
         if self._frames.remove_follower(first.encoder_key, first):
             return True
         if not self._dequeue(first):
@@ -243,24 +250,24 @@ class RequestCoalescer:
     # --- frames -------------------------------------------------------------------------------------------
 
     def cached_frames(self, each: RecognitionRequest) -> OwnedPages | None:
-        """Those that are kept, for its row to give back. Whoever waited for them goes on."""
+        """Returns cached frames, with references for the request's row to free; its followers go on."""
         if (
             self.cache is None
             or not each.encoder_key
-            or (held := self.cache.lookup_audio(each.encoder_key)) is None
+            or (pages := self.cache.lookup_audio(each.encoder_key)) is None
         ):
             return None
         self._release_followers(each)
-        return held
+        return pages
 
     def publish_frames(self, each: RecognitionRequest, row: DecodeRow) -> None:
-        """Its frames are in the row's pages, which are kept if there is room."""
+        """Caches the frames in the row's pages, if there is room, and releases followers."""
         if self.cache is not None and each.encoder_key:
             self.cache.store_row_audio(row)
             self._release_followers(each)
 
     def adopt_abandoned(self, number: int, result: EncoderResult | None) -> None:
-        """What became of one that left meanwhile; None: nothing did."""
+        """Caches the result of a request that left while it was encoded; None: encoding failed."""
         if self.cache is None or (each := self._abandoned.pop(number, None)) is None:
             return
         if result is None:
@@ -272,8 +279,8 @@ class RequestCoalescer:
             self._release_followers(each)
 
     def _release_followers(self, each: RecognitionRequest) -> None:
-        """Whoever waited for these frames goes on: with them, or where they could not be kept, all of them by
-        themselves at once."""
+        """Schedules all that waited for the request's frames: with these, or where they could not be cached, to
+        encode their own."""
         if self._frames.leader(each.encoder_key) is each:
             for other in self._frames.complete(each.encoder_key):
                 self.schedule(other)
@@ -289,8 +296,8 @@ class RequestCoalescer:
                 self._finish(other, answer)
 
     def remove(self, each: RecognitionRequest, encoding: bool) -> bool:
-        """Without an answer, and planned no more. `encoding`: it is under way. Whether others want what comes of
-        that."""
+        """Removes a request without an answer, which is no longer queued. `encoding`: it is being encoded. Returns
+        whether others need the result."""
         if self.cache is None or not each.answer_digest:
             return False
         self._fetching.pop(each.id, None)

@@ -1,4 +1,4 @@
-"""What decodes: a row, which is one answer in the making, or several that are one request's beams."""
+"""Decode batch: rows, beam groups, page tables and prompts. A row is one answer, or one beam of a request."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from asr_serve.kernels import PAGE
 from asr_serve.models.interfaces import EncoderDecoderModel
 
 DRAFT_RESYNC_TOKENS = 4
-"""Tokens of a draft among which the next one is looked for when another was said."""
+"""Draft tokens that are searched for a token that differs from the draft."""
 VERIFY_AFTER_MISMATCH_TOKENS = 8
-"""Tokens of a draft that are verified at once when it was wrong before."""
+"""Draft tokens verified at once after one has differed."""
 
 
 class DecodeRow:
-    """One decoding sequence: its pages and its hypothesis."""
+    """Decoding sequence: its pages and its hypothesis."""
 
     def __init__(self, request_id: int, pages: list[int], hypothesis: Hypothesis) -> None:
-        """`pages`: those that it gives back."""
+        """`pages`: those that are freed with the row."""
         self.request_id, self.pages, self.hypothesis = request_id, pages, hypothesis
         self.block_table: list[int] = []
-        """Pages of its tokens, in order; those before its first own may be others' too."""
+        """Pages of its tokens, in order; leading ones may be shared with other rows."""
         self.audio_key, self.audio_pages, self.frames = b"", list[int](), 0
-        """What it hears: the name of that, where it is kept; its pages, and how many frames they hold."""
+        """Cache key of its audio, if that is cached; the audio's pages, and the frames in them."""
         self.prompt: tuple[int, ...] = ()
-        """What comes before the answer; empty while the language is to be heard."""
+        """Tokens before the answer; empty until the language is detected."""
         self.prefilled = False
-        """Whether the keys and values of all that, but the last, are in its pages."""
+        """Whether keys and values of the prompt, except its last token, are in its pages."""
         self.cached_positions = 0
-        """How many of them are there before it begins."""
+        """Positions of the prompt that are cached before the prefill."""
         self.beams: BeamGroup | None = None
-        """Those it is one of, and which."""
+        """Group of the beams that it belongs to, and its place there."""
         self.beam_index = 0
         self.finish: Finish | None = None
         self.alignment_queries: list[Tensor] = []
-        """What its alignment heads asked of the audio for each token of the hypothesis and its end, (heads,
-        head_dim) each, where it is to be told when each was said."""
+        """Queries of the alignment heads for each token of the hypothesis and its end, (heads, head_dim) each, if
+        times are wanted."""
         self.draft_remaining = hypothesis.draft.tokens
-        """Of the draft, what may still be said."""
+        """Tokens of the draft that may still match."""
         self.draft_skip = 0
-        """Tokens at its start that something else was said for."""
+        """Leading tokens of `draft_remaining` for which others were decoded."""
         self.max_verify_tokens = hypothesis.max_tokens
-        """How many tokens of the draft are verified at once: fewer once it was wrong."""
+        """Draft tokens verified at once: fewer once one has differed."""
         self.top_tokens: dict[int, dict[int, float]] = {}
-        """Of a row with hot words: what could have been said in place of each token, and how likely that was."""
+        """Likeliest tokens at each position and their natural-log probabilities, for a row with hot words."""
         self.generator = torch.Generator().manual_seed(hypothesis.options.seed)
 
     @property
     def tokens(self) -> Sequence[int]:
-        """What it has said."""
+        """Tokens decoded so far."""
         fixed = self.hypothesis.tokens
         return fixed if self.beams is None else (*fixed, *self.beams.search.live[self.beam_index].tokens)
 
@@ -74,41 +74,41 @@ class DecodeRow:
 
     @property
     def last_token(self) -> int:
-        """What it is to go on after."""
-        said = self.tokens
-        return said[-1] if said else self.prompt[-1]
+        """Last token, which is fed next."""
+        tokens = self.tokens
+        return tokens[-1] if tokens else self.prompt[-1]
 
     @property
     def length(self) -> int:
-        """Positions it has, that of `last` among them."""
+        """Number of positions, that of `last_token` included."""
         return len(self.prompt) + len(self.tokens)
 
     @property
     def proposal(self) -> tuple[int, ...]:
-        """What is to be verified next."""
+        """Draft tokens to verify next."""
         room = self.hypothesis.max_tokens - 1 - len(self.hypothesis.tokens)
         return self.draft_remaining[self.draft_skip : self.draft_skip + min(room, self.max_verify_tokens)]
 
     @property
     def forced(self) -> bool:
-        """The next token is fixed."""
+        """Whether the next token is fixed."""
         return len(self.hypothesis.tokens) < self.hypothesis.fixed
 
     @property
     def needs_prefill(self) -> bool:
-        """It has to begin, or its draft fixes what comes next, or has more to propose than a step would tell."""
+        """Whether it is to be prefilled, or its draft fixes the next token or proposes more than one."""
         return not self.prefilled or bool(self.draft_remaining and (self.forced or len(self.proposal) > 1))
 
     def prefill_tokens(self) -> tuple[int, ...]:
-        """What a pass that verifies the proposal is given, after what is in its pages."""
+        """Tokens that a prefill and verification pass feeds, after those in its pages."""
         return (
             *(self.prompt[self.cached_positions :] if not self.prefilled else (self.last_token,)),
             *self.proposal,
         )
 
     def advance_draft(self, token: int, held: int) -> None:
-        """`held` tokens of the proposal, and then this one: what may come after it? Most often it stands for one
-        of the draft's, or for none of them, or the draft goes on a little later."""
+        """Moves on in the draft after `held` accepted tokens and then `token`. Most often this replaces one of the
+        draft's tokens, or is inserted before one, or the draft goes on a little later."""
         if held:
             self.draft_remaining, self.draft_skip = self.draft_remaining[self.draft_skip + held :], 0
         self.max_verify_tokens = VERIFY_AFTER_MISMATCH_TOKENS
@@ -122,26 +122,25 @@ class DecodeRow:
 
 
 class BeamGroup:
-    """Rows that follow several ways through one request's answer: full pages are shared, and each has the page it
-    writes to itself.
+    """Rows of one request's beams: full pages are shared, and each row has the page that it writes to itself.
 
-    What all of them could ever need is theirs from the start, so that they never run short.
+    All pages that they could ever need are theirs from the start, so that they never run short.
     """
 
     def __init__(self, row: DecodeRow, begun: int, own: list[int], audio: list[int]) -> None:
-        """`begun`: positions before the first token that is searched; `own`: pages for the tokens of every way;
-        `audio`: those of what was heard, if they are to be given back."""
+        """`begun`: positions before the first token that is searched; `own`: pages for the tokens of every beam;
+        `audio`: pages of the audio, if they are to be freed."""
         hypothesis = row.hypothesis
         self.rows, self.width = [row], hypothesis.beam
         graph = hypothesis.hotwords.graph if hypothesis.hotwords is not None else None
         node = graph.walk(hypothesis.draft.tokens[: hypothesis.fixed]) if graph else OPEN
-        left = hypothesis.max_tokens - hypothesis.fixed
-        self.search = BeamSearch(self.width, hypothesis.eos, left, graph=graph, node=node, boost=BOOST)
+        remaining = hypothesis.max_tokens - hypothesis.fixed
+        self.search = BeamSearch(self.width, hypothesis.eos, remaining, graph=graph, node=node, boost=BOOST)
         self.pages = own + audio
-        """That all of them hold."""
+        """Pages of the whole group."""
         self._token_pages, self._audio_pages = own, audio
         self._pool = PagePool(1 + len(own))
-        """Page p of it is `own[p - 1]`."""
+        """Pool whose page p is `own[p - 1]`."""
         self._tables = [self._pool.allocate(pages_for(begun))]
         row.beams, row.pages = self, []
 
@@ -149,8 +148,7 @@ class BeamGroup:
         return [self._token_pages[page - 1] for page in self._tables[lane]]
 
     def fork(self, sources: list[int]) -> list[tuple[int, int]]:
-        """Way i goes on from where way `sources[i]` was, and writes to its next position. Pages to copy before
-        that, from and to."""
+        """Makes beam i continue beam `sources[i]`. Returns pages to copy before the next write, from and to."""
         position = self.rows[0].length - 1
         old, self._tables = self._tables, [list(self._tables[source]) for source in sources]
         for table in self._tables:
@@ -168,7 +166,7 @@ class BeamGroup:
         return copies
 
     def add_row(self) -> DecodeRow:
-        """One more row, for the way that has none."""
+        """Adds a row, for a beam that has none."""
         first = self.rows[0]
         row = DecodeRow(first.request_id, [], first.hypothesis)
         row.prompt, row.prefilled, row.draft_remaining = first.prompt, True, ()
@@ -177,15 +175,15 @@ class BeamGroup:
         return row
 
     def collapse(self) -> tuple[list[int], list[int]]:
-        """The first row goes on by itself, with pages for whatever it may say: first those that hold what all ways
-        began with. Its table, and the pages that nobody needs any more."""
+        """Makes the one row left independent, with pages for its longest answer, first those of the beams' common
+        beginning. Returns its table, and the pages that are no longer needed."""
         (row,) = self.rows
         table = self.block_table(0)
         spare = [page for page in self._token_pages if page not in table]
-        wanted = len(self._token_pages) // self.width - len(table)
-        table += spare[:wanted]
+        count = len(self._token_pages) // self.width - len(table)
+        table += spare[:count]
         row.beams, row.pages = None, table + self._audio_pages
-        return table, spare[wanted:]
+        return table, spare[count:]
 
 
 def pages_for(positions: int) -> int:
@@ -193,8 +191,9 @@ def pages_for(positions: int) -> int:
 
 
 class ForwardInputs:
-    """What a pass is given of each position: the token; the row's pages of tokens and of audio; how many positions
-    of either hold something, this one counted. `wanted`: which positions it tells something of; None: all."""
+    """Inputs of a pass for each position: tokens (positions,) int64; tables of the row's token and audio pages
+    (positions, pages) int32; how many positions of either are filled, this one included, (positions,) int64.
+    `logit_positions`: positions with outputs; None: all."""
 
     def __init__(
         self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor
@@ -205,7 +204,7 @@ class ForwardInputs:
 
 
 class DecodeBatch:
-    """Rows are kept dense: the last one moves into the gap of one that leaves."""
+    """Rows and their tables, without gaps: the last row moves into the gap of one that leaves."""
 
     def __init__(
         self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
@@ -229,7 +228,7 @@ class DecodeBatch:
 
     @property
     def free_rows(self) -> int:
-        """Seats that nobody has and no beams will take."""
+        """Rows that are neither taken nor reserved for beams."""
         groups = {row.beams for row in self.rows if row.beams is not None}
         return self.max_rows - len(self.rows) - sum(beams.width - len(beams.rows) for beams in groups)
 
@@ -237,19 +236,19 @@ class DecodeBatch:
         self.rows.append(row)
 
     def set_token_pages(self, row: DecodeRow, pages: Sequence[int]) -> None:
-        """Its tokens go there."""
+        """Sets the pages of the row's tokens."""
         row.block_table = [*pages]
         self.token_tables[self.rows.index(row), : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def set_audio_pages(self, row: DecodeRow, pages: Sequence[int], frames: int) -> None:
-        """Its audio lies there."""
+        """Sets the pages of the row's audio."""
         row.audio_pages, row.frames = [*pages], frames
         index = self.rows.index(row)
         self.audio_lengths[index] = frames
         self.audio_tables[index, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def set_position(self, row: DecodeRow) -> None:
-        """Go on after what the row has said. Keys and values of all but the last token are in its pages."""
+        """Continues after the row's last token. Keys and values of all tokens before it are in its pages."""
         index = self.rows.index(row)
         self.tokens[index], self.token_lengths[index] = row.last_token, row.length
 
@@ -264,7 +263,7 @@ class DecodeBatch:
     # --- beams ------------------------------------------------------------------------------------------
 
     def resize_beams(self, beams: BeamGroup, count: int) -> None:
-        """So many rows, each with its table and what it goes on after."""
+        """Resizes a group to `count` rows, each with its table and last token."""
         first = beams.rows[0]
         while len(beams.rows) > count:
             self.remove_row(beams.rows.pop())
@@ -279,7 +278,7 @@ class DecodeBatch:
             self.set_position(row)
 
     def collapse_beams(self, beams: BeamGroup) -> DecodeRow:
-        """Their search is over: one row is left, with room for another try."""
+        """Ends the search of a group: one row is left, with room for another attempt."""
         while len(beams.rows) > 1:
             self.remove_row(beams.rows.pop())
         row = beams.rows[0]
@@ -291,7 +290,7 @@ class DecodeBatch:
     # --- passes -----------------------------------------------------------------------------------------
 
     def step_inputs(self) -> ForwardInputs:
-        """One position of every row."""
+        """Inputs with one position of every row."""
         rows = self.device.padded_rows(len(self.rows))
         return ForwardInputs(
             self.tokens[:rows],
@@ -302,22 +301,22 @@ class DecodeBatch:
         )
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """What each row has said in it."""
+        """Sets the token that each row decoded."""
         self.tokens[: len(tokens)] = torch.tensor(tokens)
         self.token_lengths[: len(tokens)] += 1
 
     def prefill_inputs(
         self, rows: Sequence[DecodeRow], feeds: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> ForwardInputs:
-        """As many positions of each row as it is fed tokens; `firsts`: how many it has with the first of them."""
+        """Inputs with a position for each token fed; `firsts`: length of each row with the first of them."""
         index = torch.tensor([self.rows.index(row) for row in rows])
-        seated = self.token_tables[index], self.audio_tables[index], self.audio_lengths[index]
-        return self._multi_token_inputs(feeds, firsts, *seated)
+        tables = self.token_tables[index], self.audio_tables[index], self.audio_lengths[index]
+        return self._multi_token_inputs(feeds, firsts, *tables)
 
     def rescoring_inputs(
         self, rows: Sequence[DecodeRow], feeds: Sequence[Sequence[int]], firsts: Sequence[int]
     ) -> ForwardInputs:
-        """The same of rows that may have risen."""
+        """Inputs like those of `prefill_inputs`, for rows that may have left the batch."""
         own = _pad_tables([row.block_table for row in rows], self.token_tables.shape[1])
         audio = _pad_tables([row.audio_pages for row in rows], self.audio_tables.shape[1])
         return self._multi_token_inputs(feeds, firsts, own, audio, torch.tensor([row.frames for row in rows]))
@@ -330,69 +329,70 @@ class DecodeBatch:
         audio: Tensor,
         audio_lengths: Tensor,
     ) -> ForwardInputs:
-        """Tables and lengths: of each row."""
+        """Inputs from the tables and lengths of each row."""
         counts = torch.tensor([len(feed) for feed in feeds])
         total = int(counts.sum())
         padding = self.device.padded_rows(total) - total
-        spread = F.pad(torch.arange(len(feeds)).repeat_interleave(counts), (0, padding))
+        row_index = F.pad(torch.arange(len(feeds)).repeat_interleave(counts), (0, padding))
         spans = [torch.arange(first, first + len(feed)) for first, feed in zip(firsts, feeds, strict=True)]
-        own, audio = own[spread], audio[spread]
+        own, audio = own[row_index], audio[row_index]
         own[total:] = audio[total:] = 0
         return ForwardInputs(
             F.pad(torch.tensor([token for feed in feeds for token in feed]), (0, padding)),
             own,
             F.pad(torch.cat(spans), (0, padding), value=1),
             audio,
-            audio_lengths[spread],
+            audio_lengths[row_index],
         )
 
     def logit_positions(self, fed: Sequence[int], asked: Sequence[Sequence[int]]) -> Tensor | None:
-        """Positions of rows that are fed so many tokens each, counted over all of them: of row r `asked[r]`.
-        None for all."""
+        """Logit positions counted over all rows, of which row r is fed `fed[r]` tokens and needs logits at
+        `asked[r]`. None: all."""
         if sum(fed) == sum(map(len, asked)):
             return None
         starts = accumulate(fed, initial=0)
-        found = [start + each for start, positions in zip(starts, asked, strict=False) for each in positions]
-        return F.pad(torch.tensor(found), (0, self.device.padded_rows(len(found)) - len(found)))
+        positions = [start + offset for start, offsets in zip(starts, asked, strict=False) for offset in offsets]
+        return F.pad(torch.tensor(positions), (0, self.device.padded_rows(len(positions)) - len(positions)))
 
 
 def _pad_tables(pages: Sequence[Sequence[int]], width: int) -> Tensor:
-    found = torch.zeros(len(pages), width, dtype=torch.int32)
-    for row, each in enumerate(pages):
-        found[row, : len(each)] = torch.tensor(each, dtype=torch.int32)
-    return found
+    tables = torch.zeros(len(pages), width, dtype=torch.int32)
+    for row, table in enumerate(pages):
+        tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+    return tables
 
 
 NO_OPTIONS = SearchOptions()
 MAX_CACHED_PROMPTS = 64
-"""Starts that are remembered: requests ask for the same, and each asks more than once."""
+"""Prompts that are cached: requests use the same ones, and each looks its own up several times."""
 
 
 def rows_for(options: SearchOptions) -> int:
-    """By a request."""
+    """Rows that a request takes."""
     return options.beam if options.temperatures[0] == 0 else 1
 
 
 class DecoderPrompts:
-    """Prompts of one model, and the rules of its special tokens, where it has any."""
+    """Prompts and token rules of one model. `special`: ids of its special tokens; None: a row begins with one
+    token, and its answer is text until it ends."""
 
     def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
         self._model, self.vocab_size, self.special = model, model.vocab_size, model.special_tokens
         self.rules: TokenRules | None = None
         self.languages: list[str] = []
         if self.special is not None:
-            where = device.torch_device
-            self.rules = TokenRules(self.special, self.vocab_size, where)
+            target = device.torch_device
+            self.rules = TokenRules(self.special, self.vocab_size, target)
             self.languages = list(self.special.languages)
-            self.language_ids = torch.tensor(list(self.special.languages.values()), device=where)
+            self.language_ids = torch.tensor(list(self.special.languages.values()), device=target)
         self._cached_prompt = lru_cache(MAX_CACHED_PROMPTS)(self._build_prompt)
 
     def detects_language(self, options: SearchOptions) -> bool:
-        """Whether the model is to tell it."""
+        """Whether the model detects the language."""
         return self.special is not None and self.special.multilingual and not options.language
 
     def prompt_tokens(self, options: SearchOptions) -> tuple[int, ...]:
-        """Of a row whose language is to be heard, as many as when it is. Raises OptionError."""
+        """Prompt of a row; before its language is detected, one of the same length. Raises OptionError."""
         return self.prompt_in_language(
             options, self.languages[0] if self.detects_language(options) else options.language
         )
@@ -405,8 +405,8 @@ class DecoderPrompts:
 
     def positions_needed(self, options: SearchOptions, max_tokens: int) -> int:
         """Positions of a row with an answer of `max_tokens` at most, the last of which is never fed."""
-        begins, most = len(self.prompt_tokens(options)), self._model.max_tokens
-        return begins - 1 + min(max_tokens, most - begins)
+        prompt_length, max_positions = len(self.prompt_tokens(options)), self._model.max_tokens
+        return prompt_length - 1 + min(max_tokens, max_positions - prompt_length)
 
     def validate(self, options: SearchOptions) -> None:
         """Raises OptionError for what this model cannot do."""
@@ -420,8 +420,8 @@ class DecoderPrompts:
         self.prompt_tokens(options)
 
     def logit_offsets(self, row: DecodeRow, fed: int, drafted: int) -> list[int]:
-        """Of the positions that a row is fed, those that tell something: after all of its start, and after each
-        token of the draft; first of all, where it has to begin, "start", which tells whether anybody speaks."""
+        """Offsets, among the positions that a row is fed, of those with logits: after its whole prompt and each
+        draft token; in a prefill also start-of-transcript, whose logits tell whether anybody speaks."""
         tail = range(fed - drafted - 1, fed)
         if row.prefilled or self.special is None:
             return [*tail]
@@ -429,11 +429,11 @@ class DecoderPrompts:
         return [*tail] if start in tail else [start, *tail]
 
     def tokens_before_sot(self, start: Sequence[int]) -> int:
-        """Tokens of it before "start": what was said before, where something is to be read."""
+        """Number of tokens before start-of-transcript: previous text, if there is any."""
         return 0 if self.special is None else len(start) - 1 - start[::-1].index(self.special.sot)
 
     def rule(self, row: DecodeRow, said: Sequence[int]) -> TokenRule:
-        """For what comes after `said`, which may be more than the row has said yet."""
+        """Token rule after `said`, which may be longer than what the row has decoded."""
         if self.rules is None:
             return PLAIN
         return self.rules.after(said[row.hypothesis.first_free_position :], row.hypothesis.options.timestamps)

@@ -1,4 +1,5 @@
-"""Rows of tokens through a model's decoder: they join with what was encoded for them, and leave with an answer."""
+"""Decoder of encoder-decoder models: rows join with encoded audio, decode a token per step, leave with an
+answer."""
 
 from __future__ import annotations
 
@@ -37,39 +38,39 @@ if TYPE_CHECKING:
 
 
 class AlignmentQueries:
-    """In one pass. Nothing is copied but what rows keep: a row that goes on holds on to no others' for it but to
-    theirs that keep too, so all together never hold more than as many rows as there are, as long as they may get.
-    """
+    """Queries of the alignment heads in one pass. Only those of rows that need them are copied. A row that goes on
+    shares the copy only with such rows, so all copies together never hold more than the batch's rows at their
+    greatest length."""
 
     def __init__(self, model: EncoderDecoderModel, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
-        """`layers`: queries (positions, heads * head_dim) of each layer that has alignment heads; `wanted`: which
-        positions are told of; None: all."""
+        """`layers`: queries (positions, heads * head_dim) of each layer with alignment heads; `wanted`: positions
+        with logits; None: all."""
         self._model, self._layers, self._logit_positions = model, layers, wanted
         self._recorded: list[tuple[DecodeRow, int]] = []
 
     def record(self, row: DecodeRow, told: int) -> None:
-        """Of that one among the positions that are told of, for the token that was decided there."""
+        """Records the query of logit position `told` for the row's token that was decided there."""
         if row.hypothesis.options.words:
             self._recorded.append((row, told))
 
     def flush(self) -> None:
-        """To each row what is kept for it. A copy: the next step writes over what was recorded."""
+        """Appends recorded queries to their rows: copies, since the next step overwrites its outputs."""
         if not self._recorded:
             return
-        model, found = self._model, []
-        told = torch.tensor([told for _, told in self._recorded])
-        told = told if self._logit_positions is None else self._logit_positions.cpu()[told]
+        model, layer_queries = self._model, []
+        positions = torch.tensor([position for _, position in self._recorded])
+        positions = positions if self._logit_positions is None else self._logit_positions.cpu()[positions]
         for query, heads in zip(self._layers, model.alignment.heads.values(), strict=True):
-            where = told.to(query.device)
-            found.append(query[where].view(len(told), model.heads, -1)[:, list(heads)])
-        for (row, _), asked in zip(self._recorded, torch.cat(found, dim=1), strict=True):
-            row.alignment_queries.append(asked)
+            index = positions.to(query.device)
+            layer_queries.append(query[index].view(len(positions), model.heads, -1)[:, list(heads)])
+        for (row, _), queries in zip(self._recorded, torch.cat(layer_queries, dim=1), strict=True):
+            row.alignment_queries.append(queries)
 
 
 class ForwardOutputs(NamedTuple):
-    """What a pass tells of each position: the likeliest token and its natural-log probability, all logits, what
-    they were made from, what is asked of the audio, and the natural-log probability that nobody speaks, where
-    that is wanted."""
+    """Outputs of a pass at each logit position: the likeliest token (int64) and its natural-log probability
+    (float32), logits (positions, vocabulary), the hidden states (positions, width) that they were made from,
+    alignment queries, and the natural-log probability of no speech, where wanted."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -80,21 +81,22 @@ class ForwardOutputs(NamedTuple):
 
 
 def forward_outputs(model: EncoderDecoderModel, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
-    """`made`: as they come, what was asked between what is always told and what is told at times."""
-    tokens, logprobs, logits, hidden, *more = made
+    """`made`: outputs in order: tokens, logprobs, logits, hidden; queries of each alignment layer; no-speech log
+    probabilities, if any."""
+    tokens, logprobs, logits, hidden, *extra = made
     layers = len(model.alignment.heads)
-    silence = more[layers] if len(more) > layers else None
+    no_speech = extra[layers] if len(extra) > layers else None
     return ForwardOutputs(
-        tokens, logprobs, logits, hidden, AlignmentQueries(model, more[:layers], wanted), silence
+        tokens, logprobs, logits, hidden, AlignmentQueries(model, extra[:layers], wanted), no_speech
     )
 
 
 MAX_VERIFY_POSITIONS = 256
-"""Positions of drafts in one pass: enough to fill its products, few enough for the logits to stay in cache."""
+"""Draft positions in one pass: enough to fill its products, few enough for the logits to stay in cache."""
 
 
 class DecodeRunner:
-    """Up to `max_rows` sequences, one token each per step; they join and leave between any two steps."""
+    """Decodes up to `max_rows` sequences, one token each per step; they join and leave between any two steps."""
 
     def __init__(
         self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
@@ -103,25 +105,26 @@ class DecodeRunner:
         self.batch = DecodeBatch(model, device, max_rows, kv_bytes, longest_frames)
         self.rows, self.page_pool, self.kv_cache = self.batch.rows, self.batch.page_pool, self.batch.kv_cache
         self.finished_rows: list[DecodeRow] = []
-        """Of those that have ended: without a seat, with all of their pages."""
+        """Rows that have ended: without a slot in the batch, with all of their pages."""
         self.prompts = DecoderPrompts(model, device)
         self.positions_fed = self.positions_verified = self.positions_accepted = 0
-        """In passes ahead of the rows: all of them; those of drafts, and of these what held."""
+        """Positions in prefill and verification passes: all; those of drafts; and those of drafts that were
+        accepted."""
         self.encoder_cache: EncoderCache | None = None
-        """What was heard before; it makes itself known."""
+        """Cache of audio and prompts, which sets this itself."""
         self._step_plain = device.capture(self._forward)
         self._step_ruled = device.capture(partial(self._forward_ruled, begun=True))
         self._step_timed = device.capture(partial(self._forward_ruled, timed=True))
         self._step_timed_prefill = device.capture(partial(self._forward_ruled, timed=True, begun=True))
 
-    # --- room -------------------------------------------------------------------------------------------
+    # --- capacity ---------------------------------------------------------------------------------------
 
     @staticmethod
     def token_pages(tokens: int) -> int:
         return pages_for(tokens)
 
     def pages_needed(self, frames: int, max_tokens: int, options: SearchOptions = NO_OPTIONS) -> int:
-        """Reserved whole when a row joins, so that a row that runs is never short of memory."""
+        """Pages reserved as a row joins, so that a running row is never short of memory."""
         return pages_for(frames) + pages_for(self.prompts.positions_needed(options, max_tokens)) * rows_for(
             options
         )
@@ -131,15 +134,15 @@ class DecodeRunner:
         self.prompts.validate(options)
 
     def validate_capacity(self, rows: int, pages: int) -> None:
-        """Raises OptionError where there will never be so much: of one row without beams there is."""
+        """Raises OptionError if there will never be so much; one row without beams always fits."""
         if rows > self.max_rows:
             raise OptionError(f"beam={rows}", f"up to max_decode_rows={self.max_rows}", param="beam")
         if pages >= self.page_pool.pages:
-            came, allowed = (
+            requested, allowed = (
                 f"beam={rows} needs {pages} pages of keys and values",
                 f"up to {self.page_pool.pages - 1}",
             )
-            raise OptionError(came, allowed, "ask for fewer, or give the engine more kv_bytes", param="beam")
+            raise OptionError(requested, allowed, "ask for fewer, or give the engine more kv_bytes", param="beam")
 
     @property
     def free_rows(self) -> int:
@@ -162,34 +165,34 @@ class DecodeRunner:
         hypothesis: Hypothesis,
         root: bytes = b"",
     ) -> DecodeRow:
-        """`root`: the name of what was heard, where it is kept."""
+        """Adds a row, with pages for its longest answer. `root`: cache key of its audio; empty: not cached."""
         options = hypothesis.options
         audio = self.store_encoder_result(heard) if isinstance(heard, EncoderResult) else heard.pages
-        taken = [] if isinstance(heard, BorrowedPages) else audio
-        row = DecodeRow(request_id, [*taken], hypothesis)
-        self.batch.add_row(row)  # from here on `leave` gives the pages back, whatever fails below
-        start = self.prompts.prompt_tokens(options)
-        hypothesis.limit_tokens(self.model.max_tokens - len(start))
-        own = self.page_pool.allocate(
+        owned_audio = [] if isinstance(heard, BorrowedPages) else audio
+        row = DecodeRow(request_id, [*owned_audio], hypothesis)
+        self.batch.add_row(row)  # from here on `remove_row` frees the pages, whatever fails below
+        prompt = self.prompts.prompt_tokens(options)
+        hypothesis.limit_tokens(self.model.max_tokens - len(prompt))
+        token_pages = self.page_pool.allocate(
             pages_for(self.prompts.positions_needed(options, hypothesis.max_tokens)) * hypothesis.beam
         )
-        row.pages = own + taken
+        row.pages = token_pages + owned_audio
         if hypothesis.beam > 1:
-            own = BeamGroup(row, len(start) + hypothesis.fixed, own, taken).block_table(0)
-        self.batch.set_token_pages(row, own)
+            token_pages = BeamGroup(row, len(prompt) + hypothesis.fixed, token_pages, owned_audio).block_table(0)
+        self.batch.set_token_pages(row, token_pages)
         self.batch.set_audio_pages(row, audio, heard.frames)
         row.audio_key = root
         special = self.prompts.special
         if special is not None:
             hypothesis.words_below = special.eot
-        row.prompt = () if self.prompts.detects_language(options) else start
-        if special is None and row.beams is None and len(start) == 1:
+        row.prompt = () if self.prompts.detects_language(options) else prompt
+        if special is None and row.beams is None and len(prompt) == 1:
             row.prefilled = True  # a step is given the one token
             self.batch.set_position(row)
         return row
 
     def store_encoder_result(self, heard: EncoderResult) -> list[int]:
-        """Its pages, one reference of each for the caller."""
+        """Copies encoded audio into new pages, with a reference to each for the caller."""
         pages = self.page_pool.allocate(pages_for(heard.frames))
         table = torch.tensor(pages, dtype=torch.int32, device=self.device.torch_device)
         with contextlib.ExitStack() as unless_stored:
@@ -199,29 +202,29 @@ class DecodeRunner:
         return pages
 
     def attach_prefix(self, row: DecodeRow, pages: list[int]) -> None:
-        """What it begins with lies in these pages, as far as they go; it has a reference of each."""
-        known = len(pages)
+        """Replaces the row's first token pages by cached ones, to which it has references."""
+        count = len(pages)
         audio = row.pages[len(row.block_table) :]
-        self.page_pool.free_pages(row.block_table[:known])
-        self.batch.set_token_pages(row, pages + row.block_table[known:])
-        row.pages, row.cached_positions = row.block_table + audio, known * PAGE
+        self.page_pool.free_pages(row.block_table[:count])
+        self.batch.set_token_pages(row, pages + row.block_table[count:])
+        row.pages, row.cached_positions = row.block_table + audio, count * PAGE
 
     def write_cross_kv(self, cross: Tensor, tables: Tensor, positions: Tensor) -> None:
-        """Frames of audio that grows: row r of `cross` (rows, layers, 2, width) into position `positions[r]`
+        """Writes frames of growing audio: row r of `cross` (rows, layers, 2, width) into position `positions[r]`
         (rows,) int64 of the pages of `tables[r]` (rows, pages) int32."""
         rows, layers, _, width = cross.shape
-        spread = cross.new_empty(rows, 3, width)  # as the decoder's own keys and values come, behind a query
+        qkv = cross.new_empty(rows, 3, width)  # laid out like the decoder's own keys and values, after a query
         for layer in range(layers):
-            spread[:, 1:] = cross[:, layer]
-            self.device.kernels.append(self.kv_cache, layer, spread, tables, positions)
+            qkv[:, 1:] = cross[:, layer]
+            self.device.kernels.append(self.kv_cache, layer, qkv, tables, positions)
 
     def release_row_slot(self, row: DecodeRow) -> None:
-        """It has ended, and somebody else may have its seat."""
+        """Frees the batch slot of a row that has ended; the row keeps its pages."""
         self.batch.remove_row(row)
         self.finished_rows.append(row)
 
     def remove_row(self, row: DecodeRow) -> None:
-        """Its pages are free at once; those of beams, when the last one leaves."""
+        """Removes a row and frees its pages; those of beams are freed with the last row."""
         if row in self.finished_rows:
             self.finished_rows.remove(row)
         else:
@@ -234,7 +237,7 @@ class DecodeRunner:
             self.page_pool.free_pages(row.beams.pages)
 
     def restart_row(self, row: DecodeRow) -> None:
-        """Decode the row anew, from what is fixed of it; its audio stays where it is."""
+        """Restarts a row after its fixed tokens; its audio stays in its pages."""
         row.draft_remaining = ()
         del row.alignment_queries[len(row.hypothesis.tokens) :]
         self.batch.set_position(row)
@@ -243,78 +246,77 @@ class DecodeRunner:
 
     @torch.inference_mode()
     def step(self) -> list[DecodeRow]:
-        """One token for every row; returns the rows whose hypothesis has ended, still joined."""
+        """Decodes one token of every row; returns the rows whose hypothesis has ended, which stay in the batch."""
         rule = self.prompts.rule
-        passed = self._run_forward(
+        outputs = self._run_forward(
             self.batch.step_inputs(), [rule(row, row.tokens) for row in self.rows] if self.prompts.rules else []
         )
-        chosen, scores = passed.tokens.tolist()[: len(self.rows)], passed.logprobs.tolist()
+        chosen, scores = outputs.tokens.tolist()[: len(self.rows)], outputs.logprobs.tolist()
         ended = []
-        at: dict[BeamGroup, list[int]] = {}
+        beam_positions: dict[BeamGroup, list[int]] = {}
         for index, row in enumerate(self.rows):
             assert row.prefilled, "a row was stepped before its start was fed"
             if row.beams is not None:
-                at.setdefault(row.beams, [0] * len(row.beams.rows))[row.beam_index] = index
+                beam_positions.setdefault(row.beams, [0] * len(row.beams.rows))[row.beam_index] = index
                 continue
             token, score = chosen[index], scores[index]
             if row.hypothesis.temperature > 0:
-                token, score = self._sample(passed.logits[index], row)
+                token, score = self._sample(outputs.logits[index], row)
             elif row.hotwords is not None:
                 token, score = pick_and_record(
-                    row, passed.logits[index], passed.hidden[index], self.model.head_weight
+                    row, outputs.logits[index], outputs.hidden[index], self.model.head_weight
                 )
             row.finish = row.hypothesis.append_token(token, score)
-            passed.alignment_queries.record(row, index)
+            outputs.alignment_queries.record(row, index)
             chosen[index] = token
             row.advance_draft(token, 0)
             if row.finish:
                 ended.append(row)
-        passed.alignment_queries.flush()
+        outputs.alignment_queries.flush()
         self.batch.advance(chosen)
-        return ended + self._advance_beams(at, passed)
+        return ended + self._advance_beams(beam_positions, outputs)
 
     def _advance_beams(self, at: dict[BeamGroup, list[int]], passed: ForwardOutputs) -> list[DecodeRow]:
-        """The next token of every way; `at`: where in the pass each is told. Returns the rows whose search is
-        over, alone by then."""
+        """Advances every beam by one token; `at`: logit positions of each group's beams. Returns the rows whose
+        search is over, now one for each group."""
         if not at:
             return []
-        where = torch.tensor([position for positions in at.values() for position in positions])
-        where = where.to(passed.logits.device)
-        most = max(beams.search.choices for beams in at)
-        found = iter(top_tokens(passed.logits[where], passed.hidden[where], self.model.head_weight, most))
+        index = torch.tensor([position for positions in at.values() for position in positions])
+        index = index.to(passed.logits.device)
+        max_choices = max(beams.search.choices for beams in at)
+        choices = iter(top_tokens(passed.logits[index], passed.hidden[index], self.model.head_weight, max_choices))
         ended, copies = [], []
         for beams, positions in at.items():
             search = beams.search
-            if sources := search.advance([next(found)[: search.choices] for _ in positions]):
+            if sources := search.advance([next(choices)[: search.choices] for _ in positions]):
                 copies += beams.fork(sources)
                 self.batch.resize_beams(beams, len(sources))
             else:
                 row = self.batch.collapse_beams(beams)
-                way, row.finish = search.best()
-                row.hypothesis.append_rest(way.tokens, way.logprobs)
+                best, row.finish = search.best()
+                row.hypothesis.append_rest(best.tokens, best.logprobs)
                 ended.append(row)
         if copies:
             pages = torch.tensor(copies, device=passed.logits.device)
             self.kv_cache[pages[:, 1]] = self.kv_cache[pages[:, 0]]
         return ended
 
-    # --- starts and drafts ------------------------------------------------------------------------------
+    # --- prefill and verification -----------------------------------------------------------------------
 
     def rows_to_prefill(self) -> list[DecodeRow]:
-        """Rows that have to begin, whose draft fixes what comes next, or has more to propose than a step would
-        tell."""
+        """Rows that are to be prefilled, or whose draft fixes the next token or proposes more than one."""
         return [row for row in self.rows if row.needs_prefill]
 
     @torch.inference_mode()
     def prefill_and_verify(self, rows: Sequence[DecodeRow]) -> list[DecodeRow]:
-        """Feed each row's start, take of what its draft proposes what decoding would have chosen, and the token
-        after it; returns the rows whose hypothesis has ended, still joined.
+        """Feeds each row's prompt, accepts the tokens of its draft that decoding would have chosen, and the token
+        after them; returns the rows whose hypothesis has ended, which stay in the batch.
 
         Every position of a draft is a row of its own over the same pages. All of a layer's keys and values are
         written before any is read, so each position sees what decoding one by one would show it.
         """
         ended = []
-        ahead: list[DecodeRow] = []
+        batch: list[DecodeRow] = []
         positions = 0
         unknown = [row for row in rows if not row.prompt]
         for first in range(0, len(unknown), MAX_VERIFY_POSITIONS):
@@ -322,65 +324,65 @@ class DecodeRunner:
         for row in rows:
             if self.encoder_cache is not None and not row.prefilled:
                 self.encoder_cache.attach_prefix(row)
-            wanted = len(row.prefill_tokens())
-            if ahead and positions + wanted > MAX_VERIFY_POSITIONS:
-                ended += self._verify_batch(ahead)
-                ahead, positions = [], 0
-            ahead.append(row)
-            positions += wanted
-        return ended + (self._verify_batch(ahead) if ahead else [])
+            count = len(row.prefill_tokens())
+            if batch and positions + count > MAX_VERIFY_POSITIONS:
+                ended += self._verify_batch(batch)
+                batch, positions = [], 0
+            batch.append(row)
+            positions += count
+        return ended + (self._verify_batch(batch) if batch else [])
 
     def _detect_languages(self, rows: Sequence[DecodeRow]) -> None:
-        """The likeliest one after "start" alone, whatever was said before."""
-        starts, count = self.prompts, len(rows)
-        assert starts.special is not None
-        passed = self._run_forward(
-            self.batch.prefill_inputs(rows, [(starts.special.sot,)] * count, [1] * count), [GIVEN] * count
+        """Sets each row's language and prompt: the likeliest language after start-of-transcript alone."""
+        prompts, count = self.prompts, len(rows)
+        assert prompts.special is not None
+        outputs = self._run_forward(
+            self.batch.prefill_inputs(rows, [(prompts.special.sot,)] * count, [1] * count), [GIVEN] * count
         )
-        logits = passed.logits[:count].index_select(1, starts.language_ids)
-        sure, heard = logits.float().softmax(dim=1).max(dim=1)
-        for row, language, probability in zip(rows, heard.tolist(), sure.tolist(), strict=True):
-            row.hypothesis.language, row.hypothesis.language_prob = starts.languages[language], probability
-            row.prompt = starts.prompt_in_language(row.hypothesis.options, row.hypothesis.language)
+        logits = outputs.logits[:count].index_select(1, prompts.language_ids)
+        probabilities, languages = logits.float().softmax(dim=1).max(dim=1)
+        for row, language, probability in zip(rows, languages.tolist(), probabilities.tolist(), strict=True):
+            row.hypothesis.language, row.hypothesis.language_prob = prompts.languages[language], probability
+            row.prompt = prompts.prompt_in_language(row.hypothesis.options, row.hypothesis.language)
 
     def _verify_batch(self, rows: Sequence[DecodeRow]) -> list[DecodeRow]:
         feeds, drafts = [row.prefill_tokens() for row in rows], [row.proposal for row in rows]
         fed = [len(feed) for feed in feeds]
-        asked = [
+        offsets = [
             self.prompts.logit_offsets(row, n, len(draft)) for row, n, draft in zip(rows, fed, drafts, strict=True)
         ]
         rules: list[TokenRule] = []
-        for row, draft, positions in zip(rows, drafts, asked, strict=True):
-            said, free = [*row.tokens, *draft], max(len(row.tokens), row.hypothesis.fixed)
-            choices = [self.prompts.rule(row, said[:end]) for end in range(free, len(said) + 1)]
-            rules += [GIVEN] * (len(positions) - len(choices)) + choices
+        for row, draft, positions in zip(rows, drafts, offsets, strict=True):
+            tokens, first_free = [*row.tokens, *draft], max(len(row.tokens), row.hypothesis.fixed)
+            free_rules = [self.prompts.rule(row, tokens[:end]) for end in range(first_free, len(tokens) + 1)]
+            rules += [GIVEN] * (len(positions) - len(free_rules)) + free_rules
         firsts = [row.length if row.prefilled else 1 + row.cached_positions for row in rows]
-        new = [row for row in rows if not row.prefilled]
-        at = self.batch.prefill_inputs(rows, feeds, firsts)
-        at.logit_positions = self.batch.logit_positions(fed, asked)
-        passed = self._run_forward(at, rules)
-        chosen, scores = passed.tokens.tolist(), passed.logprobs.tolist()
+        new_rows = [row for row in rows if not row.prefilled]
+        inputs = self.batch.prefill_inputs(rows, feeds, firsts)
+        inputs.logit_positions = self.batch.logit_positions(fed, offsets)
+        outputs = self._run_forward(inputs, rules)
+        chosen, scores = outputs.tokens.tolist(), outputs.logprobs.tolist()
         ended, first = [], 0
-        opened: dict[BeamGroup, list[int]] = {}
-        for row, draft, positions in zip(rows, drafts, asked, strict=True):
+        beam_positions: dict[BeamGroup, list[int]] = {}
+        for row, draft, positions in zip(rows, drafts, offsets, strict=True):
             if not row.prefilled:
                 row.prefilled = True
-                if passed.no_speech_logprobs is not None:
-                    row.hypothesis.no_speech_prob = float(passed.no_speech_logprobs[first].exp())
+                if outputs.no_speech_logprobs is not None:
+                    row.hypothesis.no_speech_prob = float(outputs.no_speech_logprobs[first].exp())
             first += len(positions)
             tail = slice(first - len(draft) - 1, first)
-            if self._accept_draft(row, draft, chosen[tail], scores[tail], passed, tail.start):
+            if self._accept_draft(row, draft, chosen[tail], scores[tail], outputs, tail.start):
                 ended.append(row)
             elif row.beams is None:
                 self.batch.set_position(row)
             else:
-                opened[row.beams] = [first - 1]
+                beam_positions[row.beams] = [first - 1]
             self.positions_verified += len(draft)
-        passed.alignment_queries.flush()
+        outputs.alignment_queries.flush()
         self.positions_fed += sum(fed)
         if self.encoder_cache is not None:
-            self.encoder_cache.store_prefix(new)
-        return ended + self._advance_beams(opened, passed)
+            self.encoder_cache.store_prefix(new_rows)
+        return ended + self._advance_beams(beam_positions, outputs)
 
     def _accept_draft(
         self,
@@ -391,8 +393,8 @@ class DecodeRunner:
         passed: ForwardOutputs,
         first: int,
     ) -> Finish | None:
-        """Give the hypothesis what holds of its draft, and the first token that differs; of beams, only what is
-        fixed. `first`: where in the pass the draft begins."""
+        """Appends to the hypothesis the draft tokens that hold, and the first that differs; with beams, only fixed
+        tokens. `first`: logit position at which the draft begins."""
         hypothesis, logits = row.hypothesis, passed.logits[first : first + len(draft) + 1]
         for position in range(len(draft) + 1):
             token, score = chosen[position], scores[position]
@@ -420,45 +422,47 @@ class DecodeRunner:
     # --- passes -----------------------------------------------------------------------------------------
 
     def _run_forward(self, at: ForwardInputs, rules: Sequence[TokenRule]) -> ForwardOutputs:
-        """With tables as wide as the longest row needs; what is told of position i by `rules[i]`."""
+        """Runs a pass, with tables as wide as the longest row needs. `rules[i]`: token rule of logit position
+        i."""
         own_width = self.device.padded_pages(pages_for(int(at.token_lengths.max())), at.token_tables.shape[1])
         audio_width = self.device.padded_pages(pages_for(int(at.audio_lengths.max())), at.audio_tables.shape[1])
         own, audio = at.token_tables[:, :own_width].contiguous(), at.audio_tables[:, :audio_width].contiguous()
-        given = at.tokens, own, at.token_lengths, audio, at.audio_lengths
-        some = () if at.logit_positions is None else (at.logit_positions,)
+        inputs = at.tokens, own, at.token_lengths, audio, at.audio_lengths
+        selected = () if at.logit_positions is None else (at.logit_positions,)
         if self.prompts.rules is None or all(rule == PLAIN for rule in rules):
-            return forward_outputs(self.model, at.logit_positions, *self._step_plain(*given, *some))
-        told = len(at.tokens if at.logit_positions is None else at.logit_positions)
-        padded = torch.tensor([*rules, *[GIVEN] * (told - len(rules))])
-        advance = self._step_ruled
+            return forward_outputs(self.model, at.logit_positions, *self._step_plain(*inputs, *selected))
+        count = len(at.tokens if at.logit_positions is None else at.logit_positions)
+        padded_rules = torch.tensor([*rules, *[GIVEN] * (count - len(rules))])
+        step = self._step_ruled
         if any(rule.text_from != UNTIMED for rule in rules):
-            advance = self._step_timed if all(rule.level == SAID for rule in rules) else self._step_timed_prefill
-        return forward_outputs(self.model, at.logit_positions, *advance(padded, *given, *some))
+            step = self._step_timed if all(rule.level == SAID for rule in rules) else self._step_timed_prefill
+        return forward_outputs(self.model, at.logit_positions, *step(padded_rules, *inputs, *selected))
 
     def logits(self, at: ForwardInputs, rules: Sequence[TokenRule]) -> Tensor:
-        """(positions, vocabulary) of as many positions as there are rules; their keys and values are written."""
+        """Returns logits (positions, vocabulary) of as many positions as there are rules; writes keys and
+        values."""
         return self._run_forward(at, rules).logits[: len(rules)]
 
     def _forward(self, *given: Tensor) -> tuple[Tensor, ...]:
-        logits, hidden, *asked = self._decode(*given)
+        logits, hidden, *queries = self._decode(*given)
         if self.prompts.rules is not None:
             self.prompts.rules.always(logits)
-        return (*self._argmax(logits, hidden), logits, hidden, *asked)
+        return (*self._argmax(logits, hidden), logits, hidden, *queries)
 
     def _forward_ruled(
         self, rules: Tensor, *given: Tensor, timed: bool = False, begun: bool = False
     ) -> tuple[Tensor, ...]:
-        """Each position by its own rule. `timed`: some ask something of timestamps; `begun`: rows may have their
-        start among these positions."""
+        """Forward pass with a rule for each position. `timed`: some rules concern timestamps; `begun`: positions
+        may include start-of-transcript."""
         assert self.prompts.rules is not None
         assert self.prompts.special is not None
-        logits, hidden, *asked = self._decode(*given)
-        silence: tuple[Tensor, ...] = ()
+        logits, hidden, *queries = self._decode(*given)
+        no_speech: tuple[Tensor, ...] = ()
         if begun:
-            known = logits.float()
-            silence = (known[:, self.prompts.special.no_speech] - known.logsumexp(dim=1),)
+            scores = logits.float()
+            no_speech = (scores[:, self.prompts.special.no_speech] - scores.logsumexp(dim=1),)
         self.prompts.rules.apply(logits, rules, timed)
-        return (*self._argmax(logits, hidden), logits, hidden, *asked, *silence)
+        return (*self._argmax(logits, hidden), logits, hidden, *queries, *no_speech)
 
     def _decode(
         self,
@@ -484,7 +488,7 @@ class DecodeRunner:
 
     def _sample(self, logits: Tensor, row: DecodeRow) -> tuple[int, float]:
         scores = torch.log_softmax(logits.double().cpu(), dim=-1)
-        # From the top and in double precision: divided by however low a temperature, the best one stays 0.
+        # Relative to the best and in double precision: divided by however low a temperature, that one stays 0.
         weights = torch.softmax((scores - scores.max()) / row.hypothesis.temperature, dim=-1)
         token = int(torch.multinomial(weights, 1, generator=row.generator))
         return token, float(scores[token])

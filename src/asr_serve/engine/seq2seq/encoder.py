@@ -1,7 +1,6 @@
-"""Utterances through a model's encoder, and what it hands to the decoder.
+"""Encoder of encoder-decoder models, on this engine's threads or at peers.
 
-`EncodeRunner` and `runner.DecodeRunner` meet only in `EncoderResult`, so that they may live in different
-processes.
+`EncodeRunner` and `decoder.DecodeRunner` share only `EncoderResult`, so that they may run in different processes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from asr_serve.types import Priority
 
 
 class EncoderResult(NamedTuple):
-    """All a decoder needs of one utterance: cross-attention keys and values, (frames, layers, 2, width)."""
+    """All that a decoder needs of one utterance: cross-attention keys and values, (frames, layers, 2, width)."""
 
     cross_kv: Tensor
 
@@ -40,29 +39,29 @@ class EncoderResult(NamedTuple):
 
 
 class BorrowedPages(NamedTuple):
-    """Cross-attention keys and values that lie in pages already. Whoever lends them keeps them until the row has
-    left."""
+    """Pages with cross-attention keys and values that their lender holds until the row has left."""
 
     pages: list[int]
     frames: int
 
 
 class OwnedPages(NamedTuple):
-    """The same in pages that the row gives back: they are its own as much as anybody's."""
+    """Pages with cross-attention keys and values of which the row has a reference, and frees it."""
 
     pages: list[int]
     frames: int
 
 
 class EncodeRunner:
-    """Utterances to EncoderResults, in one batch."""
+    """Encodes utterances in one batch."""
 
     def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
         self.model, self.device = model, device
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[np.ndarray], whole: Sequence[bool] = ()) -> list[EncoderResult]:
-        """`whole`: of which all of the window is encoded, where the model has one; without, of none."""
+        """Returns one result for each array of samples, float32 at 16 kHz. `whole`: whether all of its window is
+        encoded, for models with one; empty: for none."""
         hidden, packing = self.encode_hidden(batch, whole)
         cross = self.model.cross_keys_values(hidden)
         return [
@@ -72,30 +71,32 @@ class EncodeRunner:
 
     @torch.inference_mode()
     def encode_hidden(self, batch: Sequence[np.ndarray], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """The encoder's frames alone, clips end to end: what `cross` makes the rest from, here or elsewhere."""
+        """Returns the hidden frames alone, clips end to end, from which `model.cross_keys_values` makes the rest,
+        here or in another engine."""
         clips = [tensor_from_array(pcm) for pcm in batch]
         return self.model.encode(clips, whole)
 
 
 def tensor_from_array(array: np.ndarray) -> Tensor:
-    """Without a copy, unless the array is read-only, which torch has no notion of."""
+    """Tensor that shares the array's memory; a copy if it is read-only, which torch does not know."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 ENCODER_NICENESS = 5
-"""How much nicer than the loop encoders are: under Linux they get a third of its share where both want a core."""
+"""Niceness of encoder threads above the loop's: under Linux they get a third of its share where both want a
+core."""
 MAX_LOST_PEERS = 2
 """Peers that may be lost over one request; then it is encoded here, where it may be given up
 (engine/process/client)."""
 PEER_LOST_ERRORS = (PeerGone, RoadTimeout, Torn)
-"""What a peer encoded did not come: it is encoded again."""
+"""Errors of a peer's batch that did not arrive: it is encoded again."""
 MAX_TRACKED_REQUESTS = 4_096
-"""Requests of which it is known how many; of more, the first are forgotten."""
+"""Requests whose lost peers are counted; of more, the oldest are forgotten."""
 
 
 class EncodeBatch(NamedTuple):
-    """Under way: these requests will need so many rows and pages. `classes`: of each its priority, and how soon it
-    should be encoded, for peers that encode for others too."""
+    """Requests that are being encoded, and the rows and pages that they will need. `classes`: priority and
+    `within_ms` of each, for peers that encode for other engines too."""
 
     ids: list[int]
     rows: int
@@ -107,9 +108,10 @@ OnEncoded = Callable[[EncodeBatch, Future[list[EncoderResult]], float], None]
 
 
 class EncoderPool:
-    """Belongs to the loop's thread; `deliver` is called on another one, with what was encoded and how long that
-    took. A batch whose peer was lost is delivered with one of LOST: it wants to be encoded again. Whoever is
-    delivered to says when it is `over`. `wake`: called when a peer has come or gone."""
+    """Encoder threads and peers; belongs to the loop's thread. `deliver` is called on another thread, with the
+    results and the seconds that they took. A batch whose peer was lost is delivered with one of PEER_LOST_ERRORS,
+    to be encoded again. Whoever receives a batch calls `complete`. `wake`: called when a peer connects or is
+    lost."""
 
     def __init__(
         self,
@@ -129,15 +131,15 @@ class EncoderPool:
         self.in_flight: list[EncodeBatch] = []
         self._remote: list[tuple[EncodeBatch, PeerConnection, RemoteBatch]] = []
         self._lost_peers: Counter[int] = Counter()
-        """Peers lost over a request, those with the latest last."""
+        """Number of peers lost over each request, latest last."""
         self._lock = threading.Lock()
         self._concurrent = False
         if peers is not None:
             peers.connect(wake)
 
     def set_concurrent(self, live: bool) -> bool:
-        """Whether batches are encoded beside the loop. The cores are shared out anew when callers come or have
-        gone, as soon as nothing is under way."""
+        """Sets whether batches are encoded beside the loop; returns whether they are. The cores are redistributed
+        when live sessions begin or end, as soon as nothing is under way here."""
         wanted = live and self.threads > 0
         if wanted != self._concurrent and not self._local_batches:
             self._concurrent = wanted
@@ -147,7 +149,7 @@ class EncoderPool:
 
     @property
     def thread_available(self) -> bool:
-        """A thread of this engine's has nothing to do."""
+        """Whether a thread of this engine is free."""
         return self._local_batches < self.threads
 
     @property
@@ -157,17 +159,17 @@ class EncoderPool:
 
     @property
     def peer_available(self) -> bool:
-        """A peer is there and has room for a batch."""
+        """Whether a peer is connected and has room for a batch."""
         return self._peers is not None and self._peers.has_room
 
     @property
     def encodes_locally(self) -> bool:
-        """Whether this engine is to encode what is not away: one that only decodes does while no peer is there."""
+        """Whether this engine encodes what peers do not: one that only decodes does while no peer is connected."""
         return self._always_local or self._peers is None or not self._peers.alive
 
     @property
     def reserved_rows(self) -> int:
-        """Rows that what is under way will take."""
+        """Rows that requests under way will take."""
         return sum(batch.rows for batch in self.in_flight)
 
     @property
@@ -177,57 +179,57 @@ class EncoderPool:
     def submit(
         self, batch: EncodeBatch, clips: Sequence[np.ndarray], whole: Sequence[bool] = (), *, away: bool = False
     ) -> None:
-        """`away`: by a peer, unless none has room any more or two were lost over one of these."""
+        """Starts a batch. `away`: at a peer, unless none has room any more or MAX_LOST_PEERS were lost over one of
+        its requests."""
         self.in_flight.append(batch)
         if not away or not self._submit_to_peer(batch, clips, whole):
             self._run(batch, lambda: self._runner.encode(clips, whole))
 
     def complete(self, batch: EncodeBatch) -> None:
-        """It was delivered: nothing of it is kept, its audio and what a peer made of it least of all."""
-        self.in_flight = [each for each in self.in_flight if each is not batch]
-        self._remote = [each for each in self._remote if each[0] is not batch]
+        """Forgets a delivered batch, so that its audio and a peer's results are freed."""
+        self.in_flight = [other for other in self.in_flight if other is not batch]
+        self._remote = [other for other in self._remote if other[0] is not batch]
 
     def check(self) -> None:
         under_way = {id(batch) for batch in self.in_flight}
-        assert all(id(each[0]) in under_way for each in self._remote), "a batch is kept that is over"
+        assert all(id(remote[0]) in under_way for remote in self._remote), "a batch is kept that is over"
 
     def cancel(self, request_id: int) -> None:
-        """Nobody wants that request any more. A peer that has it does not encode it, if it has not begun; this
-        engine's own batches go on."""
+        """Cancels a request. A peer that has not begun it does not encode it; batches of this engine go on."""
         with self._lock:
             self._lost_peers.pop(request_id, None)
-        for batch, connection, away in self._remote:
+        for batch, connection, remote in self._remote:
             if request_id in batch.ids:
-                connection.cancel_clip(away, batch.ids.index(request_id))
+                connection.cancel_clip(remote, batch.ids.index(request_id))
 
     def close(self) -> None:
-        """Wait for what is under way here; what is away is given up."""
+        """Waits for batches of this engine; those at peers are abandoned."""
         if self._peers is not None:
             self._peers.close()
         self._threads.shutdown(wait=True)
 
-    # --- by threads of this engine ------------------------------------------------------------------------
+    # --- threads of this engine ---------------------------------------------------------------------------
 
     def _run(self, batch: EncodeBatch, work: Callable[[], list[EncoderResult]], spent_s: float = 0.0) -> None:
-        """`spent_s`: by others, before."""
+        """Runs `work` on an encoder thread. `spent_s`: seconds that a peer has spent before."""
         begun_s: list[float] = []
 
         def encode() -> list[EncoderResult]:
             begun_s.append(time.perf_counter())
             return work()
 
-        def over(encoded: Future[list[EncoderResult]]) -> None:
+        def deliver(encoded: Future[list[EncoderResult]]) -> None:
             seconds = time.perf_counter() - begun_s[0] if begun_s else 0.0
             self._deliver(batch, encoded, spent_s + seconds)
 
         try:
-            self._threads.submit(encode).add_done_callback(over)
-        except RuntimeError as failure:  # no thread is to be had; or it came from a peer while this was closed
-            lost: Future[list[EncoderResult]] = Future()
-            lost.set_exception(failure)
-            self._deliver(batch, lost, spent_s)
+            self._threads.submit(encode).add_done_callback(deliver)
+        except RuntimeError as failure:  # no thread can be started, or a peer's result came after `close`
+            failed: Future[list[EncoderResult]] = Future()
+            failed.set_exception(failure)
+            self._deliver(batch, failed, spent_s)
 
-    # --- by peers -----------------------------------------------------------------------------------------
+    # --- peers --------------------------------------------------------------------------------------------
 
     def _submit_to_peer(self, batch: EncodeBatch, pcm: Sequence[np.ndarray], whole: Sequence[bool]) -> bool:
         if self._peers is None:
@@ -236,11 +238,11 @@ class EncoderPool:
             self._clear_losses(batch)
             return False
         model = self._runner.model
-        all_of_it = whole or [False] * len(pcm)
+        full_windows = whole or [False] * len(pcm)
         classes = batch.classes or [("interactive", None)] * len(pcm)
         clips = [
-            EncodeClip(each, model.count_frames(len(each), of_it), of_it, priority, within_ms)
-            for each, of_it, (priority, within_ms) in zip(pcm, all_of_it, classes, strict=True)
+            EncodeClip(samples, model.count_frames(len(samples), full_window), full_window, priority, within_ms)
+            for samples, full_window, (priority, within_ms) in zip(pcm, full_windows, classes, strict=True)
         ]
         started = self._peers.submit_batch(clips, lambda came: self._on_peer_result(batch, came))
         if started is not None:
@@ -248,7 +250,7 @@ class EncoderPool:
         return started is not None
 
     def _on_peer_result(self, batch: EncodeBatch, came: EncodedBatch | AsrServeError) -> None:
-        """On a peer's thread, or the loop's."""
+        """Handles the result of a batch, on a peer's thread or the loop's."""
         if isinstance(came, EncodedBatch):
             self._clear_losses(batch)
             # Not on the loop's thread, which goes on decoding meanwhile.
@@ -271,28 +273,28 @@ class EncoderPool:
 
     @torch.inference_mode()
     def _unpack_peer_result(self, came: EncodedBatch) -> list[EncoderResult]:
-        """Of hidden frames this engine makes the keys and values: of all of a batch in one product."""
+        """Makes results of a peer's frames; hidden frames become keys and values in one product for the batch."""
         assert self._peers is not None
         device, identity = self._runner.device, self._peers.identity
         shape = identity.cross if came.payload == "cross" else identity.hidden
-        none = torch.empty(0, *shape, dtype=device.dtype)  # of who was cancelled: no bytes cannot be viewed
+        empty = torch.empty(0, *shape, dtype=device.dtype)  # of a cancelled clip: an empty array cannot be viewed
         tensors = [
-            torch.from_numpy(data).view(device.dtype).view(-1, *shape) if data.nbytes else none
+            torch.from_numpy(data).view(device.dtype).view(-1, *shape) if data.nbytes else empty
             for data in came.data
         ]
-        together = torch.cat(tensors).to(device.torch_device)
+        packed = torch.cat(tensors).to(device.torch_device)
         if came.payload == "hidden":
-            filler = -len(together) % device.frame_block
-            hidden = torch.cat([together, together.new_zeros(filler, *shape)])
+            filler = -len(packed) % device.frame_block
+            hidden = torch.cat([packed, packed.new_zeros(filler, *shape)])
             cross = self._runner.model.cross_keys_values
-            together = cross(hidden) if len(hidden) else hidden.new_empty(0, *identity.cross)
+            packed = cross(hidden) if len(hidden) else hidden.new_empty(0, *identity.cross)
         offsets = [0, *itertools.accumulate(map(len, tensors))]
-        return [EncoderResult(together[start:end]) for start, end in itertools.pairwise(offsets)]
+        return [EncoderResult(packed[start:end]) for start, end in itertools.pairwise(offsets)]
 
 
 def _init_encoder_thread(device: Device) -> None:
-    """The calling thread alone, and behind whoever else wants its core: the loop's steps are short and many wait
-    for them."""
+    """Limits the calling thread to one core, with lower priority: the loop's steps are short and many wait for
+    them."""
     device.set_threads(1)
     with contextlib.suppress(OSError, AttributeError):  # a courtesy, not worth a batch
         os.setpriority(

@@ -1,4 +1,4 @@
-"""What was heard before, for whoever brings the same audio again: answers, and keys and values in pages."""
+"""Cache of requests with the same audio: answers, and encoder keys and values in pages."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from asr_serve.engine.stats import EngineStats
 from asr_serve.kernels import PAGE
 
 ANSWER_BYTES, TOKEN_BYTES, TIMES_BYTES = 600, 72, 128
-"""What an answer takes, each of its tokens with its score, and when each was said, where that is told."""
+"""Bytes counted for an answer, for each token with its score, and for each token's times if it has them."""
 OFFLOAD_PREFIX = b"audio "
-"""Before a root's name in the tiers, where streams sleep too."""
+"""Prefix of audio keys in the tiered store, which holds offloaded streams too."""
 REUSED_KEYS_BYTES, REUSED_KEY_BYTES = 1 << 16, 100
-"""For the names of audio that came again."""
+"""Bytes of the keys of reused audio: bound of all, and bytes counted for each."""
 
 
 class EncoderCache:
-    """Of one engine. Belongs to the loop's thread.
+    """Encoder and answer cache of one engine; belongs to the loop's thread.
 
-    Whoever sends audio that somebody else sent is answered sooner, and so can tell that it was sent. Where that
-    must not be known, give it no memory (EngineConfig.prefix_bytes=0).
+    A client that sends audio that another has sent is answered sooner, and so can tell that it was sent. Where
+    that must not be known, give the cache no memory (EngineConfig.prefix_bytes=0).
     """
 
     def __init__(
         self, runner: DecodeRunner, answer_bytes: int, page_bytes: int, tiers: TieredStore | None = None
     ) -> None:
-        """`page_bytes`: for pages that only this holds. They are the runner's own, and its rows get them back
-        whenever they need them. `tiers`: for audio that gave way, if it has come again before: to copy what will
-        never be asked for costs more than it spares."""
+        """`page_bytes`: bound of pages that only this cache references. They are the runner's own, and its rows
+        reclaim them when they need them. `tiers`: for evicted audio that was reused before: copying what is never
+        requested again costs more than it saves."""
         self._runner, self._page_bytes, self._offload = runner, runner.kv_cache[0].nbytes, tiers
         self._reused_keys: LruCache[bool] = LruCache(REUSED_KEYS_BYTES)
         self.answers: LruCache[Recognition] = LruCache(answer_bytes)
@@ -72,8 +72,8 @@ class EncoderCache:
     # --- audio ------------------------------------------------------------------------------------------
 
     def lookup_audio(self, root: bytes) -> OwnedPages | None:
-        """Its pages, for a row to give back: the tree's, or those of a row that hears the same just now, where the
-        tree had no room for them."""
+        """Returns the audio's pages, with references for a row to free: the tree's, or those of a row that decodes
+        the same audio, if the tree had no room for them. None: there are none."""
         if (found := self.prefix_cache.match(root)) is not None:
             self._reused_keys.insert(root, True, REUSED_KEY_BYTES)
             return OwnedPages(found.audio_pages, found.frames)
@@ -83,16 +83,17 @@ class EncoderCache:
         return OwnedPages([*row.audio_pages], row.frames)
 
     def is_offloaded(self, root: bytes) -> bool:
-        """Whether it gave way, and lies in the tiers."""
+        """Whether the audio was evicted to the tiered store."""
         return self._offload is not None and OFFLOAD_PREFIX + root in self._offload
 
     def fetch_offloaded(self, root: bytes, came: Callable[[list[memoryview] | None], None]) -> None:
-        """From there; `came` is called on any thread."""
+        """Fetches audio from the tiered store; `came` is called on any thread."""
         assert self._offload is not None
         self._offload.get(OFFLOAD_PREFIX + root, came)
 
     def insert_fetched(self, root: bytes, parts: Sequence[memoryview] | None, room: int) -> None:
-        """What came, into pages again, if there are so many; None: it is lost. A step that may fail."""
+        """Copies fetched audio into pages, if `room` pages are enough. `parts`: None if it is lost. Runs as a step
+        that may fail."""
         if parts is None or root in self.prefix_cache or (count := len(parts[1]) // self._page_bytes) > room:
             return
         assert self.stats is not None
@@ -100,55 +101,57 @@ class EncoderCache:
             runner, (head, data) = self._runner, parts
             pages = runner.page_pool.allocate(count)
             after.callback(runner.page_pool.free_pages, pages)
-            # Where it lies: it is lent until this returns, and by then the pool has it, on a device too.
-            held = tensor_from_array(np.frombuffer(data, np.uint8)).view(runner.kv_cache.dtype)
-            runner.kv_cache[pages] = held.view(count, *runner.kv_cache.shape[1:]).to(runner.kv_cache.device)
+            # Not copied: the memory is lent until this returns, and by then the pages have it, on a device too.
+            source = tensor_from_array(np.frombuffer(data, np.uint8)).view(runner.kv_cache.dtype)
+            runner.kv_cache[pages] = source.view(count, *runner.kv_cache.shape[1:]).to(runner.kv_cache.device)
             self.prefix_cache.insert(root, pages, int.from_bytes(head, "little"))
 
     def store_row_audio(self, row: DecodeRow) -> None:
-        """The row's audio is in its pages."""
+        """Adds the audio of a row, which is in the row's pages."""
         self.prefix_cache.insert(row.audio_key, row.audio_pages, row.frames)
 
     def store_encoder_result(self, root: bytes, result: EncoderResult) -> None:
-        """Nobody decodes it, and somebody will. There is room: it was kept for whoever wanted it."""
+        """Adds encoded audio whose request has left, for others that wait for it. There is room: pages were
+        reserved for that request."""
         pages = self._runner.store_encoder_result(result)
         try:
             self.prefix_cache.insert(root, pages, result.frames)
         finally:
             self._runner.page_pool.free_pages(pages)
 
-    # --- what a row begins with -------------------------------------------------------------------------
+    # --- prefixes ---------------------------------------------------------------------------------------
 
     def attach_prefix(self, row: DecodeRow) -> None:
-        """Whole pages of what the row is to be fed first, where the same was fed over the same audio before."""
-        if not row.audio_key or row.beams is not None or not (starts := self._shareable_prompt(row)):
+        """Attaches cached pages for the beginning of the row's prompt, if it was fed over the same audio
+        before."""
+        if not row.audio_key or row.beams is not None or not (prompt := self._shareable_prompt(row)):
             return
-        found = self.prefix_cache.match(row.audio_key, starts)
-        if found is None:
+        match = self.prefix_cache.match(row.audio_key, prompt)
+        if match is None:
             return
-        self._runner.page_pool.free_pages(found.audio_pages)  # of these it has references
-        if found.token_pages:
-            self._runner.attach_prefix(row, found.token_pages)
+        self._runner.page_pool.free_pages(match.audio_pages)  # the row has references already
+        if match.token_pages:
+            self._runner.attach_prefix(row, match.token_pages)
             if self.stats is not None:
-                self.stats.record_reused_positions(found.tokens)
+                self.stats.record_reused_positions(match.tokens)
 
     def store_prefix(self, rows: Sequence[DecodeRow]) -> None:
-        """All that they begin with has been fed. These pages are never written again."""
+        """Adds the prompts of rows that have been prefilled. These pages are never written again."""
         for row in rows:
-            if row.audio_key and row.beams is None and len(starts := self._shareable_prompt(row)) >= PAGE:
-                own = row.block_table[: len(starts) // PAGE]
-                self.prefix_cache.insert(row.audio_key, row.audio_pages, row.frames, starts, own)
+            if row.audio_key and row.beams is None and len(prompt := self._shareable_prompt(row)) >= PAGE:
+                pages = row.block_table[: len(prompt) // PAGE]
+                self.prefix_cache.insert(row.audio_key, row.audio_pages, row.frames, prompt, pages)
 
     def _shareable_prompt(self, row: DecodeRow) -> tuple[int, ...]:
-        """Of its start, what others may have too. What tells whether anybody speaks is left: each row asks that
-        itself."""
+        """Tokens of the row's prompt that others may share: those before start-of-transcript, which each row feeds
+        itself, since its logits tell whether anybody speaks."""
         return row.prompt[: self._runner.prompts.tokens_before_sot(row.prompt)]
 
 
 def _zero_tail(pages: Tensor, frames: int) -> None:
-    """Of a copy of an utterance's pages, what lies behind its frames: whoever had the last page before left that.
-    The layout is that of `native`: K (heads, head_dim, PAGE), V (heads, PAGE, head_dim)."""
-    if held := frames % PAGE:
+    """Zeros what lies after the frames in a copy of audio pages: the last page's former user left that. Layout as
+    in `kernels`: K (heads, head_dim, PAGE), V (heads, PAGE, head_dim)."""
+    if filled := frames % PAGE:
         layers, _, heads, _ = pages.shape[1:]
-        pages[-1, :, 0].view(layers, heads, -1, PAGE)[..., held:] = 0
-        pages[-1, :, 1].view(layers, heads, PAGE, -1)[:, :, held:] = 0
+        pages[-1, :, 0].view(layers, heads, -1, PAGE)[..., filled:] = 0
+        pages[-1, :, 1].view(layers, heads, PAGE, -1)[:, :, filled:] = 0

@@ -1,4 +1,4 @@
-"""Whole utterances, from the queue to their text: plan, encode a batch, decode a token of every row."""
+"""Executor of encoder-decoder models: schedules requests, encodes batches, decodes a token of every row."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
     from asr_serve.engine.remote.peer_pool import PeerPool
 
 MAX_BULK_ENCODES = 8
-"""Encode batches in a row while only bulk work is there: decoding is cheapest with all rows taken."""
+"""Encode batches in a row while there is only bulk work: decoding is cheapest with all rows taken."""
 LIVE_DECODE_STEPS = 6
-"""Decoding steps between two encode batches while callers' rows decode: a verified draft needs a few more
-tokens, and encoding takes much longer than a step."""
+"""Decoding steps between two encode batches while live rows decode: a verified draft needs a few more tokens, and
+encoding takes much longer than a step."""
 CONCURRENT_BATCH_DIVISOR = 4
-"""So much smaller is a batch that one thread encodes beside the loop."""
+"""Divisor of the size of a batch that one thread encodes beside the loop."""
 QUIET_S = 5.0
-"""When callers have said nothing for so long, files have the engine to themselves."""
+"""Time without live requests after which files have the engine to themselves."""
 DECODE_PACE_S, DECODE_PACE_ROWS = 0.02, 8
-"""Decoding steps of fewer rows are at least so far apart while every encoder is busy."""
+"""Least time between decoding steps of fewer rows while every encoder is busy."""
 
 
 class Seq2SeqExecutor:
-    """Owns the runners and every request that has been let in. See engine/executor.ModelExecutor."""
+    """Executor of encoder-decoder models: owns the runners and every open request. See
+    engine/executor.ModelExecutor."""
 
     def __init__(
         self,
@@ -66,11 +67,11 @@ class Seq2SeqExecutor:
         peers: PeerPool | None = None,
         encode_text: Callable[[str], list[int]] | None = None,
     ) -> None:
-        """`incremental`: callers' audio is encoded elsewhere, while they speak (see IncrementalEncoderExecutor).
-        `kept`: what was heard before; None: everything is computed for whoever asks. `peers`: engines that
-        encode too. `encode_text`: hot words to tokens."""
+        """`incremental`: live audio is encoded elsewhere, while it arrives (see IncrementalEncoderExecutor).
+        `kept`: cache of earlier requests; None: every request is computed. `peers`: engines that encode too.
+        `encode_text`: hot words to tokens."""
         self.incremental, self.borrowed_page_count = incremental, 0
-        """By whoever does that: pages of the runner's that no row gives back."""
+        """`borrowed_page_count`: pages of the runner that the incremental encoder holds; no row frees them."""
         self.model, self.device, self.encode_runner, self.decode_runner = model, encode.device, encode, decode
         self.scheduler = Seq2SeqScheduler(config, config.encode_frames or encode.device.encode_frames)
         self.requests = RequestTable(model, decode, config.window, text, tokens_per_s, on_done, on_start)
@@ -86,10 +87,10 @@ class Seq2SeqExecutor:
             lambda job: self.loop.call(job),
             time.monotonic,
         )
-        second_look = HotwordRescorer(decode, text)
-        self.finalizer = Finalizer(decode, self.requests, self.coalescer, second_look, self._guard)
+        rescorer = HotwordRescorer(decode, text)
+        self.finalizer = Finalizer(decode, self.requests, self.coalescer, rescorer, self._guard)
         self._encoded_elsewhere: deque[int] = deque()
-        """Those whose audio lies in pages that somebody lends, without a row."""
+        """Requests with borrowed pages that wait for a row."""
         self._peers, self._alone, self._decoded_s = peers, config.role == "both", -DECODE_PACE_S
         self._check_throttle = CheckThrottle()
 
@@ -161,13 +162,14 @@ class Seq2SeqExecutor:
             self.biasing_queue.when_ready(utterance, lambda: self.coalescer.submit(utterance))
 
     def submit_encoded(self, utterance: RecognitionRequest, lent: BorrowedPages) -> None:
-        """One whose audio was encoded elsewhere: it joins as there is a row. Its samples are not counted."""
+        """Adds a request whose audio was encoded elsewhere: it joins once a row is free. Its samples are not
+        counted."""
         self.requests.add(utterance, lent)
         if not self._reject_unsupported(utterance):
             self.biasing_queue.when_ready(utterance, lambda: self._encoded_elsewhere.append(utterance.id))
 
     def _reject_unsupported(self, utterance: RecognitionRequest) -> bool:
-        """Whether it asks for what can never be done; it is told so."""
+        """Rejects a request that can never be served; returns whether it did."""
         try:
             self.decode_runner.validate(utterance.options)
             self.requests.validate_capacity(utterance)
@@ -179,10 +181,10 @@ class Seq2SeqExecutor:
     def cancel(self, request_id: int) -> None:
         self._fail([request_id], Cancelled("the request was cancelled"))
 
-    # --- a turn ----------------------------------------------------------------------------------------
+    # --- step ------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Encoding and decoding."""
+        """Encodes and decodes; returns whether there was anything to do."""
         self.coalescer.schedule_overdue()
         self._join_encoded_elsewhere()
         encoded = self._encode_at_peers()
@@ -190,13 +192,13 @@ class Seq2SeqExecutor:
             started = self._encode_concurrently()
             decoded = not self._pace_decode() and self._decode()
             return self.finalizer.rescore() or decoded or started or encoded
-        heard = False
+        vad_stepped = False
         for _ in range(MAX_BULK_ENCODES if self.encoder_pool.encodes_locally else 0):
             if not self._encode(self._schedule()):
                 break
             encoded = True
-            self.loop.drain()  # whoever comes meanwhile must not wait for all of them
-            heard |= self.loop.step_vad()
+            self.loop.drain()  # new requests must not wait for all of them
+            vad_stepped |= self.loop.step_vad()
             if self.requests.has_interactive or not self.loop.running:
                 break
         decoded = self._decode()
@@ -206,37 +208,37 @@ class Seq2SeqExecutor:
                 break
             self.loop.drain()
             self._decode()
-        return self.finalizer.rescore() or decoded or encoded or heard
+        return self.finalizer.rescore() or decoded or encoded or vad_stepped
 
     def _live_active(self) -> bool:
-        """Whether anybody on line said something of late: who is silent costs files nothing, and callers whose
-        audio is encoded elsewhere need no encoders."""
+        """Whether live requests arrived lately: silent sessions cost files nothing, and sessions whose audio is
+        encoded elsewhere need no encoders."""
         live = self.loop.vad_scheduler.live_count > 0 and time.monotonic() - self.requests.last_live_s < QUIET_S
         return live and bool(len(self.scheduler) or self.encoder_pool.in_flight or not self.incremental)
 
     def _pace_decode(self) -> bool:
-        """Whether a few rows wait for more: a step costs as much for one as for PACE_ROWS, and takes it from
-        encoders that all have work."""
+        """Whether a few rows wait for more: a step costs as much for one as for DECODE_PACE_ROWS, and takes it
+        from encoders that all have work."""
         if self.encoder_pool.thread_available or time.monotonic() - self._decoded_s >= DECODE_PACE_S:
             return False
-        rows = [self.open_requests[row.request_id] for row in self.decode_runner.rows]
-        return len(rows) < DECODE_PACE_ROWS and not any(row.urgent for row in rows)
+        requests = [self.open_requests[row.request_id] for row in self.decode_runner.rows]
+        return len(requests) < DECODE_PACE_ROWS and not any(request.urgent for request in requests)
 
     def _schedule(self, frames: int | None = None) -> list[int]:
-        runner, beside = self.decode_runner, self.encoder_pool
-        free_rows = runner.free_rows - beside.reserved_rows
-        kept = (0, 0)
-        busy = runner.all_rows or beside.in_flight
-        if self._live_active() and busy:  # an engine that does nothing gives a file whatever it needs
-            kept = runner.max_rows // LIVE_RESERVE_FRACTION, runner.page_pool.pages // LIVE_RESERVE_FRACTION
+        runner, encoder_pool = self.decode_runner, self.encoder_pool
+        free_rows = runner.free_rows - encoder_pool.reserved_rows
+        reserved = (0, 0)
+        busy = runner.all_rows or encoder_pool.in_flight
+        if self._live_active() and busy:  # an idle engine gives a file all that it needs
+            reserved = runner.max_rows // LIVE_RESERVE_FRACTION, runner.page_pool.pages // LIVE_RESERVE_FRACTION
         return self.scheduler.schedule(
-            free_rows, runner.page_pool.free_count - beside.reserved_pages, kept=kept, frames=frames
+            free_rows, runner.page_pool.free_count - encoder_pool.reserved_pages, kept=reserved, frames=frames
         )
 
     # --- encoding --------------------------------------------------------------------------------------
 
     def _encode_at_peers(self) -> bool:
-        """Have peers encode what they have room for."""
+        """Submits batches to peers while they have room; returns whether there were any."""
         sent = False
         while self.encoder_pool.peer_available and (ids := self._schedule()):
             self._submit_batch(ids, away=True)
@@ -244,7 +246,7 @@ class Seq2SeqExecutor:
         return sent
 
     def _encode_concurrently(self) -> bool:
-        """Have batches encoded beside us, while there are threads for it."""
+        """Submits batches to encoder threads while some are free; returns whether there were any."""
         started, frames = False, self.scheduler.encode_frames // CONCURRENT_BATCH_DIVISOR
         while (
             self.encoder_pool.encodes_locally
@@ -265,12 +267,13 @@ class Seq2SeqExecutor:
         self.encoder_pool.submit(EncodeBatch([u.id for u in batch], rows, pages, classes), pcm, whole, away=away)
 
     def _on_encoded(self, batch: EncodeBatch, encoded: Future[list[EncoderResult]], seconds: float) -> None:
-        """What was encoded beside us joins; of who has gone meanwhile it is for those who waited with them."""
+        """Joins results that did not come from the loop's thread; results of requests that left meanwhile are
+        cached for those that wait for them."""
         self.encoder_pool.complete(batch)
         results: dict[int, EncoderResult] = {}
         if isinstance(encoded.exception(), PEER_LOST_ERRORS):
-            for each in [self.open_requests[i] for i in batch.ids if i in self.open_requests]:
-                self.coalescer.schedule(each)
+            for request in [self.open_requests[i] for i in batch.ids if i in self.open_requests]:
+                self.coalescer.schedule(request)
         else:
             with self._guard("encode", "encoding", batch.ids):
                 results = dict(zip(batch.ids, encoded.result(), strict=True))
@@ -294,24 +297,24 @@ class Seq2SeqExecutor:
         return True
 
     def _start_requests(self, ids: list[int]) -> list[RecognitionRequest]:
-        """These are worked on: those whose frames are kept join, before others take pages, and the rest is to be
-        encoded."""
+        """Marks requests as started. Those whose frames are cached join, before others take pages; returns the
+        rest, which are to be encoded."""
         batch = self.requests.mark_started(ids)
         self.coalescer.started(batch)
         return [utterance for utterance in batch if not self._join_cached(utterance)]
 
     def _join_cached(self, utterance: RecognitionRequest) -> bool:
-        found = False
+        joined = False
         with self._guard("encode", "joining", [utterance.id]):
             hypothesis = self.requests.hypothesis(utterance)
-            if (held := self.coalescer.cached_frames(utterance)) is not None:
-                found = True
-                self.decode_runner.add_row(utterance.id, held, hypothesis, utterance.encoder_key)
+            if (pages := self.coalescer.cached_frames(utterance)) is not None:
+                joined = True
+                self.decode_runner.add_row(utterance.id, pages, hypothesis, utterance.encoder_key)
                 self.requests.mark_encoded(utterance)
-        return found or utterance.id not in self.open_requests
+        return joined or utterance.id not in self.open_requests
 
     def _join(self, encoded: dict[int, EncoderResult], seconds: float) -> None:
-        """What is encoded is decoded from here on."""
+        """Adds a row for each encoded request."""
         if not encoded:
             return
         with self._guard("encode", "encoding", list(encoded)):
@@ -327,14 +330,14 @@ class Seq2SeqExecutor:
             self.loop.stats.record_step("encode", seconds, len(encoded), fill)
 
     def _join_encoded_elsewhere(self) -> None:
-        """Those whose audio is in pages: before any other takes what they need."""
-        runner, beside = self.decode_runner, self.encoder_pool
+        """Adds rows for requests with borrowed pages, before any other takes the pages that they need."""
+        runner, encoder_pool = self.decode_runner, self.encoder_pool
         while self._encoded_elsewhere:
             utterance = self.open_requests[self._encoded_elsewhere[0]]
             _, rows, pages = self.requests.resources_needed(utterance)
             if (
-                runner.free_rows - beside.reserved_rows < rows
-                or runner.page_pool.free_count - beside.reserved_pages < pages
+                runner.free_rows - encoder_pool.reserved_rows < rows
+                or runner.page_pool.free_count - encoder_pool.reserved_pages < pages
             ):
                 return
             self._encoded_elsewhere.popleft()
@@ -347,21 +350,21 @@ class Seq2SeqExecutor:
     # --- decoding --------------------------------------------------------------------------------------
 
     def _verify(self, rows: list[DecodeRow]) -> None:
-        """What drafts hold, in one pass over all their positions."""
+        """Prefills rows and verifies their drafts, in one pass over all their positions."""
         started, runner = time.perf_counter(), self.decode_runner
-        offered, held, fed = runner.positions_verified, runner.positions_accepted, runner.positions_fed
+        verified, accepted, fed = runner.positions_verified, runner.positions_accepted, runner.positions_fed
         ended: list[DecodeRow] | None = None
         with self._guard("verify", "verifying a draft", [row.request_id for row in rows]):
             ended = runner.prefill_and_verify(rows)
         if ended is None:
             return
         self.finalizer.finalize(ended)
-        offered, held = runner.positions_verified - offered, runner.positions_accepted - held
+        verified, accepted = runner.positions_verified - verified, runner.positions_accepted - accepted
         positions, stats = runner.positions_fed - fed, self.loop.stats
         stats.record_step(
             "verify", time.perf_counter() - started, positions, min(1.0, positions / MAX_VERIFY_POSITIONS)
         )
-        stats.record_verification(offered, held)
+        stats.record_verification(verified, accepted)
 
     def _decode(self) -> bool:
         runner = self.decode_runner
@@ -382,11 +385,11 @@ class Seq2SeqExecutor:
     # --- endings ---------------------------------------------------------------------------------------
 
     def _guard(self, stage: str, what: str, ids: list[int]) -> StepGuard:
-        """A step for these requests: it may fail them."""
+        """Guard of a step, whose failure fails these requests."""
         return StepGuard(self.loop.stats, stage, what, lambda error: self._fail(ids, error))
 
     def _fail(self, ids: list[int], error: Exception) -> None:
-        """Those that are still here."""
+        """Rejects those of the requests that are still open."""
         ids = [i for i in ids if i in self.open_requests]
         wanted = set(ids)
         for row in [row for row in self.decode_runner.all_rows if row.request_id in wanted]:

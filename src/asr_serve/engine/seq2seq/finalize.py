@@ -1,4 +1,4 @@
-"""What becomes of rows that have ended: they leave with an answer, or are decoded or encoded again."""
+"""Finalizer of rows that have ended: they leave with an answer, or are decoded or encoded again."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 MAX_ALIGN_POSITIONS = 512
-"""In one pass: enough to fill its products, few enough that nobody waits long for it."""
+"""Positions of an alignment pass: enough to fill its products, few enough that nobody waits long for it."""
 
 
 class FinishedRow(NamedTuple):
-    """A row with the answer that it leaves with; `samples`: how long its audio is."""
+    """Row with the answer that it leaves with; `samples`: length of its audio."""
 
     row: DecodeRow
     recognition: Recognition
@@ -41,14 +41,14 @@ class FinishedRow(NamedTuple):
 
 
 class TokenAligner:
-    """Over the pages of a runner, of which it reads those of audio, and writes none."""
+    """Token times from cross-attention. Reads the audio in a runner's pages, and writes none."""
 
     def __init__(self, runner: DecodeRunner) -> None:
         self._runner = runner
 
     @torch.inference_mode()
     def add_times(self, ended: Sequence[FinishedRow]) -> list[FinishedRow]:
-        """The same, with times in their answers where they want some."""
+        """Returns the rows, with token times in answers that need them."""
         wanted = [each for each in ended if each.row.hypothesis.options.words and each.recognition.tokens]
         if not wanted:
             return list(ended)
@@ -64,66 +64,69 @@ class TokenAligner:
         ]
 
     def attention_scores(self, ended: Sequence[FinishedRow]) -> list[Tensor]:
-        """Where the alignment heads look as each token of text is decided, and what comes after the last: of each
-        (heads, tokens + 1, frames) float32, scaled products; one fewer where there was no room for the end."""
+        """Returns scaled products of the alignment heads for each text token as it is decided, and for the end:
+        for each row (heads, tokens + 1, frames) float32; one fewer if there was no room for the end."""
         found = {id(each): self._scores_from_queries(each) for each in ended if self._has_queries(each)}
-        left = [each for each in ended if id(each) not in found]
-        while left:
-            batch = [left.pop(0)]
+        remaining = [each for each in ended if id(each) not in found]
+        while remaining:
+            batch = [remaining.pop(0)]
             positions = len(batch[0].recognition.tokens)
-            while left and (positions := positions + len(left[0].recognition.tokens)) <= MAX_ALIGN_POSITIONS:
-                batch.append(left.pop(0))
+            while (
+                remaining
+                and (positions := positions + len(remaining[0].recognition.tokens)) <= MAX_ALIGN_POSITIONS
+            ):
+                batch.append(remaining.pop(0))
             found |= {id(each): scores for each, scores in zip(batch, self._scores_by_forward(batch), strict=True)}
         return [found[id(each)] for each in ended]
 
-    # --- from what was kept while it was decoded ----------------------------------------------------------
+    # --- from recorded queries ----------------------------------------------------------------------------
 
     def _has_queries(self, each: FinishedRow) -> bool:
-        """Whether just this answer was decoded last, along one way."""
+        """Whether queries of exactly this answer were recorded, as in decoding without beams."""
         tokens = each.row.hypothesis.tokens
         return tuple(tokens) == each.recognition.tokens and len(each.row.alignment_queries) >= len(tokens) > 0
 
     def _scores_from_queries(self, each: FinishedRow) -> Tensor:
         model, row, tokens = self._runner.model, each.row, each.recognition.tokens
-        decided = [i for i, token in enumerate(tokens) if self._is_text(token)]
-        decided += [len(tokens)] if len(row.alignment_queries) > len(tokens) else []
-        query = torch.stack([row.alignment_queries[i] for i in decided]).transpose(0, 1)
+        positions = [i for i, token in enumerate(tokens) if self._is_text(token)]
+        positions += [len(tokens)] if len(row.alignment_queries) > len(tokens) else []
+        query = torch.stack([row.alignment_queries[i] for i in positions]).transpose(0, 1)
         audio, frames, scores, first = self._audio([each]), self._frames(each), [], 0
         for layer, heads in model.alignment.heads.items():
             keys = audio.keys(layer, heads, 0, frames)
-            asked = query[first : first + len(heads)]
-            scores.append(asked.float() @ keys.float() * model.attention_scale)
+            layer_query = query[first : first + len(heads)]
+            scores.append(layer_query.float() @ keys.float() * model.attention_scale)
             first += len(heads)
         return torch.cat(scores)
 
-    # --- gone through once more ---------------------------------------------------------------------------
+    # --- by another forward pass --------------------------------------------------------------------------
 
     def _scores_by_forward(self, ended: Sequence[FinishedRow]) -> list[Tensor]:
-        """Their answers are said again, all at once, without what was said before and without tokens for times."""
+        """Feeds the answers again, all in one pass, without previous text and timestamp tokens."""
         model, device = self._runner.model, self._runner.device
-        starts = [self._prompt(each) for each in ended]
-        fed = [
-            [*start, *(token for token in each.recognition.tokens if self._is_text(token))][: model.max_tokens]
-            for start, each in zip(starts, ended, strict=True)
+        prompts = [self._prompt(each) for each in ended]
+        inputs = [
+            [*prompt, *(token for token in each.recognition.tokens if self._is_text(token))][: model.max_tokens]
+            for prompt, each in zip(prompts, ended, strict=True)
         ]
-        packing = pack_clips([len(tokens) for tokens in fed], 1)
+        packing = pack_clips([len(tokens) for tokens in inputs], 1)
         packing.total = device.padded_rows(packing.total)
-        tokens = torch.tensor([token for each in fed for token in each])
+        tokens = torch.tensor([token for tokens in inputs for token in tokens])
         tokens = F.pad(tokens, (0, packing.total - len(tokens))).to(device.torch_device)
         scores = model.align(tokens, packing, self._audio(ended), [self._frames(each) for each in ended])
-        return [each[:, len(start) - 1 :] for start, each in zip(starts, scores, strict=True)]
+        return [row_scores[:, len(prompt) - 1 :] for prompt, row_scores in zip(prompts, scores, strict=True)]
 
     def _prompt(self, each: FinishedRow) -> tuple[int, ...]:
-        starts, hypothesis = self._runner.prompts, each.row.hypothesis
+        prompts, hypothesis = self._runner.prompts, each.row.hypothesis
         options = msgspec.structs.replace(hypothesis.options, prompt=(), timestamps=False)
-        return starts.prompt_in_language(options, hypothesis.language)
+        return prompts.prompt_in_language(options, hypothesis.language)
 
     def _is_text(self, token: int) -> bool:
         special = self._runner.prompts.special
         return special is None or token < special.eot
 
     def _frames(self, each: FinishedRow) -> int:
-        """Those of its audio: what fills a window is silence."""
+        """Frames of its audio, without the silence that fills a window."""
         return min(each.row.frames, max(1, -(-each.samples // self._runner.model.frame_samples)))
 
     def _audio(self, ended: Sequence[FinishedRow]) -> PagedKeyValues:
@@ -137,10 +140,11 @@ class TokenAligner:
     # --- times --------------------------------------------------------------------------------------------
 
     def _times(self, each: FinishedRow, scores: Tensor) -> tuple[tuple[int, int], ...]:
-        """Of all tokens of the answer; those that are no text take no time, where the next one begins."""
+        """Start and end in samples of all tokens of the answer; tokens that are not text take no time, where the
+        next one begins."""
         model = self._runner.model
-        begins = first_frames(costs(scores).cpu().numpy()) * model.frame_samples + model.alignment.shift_samples
-        edges = np.append(begins, scores.shape[2] * model.frame_samples).clip(0, each.samples).tolist()
+        starts = first_frames(costs(scores).cpu().numpy()) * model.frame_samples + model.alignment.shift_samples
+        edges = np.append(starts, scores.shape[2] * model.frame_samples).clip(0, each.samples).tolist()
         times, at = [], 0
         for token in each.recognition.tokens:
             end = at + self._is_text(token)
@@ -150,15 +154,15 @@ class TokenAligner:
 
 
 GuardStep = Callable[[str, str, list[int]], "StepGuard"]
-"""A step, what it does, and the requests that it may fail."""
+"""Makes a guard from the stage, what it does, and the requests that it may fail."""
 
 
 MAX_RESCORE_TOKENS = 64
-"""Tokens of answers that are looked at twice in a turn, or one answer of more: nobody else waits long for that."""
+"""Tokens of answers rescored in a step, or one longer answer: nobody else waits long for that."""
 
 
 class Finalizer:
-    """Belongs to the loop's thread."""
+    """Finalizes rows that have ended; belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -171,46 +175,46 @@ class Finalizer:
         self._runner, self._requests, self._coalescer, self._guard = runner, requests, sharing, attempt
         self._rescorer, self._aligner = second_look, TokenAligner(runner)
         self._pending: list[FinishedRow] = []
-        """Those that wait for a second look."""
+        """Rows that wait for rescoring."""
         self._oldest_first = True
 
     def finalize(self, rows: Sequence[DecodeRow]) -> None:
-        """Who has hot words waits for `look`."""
+        """Finishes requests of rows that have ended; those with hot words wait for `rescore`."""
         ended = [
             FinishedRow(row, answer, self._requests.open[row.request_id].samples)
             for row in rows
             if (answer := self._finish_hypothesis(row)) is not None
         ]
-        asks = self._rescorer.applies
-        self._complete([each for each in ended if not asks(each)])
-        later = [each for each in ended if asks(each)]
-        for each in later:
+        needs_rescoring = self._rescorer.applies
+        self._complete([each for each in ended if not needs_rescoring(each)])
+        to_rescore = [each for each in ended if needs_rescoring(each)]
+        for each in to_rescore:
             self._runner.release_row_slot(each.row)
-        self._pending += later
+        self._pending += to_rescore
 
     def rescore(self) -> bool:
-        """A second look at some of those that wait for one. False: nobody did."""
+        """Rescores some of the rows that wait for it. Returns False if none did."""
         open_ = self._requests.open
         waiting = [each for each in self._pending if each.row.request_id in open_]
         self._oldest_first = not self._oldest_first
-        if not self._oldest_first:  # callers', but they do not keep a file from ever having its turn
+        if not self._oldest_first:  # urgent ones first, but only every other time, so that a file has its turn
             waiting.sort(key=lambda each: not open_[each.row.request_id].urgent)
         sizes = accumulate(len(each.recognition.tokens) for each in waiting)
         count = max(1, sum(size <= MAX_RESCORE_TOKENS for size in sizes))
         batch, self._pending = waiting[:count], waiting[count:]
         if not batch:
             return False
-        started, looked = time.perf_counter(), list[FinishedRow]()
+        started, rescored = time.perf_counter(), list[FinishedRow]()
         with self._guard("hotwords", "looking twice", [each.row.request_id for each in batch]):
-            looked = self._rescorer.rescore(batch)
+            rescored = self._rescorer.rescore(batch)
         fill = min(1.0, sum(len(each.recognition.tokens) for each in batch) / MAX_RESCORE_TOKENS)
         self._requests.stats.record_step("hotwords", time.perf_counter() - started, len(batch), fill)
-        self._complete(looked)
+        self._complete(rescored)
         return True
 
     @property
     def has_pending(self) -> bool:
-        """Whether anybody waits for a second look."""
+        """Whether any row waits for rescoring."""
         return bool(self._pending)
 
     def _complete(self, ended: Sequence[FinishedRow]) -> None:
@@ -226,7 +230,7 @@ class Finalizer:
                 self._coalescer.publish_answer(utterance, answer)
 
     def _finish_hypothesis(self, row: DecodeRow) -> Recognition | None:
-        """None where it has failed, is decoded again, or is to be encoded again."""
+        """Returns the answer; None if the row failed, is decoded again, or is to be encoded again."""
         assert row.finish is not None
         answer: Recognition | None = None
         with self._guard("decode", "settling", [row.request_id]):
@@ -241,7 +245,8 @@ class Finalizer:
         return answer
 
     def _reencode_full_window(self, row: DecodeRow) -> bool:
-        """Have it encoded with all of its window. False: nothing was left out, no room, or one fast try wanted."""
+        """Encodes the request again with all of its window. Returns False if nothing was left out, there is no
+        room, or only one fast attempt is wanted."""
         utterance, options = self._requests.open[row.request_id], row.hypothesis.options
         if not self._requests.omits_window_silence(utterance) or (
             options.hurried and len(options.temperatures) == 1

@@ -1,4 +1,4 @@
-"""Requests that have been let in: what each needs to be heard, what is worked on, and what they are told."""
+"""Table of open requests: the resources that each needs, its progress, and its result."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asr_serve.types import EngineTimestamps, Priority
 
 
 class ResourceNeed(NamedTuple):
-    """Frames to encode, rows and pages to decode."""
+    """Frames to encode, and rows and pages to decode."""
 
     frames: int
     rows: int
@@ -31,10 +31,10 @@ class ResourceNeed(NamedTuple):
 
 
 class RequestTable:
-    """Of one engine, by number. Belongs to the loop's thread."""
+    """Open requests of one engine by id; belongs to the loop's thread."""
 
     stats: EngineStats
-    """The loop's."""
+    """Counters of the loop."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class RequestTable:
         self._on_done, self.on_start = on_done, on_start
         self.open: dict[int, RecognitionRequest] = {}
         self.borrowed_pages: dict[int, BorrowedPages] = {}
-        """Of those whose audio was encoded elsewhere: it lies in pages already."""
+        """Pages of requests whose audio was encoded elsewhere."""
         self.counts: Counter[Priority] = Counter()
         self.last_live_s = -math.inf
-        """When somebody on line last wanted something."""
+        """Arrival of the latest live request, on the monotonic clock."""
 
     @property
     def has_interactive(self) -> bool:
-        """Somebody waits for an answer."""
+        """Whether a live or interactive request is open."""
         return bool(self.counts["live"] or self.counts["interactive"])
 
     def add(self, utterance: RecognitionRequest, lent: BorrowedPages | None = None) -> None:
@@ -80,7 +80,7 @@ class RequestTable:
         return utterance
 
     def mark_started(self, ids: list[int]) -> list[RecognitionRequest]:
-        """These are worked on."""
+        """Marks the requests as started; returns them."""
         start_ns = time.time_ns()
         batch = [self.open[i] for i in ids]
         new = [utterance for utterance in batch if not utterance.encode_start_ns]
@@ -91,17 +91,17 @@ class RequestTable:
         return batch
 
     def mark_encoded(self, utterance: RecognitionRequest) -> None:
-        """Its frames are in pages."""
+        """Records that the frames are in pages; drops the audio, unless it may be encoded again."""
         if not self.omits_window_silence(utterance):
             utterance.pcm = None
         utterance.encode_end_ns = time.time_ns()
 
     def finish_from_cache(self, utterance: RecognitionRequest, answer: Recognition) -> None:
-        """What somebody else was told."""
+        """Resolves the request with the answer of another that asked the same."""
         self.finish(utterance, answer, "answer")
 
     def finish(self, utterance: RecognitionRequest, answer: Recognition, reused: Reused) -> None:
-        """It is answered, and not here any more."""
+        """Removes the request and resolves its future."""
         self.remove(utterance.id)
         now_ns = time.time_ns()
         if utterance.answer_digest:
@@ -115,7 +115,7 @@ class RequestTable:
         )
         resolve(utterance.future, msgspec.structs.replace(answer, phases=phases, reused=reused))
 
-    # --- what one needs -----------------------------------------------------------------------------------
+    # --- resources ----------------------------------------------------------------------------------------
 
     def resources_needed(self, utterance: RecognitionRequest) -> ResourceNeed:
         pcm = utterance.pcm
@@ -124,14 +124,14 @@ class RequestTable:
         return ResourceNeed(frames, rows_for(options), self._runner.pages_needed(frames, limit, options))
 
     def to_scheduled(self, each: RecognitionRequest, like: RecognitionRequest) -> ScheduledRequest:
-        """As the planner knows it; `like`: as soon as that one."""
+        """Returns the scheduler's record of the request, as urgent as `like`."""
         frames, rows, pages = self.resources_needed(each)
         return ScheduledRequest(
             each.id, frames, pages, like.priority, like.arrived_s * 1_000, like.within_ms, rows
         )
 
     def validate_capacity(self, utterance: RecognitionRequest) -> None:
-        """Raises OptionError where it asks for what there will never be."""
+        """Raises OptionError if the request needs more rows or pages than there will ever be."""
         _, rows, pages = self.resources_needed(utterance)
         self._runner.validate_capacity(rows, pages)
 
@@ -142,12 +142,12 @@ class RequestTable:
         return hypothesis
 
     def omits_window_silence(self, utterance: RecognitionRequest) -> bool:
-        """Whether silence is left out of its window that it may yet be heard with."""
+        """Whether silence was left out of its window, and it may still be encoded with all of it."""
         pcm = None if self._window != "checked" or utterance.full_window else utterance.pcm
         count = self._model.count_frames
         return pcm is not None and count(len(pcm)) < count(len(pcm), True)
 
     def _max_tokens(self, samples: int) -> int:
-        """Nobody says more than this in that time; never past the model's positions, the first being BOS."""
-        most = 4 + int(units.samples_to_s(samples) * self._tokens_per_s)
-        return min(self._model.max_tokens - 1, most)
+        """Bound above what anybody says in that time, within the model's positions, the first being BOS."""
+        bound = 4 + int(units.samples_to_s(samples) * self._tokens_per_s)
+        return min(self._model.max_tokens - 1, bound)

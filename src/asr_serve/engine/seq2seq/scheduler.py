@@ -1,8 +1,8 @@
-"""What the device does next. Pure: no tensors, no clock of its own.
+"""Scheduler of encoder-decoder models: which requests are encoded next. Pure: no tensors, no clock of its own.
 
-Every request has work that arrived (frames to encode, then tokens to decode) and work done; a plan closes the
+Every request has work that arrived (frames to encode, then tokens to decode) and work done; a schedule closes the
 gap, nearest deadline first, and then fills the batch with requests of about that length. Decoding rows run at
-every step; the plan decides who is encoded, and so who joins them.
+every step; the schedule decides which requests are encoded, and so which join them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from asr_serve.config import EngineConfig
 from asr_serve.types import Priority
 
 DEADLINE_MS: dict[Priority, int] = {"live": 100, "interactive": 500, "bulk": 60_000}
-"""How long after arrival a request should be encoded, unless it says so itself. Only the order of deadlines
+"""Time after arrival within which a request should be encoded, unless it sets its own. Only the order of deadlines
 matters, within a class; the most urgent class comes first."""
 LIVE_RESERVE_FRACTION = 4
-"""While callers are on line, one in so many decoding rows and pages is kept for them: what a file holds it holds
-for seconds."""
+"""Divisor of decoding rows and pages that gives how many are reserved for live requests while there are live
+sessions: a file holds its rows and pages for seconds."""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True):
-    """A request that is yet to be encoded."""
+    """Request that is yet to be encoded."""
 
     id: int
     frames: int
@@ -32,7 +32,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     arrived_ms: float
     within_ms: int | None = None
     rows: int = 1
-    """That it decodes in: one, or as many as it has beams."""
+    """Decoding rows: one, or as many as it has beams."""
 
     @property
     def deadline_ms(self) -> float:
@@ -41,7 +41,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 
 
 class Seq2SeqScheduler:
-    """Waiting requests in, encode batches out."""
+    """Turns waiting requests into encode batches."""
 
     def __init__(self, config: EngineConfig, encode_frames: int) -> None:
         self.config, self.encode_frames = config, encode_frames
@@ -49,8 +49,8 @@ class Seq2SeqScheduler:
         # (frames, id) and (deadline_ms, id), sorted
         self._by_length: dict[Priority, list[tuple[int, int]]] = {p: [] for p in DEADLINE_MS}
         self._by_deadline: dict[Priority, list[tuple[float, int]]] = {p: [] for p in DEADLINE_MS}
-        # Frames encoded over the share, per class; the one with less is due. `_due` is what the class served
-        # last stood at. Source: start-time fair queueing, Goyal et al., SIGCOMM 1996.
+        # Frames encoded divided by the share, per class; the class with the least is due. The system's virtual
+        # time is that of the class served last. Source: start-time fair queueing, Goyal et al., SIGCOMM 1996.
         self._virtual_time: dict[Priority, float] = dict.fromkeys(DEADLINE_MS, 0.0)
         self._system_virtual_time = 0.0
         self._shares = config.shares
@@ -69,7 +69,7 @@ class Seq2SeqScheduler:
         bisect.insort(self._by_deadline[request.priority], (request.deadline_ms, request.id))
 
     def remove(self, request_id: int) -> bool:
-        """Take a request back; False when it is not waiting here."""
+        """Removes a request; returns False if it is not waiting here."""
         request = self._queue.pop(request_id, None)
         if request is None:
             return False
@@ -83,11 +83,11 @@ class Seq2SeqScheduler:
     def schedule(
         self, free_rows: int, free_pages: int, *, kept: tuple[int, int] = (0, 0), frames: int | None = None
     ) -> list[int]:
-        """Ids to encode now, in order of length; they are no longer waiting.
+        """Returns ids to encode now, in order of length; they are no longer waiting.
 
-        free_rows: decoding rows without a tenant; free_pages: pages without a holder; kept: how many of both are
-        for live requests alone; frames: the most in this batch, if fewer than ever. Empty when decoding should
-        go on alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
+        free_rows, free_pages: decoding rows and pages that nobody holds; kept: how many of both are reserved for
+        live requests; frames: bound of this batch, if lower than the usual one. Empty when decoding should go on
+        alone: nothing waits, nothing fits, or too few bulk requests would join to be worth it.
         """
         room = {
             p: (free_rows, free_pages) if p == "live" else _subtract_reserve(free_rows, free_pages, kept)
@@ -100,7 +100,7 @@ class Seq2SeqScheduler:
         chosen = min(waiting, key=lambda p: self._virtual_time[p])
         head = self._queue[self._by_deadline[chosen][0][1]]
         if not _fits(head, room[chosen]):
-            # Wait for it rather than let shorter ones pass it for ever; but callers do not wait for a file.
+            # Wait for it rather than let shorter ones pass it for ever; but live requests do not wait for a file.
             if chosen == "live" or "live" not in waiting:
                 return []
             chosen, room = "live", {p: room[p] if p == "live" else (0, 0) for p in DEADLINE_MS}
@@ -122,9 +122,9 @@ class Seq2SeqScheduler:
     def _fill(
         self, head: ScheduledRequest, room: dict[Priority, tuple[int, int]], most_frames: int
     ) -> list[ScheduledRequest]:
-        """`head` and its neighbours in length, while the batch stays dense and within every bound.
+        """Returns `head` and its neighbours in length, while the batch stays dense and within every bound.
 
-        The other classes take what room is left: riding along with any would undo the shares.
+        Other classes get only the room that is left: mixing all classes by length would undo the shares.
         """
         batch, rows, pages, frames, longest = [head], head.rows, head.pages, head.frames, head.frames
         for priority in sorted(self._by_length, key=lambda p: p != head.priority):
@@ -143,7 +143,7 @@ class Seq2SeqScheduler:
                 dense = 1 - (frames + candidate.frames) / padded <= self.config.encode_padding
                 if padded > most_frames or not dense:
                     if take_below:
-                        below = -1  # whoever is shorter still would pad more
+                        below = -1  # even shorter ones would pad more
                     else:
                         above = len(order)
                     continue

@@ -1,4 +1,4 @@
-"""One session's audio on its way into chunks: what the next step needs lies in its row, the rest waits."""
+"""Audio of one session on its way into chunks: a row of state holds what the next step needs, a queue the rest."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asr_serve.engine.session_snapshot import BytesLike
 from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, AudioWindow
 
 MOST_SAMPLES = 1 << 40
-"""Of a session that was saved: two years."""
+"""Maximum audio of a saved session: two years."""
 
 
 class ChunkAudioPosition(NamedTuple):
-    """Where a session stands in its audio: see Audio."""
+    """Position of a session in its audio; see AudioBuffer."""
 
     seen_frames: int
     buffered_samples: int
@@ -25,18 +25,18 @@ class ChunkAudioPosition(NamedTuple):
 
 
 class AudioBuffer:
-    """What a session has sent and no chunk has taken. Its row begins where the window of the next chunk does."""
+    """Audio that no chunk has consumed. The row begins where the window of the next chunk begins."""
 
     def __init__(self, row: Tensor, window: AudioWindow) -> None:
-        """`row` (samples,) float32 of the host, zeros: as long as the longest window."""
+        """`row` (samples,) float32 zeros in host memory, as long as the longest window."""
         self._row = row.numpy()
         self._before_samples = self._filled = window.left_samples
-        """Of the row, the samples that are there: those before the session's start are zeros."""
+        """Valid samples of the row; those before the session's start are zeros."""
         self._overflow: deque[np.ndarray] = deque()
         self.seen_frames = 0
         """Encoder frames before the next chunk."""
         self.samples = 0
-        """Put so far."""
+        """Samples appended so far."""
         self.ended = False
 
     @property
@@ -44,7 +44,7 @@ class AudioBuffer:
         return self.samples if self.ended else UNBOUNDED_SAMPLES
 
     def append(self, pcm: np.ndarray) -> None:
-        """`pcm` (n,) float32; what does not fit is kept."""
+        """Appends `pcm` (n,) float32; samples that do not fit into the row are queued."""
         assert not self.ended, "put after finish"
         if len(pcm):
             self.samples += len(pcm)
@@ -57,47 +57,52 @@ class AudioBuffer:
 
     @property
     def unbuffered(self) -> np.ndarray:
-        """(n,) float32: what no row holds yet."""
+        """(n,) float32: samples that are not in the row yet."""
         return np.concatenate([np.zeros(0, np.float32), *self._overflow])
 
     def validate(self, place: ChunkAudioPosition, waiting: BytesLike, frame_samples: int) -> None:
-        """Raises ValueError for what no audio of such a row can come to."""
-        n, odd = divmod(len(waiting), 4)
+        """Raises ValueError for a position or bytes that do not describe audio of this row."""
+        n, remainder = divmod(len(waiting), 4)
         sane = (
             min(place) >= 0 and place.buffered_samples <= MOST_SAMPLES and place.filled_samples <= len(self._row)
         )
-        left = max(0, place.buffered_samples + self._before_samples - place.seen_frames * frame_samples)
-        if odd or not sane or place.filled_samples + n != left or (n and place.filled_samples < len(self._row)):
+        remaining = max(0, place.buffered_samples + self._before_samples - place.seen_frames * frame_samples)
+        if (
+            remainder
+            or not sane
+            or place.filled_samples + n != remaining
+            or (n and place.filled_samples < len(self._row))
+        ):
             raise ValueError(f"{place}, and {len(waiting)} bytes that wait: no session's audio")
 
     def restore(self, place: ChunkAudioPosition, waiting: BytesLike) -> None:
-        """Stand where a session stood whose row this one's is a copy of."""
+        """Restores the position of a saved session, whose row was already copied into this one's."""
         self.seen_frames, self.samples, self._filled, self.ended = place
         self._overflow = deque([np.frombuffer(bytes(waiting), np.float32)] if len(waiting) else [])
 
     def has_window(self, window: int, frame_samples: int) -> bool:
-        """Whether the next `window` samples are there."""
+        """Whether the next `window` samples have arrived."""
         return self.seen_frames * frame_samples - self._before_samples + window <= self.samples
 
     def read_window(self, into: np.ndarray) -> None:
-        """The next window; zeros after the end."""
-        there = min(len(into), self._filled)
-        into[:there] = self._row[:there]
-        into[there:] = 0.0
+        """Copies the next window into `into`; zeros after the end."""
+        available = min(len(into), self._filled)
+        into[:available] = self._row[:available]
+        into[available:] = 0.0
 
     def advance_frames(self, frames: int, frame_samples: int) -> None:
-        """A chunk was taken: its first samples are not needed any more."""
+        """Advances past a processed chunk and discards its first samples."""
         self.seen_frames += frames
-        gone = min(frames * frame_samples, self._filled)
-        self._filled -= gone
-        self._row[: self._filled] = self._row[gone : gone + self._filled]
+        dropped = min(frames * frame_samples, self._filled)
+        self._filled -= dropped
+        self._row[: self._filled] = self._row[dropped : dropped + self._filled]
         self._fill()
 
     def _fill(self) -> None:
         while self._overflow and self._filled < len(self._row):
-            piece = self._overflow.popleft()
-            part = piece[: len(self._row) - self._filled]
+            chunk = self._overflow.popleft()
+            part = chunk[: len(self._row) - self._filled]
             self._row[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
-            if len(part) < len(piece):
-                self._overflow.appendleft(piece[len(part) :])
+            if len(part) < len(chunk):
+                self._overflow.appendleft(chunk[len(part) :])

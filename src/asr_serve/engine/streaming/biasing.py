@@ -1,5 +1,5 @@
-"""Hot words of streams are made into what a search reads on a thread beside the loop, for a long list takes a
-second, and kept for those that come with the same list."""
+"""Hot words of streams, compiled for the search on a thread beside the loop, because a long list takes a second,
+and cached for other streams with the same list."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from asr_serve.errors import StepFailed
 
 
 class StreamBiasingCompiler:
-    """Streams have no slot until their hot words are ready. On the loop's thread."""
+    """Compiles hot words; a stream gets no slot until its list is ready. Belongs to the loop's thread."""
 
     def __init__(
         self, spell: Callable[[str], StreamingBiasingList] | None, drop: Callable[[int, Exception], None]
     ) -> None:
-        """`drop`: a stream whose hot words cannot be made ready."""
+        """`spell`: compiles a list; None for a model without a vocabulary. `drop`: called with a stream whose hot
+        words cannot be compiled, and the error."""
         self._compile_list, self._drop = spell, drop
         self._lists: BiasingListCache[StreamingBiasingList] = BiasingListCache()
         self._waiting_by_list: dict[int, tuple[StreamRequest, Future[StreamingBiasingList]]] = {}
@@ -29,39 +30,41 @@ class StreamBiasingCompiler:
 
     @property
     def waiting_streams(self) -> set[int]:
-        """Streams whose hot words are not ready."""
+        """Streams whose hot words are not compiled yet."""
         return set(self._waiting_by_list)
 
     def compile(self, number: int, stream: StreamRequest) -> None:
-        """It gets what its hot words are to the search: at once where that list is known."""
+        """Compiles the stream's hot words and sets `stream.biasing`; at once where the list is cached."""
         if not stream.bias:
             return
-        made = self._build(stream.bias)
-        self._waiting_by_list[number] = stream, made
-        if made.done():
-            self._deliver(number, stream, made)
+        compiled = self._build(stream.bias)
+        self._waiting_by_list[number] = stream, compiled
+        if compiled.done():
+            self._deliver(number, stream, compiled)
         else:
-            made.add_done_callback(lambda _: self._keeper.call(lambda: self._deliver(number, stream, made)))
+            compiled.add_done_callback(
+                lambda _: self._keeper.call(lambda: self._deliver(number, stream, compiled))
+            )
 
     def cancel(self, number: int) -> None:
-        """A list that nobody waits for any more, and that was not begun, is not made."""
-        _, made = self._waiting_by_list.pop(number, (None, None))
-        if made is not None and all(made is not other for _, other in self._waiting_by_list.values()):
-            self._lists.cancel(made)
+        """Cancels the compilation of the stream's list, if it has not begun and no other stream waits for it."""
+        _, compiled = self._waiting_by_list.pop(number, (None, None))
+        if compiled is not None and all(compiled is not other for _, other in self._waiting_by_list.values()):
+            self._lists.cancel(compiled)
 
     def close(self) -> None:
         self._lists.close()
 
     def _deliver(self, number: int, stream: StreamRequest, made: Future[StreamingBiasingList]) -> None:
         if self._waiting_by_list.get(number, (None,))[0] is not stream:
-            return  # it has left
+            return  # the stream was closed
         del self._waiting_by_list[number]
         failure = None if made.cancelled() else made.exception()
         if not made.cancelled() and failure is None:
             stream.biasing = made.result()
             return
-        told = f"{type(failure).__name__}: {failure}" if failure else "the engine ended"
-        error = StepFailed(f"spelling hot words failed: {told}", todo="leave them out; if it stays, report it")
+        reason = f"{type(failure).__name__}: {failure}" if failure else "the engine ended"
+        error = StepFailed(f"spelling hot words failed: {reason}", todo="leave them out; if it stays, report it")
         error.__cause__ = failure
         self._drop(number, error)
 

@@ -1,4 +1,5 @@
-"""The work of a streaming model: callers' streams, piece by piece; and utterances, which are there at once."""
+"""Executor of streaming models: callers' streams, which arrive chunk by chunk, and utterances, which arrive
+whole."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from asr_serve.types import Priority, SearchResult
 
 
 class StreamingExecutor:
-    """Owns the wrapper and everything that goes through it. See engine/executor.ModelExecutor."""
+    """Owns the model runner and all its streams. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,
@@ -37,9 +38,9 @@ class StreamingExecutor:
         hears_again: bool = False,
         spell: Callable[[str], StreamingBiasingList] | None = None,
     ) -> None:
-        """`shares`: of the slots that are given while others wait too, by class. `tiers`: where callers' streams
-        sleep when nothing comes for `sleep_after_s`; None: they never do. `hears_again`: the tiers may lose one;
-        then it is heard again, from audio that is kept. `spell`: hot words as searches read them."""
+        """`shares`: share of slots of each class while several wait. `tiers`: where callers' streams are offloaded
+        after `sleep_after_s` without audio; None: never. `hears_again`: the tiers may lose a stream, which is then
+        replayed from its retained audio. `spell`: compiles hot words for the search."""
         self.model_runner, self.device = wrapper, wrapper.device
         self._offloader, self._replays = StreamOffloader(tiers, sleep_after_s), hears_again
         self._on_done, self._on_start = on_done, on_start
@@ -47,9 +48,9 @@ class StreamingExecutor:
         self._replay_budget = ReplayAudioBudget(self._streams, self._offloader.offloaded)
         self._stream_by_session: dict[StreamingSession, int] = {}
         self._waiting = SlotQueue(shares)
-        """Those without a slot that have something to hear; where nobody sleeps, all without one."""
+        """Streams and utterances with audio that wait for a slot; without offloading, all that have no slot."""
         self._recordings = 0
-        """Utterances that have one."""
+        """Utterances that have a slot."""
         self._biasing = StreamBiasingCompiler(spell, self._fail_stream)
         self._look_through = CheckThrottle()
 
@@ -78,22 +79,22 @@ class StreamingExecutor:
         if not self._look_through(states.slots + len(self._streams)):
             return
         states.check()
-        seated, waiting = set(self._stream_by_session.values()), set(self._waiting)
-        assert len(seated) == len(self._stream_by_session), "two slots for one"
-        assert seated.isdisjoint(waiting), "somebody with a slot waits for one"
+        with_slot, waiting = set(self._stream_by_session.values()), set(self._waiting)
+        assert len(with_slot) == len(self._stream_by_session), "two slots for one"
+        assert with_slot.isdisjoint(waiting), "somebody with a slot waits for one"
         busy = {number for number, stream in self._streams.items() if stream.utterance or stream.pending_chunks}
-        silent = self._streams.keys() - busy
-        assert busy <= seated | waiting <= self._streams.keys(), "somebody is forgotten"
-        self._offloader.check_invariants(silent & seated, silent - seated - waiting)
+        inactive = self._streams.keys() - busy
+        assert busy <= with_slot | waiting <= self._streams.keys(), "somebody is forgotten"
+        self._offloader.check_invariants(inactive & with_slot, inactive - with_slot - waiting)
         self._replay_budget.check()
 
     def shutdown(self, error: Exception) -> None:
-        left = list(self._streams.values())
+        remaining = list(self._streams.values())
         try:
             for number in list(self._streams):
                 self._remove_stream(number)
         finally:
-            for stream in left:
+            for stream in remaining:
                 self._reject(stream, error)
             self._biasing.close()
 
@@ -103,8 +104,8 @@ class StreamingExecutor:
         return {"waiting": len(self._waiting), "decoding": len(self._stream_by_session), **pages}
 
     def describe(self) -> dict[str, Any]:
-        held = {"slots": self.model_runner.states.slots, "slots_used": self.model_runner.states.used}
-        return held | {"streams_asleep": len(self._offloader.offloaded)}
+        slots = {"slots": self.model_runner.states.slots, "slots_used": self.model_runner.states.used}
+        return slots | {"streams_asleep": len(self._offloader.offloaded)}
 
     # --- utterances --------------------------------------------------------------------------------------
 
@@ -128,30 +129,32 @@ class StreamingExecutor:
         words: bool = False,
         bias: str = "",
     ) -> None:
-        """Of a caller. `samples`: the most that will come. `saved`: where it stood, here or in another engine of
-        the same model. `words`: pieces may be timed. `bias`: hot words, as SearchOptions has them. Raises
-        ValueError for one that cannot be gone on with."""
+        """Opens a caller's stream. `samples`: the most that will come. `saved`: its snapshot, from here or from
+        another engine of the same model. `words`: chunks may be timed. `bias`: hot words, as in SearchOptions.
+        Raises ValueError for a snapshot that cannot be continued."""
         stream = StreamRequest("live", live, samples=samples, keeps=self._replays, words=words, bias=bias)
-        if saved is not None and (held := stream.load_state(saved)) is not None:
-            self._validate_saved(stream, held)
-            if self._offloader.enabled and self._offloader.offload(number, held):
-                stream.saved_session = None  # as many may come as sleep elsewhere
+        if saved is not None and (session_view := stream.load_state(saved)) is not None:
+            self._validate_saved(stream, session_view)
+            if self._offloader.enabled and self._offloader.offload(number, session_view):
+                stream.saved_session = None  # so that any number of offloaded streams can move here
         self._streams[number] = stream
         self._replay_budget.add(stream)
-        if not self._offloader.enabled:  # then who comes first keeps a slot from here on
+        if (
+            not self._offloader.enabled
+        ):  # without offloading a stream keeps its slot from the start, in order of arrival
             self._waiting.enqueue(number, "live")
         self._biasing.compile(number, stream)
 
     def export_stream(self, number: int) -> SessionSnapshot | None:
-        """The stream leaves this engine; all its pieces have been answered. None: it has to be heard from its
-        start, which may be nothing so far: it knows nothing, or what it knew was lost."""
-        held = (stream := self._streams[number]).saved_session
+        """Exports a stream, all of whose chunks are answered, and removes it. None: it has to be replayed from its
+        start, if it had audio, because it has no state or its state was lost."""
+        session_view = (stream := self._streams[number]).saved_session
         assert not stream.pending_chunks, "a stream that is busy"
         if stream.session is not None and stream.session.audio_buffer.samples:
-            held = self._saved_state(number, stream.session)
+            session_view = self._saved_state(number, stream.session)
         elif number in self._offloader.offloaded:
-            held = self._offloader.read_blocking(number)
-        saved = stream.save_state(held) if held is not None or stream.replay_audio else None
+            session_view = self._offloader.read_blocking(number)
+        saved = stream.save_state(session_view) if session_view is not None or stream.replay_audio else None
         self._remove_stream(number)
         return saved
 
@@ -168,45 +171,45 @@ class StreamingExecutor:
             self._enqueue_for_slot(piece.session, stream)
 
     def close_stream(self, number: int) -> None:
-        """At any moment. Idempotent."""
+        """Closes a stream at any time; its pending chunks raise Cancelled. Idempotent."""
         self._fail_stream(number, Cancelled("the stream was closed"))
 
-    # --- a turn ------------------------------------------------------------------------------------------
+    # --- a step ------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Slots for those who wait; and a chunk of everybody who is ready, if it is due."""
+        """Assigns slots to waiting streams, and steps a chunk of each ready session if a step is due."""
         self._offloader.expire_reads()
         self._assign_slots()
-        slept = self._offload_idle()
+        offloaded = self._offload_idle()
         self._refuse_overdue()
-        started, wrapper = time.perf_counter(), self.model_runner
-        if not (running := wrapper.schedule(1_000 * time.monotonic())):
-            return slept
+        started, runner = time.perf_counter(), self.model_runner
+        if not (running := runner.schedule(1_000 * time.monotonic())):
+            return offloaded
 
         def fail(error: Exception) -> None:
             for session in running:
                 self._fail_stream(self._stream_by_session[session], error)
 
-        done: list[StreamingStepOutput] = []
+        outputs: list[StreamingStepOutput] = []
         with StepGuard(self._keeper.stats, "chunk", "a chunk", fail):
-            done = wrapper.step(running, 1_000 * time.monotonic())
-        for session, found in done:
+            outputs = runner.step(running, 1_000 * time.monotonic())
+        for session, result in outputs:
             number = self._stream_by_session[session]
-            self._streams[number].add_found(found)
+            self._streams[number].add_found(result)
             self._advance_stream(number)
         rows = len(running)
-        self._keeper.stats.record_step("chunk", time.perf_counter() - started, rows, rows / wrapper.max_rows)
+        self._keeper.stats.record_step("chunk", time.perf_counter() - started, rows, rows / runner.max_rows)
         return True
 
     def _assign_slots(self) -> None:
-        """Give slots to those who wait. More recordings than share a step would only keep each other, and callers,
-        waiting."""
-        kept = (
+        """Assigns slots to waiting streams. More recordings than fit in one step would only delay each other and
+        callers."""
+        reserved = (
             self.model_runner.states.slots // LIVE_RESERVED_SLOTS if self._keeper.vad_scheduler.live_count else 0
         )
         while len(self._waiting) and (free := self._free_slots):
-            crowded = self._recordings >= self.model_runner.max_rows or free <= kept
-            allowed: tuple[Priority, ...] = ("live",) if crowded else ("live", "interactive", "bulk")
+            live_only = self._recordings >= self.model_runner.max_rows or free <= reserved
+            allowed: tuple[Priority, ...] = ("live",) if live_only else ("live", "interactive", "bulk")
             number = self._waiting.pop(allowed, self._offloader.restoring.keys() | self._biasing.waiting_streams)
             if number is None:
                 return
@@ -221,11 +224,11 @@ class StreamingExecutor:
             self._advance_stream(number)
 
     def _resume_session(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
-        """It goes on where it stood, if it has had a session before."""
-        held, stream.saved_session = stream.saved_session, None
+        """Restores the state of a stream that had a session before, or replays its audio."""
+        snapshot, stream.saved_session = stream.saved_session, None
         with self._isolate_failure(number):
-            if held is not None:
-                self._restore_session(number, session, held)
+            if snapshot is not None:
+                self._restore_session(number, session, snapshot)
             elif stream.not_replayable:
                 self._fail_stream(number, stream_state_lost())
             else:
@@ -235,7 +238,7 @@ class StreamingExecutor:
             self._offloader.restored(number)
 
     def _enqueue_for_slot(self, number: int, stream: StreamRequest) -> None:
-        """Its audio does, from now on, for a slot; and if it slept, for what it knew."""
+        """Enqueues a stream with audio for a slot, and reads its state if it was offloaded."""
         self._waiting.enqueue(number, "live", time.monotonic() if stream.live else None)
         if self._waiting.count("live") > MAX_WAITING:
             self._fail_stream(number, self._waiting.at_capacity(self.model_runner.states.slots))
@@ -243,9 +246,9 @@ class StreamingExecutor:
             self._offloader.prefetch(number, self._on_restored)
 
     def _on_restored(self, number: int, held: SessionSnapshotView | None) -> None:
-        """What a stream knew that was called; None: it is lost."""
+        """Takes over the state that was read for a stream; None: the state is lost."""
         stream = self._streams[number]
-        with contextlib.suppress(ValueError):  # nobody but us wrote it: whatever holds it is broken
+        with contextlib.suppress(ValueError):  # only this engine wrote it: the storage is faulty
             if held is not None:
                 self._validate_saved(stream, held)
                 stream.saved_session = held
@@ -255,7 +258,7 @@ class StreamingExecutor:
                 self._fail_stream(number, stream_state_lost())
 
     def _refuse_overdue(self) -> None:
-        """Those for whom there is no slot, and whose words would come too late."""
+        """Refuses streams that have waited for a slot for too long."""
         while (longest := self._waiting.longest_waiting) and longest[1] + MAX_WAIT_S <= time.monotonic():
             self._fail_stream(longest[0], self._waiting.at_capacity(self.model_runner.states.slots))
 
@@ -276,7 +279,7 @@ class StreamingExecutor:
             self.model_runner.finish_audio(session, now_ms)
 
     def _advance_stream(self, number: int) -> None:
-        """What can be told; and the next piece, when the session has taken all of the first that it can."""
+        """Answers what can be answered, and feeds the next chunk when the session has consumed the first one."""
         if (stream := self._streams.get(number)) is None or (session := stream.session) is None:
             return
         with self._isolate_failure(number):
@@ -294,23 +297,23 @@ class StreamingExecutor:
                 self._finish_utterance(number, stream.utterance, stream.take_result(session, timed=True))
 
     def _request_answer(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
-        """For the answer to its first piece, all of which was heard."""
-        found = stream.take_result(session, stream.pending_chunks[0].with_times)
+        """Answers the first chunk, whose audio was all processed."""
+        result = stream.take_result(session, stream.pending_chunks[0].with_times)
         if session.finished:
             self._keeper.stats.record_recognition(session.audio_buffer.samples, stream.emitted_tokens)
-        self._emit_answer(number, stream, session, found)
+        self._emit_answer(number, stream, session, result)
 
     def _emit_answer(self, number: int, stream: StreamRequest, session: StreamingSession, found: Any) -> None:
         stream.first_chunk_fed = stream.answer_requested = False
-        piece = stream.pending_chunks.popleft()
+        chunk = stream.pending_chunks.popleft()
         if session.finished:
             self._remove_stream(number)
         elif not stream.pending_chunks:
             self._offloader.mark_idle(number)
-        resolve(piece.future, found)
+        resolve(chunk.future, found)
 
     def _isolate_failure(self, number: int) -> StepGuard:
-        """What may fail one of them."""
+        """Context in which an error fails one stream only."""
         return StepGuard(self._keeper.stats, "chunk", "hearing", lambda error: self._fail_stream(number, error))
 
     def _finish_utterance(self, number: int, utterance: RecognitionRequest, found: SearchResult) -> None:
@@ -320,29 +323,29 @@ class StreamingExecutor:
         self._keeper.stats.record_recognition(utterance.samples, len(answer.tokens))
         resolve(utterance.future, answer)
 
-    # --- sleep -------------------------------------------------------------------------------------------
+    # --- offload -----------------------------------------------------------------------------------------
 
     @property
     def _slots_wanted(self) -> bool:
-        """Somebody waits for a slot, and could be given one."""
+        """Whether a stream waits for a slot that could be assigned."""
         wants = self._waiting.waiting_priorities(self._offloader.restoring.keys() | self._biasing.waiting_streams)
         return "live" in wants or (bool(wants) and self._recordings < self.model_runner.max_rows)
 
     def _offload_idle(self) -> bool:
-        """Those who are quiet, a few at once; the slots are for those who wait."""
-        slept = False
+        """Offloads idle streams, a few at a time, and assigns their slots."""
+        offloaded = False
         for _ in range(MAX_OFFLOADS_PER_STEP):
             if (number := self._offloader.next_to_offload(self._slots_wanted)) is None:
                 break
-            slept |= self._offload_stream(number)
+            offloaded |= self._offload_stream(number)
             self._assign_slots()
-        return slept
+        return offloaded
 
     def _offload_stream(self, number: int) -> bool:
-        """False: there is no room for it."""
+        """Offloads one stream; returns False when there is no room."""
         session = (stream := self._streams[number]).session
         assert session is not None
-        waiting = ((each, self._streams[each]) for each in self._waiting)
+        waiting = ((other, self._streams[other]) for other in self._waiting)
         if session.audio_buffer.samples and not self._offloader.offload(
             number, self._saved_state(number, session), waiting
         ):
@@ -351,11 +354,11 @@ class StreamingExecutor:
         return True
 
     def _saved_state(self, number: int, session: StreamingSession) -> SessionSnapshotView:
-        """What a session knows, where it lies."""
+        """Snapshot of a session, without a copy."""
         return self.model_runner.saved_view(session)
 
     def _validate_saved(self, stream: StreamRequest, held: SessionSnapshotView) -> None:
-        """Raises ValueError for what its session cannot go on from."""
+        """Raises ValueError for a snapshot from which its session cannot continue."""
         self.model_runner.validate_saved(held)
 
     def _restore_session(self, number: int, session: StreamingSession, held: SessionSnapshotView) -> None:
@@ -365,14 +368,14 @@ class StreamingExecutor:
 
     @property
     def _free_slots(self) -> int:
-        """Slots that may be given."""
+        """Number of slots that may be assigned."""
         return self.model_runner.free_sessions
 
     def _open_session(self, number: int, stream: StreamRequest) -> StreamingSession:
         return self.model_runner.open_session(live=stream.live, words=stream.words, hot=stream.biasing)
 
     def _remove_stream(self, number: int) -> StreamRequest:
-        """Nothing is held for it any more, wherever it was."""
+        """Removes a stream and frees all its resources."""
         stream = self._streams.pop(number)
         self._replay_budget.remove(stream)
         self._waiting.remove(number, stream.priority)
@@ -383,7 +386,7 @@ class StreamingExecutor:
         return stream
 
     def _release_session(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
-        """Its slot is free."""
+        """Closes the stream's session and frees its slot."""
         self._offloader.mark_active(number)
         self._recordings -= stream.utterance is not None
         stream.session = None
@@ -391,7 +394,7 @@ class StreamingExecutor:
         self.model_runner.close_session(session)
 
     def _fail_stream(self, number: int, error: Exception) -> None:
-        """If it is still here."""
+        """Removes a stream, if it is still open, and rejects its pending results."""
         if number in self._streams:
             self._reject(self._remove_stream(number), error)
 

@@ -1,9 +1,9 @@
-"""The work of a model whose encoder carries state and whose decoder does not: utterances that grow.
+"""Executor of models whose encoder carries state and whose decoder does not: growing utterances.
 
-While somebody speaks, the encoder hears each chunk once, and what the decoder needs of its frames goes straight
-into pages. A hypothesis is a row that reads those pages: it decodes all of the utterance so far, with the
-hypothesis before as its draft, so that it costs a pass and the few tokens that are new. Nothing is encoded twice,
-and nothing is copied. Whole utterances go the way of engine/utterances, beside them.
+While a caller speaks, the encoder processes each chunk once, and the cross-attention keys and values of its frames
+are written directly into pages. A hypothesis is a row that reads those pages: it decodes the whole utterance so
+far with the previous hypothesis as its draft, so that it costs one pass and the few new tokens. Nothing is encoded
+twice, and nothing is copied. Whole utterances go through engine/seq2seq, beside them.
 """
 
 from __future__ import annotations
@@ -39,37 +39,38 @@ from asr_serve.models.interfaces import (
 from asr_serve.types import Priority
 
 RESERVED_SLOTS = 4
-"""One in so many pages is not given to audio that grows: rows need some to decode it."""
+"""Share of pages, one in this many, that growing audio may not use: rows need some to decode it."""
 EMPTY_RECOGNITION = Recognition(tokens=(), avg_logprob=0.0, temperature=0.0, finish="stop", compression_ratio=1.0)
-"""Of a stream whose first frame is yet to come."""
+"""Hypothesis of a stream without frames."""
 
 
 class EncoderFrameStore:
-    """Where each session's frames go: what a wrapper takes for its search."""
+    """Store of each session's encoder frames; takes the place of the runner's search."""
 
     def __init__(
         self, model: IncrementalEncoderDecoderModel, runner: DecodeRunner, slots: int, longest: int
     ) -> None:
-        """`longest`: frames of an utterance; those past them are dropped."""
+        """`longest`: maximum frames of an utterance; later ones are dropped."""
         self._model, self._runner = model, runner
         self.max_frames = pages_for(longest)
-        """Pages."""
+        """Maximum pages of an utterance."""
         self._tables = torch.zeros(slots + 1, self.max_frames, dtype=torch.int32)
         self._limits = torch.zeros(slots + 1, dtype=torch.int64)
 
     def assign_pages(self, row: int, pages: list[int]) -> None:
-        """To the session at that row of the state, for as many of its frames as they hold."""
+        """Assigns pages to the session at a row of the state; it stores as many frames as they hold."""
         self._tables[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self._limits[row] = len(pages) * PAGE
 
     @torch.inference_mode()
     def clear_positions(self, row: int, positions: Iterable[int]) -> None:
-        """Of the session at that row of the state: what somebody had there before is in nothing that is saved."""
-        if len(at := torch.tensor(list(positions), device=self._runner.kv_cache.device)):
+        """Zeroes positions of the session at a row of the state, so that saved pages contain nothing of earlier
+        users."""
+        if len(indices := torch.tensor(list(positions), device=self._runner.kv_cache.device)):
             layers, _, heads, block = self._runner.kv_cache.shape[1:]
-            cross = self._runner.kv_cache.new_zeros(len(at), layers, 2, heads * block // PAGE)
-            tables = self._tables[row].to(at.device).expand(len(at), -1).contiguous()
-            self._runner.write_cross_kv(cross, tables, at)
+            cross = self._runner.kv_cache.new_zeros(len(indices), layers, 2, heads * block // PAGE)
+            tables = self._tables[row].to(indices.device).expand(len(indices), -1).contiguous()
+            self._runner.write_cross_kv(cross, tables, indices)
 
     def state_specs(self) -> dict[str, StateSpec]:
         return {}
@@ -91,7 +92,7 @@ class EncoderFrameStore:
 
 
 class IncrementalEncoderExecutor(StreamingExecutor):
-    """Owns whole utterances too. See engine/executor.ModelExecutor."""
+    """Executor of growing streams and of whole utterances. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,
@@ -103,16 +104,16 @@ class IncrementalEncoderExecutor(StreamingExecutor):
         on_start: Callable[[list[int]], None],
         **sleep: Any,
     ) -> None:
-        """`frames`: what the wrapper has for its search. `sleep`: see Streams."""
+        """`frames`: the runner's search. `sleep`: offload options, see StreamingExecutor."""
         super().__init__(wrapper, shares, on_done, on_start, **sleep)
         self._frames, self._utterances = frames, utterances
         self._pages: dict[int, list[int]] = {}
-        """Of those that have a slot."""
+        """Pages of the streams that have a slot."""
         self._owned_utterances = pages_for(utterances.model.max_tokens)
-        """Pages that one hypothesis needs at most."""
+        """Maximum pages of a hypothesis's own tokens."""
         chunk, window = wrapper.sizes[0], wrapper.model.audio_window(wrapper.sizes[0])
         self._first, self._each = window.samples - window.left_samples, chunk * wrapper.model.frame_samples
-        """Samples until a stream's first chunk is whole, and from one to the next."""
+        """Samples until a stream's first chunk is complete, and from one chunk to the next."""
 
     def attach(self, keeper: LoopContext) -> None:
         super().attach(keeper)
@@ -140,8 +141,8 @@ class IncrementalEncoderExecutor(StreamingExecutor):
             self._utterances.shutdown(error)
 
     def report(self) -> dict[str, int]:
-        found = self._utterances.report()
-        return {**found, "waiting": found["waiting"] + len(self._waiting)}
+        counters = self._utterances.report()
+        return {**counters, "waiting": counters["waiting"] + len(self._waiting)}
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), **self._utterances.describe()}
@@ -153,8 +154,8 @@ class IncrementalEncoderExecutor(StreamingExecutor):
         self._utterances.cancel(request_id)
 
     def step(self) -> bool:
-        heard = super().step()
-        return self._utterances.step() or heard
+        stepped = super().step()
+        return self._utterances.step() or stepped
 
     # --- hypotheses --------------------------------------------------------------------------------------
 
@@ -167,39 +168,39 @@ class IncrementalEncoderExecutor(StreamingExecutor):
         else:
             decoded: Future[Recognition] = Future()
             decoded.add_done_callback(lambda _: self._on_decoded(number, decoded))
-            # A stream has one hypothesis under way at most, and its number is nobody else's.
+            # A stream has at most one hypothesis in flight, so its number can be the request's id.
             utterance = RecognitionRequest(
                 number, None, wanted.samples, wanted.options, wanted.priority, decoded, wanted.draft
             )
             self._utterances.submit_encoded(utterance, BorrowedPages(self._pages[number], frames))
 
     def _visible_frames(self, session: StreamingSession, samples: int) -> int:
-        """Frames of so many samples that a hypothesis may read: those of chunks that are whole with these samples,
-        however many have come since; so it depends on the audio alone."""
+        """Frames that a hypothesis of the first `samples` samples may read: those of chunks that these samples
+        complete, however many arrived since, so that the result depends on the audio alone."""
         if session.finished:
-            known = min(self.model_runner.model.count_frames(samples), session.audio_buffer.seen_frames)
+            frames = min(self.model_runner.model.count_frames(samples), session.audio_buffer.seen_frames)
         else:
             chunks = max(0, samples - self._first + self._each) // self._each
-            known = min(chunks * self.model_runner.sizes[0], session.audio_buffer.seen_frames)
-        return known
+            frames = min(chunks * self.model_runner.sizes[0], session.audio_buffer.seen_frames)
+        return frames
 
     def _on_decoded(self, number: int, decoded: Future[Recognition]) -> None:
         if (stream := self._streams.get(number)) is None:
-            return  # it was dropped, and its hypothesis with it
+            return  # the stream was closed
         assert stream.session is not None
         error = decoded.exception()
         if error is not None:
             assert isinstance(error, Exception)
             self._fail_stream(number, error)
             return
-        with self._isolate_failure(number):  # a future would swallow what goes wrong here
+        with self._isolate_failure(number):  # a future's callback would swallow errors
             self._emit_answer(number, stream, stream.session, decoded.result())
         self._advance_stream(number)
 
     # --- slots -------------------------------------------------------------------------------------------
 
     def _pages_needed(self, stream: StreamRequest) -> int:
-        """Pages: reserved whole, as those of a row are."""
+        """Pages that a stream reserves at its start, as rows do."""
         if stream.samples is None:
             return self._frames.max_frames
         return min(self._frames.max_frames, pages_for(self.model_runner.model.count_frames(stream.samples)))
@@ -207,12 +208,12 @@ class IncrementalEncoderExecutor(StreamingExecutor):
     @property
     def _free_slots(self) -> int:
         pages = self._utterances.decode_runner.page_pool
-        kept = (
+        reserved = (
             pages.pages // RESERVED_SLOTS if self._pages else self._owned_utterances
-        )  # in the smallest pool one has room
-        left = pages.free_count - self._utterances.encoder_pool.reserved_pages - kept
+        )  # so that one stream fits into the smallest pool
+        available = pages.free_count - self._utterances.encoder_pool.reserved_pages - reserved
         need = max(self._pages_needed(self._streams[number]) for number in self._waiting)
-        return min(super()._free_slots, max(0, left) // need)
+        return min(super()._free_slots, max(0, available) // need)
 
     def _open_session(self, number: int, stream: StreamRequest) -> StreamingSession:
         session = super()._open_session(number, stream)
@@ -223,28 +224,28 @@ class IncrementalEncoderExecutor(StreamingExecutor):
 
     def _release_session(self, number: int, stream: StreamRequest, session: StreamingSession) -> None:
         super()._release_session(number, stream, session)
-        self._utterances.cancel(number)  # nobody reads the pages from here on
+        self._utterances.cancel(number)  # before the pages are freed
         if (pages := self._pages.pop(number, None)) is not None:
             self._utterances.borrowed_page_count -= len(pages)
             self._utterances.decode_runner.page_pool.free_pages(pages)
 
-    # --- sleep -------------------------------------------------------------------------------------------
+    # --- offload -----------------------------------------------------------------------------------------
 
     def _saved_state(self, number: int, session: StreamingSession) -> SessionSnapshotView:
-        """With the pages that hold frames, behind the session's own parts."""
-        numbers, parts = super()._saved_state(number, session)
+        """Snapshot of a session, followed by the pages that hold its frames."""
+        header, parts = super()._saved_state(number, session)
         frames = min(session.audio_buffer.seen_frames, len(self._pages[number]) * PAGE)
         pages, pool = self._pages[number][: pages_for(frames)], self._utterances.decode_runner.kv_cache
         self._frames.clear_positions(session.slot.row, range(frames, len(pages) * PAGE))
-        if not pool.is_cpu:  # from there it is one copy for all of them
+        if not pool.is_cpu:  # one copy from the device for all pages
             pool, pages = pool[torch.tensor(pages, device=pool.device)].cpu(), list(range(len(pages)))
-        return SessionSnapshotView(numbers, [*parts, *(tensor_bytes(pool[page]) for page in pages)])
+        return SessionSnapshotView(header, [*parts, *(tensor_bytes(pool[page]) for page in pages)])
 
     def _validate_saved(self, stream: StreamRequest, held: SessionSnapshotView) -> None:
         session, pages = self._split_saved(held)
-        seen = self.model_runner.validate_saved(session).seen_frames
+        seen_frames = self.model_runner.validate_saved(session).seen_frames
         count, pool = (
-            pages_for(min(seen, self._pages_needed(stream) * PAGE)),
+            pages_for(min(seen_frames, self._pages_needed(stream) * PAGE)),
             self._utterances.decode_runner.kv_cache,
         )
         sizes, page_bytes = [len(page) for page in pages], pool[0].nbytes
@@ -259,6 +260,6 @@ class IncrementalEncoderExecutor(StreamingExecutor):
             copy_into_tensor(pool[page], part)
 
     def _split_saved(self, held: SessionSnapshotView) -> tuple[SessionSnapshotView, list[BytesLike]]:
-        """A session's own; and its pages."""
+        """Splits a snapshot into the session's own parts and its pages."""
         own = self.model_runner.part_sizes
         return SessionSnapshotView(held.header, held.parts[:own]), list(held.parts[own:])

@@ -1,7 +1,7 @@
-"""A streaming model over many sessions: chunks of whoever is ready go through it as one batch.
+"""Runner of a streaming model over many sessions: chunks of all ready sessions run as one batch.
 
-The sequential path, one session after another through the same model, is what runs unless chunked inference is
-asked for; it is the reference that the chunked one must equal, numbers and text.
+The sequential path, one session at a time, is the default and the reference: the chunked path must give the same
+numbers and text.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from asr_serve.models.interfaces import (
 )
 
 MAX_BATCH_ROWS = 64
-"""Sessions in one step."""
+"""Maximum sessions in one step."""
 WAIT_MS = 10.0
-"""How long who is ready waits for company."""
+"""Maximum time that a ready session waits for others."""
 MAX_BATCH_WAIT_MS = 1_000.0
-"""The same for who does not speak live: a recording that is there already."""
+"""Delay of recordings in the order of ready sessions: their audio is all there already."""
 BULK_FRAMES = 32
-"""Encoder frames that a recording takes in a step where nobody speaks. All sessions' state has room for them."""
+"""Encoder frames per step of a recording while no caller is live. The state of every session has room for them."""
 LIVE_IDLE_MS = 5_000.0
-"""When callers have brought nothing for so long, nobody speaks."""
+"""Time without audio from live callers after which none counts as speaking."""
 
 
 class StreamingSession:
-    """One stream through the model. Belongs to its wrapper."""
+    """Session of one stream through the model. Belongs to its runner."""
 
     def __init__(
         self,
@@ -59,36 +59,36 @@ class StreamingSession:
     ) -> None:
         self.slot, self.audio_buffer, self.live, self.aligner, self.biasing = slot, audio, live, evidence, hot
         self.ready_since_ms: float | None = None
-        """Since when its next chunk is there; None: it is not."""
+        """Time since when its next chunk is complete; None: it is not."""
         self.finished = False
-        """Its last frame was taken."""
+        """Whether its last frame was processed."""
         self.hypotheses: list[NBestHypothesis] = []
-        """Once over: how it may end, best first."""
+        """Hypotheses of a finished session, best first."""
 
 
 class StreamingStepOutput(NamedTuple):
-    """What a step did for one session."""
+    """Result of a step for one session."""
 
     session: StreamingSession
     found: SearchResult
 
 
 class _SavedSession(NamedTuple):
-    """Of a saved session. Its parts: a row of each tensor of state; the audio that waits; what the search keeps
-    besides, numbers and a tensor."""
+    """Header of a saved session. Its parts: a row of each state tensor; the waiting audio; the frames for
+    alignment; and, where the search keeps state outside its rows, that state as numbers and a tensor."""
 
     layout: bytes
-    """Equal where rows mean the same, as far as shapes tell."""
+    """Digest of model, search and state shapes; rows are compatible where it is equal."""
     position: ChunkAudioPosition
     hypotheses: Annotated[list[NBestHypothesis], msgspec.Meta(max_length=1_024)]
-    """Once over: one at least."""
+    """Hypotheses of a finished session, one or more."""
     alignment: KeptEvidence | None
     biasing: bytes = b""
-    """Of its hot words, the digest."""
+    """Digest of its hot words."""
 
 
 class _StepInput(NamedTuple):
-    """Of a step, on the host: see Chunk."""
+    """Inputs of a step in host memory, see StreamingChunk."""
 
     pcm: Tensor
     seen: Tensor
@@ -97,38 +97,38 @@ class _StepInput(NamedTuple):
 
 
 class _StepBatch:
-    """The input of every step, whatever its shape, in the same memory."""
+    """Input buffers of all steps, so that inputs of any shape use the same memory."""
 
     def __init__(self, rows: int, samples: int) -> None:
-        """`rows` and `samples` of the largest."""
+        """`rows`, `samples`: of the largest step."""
         self._pcm = torch.zeros(rows * samples)
         self._numbers = torch.zeros(3, rows, dtype=torch.int64)
 
     def fill(
         self, rows: int, samples: int, sessions: Sequence[StreamingSession], frames: Sequence[int]
     ) -> _StepInput:
-        """`rows` of them, those past the sessions empty."""
-        made = _StepInput(
-            self._pcm[: rows * samples].view(rows, samples), *(each[:rows] for each in self._numbers)
+        """Fills `rows` rows from the sessions; the rows after them are empty."""
+        inputs = _StepInput(
+            self._pcm[: rows * samples].view(rows, samples), *(buffer[:rows] for buffer in self._numbers)
         )
-        pcm, seen, counts, ends = (each.numpy() for each in made)
+        pcm, starts, counts, ends = (buffer.numpy() for buffer in inputs)
         for row, (session, count) in enumerate(zip(sessions, frames, strict=True)):
             session.audio_buffer.read_window(pcm[row])
-            seen[row], counts[row], ends[row] = (
+            starts[row], counts[row], ends[row] = (
                 session.audio_buffer.seen_frames,
                 count,
                 session.audio_buffer.is_complete,
             )
-        seen[len(sessions) :] = counts[len(sessions) :] = ends[len(sessions) :] = 0
+        starts[len(sessions) :] = counts[len(sessions) :] = ends[len(sessions) :] = 0
         pcm[len(sessions) :] = 0.0
-        return made
+        return inputs
 
 
 class ChunkedModelRunner:
-    """Sessions of one streaming model. Belongs to one thread.
+    """Runs the sessions of one streaming model. Belongs to one thread.
 
-    Whoever is ready runs and others wait; who is ready waits a moment for company, `wait_ms` at most, unless
-    everybody is there or the step is full. Those that have most of a recording to hear take many chunks at once.
+    Ready sessions run in batches. A ready session waits for others, `wait_ms` at most, unless all sessions are
+    ready or the step is full. Recordings take many chunks at once while most of their audio remains.
     """
 
     def __init__(
@@ -148,11 +148,10 @@ class ChunkedModelRunner:
         graphs: bool = True,
         poison: bool = False,
     ) -> None:
-        """`chunk`: encoder frames of a step, a multiple of the model's block. `kv_bytes`: what the sessions' state
-        may take; fewer than `slots` of them are let in where that is not enough. `bulk_frames`: the most, of all
-        rows together, in a step of many chunks; None: as many as the device needs to be busy. `aligns`: the
-        search is over the model's head `ctc`. `graphs`: record steps, on a device that can. `poison`: see
-        StateCacheManager."""
+        """`chunk`: encoder frames of a step, a multiple of the model's block. `kv_bytes`: memory for the sessions'
+        state; limits `slots` where it is not enough. `bulk_frames`: maximum frames, over all rows, of a step of
+        many chunks; None: as many as the device needs to be busy. `aligns`: the search runs over the model's head
+        `ctc`. `graphs`: capture steps, on a device that can. `poison`: see StateCacheManager."""
         assert chunk % model.frame_block == 0, (
             f"chunks of {chunk} frames, where {model.frame_block} see each other"
         )
@@ -166,9 +165,9 @@ class ChunkedModelRunner:
         self._windows = {size: model.audio_window(size).samples for size in self.sizes}
         for size, samples in self._windows.items():
             assert samples >= size * model.frame_samples, "a window reaches to where the next one begins"
-        encoder, found = model.state_specs(self.sizes[-1]), search.state_specs()
+        encoder, search_specs = model.state_specs(self.sizes[-1]), search.state_specs()
         audio = StateSpec((self._windows[self.sizes[-1]],), initial_value=None, on_host=True)
-        specs = {"audio": audio, **add_prefix("encoder", encoder), **add_prefix("search", found)}
+        specs = {"audio": audio, **add_prefix("encoder", encoder), **add_prefix("search", search_specs)}
         if kv_bytes is not None:
             slots = max(1, min(slots, kv_bytes // state_row_bytes(specs)))
         self.max_rows = min(max_rows, slots) if self.chunked else 1
@@ -184,10 +183,10 @@ class ChunkedModelRunner:
         self._sessions: set[StreamingSession] = set()
         self._ready: set[StreamingSession] = set()
         self._spoken_ms = -LIVE_IDLE_MS
-        """When a caller last brought audio."""
+        """Time of the last audio of a live caller."""
         self._batch = _StepBatch(self._padded_rows(self.max_rows), self._windows[self.sizes[-1]])
         self._shapes: set[tuple[int, int]] = set()
-        """Of steps that were taken before."""
+        """Shapes (rows, frames) of earlier steps."""
         self._forward = device.capture(self._step) if graphs else self._step
 
     # --- sessions --------------------------------------------------------------------------------------
@@ -195,7 +194,8 @@ class ChunkedModelRunner:
     def open_session(
         self, *, live: bool = True, words: bool = False, hot: StreamingBiasingList | None = None
     ) -> StreamingSession:
-        """`words`: somebody will ask when its tokens were said. `hot`: its hot words. Raises AtCapacity."""
+        """Opens a session. `words`: token times will be requested. `hot`: compiled hot words. Raises
+        AtCapacity."""
         slot = self.states.allocate()
         row = self.states.tensors["audio"][slot.row]
         row.zero_()
@@ -209,19 +209,19 @@ class ChunkedModelRunner:
         return session
 
     def append_audio(self, session: StreamingSession, pcm: np.ndarray, now_ms: float) -> None:
-        """`pcm` (n,) float32 at 16 kHz, any n. What no chunk has taken is kept: bound it."""
+        """Appends `pcm` (n,) float32 at 16 kHz, any n. Unprocessed audio is held: the caller must limit it."""
         if session.live:
             self._spoken_ms = now_ms
         session.audio_buffer.append(pcm)
         self._update_readiness(session, now_ms)
 
     def finish_audio(self, session: StreamingSession, now_ms: float) -> None:
-        """No more will come: the rest is ready, however short."""
+        """Ends the audio: the rest is ready, however short."""
         session.audio_buffer.ended = True
         self._update_readiness(session, now_ms)
 
     def close_session(self, session: StreamingSession) -> None:
-        """At any time."""
+        """Closes a session at any time and frees its slot."""
         self._sessions.remove(session)
         self._ready.discard(session)
         if self._search_keeps_state is not None:
@@ -235,7 +235,7 @@ class ChunkedModelRunner:
         if audio.ended and audio.seen_frames >= self.model.count_frames(audio.samples):
             session.finished = True
             if not audio.seen_frames:
-                self.states.prepare_rows([session.slot])  # it never ran: its row is somebody else's still
+                self.states.prepare_rows([session.slot])  # it never ran: its row is not cleared yet
             session.hypotheses = self.search.finish(session.slot.row, self._search)
             if session.aligner is not None:
                 session.aligner.append_step(session.hypotheses[0].tokens, None)
@@ -251,41 +251,41 @@ class ChunkedModelRunner:
 
     @property
     def free_sessions(self) -> int:
-        """Sessions that may still be opened."""
+        """Number of sessions that may still be opened."""
         return self.states.slots - self.states.used
 
     # --- saved sessions --------------------------------------------------------------------------------
 
     def save_session(self, session: StreamingSession) -> SessionSnapshot:
-        """Between two steps: from it `load` makes one that goes on to the bit."""
+        """Snapshot of a session between two steps; `load_session` continues from it with identical results."""
         return self.saved_view(session).to_snapshot()
 
     def saved_view(self, session: StreamingSession) -> SessionSnapshotView:
-        """The same without a copy, until the session's next step."""
+        """Snapshot without a copy, valid until the session's next step."""
         audio, row = session.audio_buffer, session.slot.row
-        evidence = session.aligner
-        frames = b"" if evidence is None else evidence.frames.tobytes()
+        aligner = session.aligner
+        frames = b"" if aligner is None else aligner.frames.tobytes()
         parts: list[BytesLike] = [
             *self.states.export_parts(session.slot),
             tensor_bytes(torch.from_numpy(audio.unbuffered)),
             frames,
         ]
         if self._search_keeps_state is not None:
-            beside, tensor = self._search_keeps_state.export_state(row)
-            parts += [memoryview(beside), tensor_bytes(tensor)]
-        kept = None if evidence is None else evidence.saved
-        hot = session.biasing.digest if session.biasing is not None else b""
-        numbers = _SavedSession(self._layout, audio.position, session.hypotheses, kept, hot)
-        return SessionSnapshotView(msgspec.msgpack.encode(numbers), parts)
+            search_numbers, tensor = self._search_keeps_state.export_state(row)
+            parts += [memoryview(search_numbers), tensor_bytes(tensor)]
+        alignment = None if aligner is None else aligner.saved
+        biasing = session.biasing.digest if session.biasing is not None else b""
+        header = _SavedSession(self._layout, audio.position, session.hypotheses, alignment, biasing)
+        return SessionSnapshotView(msgspec.msgpack.encode(header), parts)
 
     @property
     def part_sizes(self) -> int:
-        """Of a saved session."""
+        """Number of parts of a saved session."""
         return len(self.states.specs) + (2 if self._search_keeps_state is None else 4)
 
     def validate_saved(self, saved: SessionSnapshot | SessionSnapshotView) -> ChunkAudioPosition:
-        """Raises ValueError for one of another model, or of other sizes. What its rows say is not looked at. Where
-        it stands."""
+        """Validates a snapshot and returns its audio position. Raises ValueError for another model or other sizes;
+        the contents of rows are not checked."""
         numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
         if numbers.layout != self._layout or len(saved.parts) != self.part_sizes:
             raise ValueError("a session of another model, or of one that was set up in another way")
@@ -299,7 +299,7 @@ class ChunkedModelRunner:
 
     @staticmethod
     def _evidence(numbers: _SavedSession, frames: BytesLike) -> StreamTokenAligner | None:
-        """Of a saved session. Raises ValueError."""
+        """Aligner of a saved session. Raises ValueError."""
         if numbers.alignment is None and len(frames):
             raise ValueError("a saved session with frames that nobody asked for")
         return (
@@ -315,7 +315,8 @@ class ChunkedModelRunner:
         now_ms: float = 0.0,
         hot: StreamingBiasingList | None = None,
     ) -> StreamingSession:
-        """Raises AtCapacity, and ValueError as `expect` does."""
+        """Opens a session from a snapshot. Raises AtCapacity, and ValueError as `validate_saved` and
+        `restore_session` do."""
         self.validate_saved(saved)
         session = self.open_session(live=live, hot=hot)
         try:
@@ -328,17 +329,17 @@ class ChunkedModelRunner:
     def restore_session(
         self, session: StreamingSession, saved: SessionSnapshot | SessionSnapshotView, now_ms: float
     ) -> None:
-        """Have one that is new stand where that one stood. Raises ValueError; then close it."""
+        """Restores a snapshot into a new session. Raises ValueError; the session must be closed then."""
         numbers, rows = decode_header(_SavedSession, saved.header), len(self.states.specs)
         if numbers.biasing != (session.biasing.digest if session.biasing is not None else b""):
             raise ValueError("a saved session with other hot words")
         self.states.import_parts(session.slot, saved.parts[:rows])
         session.audio_buffer.restore(numbers.position, saved.parts[rows])
         if self._search_keeps_state is not None:
-            beside: list[BytesLike] = list(saved.parts[rows + 2 :])
-            seen, where = numbers.position.seen_frames, self.device.torch_device
+            search_parts: list[BytesLike] = list(saved.parts[rows + 2 :])
+            seen_frames, device = numbers.position.seen_frames, self.device.torch_device
             self._search_keeps_state.import_state(
-                session.slot.row, bytes(beside[0]), bytes(beside[1]), seen, where
+                session.slot.row, bytes(search_parts[0]), bytes(search_parts[1]), seen_frames, device
             )
         session.aligner = self._evidence(numbers, saved.parts[rows + 1])
         session.hypotheses, session.finished = numbers.hypotheses, bool(numbers.hypotheses)
@@ -349,7 +350,7 @@ class ChunkedModelRunner:
 
     @property
     def due_ms(self) -> float | None:
-        """When the next step is due, on the clock of `put`; None when nobody is ready."""
+        """Time of the next step, on the clock of `append_audio`; None when no session is ready."""
         if not self._ready:
             return None
         since = min(self._oldest_ready_ms(session) for session in self._ready)
@@ -357,7 +358,7 @@ class ChunkedModelRunner:
         return since if alone else since + self.wait_ms
 
     def schedule(self, now_ms: float) -> list[StreamingSession]:
-        """Those who take the next step together, as long a one; nobody before it is due."""
+        """Sessions of the next step, all with the same number of frames; empty before it is due."""
         if (due_ms := self.due_ms) is None or now_ms < due_ms:
             return []
         first, *others = sorted(self._ready, key=self._urgency)
@@ -375,44 +376,44 @@ class ChunkedModelRunner:
         return self._oldest_ready_ms(session) + (0.0 if session.live else MAX_BATCH_WAIT_MS), session.slot.row
 
     def _step_frames(self, session: StreamingSession, now_ms: float) -> int:
-        """Frames of a step that suits it: many where nobody waits for the first of them, nor for the step to end.
-        The rest of a recording may fill a step of many by half."""
-        one, bulk = self.sizes[0], self.sizes[-1]
+        """Frames per step for a session: many for recordings while no caller is live. The remainder of a recording
+        takes a long step if it fills more than half of it."""
+        short, bulk = self.sizes[0], self.sizes[-1]
         if session.live or now_ms - self._spoken_ms < LIVE_IDLE_MS:
-            return one
+            return short
         if session.audio_buffer.ended:
-            return bulk if 2 * self._remaining_frames(session) > bulk else one
-        return bulk if session.audio_buffer.has_window(self._windows[bulk], self.model.frame_samples) else one
+            return bulk if 2 * self._remaining_frames(session) > bulk else short
+        return bulk if session.audio_buffer.has_window(self._windows[bulk], self.model.frame_samples) else short
 
     def step(self, sessions: Sequence[StreamingSession], now_ms: float) -> list[StreamingStepOutput]:
-        """A chunk of these, as `next` chose them. Should it fail, their state is of no more use."""
+        """Processes a chunk of the sessions that `schedule` returned. After an error their state is invalid."""
         size = min(self._step_frames(session, now_ms) for session in sessions)
         frames = [min(size, self._remaining_frames(session)) for session in sessions]
         rows, samples = self._padded_rows(len(sessions)), self._windows[size]
         if (rows, size) not in self._shapes:
             self._capture_graph(rows, samples)
             self._shapes.add((rows, size))
-        given = self._batch.fill(rows, samples, sessions, frames)
-        found = self._advance(given, self.states.prepare_rows([each.slot for each in sessions], rows), sessions)
+        inputs = self._batch.fill(rows, samples, sessions, frames)
+        results = self._advance(inputs, self.states.prepare_rows([each.slot for each in sessions], rows), sessions)
         for session, count in zip(sessions, frames, strict=True):
             session.audio_buffer.advance_frames(count, self.model.frame_samples)
-            session.ready_since_ms = None  # its turn for the next one comes after those who are ready now
+            session.ready_since_ms = None  # its next chunk comes after the sessions that are ready now
             self._update_readiness(session, now_ms)
-        return [StreamingStepOutput(session, each) for session, each in zip(sessions, found, strict=True)]
+        return [StreamingStepOutput(session, each) for session, each in zip(sessions, results, strict=True)]
 
     def _remaining_frames(self, session: StreamingSession) -> int:
-        """Frames that its audio still has."""
+        """Frames that remain of ended audio; the most of a step while it goes on."""
         audio = session.audio_buffer
         return self.model.count_frames(audio.samples) - audio.seen_frames if audio.ended else self.sizes[-1]
 
     def _padded_rows(self, sessions: int) -> int:
-        """Of a step of so many."""
+        """Rows of a step of this many sessions, padded as the device requires."""
         return min(self.device.padded_rows(sessions), self.states.slots + 1)
 
     @torch.inference_mode()
     def _capture_graph(self, rows: int, samples: int) -> None:
-        """A shape that is new. Where steps are recorded, the first call runs more than once: it is one of rows
-        that are nobody's."""
+        """Captures a new step shape with padding rows only, because the first call of a captured step runs more
+        than once."""
         if self._forward != self._step:
             pcm, *numbers = self._batch.fill(rows, samples, [], [])
             self._forward(pcm, self.states.prepare_rows([], rows), *numbers)
@@ -424,10 +425,10 @@ class ChunkedModelRunner:
         pcm, *numbers = given
         (hidden,) = self._forward(pcm, rows, *numbers)
         n, device = len(sessions), self.device.torch_device
-        live = StreamingChunk(pcm[:n], rows[:n], *(each[:n].to(device) for each in numbers))
-        found = self.search.step(hidden[:n], live, self._search)
-        self._collect_alignment(hidden, given.frames.tolist(), sessions, found)
-        return found
+        live = StreamingChunk(pcm[:n], rows[:n], *(tensor[:n].to(device) for tensor in numbers))
+        results = self.search.step(hidden[:n], live, self._search)
+        self._collect_alignment(hidden, given.frames.tolist(), sessions, results)
+        return results
 
     def _collect_alignment(
         self,
@@ -436,21 +437,23 @@ class ChunkedModelRunner:
         sessions: Sequence[StreamingSession],
         found: Sequence[SearchResult],
     ) -> None:
-        """What those need of whom words are wanted."""
-        wanted = [row for row, session in enumerate(sessions) if session.aligner is not None]
-        if not wanted:
+        """Collects frames and tokens for sessions whose token times will be requested."""
+        aligned_rows = [row for row, session in enumerate(sessions) if session.aligner is not None]
+        if not aligned_rows:
             return
-        heard = (
-            compact_posteriors(self._ctc.ctc_logprobs(hidden[wanted]), self._ctc.blank_id)
+        posteriors = (
+            compact_posteriors(self._ctc.ctc_logprobs(hidden[aligned_rows]), self._ctc.blank_id)
             if self._ctc is not None
             else None
         )
-        for i, row in enumerate(wanted):
-            evidence = sessions[row].aligner
-            assert evidence is not None
-            evidence.append_step(found[row].fixed_tokens, None if heard is None else heard[i, : frames[row]])
+        for i, row in enumerate(aligned_rows):
+            aligner = sessions[row].aligner
+            assert aligner is not None
+            aligner.append_step(
+                found[row].fixed_tokens, None if posteriors is None else posteriors[i, : frames[row]]
+            )
 
     def _step(self, *given: Tensor) -> tuple[Tensor]:
         return (
-            self.model.step(StreamingChunk(*(each.to(self.device.torch_device) for each in given)), self._encoder),
+            self.model.step(StreamingChunk(*(part.to(self.device.torch_device) for part in given)), self._encoder),
         )

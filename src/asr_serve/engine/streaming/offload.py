@@ -1,4 +1,5 @@
-"""Who is quiet, who sleeps and who wakes: of streams, by number. What a sleeper knew lies in the tiers."""
+"""Offloading of idle streams, by number: their state moves to the tiers (host memory, then disk) and is read again
+when audio comes."""
 
 from __future__ import annotations
 
@@ -15,22 +16,21 @@ if TYPE_CHECKING:
     from asr_serve.engine.streaming.request import StreamRequest
 
 IDLE_WHEN_PRESSED_S = 1.0
-"""Who is quiet for so long gives up its slot to somebody who waits for one."""
+"""Idle time after which a stream gives up its slot to one that waits."""
 STORE_FULL_RETRY_S = 0.25
-"""When there was no room for a sleeper, nobody tries for so long: the disk may make some."""
+"""Pause after the tiers were full, before the next attempt: the disk may make room."""
 MAX_RESTORED = 16
-"""Of those that wake, so many may have what they knew outside of the tiers before they have a slot."""
+"""Maximum restored states held outside the tiers before their streams have a slot."""
 READ_TIMEOUT_S = 2.0
-"""A sleeper that cannot be read within that is lost: a disk may stall, and nobody waits for it for ever."""
+"""Maximum time to read an offloaded stream before it is lost: a disk may stall, and no caller waits forever."""
 HASTE_S = 0.05
-"""Where the loop itself waited for one in vain, it waits so long for each that comes within READ_S: everybody else
-stands still meanwhile."""
+"""Timeout of blocking reads within READ_TIMEOUT_S after one timed out: the loop stands still while it waits."""
 MAX_OFFLOADS_PER_STEP = 4
-"""Streams that are put to sleep between two steps, at most: each is a copy of its state."""
+"""Maximum streams offloaded between two steps: each is a copy of its state."""
 
 
 class OffloadStore(Protocol):
-    """Host memory, then a file. See engine/tiers."""
+    """Storage in host memory, then in a file. See engine/cache/tiered_store."""
 
     def put(self, name: bytes, parts: Sequence[BytesLike], *, keep: bool) -> bool: ...
     def get(self, name: bytes, done: Callable[[list[memoryview] | None], None]) -> None: ...
@@ -38,30 +38,32 @@ class OffloadStore(Protocol):
 
 
 class StreamOffloader:
-    """Belongs to the loop's thread. Without tiers nobody is quiet, and so nobody sleeps."""
+    """Tracks idle, offloaded and restoring streams. Belongs to the loop's thread. Without tiers no stream is idle
+    or offloaded."""
 
     def __init__(self, tiers: OffloadStore | None, after_s: float) -> None:
-        """`after_s`: who is quiet for so long sleeps."""
+        """`after_s`: idle time after which a stream is offloaded."""
         self._offload_store, self._after_s = tiers, after_s
         self._idle: dict[int, float] = {}
-        """Those with a slot and nothing to hear, and since when: the longest first."""
+        """Streams with a slot and no chunks, with the time since when, longest first."""
         self._not_before_s = self._unread_s = -math.inf
-        """When the next one may be put there; and when the loop waited in vain for all of READ_S."""
+        """Time before which no stream is offloaded; time at which the last blocking read used all of
+        READ_TIMEOUT_S in vain."""
         self._stored: set[int] = set()
-        """Of whom the tiers hold something."""
+        """Streams whose state is in the tiers."""
         self.offloaded: dict[int, None] = {}
-        """Of these, those that nobody has called: the longest asleep first."""
+        """Stored streams for which no audio has come, longest offloaded first."""
         self.restoring: dict[int, Callable[[SessionSnapshotView | None], None]] = {}
-        """Those that were called and are not read yet, the longest first; and who is to be told."""
+        """Streams whose state is being read, longest first, with the callback of each."""
         self._requested: dict[int, float] = {}
-        """Those that were called, and when."""
+        """Streams for which audio came, and when."""
 
     def attach(self, keeper: LoopContext) -> None:
         self._keeper = keeper
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody sleeps."""
+        """Whether streams are offloaded at all."""
         return self._offload_store is not None
 
     def mark_idle(self, number: int) -> None:
@@ -72,7 +74,8 @@ class StreamOffloader:
         self._idle.pop(number, None)
 
     def due_s(self, pressed: bool) -> float | None:
-        """When the next one is to sleep, or is lost, on the monotonic clock. `pressed`: somebody wants a slot."""
+        """Time on the monotonic clock of the next offload or read timeout. `pressed`: a stream waits for a
+        slot."""
         return min(
             (due for due in (self._next_offload_s(pressed), self._next_read_timeout_s) if due is not None),
             default=None,
@@ -85,27 +88,27 @@ class StreamOffloader:
         return max(next(iter(self._idle.values())) + after_s, self._not_before_s)
 
     def next_to_offload(self, pressed: bool) -> int | None:
-        """Who is to sleep now."""
+        """The stream to offload now, or None."""
         due_s = self._next_offload_s(pressed)
         return next(iter(self._idle)) if due_s is not None and due_s <= time.monotonic() else None
 
     @property
     def _next_read_timeout_s(self) -> float | None:
-        """When the next one of those that are read is lost."""
+        """Time at which the oldest read times out."""
         return next((self._requested[number] + READ_TIMEOUT_S for number in self.restoring), None)
 
     def expire_reads(self) -> None:
-        """Those that were called and could not be read in time are lost. What comes of them later is not heard."""
-        while (late_s := self._next_read_timeout_s) is not None and late_s <= time.monotonic():
+        """Fails reads that timed out: their streams are lost. A late result is ignored."""
+        while (timeout_s := self._next_read_timeout_s) is not None and timeout_s <= time.monotonic():
             next(iter(self.restoring.values()))(None)
 
     def offload(
         self, number: int, held: SessionSnapshotView, waiting: Iterable[tuple[int, StreamRequest]] = ()
     ) -> bool:
-        """It sleeps from here on; False: there is no room, and if it was quiet it is so as if from now on.
+        """Offloads a stream; returns False when there is no room, and an idle stream then counts as idle from now.
 
-        `waiting`: those that wait for a slot. Where all room is taken, one of them that is called makes some: else
-        who wakes would wait for a slot, and who has it for room to sleep.
+        `waiting`: streams that wait for a slot. When the tiers are full, the restored state of one of them is
+        copied out to make room: otherwise that stream would wait for a slot, and the stream in the slot for room.
         """
         assert number not in self._stored
         if not self._store(number, held) and not (self._take_restored(waiting) and self._store(number, held)):
@@ -139,28 +142,30 @@ class StreamOffloader:
         return False
 
     def prefetch(self, number: int, done: Callable[[int, SessionSnapshotView | None], None]) -> None:
-        """Read what it knew. `done` is called with that, on the loop's thread; with None: it is lost. What it is
-        given lies where it is until nobody has it any more."""
+        """Reads a stream's state. `done` is called on the loop's thread with the state, which stays in place while
+        it is referenced, or with None: the state is lost."""
         self._mark_restored(number)
         self._requested[number] = time.monotonic()
 
-        def came(held: SessionSnapshotView | None) -> None:
-            if self.restoring.get(number) is came:  # it may have been given up, and sleep or be called again
+        def on_read(held: SessionSnapshotView | None) -> None:
+            if (
+                self.restoring.get(number) is on_read
+            ):  # the read may have timed out, and the stream been offloaded or requested again
                 del self.restoring[number]
                 done(number, held)
 
-        self.restoring[number] = came
-        self._get(number, lambda held: self._keeper.call(lambda: came(held)))
+        self.restoring[number] = on_read
+        self._get(number, lambda held: self._keeper.call(lambda: on_read(held)))
 
     def read_blocking(self, number: int) -> SessionSnapshotView | None:
-        """Now; the loop waits for it. None: it is lost."""
+        """Reads a stream's state while the loop waits. None: the state is lost."""
         read: Future[SessionSnapshotView | None] = Future()
         self._get(number, read.set_result)
-        whole = time.monotonic() >= self._unread_s + READ_TIMEOUT_S
+        full_timeout = time.monotonic() >= self._unread_s + READ_TIMEOUT_S
         try:
-            return read.result(READ_TIMEOUT_S if whole else HASTE_S)
+            return read.result(READ_TIMEOUT_S if full_timeout else HASTE_S)
         except TimeoutError:
-            if whole:  # else one slow read would have all be lost that come after it
+            if full_timeout:  # otherwise one slow read would fail all later ones
                 self._unread_s = time.monotonic()
             return None
 
@@ -172,13 +177,13 @@ class StreamOffloader:
         )
 
     def restored(self, number: int) -> None:
-        """It has a slot, and has taken what it knew."""
-        if (called_s := self._requested.get(number)) is not None:
-            self._keeper.stats.record_restore(time.monotonic() - called_s)
+        """Records that the stream has a slot and its state again."""
+        if (requested_s := self._requested.get(number)) is not None:
+            self._keeper.stats.record_restore(time.monotonic() - requested_s)
         self.forget(number)
 
     def forget(self, number: int) -> None:
-        """It is awake, or gone. Idempotent."""
+        """Drops all records and stored state of the stream. Idempotent."""
         self._requested.pop(number, None)
         self.mark_active(number)
         self._mark_restored(number)
@@ -197,7 +202,8 @@ class StreamOffloader:
             self._keeper.stats.set_offloaded(len(self.offloaded))
 
     def check_invariants(self, quiet: set[int], silent: set[int]) -> None:
-        """`quiet`: streams with a slot and nothing to hear. `silent`: those with neither."""
+        """Asserts consistency. `quiet`: streams with a slot and no chunks. `silent`: streams with neither slot nor
+        chunks."""
         assert self._offload_store is None or self._idle.keys() == quiet, "a quiet stream is not known to be one"
         assert self.offloaded.keys() <= self._stored & silent, "who sleeps has a slot, or waits for one"
         assert self.restoring.keys() <= self._requested.keys() & self._stored, "what is read was not stored"

@@ -1,5 +1,5 @@
-"""Streaming searches of whom some sessions have hot words: those go through a beam that knows them, on its own,
-and the others through the search that the engine was set up with, as if they were alone."""
+"""Streaming search for a batch in which some sessions have hot words: those run through a beam search with
+biasing, grouped by list, the others through the configured search, unaffected by them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asr_serve.models.interfaces import (
 
 
 class BiasableSearch(Protocol):
-    """A search that knows hot words: CtcPrefixBeam and TransducerBeam, made with a boost."""
+    """A search that applies hot words: CtcPrefixBeam and TransducerBeam, made with a boost."""
 
     def state_specs(self) -> dict[str, StateSpec]: ...
     def step(
@@ -31,9 +31,8 @@ class BiasableSearch(Protocol):
 
 
 class BiasingSearchRouter:
-    """See models/interfaces.StreamingSearch.
-    A session's search is chosen before its first step, and again where a session
-    that was saved goes on: `expect`."""
+    """Router of sessions to the plain or the biased search; see models/interfaces.StreamingSearch. `set_biasing`
+    chooses a session's search before its first step, and again when a saved session continues."""
 
     def __init__(self, plain: StreamingSearch, biased: BiasableSearch) -> None:
         self.plain_search, self.biased_search = plain, biased
@@ -55,23 +54,25 @@ class BiasingSearchRouter:
         groups = self._group_by_biasing(chunk.rows.tolist()) if self._biasing_by_row else {}
         if not groups:
             return self.plain_search.step(hidden, chunk, select_prefix("plain", state))
-        found: list[SearchResult] = [SearchResult([], [])] * len(hidden)
-        for words, at in groups.items():
-            where = torch.tensor(at, device=hidden.device)
-            own = StreamingChunk(*(each[where.to(each.device)] for each in chunk))
+        results: list[SearchResult] = [SearchResult([], [])] * len(hidden)
+        for words, indices in groups.items():
+            selected = torch.tensor(indices, device=hidden.device)
+            subset = StreamingChunk(*(result[selected.to(result.device)] for result in chunk))
             if words is None:
-                heard = self.plain_search.step(hidden[where], own, select_prefix("plain", state))
+                group_results = self.plain_search.step(hidden[selected], subset, select_prefix("plain", state))
             else:
-                heard = self.biased_search.step(hidden[where], own, select_prefix("hot", state), words)
-            for index, each in zip(at, heard, strict=True):
-                found[index] = each
-        return found
+                group_results = self.biased_search.step(
+                    hidden[selected], subset, select_prefix("hot", state), words
+                )
+            for index, result in zip(indices, group_results, strict=True):
+                results[index] = result
+        return results
 
     def _group_by_biasing(self, rows: list[int]) -> dict[StreamingBiasingList | None, list[int]]:
-        """Places in the step, by hot words; empty where nobody has any."""
+        """Indices in the step by hot words; empty where no session has any."""
         groups: dict[StreamingBiasingList | None, list[int]] = {}
-        for at, row in enumerate(rows):
-            groups.setdefault(self._biasing_by_row.get(row), []).append(at)
+        for index, row in enumerate(rows):
+            groups.setdefault(self._biasing_by_row.get(row), []).append(index)
         return groups if groups.keys() != {None} else {}
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
@@ -82,10 +83,10 @@ class BiasingSearchRouter:
 
 
 def add_prefix(part: str, specs: Mapping[str, StateSpec]) -> dict[str, StateSpec]:
-    """Of one part of some state, under names that no other part has."""
+    """State specs of one search, under names that no other search has."""
     return {f"{part}.{name}": spec for name, spec in specs.items()}
 
 
 def select_prefix(part: str, state: State) -> State:
-    """The inverse: its tensors, under the names it gave them."""
-    return {name.removeprefix(f"{part}."): each for name, each in state.items() if name.startswith(f"{part}.")}
+    """Tensors of one search, under the names of its own specs; the inverse of `add_prefix`."""
+    return {name.removeprefix(f"{part}."): tensor for name, tensor in state.items() if name.startswith(f"{part}.")}

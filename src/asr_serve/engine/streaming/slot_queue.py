@@ -1,4 +1,4 @@
-"""Who waits for a slot, and whose turn it is. Pure: no clock, no slots."""
+"""Queue of streams and utterances that wait for a slot. Pure: no clock, no slots."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from asr_serve.errors import AtCapacity
 from asr_serve.types import Priority
 
 LIVE_RESERVED_SLOTS = 4
-"""While callers are on line, one in so many slots is kept for them: a recording holds its slot to its end."""
+"""Share of slots reserved for live callers while they are connected, one in this many: a recording holds its slot
+to its end."""
 
 MAX_WAITING = 512
-"""Callers' streams without a slot; one more is refused."""
+"""Maximum streams of callers without a slot; one more is refused."""
 MAX_WAIT_S = 10.0
-"""So long somebody who speaks waits for a slot; then it is said that there is none. Who sends faster than anybody
-speaks waits as a recording does."""
+"""Maximum wait of a live stream for a slot before it is refused. Streams that send faster than real time wait like
+recordings."""
 RETRY_MS = 5_000
-"""Slots become free as segments end."""
+"""Retry time of refused streams: slots become free as segments end."""
 
 
 class SlotQueue:
-    """Who waits for a slot: each class gets its share of the slots that are given, in the order of coming.
+    """Queue for slots: each class gets its share of the slots that are assigned, first in, first out.
 
-    Source  start-time fair queueing, Goyal et al., SIGCOMM 1996, as in engine/seq2seq/scheduler
+    Source start-time fair queueing, Goyal et al., SIGCOMM 1996, as in engine/seq2seq/scheduler
     """
 
     def __init__(self, shares: Mapping[Priority, float]) -> None:
@@ -43,16 +44,18 @@ class SlotQueue:
         return len(self._waiting[priority])
 
     def waiting_priorities(self, but: Container[int]) -> set[Priority]:
-        """Classes of whom anybody waits, but for those in `but`."""
-        return {priority for priority, those in self._waiting.items() if any(each not in but for each in those)}
+        """Classes with waiting entries, apart from those in `but`."""
+        return {
+            priority for priority, numbers in self._waiting.items() if any(number not in but for number in numbers)
+        }
 
     @property
     def longest_waiting(self) -> tuple[int, float] | None:
-        """Who has waited longest of those whose wait is bounded, and since when."""
+        """The entry with a bounded wait that has waited longest, and since when."""
         return next(iter(self._speaking.items()), None)
 
     def at_capacity(self, slots: int) -> AtCapacity:
-        """What callers without one of so many slots are told."""
+        """Error for callers that get none of `slots` slots."""
         return AtCapacity(
             f"{self.count('live')} callers wait for one of {slots} slots",
             f"up to {MAX_WAITING}, and {MAX_WAIT_S:g} s while somebody speaks",
@@ -60,9 +63,9 @@ class SlotQueue:
         )
 
     def enqueue(self, number: int, priority: Priority, speaking_s: float | None = None) -> None:
-        """`speaking_s`: its wait is bounded, and begins now."""
+        """Adds an entry. `speaking_s`: its wait is bounded and began at this time."""
         if not self._waiting[priority]:
-            # A class that had nothing to do does not save up slots for later.
+            # A class without waiting entries does not save up slots for later.
             self._granted[priority] = max(self._granted[priority], self._due)
         self._waiting[priority][number] = None
         if speaking_s is not None:
@@ -73,15 +76,18 @@ class SlotQueue:
         self._speaking.pop(number, None)
 
     def pop(self, allowed: Iterable[Priority], but: Container[int] = ()) -> int | None:
-        """Whose turn it is, of these classes, if anybody's. Those in `but` are passed over, and stay."""
+        """Removes and returns the next entry of the `allowed` classes, or None. Entries in `but` are skipped and
+        stay."""
         first: dict[Priority, int] = {}
         for priority in allowed:
-            if (number := next((each for each in self._waiting[priority] if each not in but), None)) is not None:
+            if (
+                number := next((candidate for candidate in self._waiting[priority] if candidate not in but), None)
+            ) is not None:
                 first[priority] = number
         if not first:
             return None
-        chosen = min(first, key=self._granted.__getitem__)
-        self._due = self._granted[chosen]
-        self._granted[chosen] += 1 / self._shares[chosen]
-        self.remove(first[chosen], chosen)
-        return first[chosen]
+        selected = min(first, key=self._granted.__getitem__)
+        self._due = self._granted[selected]
+        self._granted[selected] += 1 / self._shares[selected]
+        self.remove(first[selected], selected)
+        return first[selected]

@@ -1,1 +1,1 @@
-"""Sentences said, whole or chunk by chunk, for many callers at once."""
+"""Speech synthesis for many clients at once: whole sentences, or chunk by chunk."""

@@ -1,4 +1,4 @@
-"""From a voice's name to the work that says sentences with it."""
+"""Builder of TTS executors: finds and loads the files of a voice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from asr_serve.types import Quantize
 
 
 class VoiceCheckpoint(NamedTuple):
-    """A voice model's files, and those of the codec that makes sound of its frames."""
+    """Files of a voice model, and of the vocoder that makes audio of its frames."""
 
     card: TtsCard
     folder: Path
@@ -42,8 +42,8 @@ class VoiceCheckpoint(NamedTuple):
 
     @classmethod
     def find(cls, model: TtsCard, weights: str | os.PathLike[str] | None, codec: str | None) -> VoiceCheckpoint:
-        """`codec`: another one than its card names, by its name or by a folder that asr-serve train vocoder has
-        written. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
+        """Finds the files. `codec`: another vocoder than the card names, by name or by a folder that asr-serve
+        train vocoder has written. Raises UnknownModel, WeightsMissing, WeightsCorrupt, OptionError."""
         if codec is not None and not model.codec:
             raise OptionError(f"codec={codec}", f"{model.name} makes sound by itself", param="codec")
         chosen, codec_folder = find_codec(codec or model.codec) if model.codec else (None, None)
@@ -56,38 +56,38 @@ class VoiceCheckpoint(NamedTuple):
         return cls(model, model_weights.published_or_given_folder(model, weights), chosen, codec_folder)
 
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
-        """Load and pack the weights: on the thread that is to compute (decision 0005). In fp32 unless told: what
-        is said is the same in any company."""
-        picked = devices.make_device(device, "fp32" if dtype == "auto" else dtype, quantize)
+        """Loads and packs the weights, on the thread that is to compute (decision 0005). In fp32 by default: the
+        audio of a sentence does not depend on its batch."""
+        target = devices.make_device(device, "fp32" if dtype == "auto" else dtype, quantize)
         codec = None
         if self.codec is not None and self.codec_folder is not None:
-            codec = vocoder_file(self.codec.kind).load(self.codec_folder, self.codec, picked)
-        model = tts_model_file(self.card.kind).load(self.folder, self.card, picked)
-        return EngineComponents(model, None, picked, lambda _: "", codec)
+            codec = vocoder_file(self.codec.kind).load(self.codec_folder, self.codec, target)
+        model = tts_model_file(self.card.kind).load(self.folder, self.card, target)
+        return EngineComponents(model, None, target, lambda _: "", codec)
 
     def fingerprint(self) -> int:
-        """Of all that another engine of the same model must share with one whose callers it takes over."""
-        found = list_files(self.folder, self.card.files)
+        """Checksum of all files that an engine must share with one whose clients it takes over."""
+        files = list_files(self.folder, self.card.files)
         if self.codec is not None and self.codec_folder is not None:
-            found += list_files(self.codec_folder, self.codec.files)
-        return checksum(repr([(name, file_checksum(path)) for name, path in found]).encode())
+            files += list_files(self.codec_folder, self.codec.files)
+        return checksum(repr([(name, file_checksum(path)) for name, path in files]).encode())
 
     def peer_identity(self, config: EngineConfig, listen: tuple[str, int], keys: tuple[str, ...]) -> None:
-        """With none."""
+        """Returns None: a TTS model has no peers."""
 
 
 def list_files(folder: Path, patterns: Iterable[str]) -> list[tuple[str, Path]]:
-    """What lies in a folder, and whatever deeper in it a card names; or the one file. With their names there,
-    sorted."""
+    """Returns the files of a folder, and those in subfolders that match `patterns`; or the single file. As
+    (relative name, path), sorted."""
     if not folder.is_dir():
         return [(folder.name, folder)]
-    named = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
-    found = {*model_weights.files_of(folder), *named}
-    return sorted((path.relative_to(folder).as_posix(), path) for path in found)
+    matches = (path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    paths = {*model_weights.files_of(folder), *matches}
+    return sorted((path.relative_to(folder).as_posix(), path) for path in paths)
 
 
 def find_codec(named: str) -> tuple[VocoderCard, Path]:
-    """A codec and its files, by its name or by a checkpoint's folder. Raises UnknownModel, WeightsMissing,
+    """Returns a vocoder and its files, by name or by a checkpoint folder. Raises UnknownModel, WeightsMissing,
     WeightsCorrupt, OptionError."""
     folder = Path(named)
     if not (folder / "config.json").is_file():
@@ -97,7 +97,7 @@ def find_codec(named: str) -> tuple[VocoderCard, Path]:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as failure:
         raise WeightsCorrupt(f"{folder / 'config.json'} cannot be read: {failure}") from failure
-    known = {each.kind: each for each in vocoder_cards().values()}
+    known = {known_card.kind: known_card for known_card in vocoder_cards().values()}
     if kind not in known:
         raise OptionError(f"codec={named}, a {kind!r}"[:200], f"one of: {', '.join(known)}", param="codec")
     return known[kind], folder
@@ -112,7 +112,7 @@ def build_tts_executor(
     on_done: Callable[[int], None],
     on_start: Callable[[list[int]], None],
 ) -> TtsExecutor:
-    """Raises OptionError for a role that is none of a voice's."""
+    """Builds the executor of a TTS model. Raises OptionError for peers and for a role other than both."""
     if config.role != "both" or config.peers:
         raise OptionError(
             f"role={config.role} and {len(config.peers)} peers for {chosen.name}",

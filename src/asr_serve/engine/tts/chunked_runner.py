@@ -1,8 +1,8 @@
-"""Sentences said chunk by chunk, many in a step: frames of the voice model, and sound of them by its codec.
+"""Chunked synthesis, many sentences in a step: frames from the acoustic model, and audio from its vocoder.
 
-What either remembers of a sentence lies in its row of StateCacheManager. A step gives each sentence in it one
-chunk, wherever it stands. The codec hears `delay` frames ahead, so that a sentence goes on for a while after its
-last frame; what lies before its first sample and after its last is cut here, and so is its lead.
+State of a sentence is in its row of StateCacheManager. A step generates one chunk of each sentence in it, at
+whatever position. The vocoder looks `delay_frames` ahead, so a sentence continues for a while after its last
+frame; samples before its first and after its last are cut here, and so is its lead.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from asr_serve.models.interfaces import EncodedSentence, StreamingTtsModel, Voco
 from asr_serve.types import Sentence
 
 VOICE, CODEC = "voice", "codec"
-"""Whose state a tensor is."""
+"""Prefixes of state tensors: acoustic model, vocoder."""
 FADE_IN_SAMPLES = 128
-"""Samples at a sentence's start that grow out of silence: cut out of a breath, it would begin with a tick."""
+"""Samples over which a sentence fades in: cut out of a breath, it would begin with a click."""
 
 
 class ChunkedTtsSequence:
-    """A sentence under way."""
+    """Sentence in progress."""
 
     def __init__(self, encoded: EncodedSentence, slot: StateSlot, seed: int) -> None:
         self.encoded, self.slot, self.seed = encoded, slot, seed
         self.ends = encoded.phoneme_ends_samples
         self.generated_frames = 0
-        """Frames that were stepped over."""
+        """Frames processed so far."""
 
 
 class ChunkedTtsRunner:
-    """See engine/tts/runner.TtsRunner."""
+    """TTS runner that generates chunk by chunk. See engine/tts/runner.TtsRunner."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class ChunkedTtsRunner:
         kv_bytes: int | None = None,
         poison: bool = False,
     ) -> None:
-        """`rows`: sentences at once, fewer where `kv_bytes` of memory are not enough for their state; `step_rows`:
-        of a step. `poison`: see StateCacheManager."""
+        """`rows`: most sentences in progress, fewer where `kv_bytes` cannot hold their state; `step_rows`: most in
+        one step. `poison`: see StateCacheManager."""
         self._model, self._codec, self._voices, self._device = model, codec, voices, device
         self.rate_hz, self._chunk, self._hop = codec.rate_hz, model.chunk_frames, codec.hop_samples
         specs = {f"{VOICE}.{name}": spec for name, spec in model.state_specs().items()}
@@ -82,43 +82,44 @@ class ChunkedTtsRunner:
         for sentence in sentences:
             self._voices.load_voice(sentence.voice)
         encoded = self._model.encode(sentences)
-        made = [
-            ChunkedTtsSequence(each, self.states.allocate(), sentence.seed)
-            for each, sentence in zip(encoded, sentences, strict=True)
+        sequences = [
+            ChunkedTtsSequence(state, self.states.allocate(), sentence.seed)
+            for state, sentence in zip(encoded, sentences, strict=True)
         ]
-        self._active.update(made)
-        return made
+        self._active.update(sequences)
+        return sequences
 
     @torch.inference_mode()
     def step(self, rows: Sequence[ChunkedTtsSequence]) -> list[TtsStepOutput]:
-        where = self._device.torch_device
-        places = self.states.prepare_rows([row.slot for row in rows])
-        seen = torch.tensor([row.generated_frames for row in rows], device=where)
-        ends = torch.tensor([row.encoded.frames for row in rows], device=where)
-        seeds = torch.tensor([row.seed for row in rows], device=where)
-        frames = self._frames(rows, places, seen)
-        sound = self._codec.step(frames, places, seen, ends, seeds, self._codec_state).float().cpu().numpy()
-        return [self._trim_samples(row, each) for row, each in zip(rows, sound, strict=True)]
+        device = self._device.torch_device
+        state_rows = self.states.prepare_rows([row.slot for row in rows])
+        seen = torch.tensor([row.generated_frames for row in rows], device=device)
+        ends = torch.tensor([row.encoded.frames for row in rows], device=device)
+        seeds = torch.tensor([row.seed for row in rows], device=device)
+        frames = self._frames(rows, state_rows, seen)
+        sound = self._codec.step(frames, state_rows, seen, ends, seeds, self._codec_state).float().cpu().numpy()
+        return [self._trim_samples(row, pcm) for row, pcm in zip(rows, sound, strict=True)]
 
     def _frames(self, rows: Sequence[ChunkedTtsSequence], places: Tensor, seen: Tensor) -> Tensor:
-        """(n, chunk, width). Of those that have no more, while the codec says the rest, nothing is asked."""
-        going = [at for at, row in enumerate(rows) if row.generated_frames < row.encoded.frames]
-        encoded = [rows[at].encoded for at in going]
-        if len(going) == len(rows):
+        """Returns (n, chunk, width) frames; zeros for sentences past their last frame, while the vocoder
+        finishes."""
+        active = [at for at, row in enumerate(rows) if row.generated_frames < row.encoded.frames]
+        encoded = [rows[at].encoded for at in active]
+        if len(active) == len(rows):
             return self._model.step(encoded, places, seen, self._voice_state)
         frames = torch.zeros(len(rows), self._chunk, self._model.frame_width, device=self._device.torch_device)
-        if going:
-            index = torch.tensor(going, device=self._device.torch_device)
+        if active:
+            index = torch.tensor(active, device=self._device.torch_device)
             frames[index] = self._model.step(encoded, places[index], seen[index], self._voice_state)
         return frames
 
     def _trim_samples(self, row: ChunkedTtsSequence, sound: np.ndarray) -> TtsStepOutput:
-        """What of a step's (chunk * hop,) samples is the sentence's."""
+        """Returns the part of a step's (chunk * hop,) samples that belongs to the sentence."""
         first = (row.generated_frames - self._codec.delay_frames - row.encoded.lead_frames) * self._hop
-        left = (row.encoded.frames - row.encoded.lead_frames) * self._hop - first
+        remaining = (row.encoded.frames - row.encoded.lead_frames) * self._hop - first
         row.generated_frames += self._chunk
-        heard = sound[max(0, -first) : max(0, left)]
-        return TtsStepOutput(fade_in(heard, max(0, first)), finished=left <= len(sound))
+        pcm = sound[max(0, -first) : max(0, remaining)]
+        return TtsStepOutput(fade_in(pcm, max(0, first)), finished=remaining <= len(sound))
 
     def free_sequence(self, row: ChunkedTtsSequence) -> None:
         self._active.remove(row)
@@ -133,7 +134,7 @@ class ChunkedTtsRunner:
 
 
 def fade_in(pcm: np.ndarray, at: int = 0) -> np.ndarray:
-    """(n,), of a sentence from its sample `at` on: its start grows out of silence."""
+    """Fades in `pcm` (n,), the samples of a sentence from `at` on."""
     if at >= FADE_IN_SAMPLES:
         return pcm
     ramp = np.ones(len(pcm), np.float32)

@@ -1,4 +1,4 @@
-"""Voices that a model was taught after it was made: a file each, taken in when somebody wants to hear one."""
+"""Cloned voices of a TTS model: one file each, loaded when a sentence requests it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from asr_serve.models.registry import TtsCard
 from asr_serve.types import Sentence, suggest_name
 
 NAME = re.compile(r"\A[a-z0-9][a-z0-9_-]{0,63}\Z")
-"""Of a cloned voice, and so of its file."""
+"""Valid names of cloned voices, and of their files."""
 SUFFIX = ".safetensors"
 
 
 class CustomVoiceLoader:
-    """What there is in a folder, into which others write. Belongs to the loop's thread."""
+    """Loader of cloned voices from a folder that other processes write to. Belongs to the loop's thread."""
 
     def __init__(self, model: TtsModel, card: TtsCard, folder: Path) -> None:
         self._model, self._card, self._folder = model, card, folder
         self._built_in = model.voices
 
     def ensure_for_sentence(self, sentence: Sentence) -> None:
-        """The model knows its voice from here on. Raises UnknownVoice, WeightsCorrupt, OptionError."""
+        """Loads the sentence's voice and validates the sentence. Raises UnknownVoice, WeightsCorrupt,
+        OptionError."""
         self.load_voice(sentence.voice)
         self._model.validate(sentence)
 
     def load_voice(self, name: str) -> None:
-        """Have the model know that voice, which reads a file anew when it has changed, and forgets those that were
-        not wanted for long. Raises UnknownVoice where there is no such file, WeightsCorrupt."""
+        """Registers the voice with the model, which reads a changed file again and drops voices unused for long.
+        Raises UnknownVoice where there is no such file, WeightsCorrupt."""
         if not self._expect_custom_voice(name):
             return
         path = self._folder / f"{name}{SUFFIX}"
@@ -38,7 +39,7 @@ class CustomVoiceLoader:
         self._model.register_voice(name, path)
 
     def _expect_custom_voice(self, name: str) -> bool:
-        """It is none of the model's own, where it may have others."""
+        """Whether the voice is not built in, and the model supports cloned ones."""
         return self._card.clones and name not in self._built_in
 
     def _unknown_voice(self, name: str) -> UnknownVoice:

@@ -1,4 +1,4 @@
-"""The work of a model that speaks: sentences in, sound out, a piece at a time."""
+"""Executor of a TTS model: sentences in, audio out, piece by piece."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ from asr_serve.errors import AsrServeError, Cancelled, WrongModel
 from asr_serve.types import SentenceAudio
 
 STEP_S = 0.05
-"""How long encoding and a step of chunks may each take, as far as that can be told: somebody who comes meanwhile
-waits for both."""
+"""Target duration of encoding and of a step of chunks, each: a request that arrives meanwhile waits for both."""
 ENCODE_ROWS, ENCODE_PHONEMES, LEAST_PHONEMES = 32, 4_096, 128
-"""Sentences and phonemes in one encode batch, however fast it goes; and phonemes however slow."""
+"""Limits of an encode batch: sentences and phonemes, however fast it is; phonemes that are always allowed."""
 LEAST_ROWS = 2
-"""Of a step of chunks, however slow."""
+"""Least rows of a step of chunks, however slow it is."""
 PIECE_S = 0.1
-"""Of sound that is there at once, a piece."""
+"""Duration of a piece, where more audio is ready at once."""
 
 
 class ActiveSentence:
-    """A sentence that has a row."""
+    """Sentence that has a row."""
 
     def __init__(self, saying: TtsRequest, row: TtsSequence) -> None:
         self.request, self.sequence = saying, row
         self.playback = Playback(_first_sound_deadline_s(saying), DEADLINE_S[saying.priority])
         self.generated_samples = 0
-        """Samples, those to be skipped included."""
+        """Samples generated, skipped ones included."""
 
 
 class TtsExecutor:
-    """Owns the runner, and every sentence that was let in. See engine/executor.ModelExecutor."""
+    """Executor that owns the runner and every admitted sentence. See engine/executor.ModelExecutor."""
 
     def __init__(
         self,
@@ -83,13 +82,13 @@ class TtsExecutor:
         assert all((number in self._waiting) != (number in self._active) for number in self._requests)
 
     def shutdown(self, error: Exception) -> None:
-        left = list(self._requests.values())
+        requests = list(self._requests.values())
         try:
             for number in list(self._requests):
                 self._remove_request(number)
         finally:
-            for saying in left:
-                reject(saying.future, error)
+            for request in requests:
+                reject(request.future, error)
 
     def report(self) -> dict[str, int]:
         return {
@@ -114,9 +113,10 @@ class TtsExecutor:
         reject(utterance.future, WrongModel("this model speaks, and hears nothing"))
 
     def submit_sentence(self, saying: TtsRequest) -> None:
-        """What the model cannot say is refused before it shares anything with others."""
+        """Validates and enqueues a sentence; one that the model rejects fails before it shares a batch with
+        others."""
         self._requests[saying.id] = saying
-        # Also of an engine that is gone: who waited there has waited here.
+        # Time spent waiting in an engine that is gone counts too.
         saying.arrived_s = time.monotonic() - _since_s(saying.submitted_ns)
         with self._isolate_failure("speak", "a sentence", [saying.id]):
             try:
@@ -130,10 +130,10 @@ class TtsExecutor:
     def cancel(self, request_id: int) -> None:
         self._fail_request(request_id, Cancelled("the request was cancelled"))
 
-    # --- a turn ----------------------------------------------------------------------------------------
+    # --- a step ----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Rows for those who wait, a batch of them; and a chunk of those who want one soonest."""
+        """Starts a batch of waiting sentences, then generates chunks of those with the nearest deadlines."""
         began = self._start_waiting()
         return self._generate_chunks() or began
 
@@ -141,28 +141,28 @@ class TtsExecutor:
         free = self.runner.rows - self.runner.used
         if not free or not len(self._waiting):
             return False
-        held = sum(each.request.priority == "bulk" for each in self._active.values())
-        bulk = max(0, self.runner.rows - self.runner.rows // BULK_RESERVED_ROWS - held)
-        taken = self._waiting.pop_batch(min(free, ENCODE_ROWS), self._encoding.max_count, bulk)
-        if not taken:
+        bulk_rows = sum(active.request.priority == "bulk" for active in self._active.values())
+        bulk = max(0, self.runner.rows - self.runner.rows // BULK_RESERVED_ROWS - bulk_rows)
+        ids = self._waiting.pop_batch(min(free, ENCODE_ROWS), self._encoding.max_count, bulk)
+        if not ids:
             return False
         started = time.perf_counter()
-        sayings = [self._requests[number] for number in taken]
-        phonemes = sum(len(each.sentence.phonemes) for each in sayings)
-        self._on_start(taken)
-        self._encode_batch(sayings)
+        requests = [self._requests[number] for number in ids]
+        phonemes = sum(len(request.sentence.phonemes) for request in requests)
+        self._on_start(ids)
+        self._encode_batch(requests)
         spent_s = time.perf_counter() - started
         self._encoding.record_step(spent_s, phonemes)
-        self._keeper.stats.record_step("encode", spent_s, len(taken), min(1.0, phonemes / ENCODE_PHONEMES))
+        self._keeper.stats.record_step("encode", spent_s, len(ids), min(1.0, phonemes / ENCODE_PHONEMES))
         return True
 
     def _encode_batch(self, sayings: Sequence[TtsRequest]) -> None:
-        """Of a batch that fails each sentence is tried by itself: nobody pays for another's."""
+        """Encodes a batch. If it fails, each sentence is retried alone, so that one cannot fail the others."""
 
         def fail(error: AsrServeError) -> None:
             if len(sayings) > 1:
-                for saying in sayings:
-                    self._encode_batch([saying])
+                for request in sayings:
+                    self._encode_batch([request])
             else:
                 self._fail_request(
                     sayings[0].id, error.__cause__ if isinstance(error.__cause__, AsrServeError) else error
@@ -170,57 +170,57 @@ class TtsExecutor:
 
         rows: list[TtsSequence] = []
         with StepGuard(self._keeper.stats, "encode", "encoding a sentence", fail):
-            rows = list(self.runner.start_sequences([each.sentence for each in sayings]))
-        for saying, row in zip(sayings, rows, strict=False):  # none where it failed
-            self._active[saying.id] = ActiveSentence(saying, row)
-            self._keeper.stats.record_queue_time(saying.priority, _since_s(saying.submitted_ns))
+            rows = list(self.runner.start_sequences([request.sentence for request in sayings]))
+        for request, row in zip(sayings, rows, strict=False):  # empty after a failure
+            self._active[request.id] = ActiveSentence(request, row)
+            self._keeper.stats.record_queue_time(request.priority, _since_s(request.submitted_ns))
 
     def _generate_chunks(self) -> bool:
-        playing = ((number, each.playback) for number, each in self._active.items())
-        turns = [TtsDeadline(each.deadline_s, number, each.started) for number, each in playing]
-        chosen = select_for_step(turns, self._stepping.max_count, time.monotonic())
+        playing = ((number, active.playback) for number, active in self._active.items())
+        deadlines = [TtsDeadline(active.deadline_s, number, active.started) for number, active in playing]
+        chosen = select_for_step(deadlines, self._stepping.max_count, time.monotonic())
         if not chosen:
             return False
         started = time.perf_counter()
         rows = [self._active[number] for number in chosen]
-        pieces: list[TtsStepOutput] = []
+        outputs: list[TtsStepOutput] = []
         with self._isolate_failure("speak", "speaking", chosen):
-            pieces = list(self.runner.step([each.sequence for each in rows]))
+            outputs = list(self.runner.step([active.sequence for active in rows]))
         spent_s = time.perf_counter() - started
         self._stepping.record_step(spent_s, len(rows))
         self._keeper.stats.record_step("speak", spent_s, len(rows), len(rows) / self.runner.step_rows)
-        for number, each, piece in zip(chosen, rows, pieces, strict=False):  # none where it failed
+        for number, active, output in zip(chosen, rows, outputs, strict=False):  # empty after a failure
             with self._isolate_failure("speak", "speaking", [number]):
-                self._deliver(each, piece)
-                if piece.finished:
+                self._deliver(active, output)
+                if output.finished:
                     self._remove_request(number)
-                    resolve(each.request.future, each.generated_samples)
+                    resolve(active.request.future, active.generated_samples)
         return True
 
     def _deliver(self, active: ActiveSentence, piece: TtsStepOutput) -> None:
-        """What is new of it to who hears it; the rest was heard of another engine."""
-        saying, rate_hz = active.request, self.runner.rate_hz
-        new = piece.pcm[max(0, saying.skip_samples - active.generated_samples) :]
+        """Delivers new audio to the client; the first `skip_samples` were delivered by another engine."""
+        request, rate_hz = active.request, self.runner.rate_hz
+        new = piece.pcm[max(0, request.skip_samples - active.generated_samples) :]
         active.generated_samples += len(piece.pcm)
         if not len(new) and not piece.finished:
             return
         first = not active.playback.started
         active.playback.add_audio(len(new) / rate_hz, time.monotonic())
         if first:
-            self._keeper.stats.record_first_audio(_since_s(saying.submitted_ns))
+            self._keeper.stats.record_first_audio(_since_s(request.submitted_ns))
         self._keeper.stats.record_synthesis(len(new) / rate_hz)
         samples = to_int16(new)
         size = int(PIECE_S * rate_hz)
         cuts = range(size, len(samples), size) if len(samples) > 2 * size else ()
         parts = np.split(samples, list(cuts))
         for at, part in enumerate(parts):
-            ends = tuple(active.sequence.ends) if first and not at and not saying.skip_samples else ()
-            saying.on_sound(SentenceAudio(part.tobytes(), ends, piece.finished and at == len(parts) - 1))
+            ends = tuple(active.sequence.ends) if first and not at and not request.skip_samples else ()
+            request.on_sound(SentenceAudio(part.tobytes(), ends, piece.finished and at == len(parts) - 1))
 
     # --- endings ---------------------------------------------------------------------------------------
 
     def _isolate_failure(self, stage: str, what: str, sayings: list[int]) -> StepGuard:
-        """What may fail these, and nobody else."""
+        """Guard that fails only these requests."""
 
         def fail(error: AsrServeError) -> None:
             for number in sayings:
@@ -229,22 +229,23 @@ class TtsExecutor:
         return StepGuard(self._keeper.stats, stage, what, fail)
 
     def _remove_request(self, number: int) -> TtsRequest:
-        """Nothing is held for it any more, wherever it was."""
-        saying = self._requests.pop(number)
+        """Removes a request from the queue, or frees its row."""
+        request = self._requests.pop(number)
         self._waiting.remove(number)
         if (active := self._active.pop(number, None)) is not None:
             self.runner.free_sequence(active.sequence)
-        self._on_done(saying.samples)
-        return saying
+        self._on_done(request.samples)
+        return request
 
     def _fail_request(self, number: int, error: Exception) -> None:
-        """If it is still here."""
+        """Fails the request if it is still here."""
         if number in self._requests:
             reject(self._remove_request(number).future, error)
 
 
 def to_int16(pcm: np.ndarray) -> np.ndarray:
-    """(n,) float32 in -1..1, as it goes over wires. Raises ValueError for what is no number: it would be noise."""
+    """Converts (n,) float32 in -1..1 to the int16 sent to clients. Raises ValueError for NaN and infinity, which
+    would become noise."""
     if not np.isfinite(pcm).all():
         raise ValueError("samples that are no numbers")
     samples: np.ndarray = np.rint(np.clip(pcm, -1.0, 1.0) * 32_767).astype("<i2")
@@ -256,4 +257,4 @@ def _since_s(submitted_ns: int) -> float:
 
 
 def _first_sound_deadline_s(saying: TtsRequest) -> float:
-    return first_deadline_s(saying.arrived_s, saying.priority, saying.within_ms)
+    return first_deadline_s(saying.arrived_s, saying.priority, saying.slack_ms)

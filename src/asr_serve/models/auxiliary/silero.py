@@ -1,8 +1,8 @@
-"""Silero VAD: how likely each 32 ms of sound is speech, many callers at once.
+"""Silero VAD: speech probability of each 32 ms of audio, for many callers at once.
 
-A window of 512 samples, with the last 64 of the window before it, becomes four short spectra; four
-convolutions fold those into one vector; an LSTM carries what was heard from window to window. Only the
-LSTM looks back, so everything before it runs over a block of windows as one batch.
+A window of 512 samples, with the last 64 of the window before it, becomes four short spectra; four convolutions
+reduce those to one vector; an LSTM carries state from window to window. Only the LSTM is recurrent, so everything
+before it runs over a block of windows as one batch.
 
 Source   silero-vad 6.2.3 (Silero Team, MIT), its `silero_vad.jit`, 16 kHz half: shapes read from its
          parameters, behaviour checked against its outputs in tests/models/test_silero.py.
@@ -34,17 +34,17 @@ HOP_SAMPLES = 128
 BINS = FFT_SAMPLES // 2 + 1
 WIDTH = 128
 BLOCK_WINDOWS = 256
-"""Windows that go through the network together, always as many: enough to fill its products, few enough to
-stay in cache, and one shape to compile for."""
+"""Windows of a block, a fixed number: enough to fill the matrix products, few enough to stay in cache, and one
+shape to compile."""
 SMALL_BLOCKS = (32, 64, 128)
-"""The same when there are no more than this: live callers bring a few windows each."""
+"""Smaller blocks for fewer windows: live callers bring a few each."""
 
 WEIGHTS = Path(__file__).with_name("silero.safetensors")
 WEIGHTS_SHA256 = "98ad88be41e0e8728f3ac3e66dd927cbf94ff853953f1bc970a4dcae384aafb4"
 
 
 class SileroState(NamedTuple):
-    """What a row remembers between windows, float32."""
+    """State of each row between windows, float32."""
 
     context: Tensor
     """(rows, 64): the last samples of the window before; zeros at the start."""
@@ -81,17 +81,17 @@ class Silero(nn.Module):
         self.hann: Tensor
 
     def state_specs(self) -> dict[str, StateSpec]:
-        """What a row remembers, by its name in SileroState."""
+        """Returns the state of a row, by its name in SileroState."""
         return {name: StateSpec(tuple(tensor.shape[1:])) for name, tensor in self.state(1)._asdict().items()}
 
     def state(self, rows: int) -> SileroState:
-        """A fresh state: silence before the first sample."""
+        """Returns a fresh state: silence before the first sample."""
         zeros = self.hann.new_zeros
         return SileroState(zeros(rows, CONTEXT_SAMPLES), zeros(rows, WIDTH), zeros(rows, WIDTH))
 
     @torch.no_grad()
     def step(self, pcm: Tensor, state: SileroState, windows: Tensor) -> tuple[Tensor, SileroState]:
-        """Advance row r by windows[r] windows. The state passed in is left as it was."""
+        """Advances row r by windows[r] windows. The state passed in is left unchanged."""
         rows, samples = pcm.shape
         assert samples % WINDOW_SAMPLES == 0, f"{samples} samples are no multiple of {WINDOW_SAMPLES}"
         live = windows.tolist()
@@ -103,28 +103,28 @@ class Silero(nn.Module):
             return probabilities, after
         block = next((block for block in SMALL_BLOCKS if sum(live) <= block), BLOCK_WINDOWS)
         packing = pack_clips(live, block)
-        # Windows of all rows end to end, each with the end of the one before it in front.
-        sound = pcm.new_empty(packing.total, CONTEXT_SAMPLES + WINDOW_SAMPLES)
-        sound[sum(live) :] = 0
+        # Windows of all rows end to end, each preceded by the end of the one before it.
+        blocks = pcm.new_empty(packing.total, CONTEXT_SAMPLES + WINDOW_SAMPLES)
+        blocks[sum(live) :] = 0
         for row, (offset, count) in enumerate(zip(packing.offsets, live, strict=True)):
             if count:
-                heard = torch.cat([after.context[row], pcm[row, : count * WINDOW_SAMPLES]])
-                sound[offset : offset + count] = heard.unfold(0, sound.shape[1], WINDOW_SAMPLES)
-                after.context[row] = heard[-CONTEXT_SAMPLES:]
-        gates = torch.cat([self._gates(part) for part in sound.view(-1, block, sound.shape[1])])
+                with_context = torch.cat([after.context[row], pcm[row, : count * WINDOW_SAMPLES]])
+                blocks[offset : offset + count] = with_context.unfold(0, blocks.shape[1], WINDOW_SAMPLES)
+                after.context[row] = with_context[-CONTEXT_SAMPLES:]
+        gates = torch.cat([self._gates(part) for part in blocks.view(-1, block, blocks.shape[1])])
         out = torch.zeros(packing.total, WIDTH, device=pcm.device)
         offsets = torch.tensor(packing.offsets, device=pcm.device)
         lstm_kernel = kernels.kernels().lstm if pcm.device.type == "cpu" else kernels.reference.lstm
         lstm_kernel(gates, self.lstm.weight_hh_l0.t().contiguous(), offsets, windows, after.h, after.c, out)
-        spoken = self.head(out.relu_()).sigmoid_()[:, 0]
+        speech = self.head(out.relu_()).sigmoid_()[:, 0]
         for row, (offset, count) in enumerate(zip(packing.offsets, live, strict=True)):
-            probabilities[row, :count] = spoken[offset : offset + count]
+            probabilities[row, :count] = speech[offset : offset + count]
         return probabilities, after
 
     def _gates(self, windows: Tensor) -> Tensor:
-        """Windows with their context (n, 64 + 512) -> what the LSTM's gates hear of them (n, 4 * 128)."""
-        # The fourth spectrum runs 64 samples past the window; the model mirrors the window's own end
-        # there (the last sample is not repeated) rather than wait for the next window.
+        """Computes the LSTM's gate inputs (n, 4 * 128) of windows with their context (n, 64 + 512)."""
+        # The fourth spectrum runs 64 samples past the window; the model mirrors the window's own end there (the
+        # last sample is not repeated) instead of waiting for the next window.
         mirrored = functional.pad(windows, (0, CONTEXT_SAMPLES), mode="reflect")
         frames = mirrored.unfold(1, FFT_SAMPLES, HOP_SAMPLES) * self.hann
         spectrum = torch.view_as_real(torch.fft.rfft(frames)).square_()
@@ -132,25 +132,22 @@ class Silero(nn.Module):
         for conv in self.convs:
             x = conv(x).relu_()
         lstm: Any = self.lstm
-        heard: Tensor = functional.linear(x[:, :, 0], lstm.weight_ih_l0, lstm.bias_ih_l0 + lstm.bias_hh_l0)
-        return heard
+        gates: Tensor = functional.linear(x[:, :, 0], lstm.weight_ih_l0, lstm.bias_ih_l0 + lstm.bias_hh_l0)
+        return gates
 
 
 def load() -> Silero:
-    """The network with its weights, ready to step.
-
-    Raises  WeightsMissing, WeightsCorrupt
-    """
+    """Returns the network with its weights, ready to step. Raises WeightsMissing, WeightsCorrupt."""
     try:
         raw = WEIGHTS.read_bytes()
     except FileNotFoundError as error:
         raise WeightsMissing(
             f"{WEIGHTS} is not there", "it is part of the asr-serve package", "reinstall asr-serve"
         ) from error
-    found = hashlib.sha256(raw).hexdigest()
-    if found != WEIGHTS_SHA256:
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != WEIGHTS_SHA256:
         raise WeightsCorrupt(
-            f"{WEIGHTS} has sha256 {found}", f"it must be {WEIGHTS_SHA256}", "reinstall asr-serve"
+            f"{WEIGHTS} has sha256 {digest}", f"it must be {WEIGHTS_SHA256}", "reinstall asr-serve"
         )
     model = Silero()
     model.load_state_dict(safetensors.torch.load(raw))
@@ -158,7 +155,7 @@ def load() -> Silero:
 
 
 def rename(key: str) -> str | None:
-    """Parameter name in `silero_vad.jit` -> ours, or None for what we do not use (the 8 kHz half)."""
+    """Converts a parameter name in `silero_vad.jit` to ours; None for those of the 8 kHz half, which is unused."""
     match key.split("."):
         case ["_model", "encoder", layer, "reparam_conv", kind]:
             return f"convs.{layer}.{kind}"

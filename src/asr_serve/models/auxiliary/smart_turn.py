@@ -1,15 +1,15 @@
-"""Smart Turn: how likely it is that a speaker has finished, from the last eight seconds of the sound itself.
+"""Smart Turn: probability that a speaker has finished, from the last eight seconds of audio.
 
-Whisper-tiny's encoder over 8 s, attention that pools its frames into one vector, and a classifier. It hears how
-something is said, not only what: a sentence that could be over and is not is most often told by its melody. It was
-trained on speech that ends in some 200 ms of silence.
+Whisper-tiny's encoder over 8 s, attention pooling of its frames into one vector, and a classifier. It uses
+prosody, not only words: melody mostly tells whether a sentence that could be complete is. It was trained on speech
+that ends in some 200 ms of silence.
 
-Every layer rounds to 8 bits, so that where the model is not sure, rounding of a feature alone moves its answer by
-up to 0.2. To give the same answers as where it comes from, features are computed in double precision here too.
+Every layer rounds to 8 bits, so that near the decision boundary the rounding of a feature alone moves the result
+by up to 0.2. Features are computed in double precision, as in the source, to get the same results.
 
 Source   smart-turn v3.2 (Daily, BSD 2-clause) as pipecat-ai 1.14.0 runs it; tests/models/test_smart_turn.py
          compares with that package's own preparation of the audio
-Weights  `smart-turn-v3.2-cpu.onnx`, quantised to 8 bits, activations too: published as a graph only, so it runs as
+Weights  `smart-turn-v3.2-cpu.onnx`, quantized to 8 bits, activations too: published as a graph only, so it runs as
          one. A row of a batch costs as much as a run of its own: there is nothing to batch.
 """
 
@@ -50,26 +50,27 @@ CARDS = (
 )
 HEARD_SAMPLES = units.ms_to_samples(CARDS[0].hears_ms)
 FAINT = 1e-7
-"""Added to the variance, so that digital silence stays what it is."""
+"""Added to the variance, so that digital silence stays silence."""
 
 
 class Model:
-    """The network with its weights. Any number of threads may ask it.
+    """Network with its weights. Any number of threads may call it.
 
-    In      pcm (samples,) float32 in -1..1, 16 kHz, one sample at least; of more than 8 s the last 8
+    In      pcm (samples,) float32 in -1..1, 16 kHz, one sample at least; only the last 8 s are used
     Out     a probability
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises WeightsMissing when the package that runs graphs is not installed, WeightsCorrupt."""
+        """Loads the graph. Raises WeightsMissing when the package that runs graphs is not installed,
+        WeightsCorrupt."""
         self._features, self._graph = LogMel(dtype=torch.float64), OnnxGraph(folder / GRAPH)
 
     @torch.inference_mode()
     def finished(self, pcm: np.ndarray) -> float:
-        # Silence in front is part of what is brought to mean 0 and variance 1: so it was in training.
+        # Silence in front is part of the normalization to mean 0 and variance 1, as in training.
         end = pcm[-HEARD_SAMPLES:]
-        heard = np.pad(end, (HEARD_SAMPLES - len(end), 0))
-        with np.errstate(over="ignore"):  # sound of no real loudness becomes silence
-            heard = (heard - heard.mean()) / np.sqrt(heard.var() + FAINT)
-        features = self._features(torch.from_numpy(heard)[None].double())
+        window = np.pad(end, (HEARD_SAMPLES - len(end), 0))
+        with np.errstate(over="ignore"):  # audio of overflowing loudness becomes silence
+            window = (window - window.mean()) / np.sqrt(window.var() + FAINT)
+        features = self._features(torch.from_numpy(window)[None].double())
         return float(self._graph(input_features=features.float().numpy())[0, 0])

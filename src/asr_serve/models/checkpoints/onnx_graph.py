@@ -1,9 +1,9 @@
-"""ONNX graphs: their weights, dequantised, under the names the modules had before export; or run as they are,
-where a network exists in no other form.
+"""Weights of ONNX graphs, dequantized, under the names that the modules had before export; and sessions for
+networks that exist as a graph only.
 
-Exporters rename matrices to numbers but keep the module path in the node that uses them; that is what is
-read here. 8-bit matrices come back as scale * (value - zero_point); 8-bit convolutions, whose zero point is
-a float, as scale * value + zero_point.
+Exporters rename matrices to numbers but keep the module path in the node that uses them; that path is read here.
+8-bit matrices are scale * (value - zero_point); 8-bit convolutions, whose zero point is a float, scale * value +
+zero_point.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ _KEPT = re.compile(r"^(?P<name>(?!onnx::).+\.(weight|bias))(_merged_\d+|_add_ten
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Module path -> float32 array of an .onnx or .ort file: `layers.0.mlp.fc1.weight` is (out, in).
+    """Returns module path -> float32 array of an .onnx or .ort file: `layers.0.mlp.fc1.weight` is (out, in).
 
     Raises WeightsMissing when the package that reads the file is not installed, WeightsCorrupt when it is no
     graph.
     """
     graph = _load(path)
-    held = _initializers(graph)
-    found: dict[str, np.ndarray] = {}
-    for name, value in held.items():  # those that kept their own name
-        if kept := _KEPT.match(name):
-            found[kept["name"]] = np.array(value, np.float32)
+    initializers = _initializers(graph)
+    arrays: dict[str, np.ndarray] = {}
+    for name, value in initializers.items():  # parameters that the exporter did not rename
+        if match := _KEPT.match(name):
+            arrays[match["name"]] = np.array(value, np.float32)
     for node in _nodes(graph):
-        _take(node, held, found)
-    return found
+        _take(node, initializers, arrays)
+    return arrays
 
 
 def constants(path: Path) -> dict[str, tuple[np.ndarray, ...]]:
-    """Node name -> the constants among its inputs, in their order, for graphs whose exporter lost other names.
+    """Returns node name -> the constants among its inputs, in order, for graphs whose exporter lost other names.
 
     Raises as `read` does.
     """
     graph = _load(path)
-    held = _initializers(graph)
-    return {node.name: tuple(held[i] for i in node.input if i in held) for node in _nodes(graph)}
+    initializers = _initializers(graph)
+    return {node.name: tuple(initializers[i] for i in node.input if i in initializers) for node in _nodes(graph)}
 
 
 class OnnxGraph:
-    """A graph that runs on the calling thread alone. Any number of threads may call it."""
+    """ONNX session that runs on the calling thread alone. Any number of threads may call it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises WeightsMissing when the package that runs it is not installed, WeightsCorrupt."""
+        """Loads a graph. Raises WeightsMissing when the package that runs it is not installed, WeightsCorrupt."""
         try:
             import onnxruntime
         except ModuleNotFoundError as missing:
             raise _reader_missing(path, missing) from missing
         options = onnxruntime.SessionOptions()
-        # The cores are torch's: no pool beside its own. And what a run used is given back, for runs are rare.
+        # torch uses the cores: no thread pool beside its own. Runs are rare: their memory is freed.
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.enable_cpu_mem_arena = False
         self._session = _open(path, options)
 
     def __call__(self, **inputs: np.ndarray) -> np.ndarray:
-        """The graph's first output."""
+        """Returns the graph's first output."""
         out: np.ndarray = self._session.run(None, inputs)[0]
         return out
 
@@ -95,16 +95,16 @@ def _take(node: Any, constants: dict[str, np.ndarray], found: dict[str, np.ndarr
     matrix = next((i for i in node.input if i in constants and constants[i].ndim >= 2), None)
     if matrix is None:
         return
-    named = _NODE.match(node.name)
-    if node.op_type == "Cast" and matrix.endswith(".weight_quantized"):  # a quantised convolution
+    match = _NODE.match(node.name)
+    if node.op_type == "Cast" and matrix.endswith(".weight_quantized"):  # a quantized convolution
         found[matrix.removesuffix("_quantized")] = _dequantised(matrix, constants)
     elif node.name.endswith(("/groupnorm/Mul", "/groupnorm/Add")):
         role = "weight" if node.op_type == "Mul" else "bias"
         found[f"groupnorm.{role}"] = np.asarray(constants[matrix], np.float32).reshape(-1)
-    elif named and constants[matrix].ndim == 2:
+    elif match and constants[matrix].ndim == 2:
         value = _dequantised(matrix, constants)
         # A Gather reads rows of an embedding; a MatMul multiplies from the right.
-        key = named["module"].replace("/", ".") + ".weight"
+        key = match["module"].replace("/", ".") + ".weight"
         found.setdefault(key, np.ascontiguousarray(value if "Gather" in node.op_type else value.T))
 
 

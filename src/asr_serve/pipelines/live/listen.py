@@ -1,16 +1,17 @@
-"""One live caller: samples in as they are spoken, words out while they are.
+"""Live session of one client: samples in as they are spoken, events out.
 
-Sans I/O: `put` takes samples, `advance` returns what has come of them, and `wake` is called, from any thread,
-when it is worth calling again. Nothing here blocks, sleeps or starts a thread; a library's iterator and a
-server's socket drive it alike. Positions are samples since the caller's start.
+Sans I/O: `append_audio` takes samples, `advance` returns new events, and `wake` is called, from any thread, when
+it is worth calling again. Nothing here blocks, sleeps or starts a thread, so that a library's iterator and a
+server's socket drive it alike. Positions are samples since the start of the session.
 
-1. Whole windows go to voice activity, one piece at a time: what comes meanwhile is the next piece.
-   The engine's loop takes the pieces of all callers in one step.
-2. `audio/endpointing.Endpointer` opens and closes segments, by the streaming schedule.
-3. Each segment has its `Hypotheses`: anchors and a final, which are owed, and partials as often as
-   `engine/partial_rate` allows. In a pause the final is made early: it is there when the pause was long enough.
-4. `SegmentDone` comes in order and is for ever; `Partial` tells what is known of the rest.
-5. `Turns` tells whose turn it is. `flush` ends what is open where the audio does.
+1. `LiveVoiceActivity` sends whole windows to the engine, one chunk at a time; audio that arrives meanwhile is the
+   next chunk. The engine's loop steps the chunks of all sessions in one batch.
+2. `Endpointer` (`audio/endpointing`) opens and closes segments by the streaming schedule.
+3. A recognizer gives each segment its text. `RepeatedRecognizer` makes anchors and a final, which are always
+   made, and partials as often as the load allows. In a pause it makes the final early, so that it is ready when
+   the pause has lasted long enough. `StreamingRecognizer` serves streaming models.
+4. `LiveSegmentDone` events come in order and never change; `LivePartial` holds the text known after them.
+5. `TurnDetector` reports turns. `flush` ends the open segment where the audio ends.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import Segment, Span
 
 MAX_OPEN_SAMPLES = units.s_to_samples(60)
-"""Audio that may be put and is not yet in a segment that is done."""
+"""Limit for audio received and not yet in a segment that is done."""
 MAX_CONCURRENT_SEGMENTS = 4
-"""Closed segments of one caller that are worked on at once."""
+"""Closed segments of one session that are recognized at once."""
 MAX_PENDING_FLUSHES = 64
 FLUSH_RETRY_MS = 1_000
 
 
 class LiveSession:
-    """Call from one thread at a time."""
+    """Recognition of one live client. Call from one thread at a time."""
 
     def __init__(
         self,
@@ -72,8 +73,8 @@ class LiveSession:
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: what partials are spaced by. Raises OptionError, WeightsMissing, AtCapacity (no session is
-        free, or those on line wait long already), EngineClosed."""
+        """`clock`: time in seconds by which partials are spaced. Raises OptionError, WeightsMissing, AtCapacity
+        (no session is free, or live sessions already wait too long), EngineClosed."""
         self.language = resolve_language(client, options.language)
         self._normalizer = LiveNormalizer(self.language, wake) if options.itn else None
         how_many = SpeakerCount.of(options.num_speakers, options.min_speakers, options.max_speakers)
@@ -101,9 +102,10 @@ class LiveSession:
         self._segments: deque[LiveSegment] = deque()
         self._turns = TurnDetector(options.turn, client, wake)
         self._flushes: deque[FlushDone] = deque()
-        """To be done when all windows before their position have been scored."""
+        """Flushes to be done when all windows before their position have been scored."""
         self._flushed = 0
-        """Where the last one ended a segment; audio up to here is known, whatever its window's score."""
+        """Position of the last flush that ended a segment; audio up to here is decided, whatever its window's
+        score."""
         self._new_events: list[LiveEvent] = []
         self._deferred_events: deque[tuple[int, LiveEvent]] = deque()
         """Events that follow the segments before their position."""
@@ -112,10 +114,10 @@ class LiveSession:
         self._session = client.open_vad_session(live=True)
         self._voice_activity = LiveVoiceActivity(self._session, client.config.vad_windows - 32, wake)
 
-    # --- the caller's side -----------------------------------------------------------------------------
+    # --- client ----------------------------------------------------------------------------------------
 
     def append_audio(self, pcm: np.ndarray) -> None:
-        """`pcm` (n,) float32 at 16 kHz, any n."""
+        """Appends `pcm` (n,) float32 at 16 kHz, any n."""
         assert not self._finishing, "put after finish"
         if len(pcm):
             self._voice_activity.append_audio(pcm)
@@ -123,72 +125,72 @@ class LiveSession:
             self.received_samples += len(pcm)
 
     def flush(self, name: str) -> None:
-        """What was put so far is to be final now: what is open ends here. `Flushed` follows, by that name. Raises
-        AtCapacity when FLUSHES of them are under way."""
+        """Finalizes all audio so far: the open segment ends here. A `FlushDone` of that name follows. Raises
+        AtCapacity when MAX_PENDING_FLUSHES are pending."""
         assert not self._finishing, "flush after finish"
         if len(self._flushes) + len(self._deferred_events) >= MAX_PENDING_FLUSHES:
             raise AtCapacity(f"{MAX_PENDING_FLUSHES} flushes are under way", "no more at once", FLUSH_RETRY_MS)
         self._flushes.append(FlushDone(name, self.received_samples))
 
     def finish(self) -> None:
-        """No more will come; `Finished` follows."""
+        """Ends the audio; `SessionFinished` follows."""
         self._finishing = True
         self._voice_activity.finish()
 
     @property
     def full(self) -> bool:
-        """Put no more for now: `advance` has yet to catch up."""
+        """Whether no more audio should be appended until `advance` has caught up."""
         unwritten = self._normalizer is not None and self._normalizer.full
         return unwritten or self.open_samples > MAX_OPEN_SAMPLES
 
     @property
     def open_samples(self) -> int:
-        """Audio that was put and is neither in a segment that is done nor known to be silence."""
+        """Audio received that is neither in a segment that is done nor known to be silence."""
         done = self._segments[0].start if self._segments else self._scored_samples
         return max(0, self.received_samples - done)
 
     @property
     def due_s(self) -> float | None:
-        """When to call `advance` although nothing has woken it, on `clock`; None: never. A partial may be put
-        off."""
+        """Time on `clock` at which to call `advance` even without `wake`, for a partial that was put off; None:
+        never."""
         return self._recognizer.due_s
 
     @property
     def idle(self) -> bool:
-        """Nothing is under way: there is no news before more is put."""
-        held = any(each is not None and each.busy for each in (self._diarizer, self._normalizer))
-        waits = held or self._turns.waiting or any(each.busy for each in self._segments)
-        return self._voice_activity.idle and not waits
+        """Whether nothing is pending: there are no events before more audio is appended."""
+        stages_busy = any(stage is not None and stage.busy for stage in (self._diarizer, self._normalizer))
+        busy = stages_busy or self._turns.waiting or any(segment.busy for segment in self._segments)
+        return self._voice_activity.idle and not busy
 
     def advance(self) -> list[LiveEvent]:
-        """Take what the engine has answered, ask for what is next; returns what is new.
+        """Collects the engine's results, submits what is next and returns new events.
 
-        Raises an AsrServeError when this caller cannot be heard any more.
+        Raises an AsrServeError when this session cannot go on.
         """
         if self._finished_all:
             return self._post_process([])
         self._recognizer.due_s = None
         self._process_windows()
-        for each in self._segments:
-            self._recognizer.collect_results(each)
+        for segment in self._segments:
+            self._recognizer.collect_results(segment)
         for left, right in zip(self._segments, list(self._segments)[1:], strict=False):
             self._recognizer.join_segments(left, right)
         events, self._new_events = self._new_events, []
         events += self._segments_done()
-        for index, each in enumerate(self._segments):
-            if index < MAX_CONCURRENT_SEGMENTS or not each.closed:
-                self._recognizer.schedule(each, self._position)
+        for index, segment in enumerate(self._segments):
+            if index < MAX_CONCURRENT_SEGMENTS or not segment.closed:
+                self._recognizer.schedule(segment, self._position)
         self._release_audio()
         known = self._segments[-1].text_to if self._segments else 0
         events += self._turns.eager_end(self._endpointer, self._scored_samples, known)
-        shown = self._partial_now()
-        if events or (shown.locked_text, shown.tentative_text) != (
+        partial = self._partial_now()
+        if events or (partial.locked_text, partial.tentative_text) != (
             self._last_partial.locked_text,
             self._last_partial.tentative_text,
         ):
-            if shown.text or self._last_partial.text:
-                events.append(shown)
-            self._last_partial = shown
+            if partial.text or self._last_partial.text:
+                events.append(partial)
+            self._last_partial = partial
         if self._input_ended and not self._segments:
             self._finished_all = True
             self._session.close()
@@ -196,10 +198,10 @@ class LiveSession:
         return self._post_process(events)
 
     def close(self) -> None:
-        """At any time: cancel what is under way, and free the session."""
+        """Cancels what is pending and frees the session. May be called at any time."""
         self._finished_all = True
-        for each in self._segments:
-            self._recognizer.discard(each)
+        for segment in self._segments:
+            self._recognizer.discard(segment)
         for stage in (self._diarizer, self._normalizer):
             if stage is not None:
                 stage.close()
@@ -208,7 +210,8 @@ class LiveSession:
     # --- voice activity --------------------------------------------------------------------------------
 
     def _process_windows(self) -> None:
-        """Window by window, as far as the turn model has answered; flushes where they belong between them."""
+        """Processes scored windows one by one until the turn model has to answer, with flushes at their
+        positions."""
         self._voice_activity.advance()
         while not self._turns.waiting:
             if self._turns.turn_ended() and self._scored_samples <= self.received_samples:
@@ -232,28 +235,29 @@ class LiveSession:
     def _flush(self, position: int) -> None:
         self._flushed = max(self._flushed, min(position, self.received_samples))
         self._update_segments(self._endpointer.flush(position))
-        for each in self._segments:
-            each.limit_overlap(self._flushed)
+        for segment in self._segments:
+            segment.limit_overlap(self._flushed)
 
     def _update_segments(self, closed: list[Span]) -> None:
-        """One window further: segments that closed, one that opened, an anchor that is due."""
+        """Updates the segments after a window: those that closed, one that opened, an anchor that is due."""
         endpointer = self._endpointer
         self._update_turns(closed)
-        starts = [span.start_samples for span in closed[1:]]  # what was cut off may end in the same window
+        # The rest of a cut segment may end in the same window.
+        starts = [span.start_samples for span in closed[1:]]
         for span, after in zip(closed, [*starts, endpointer.open_from_samples], strict=False):
-            each = self._segment_at(span.start_samples, closed)
-            each.end, each.decided_samples = span.end_samples, self._decided_samples
-            each.cut_off = after == span.end_samples and endpointer.split_mid_speech
+            segment = self._segment_at(span.start_samples, closed)
+            segment.end, segment.decided_samples = span.end_samples, self._decided_samples
+            segment.cut_off = after == span.end_samples and endpointer.split_mid_speech
         start = endpointer.open_from_samples
         last = self._segments[-1] if self._segments else None
         if last is not None and not last.closed and last.start != start:
-            self._recognizer.discard(self._segments.pop())  # it was no speech after all
+            self._recognizer.discard(self._segments.pop())  # the endpointer dropped it: too little speech
         if start is None:
             return
-        each = self._segment_at(start, closed)
-        far = self._scored_samples - each.start <= endpointer.settled_samples
-        if endpointer.is_certain and endpointer.pause_from_samples is None and far:
-            each.extend_speech(min(self._scored_samples, self.received_samples), self._lock)
+        segment = self._segment_at(start, closed)
+        settled = self._scored_samples - segment.start <= endpointer.settled_samples
+        if endpointer.is_certain and endpointer.pause_from_samples is None and settled:
+            segment.extend_speech(min(self._scored_samples, self.received_samples), self._lock)
 
     def _update_turns(self, closed: list[Span]) -> None:
         for turn in self._turns.update(self._endpointer, self._decided_samples, closed):
@@ -264,7 +268,7 @@ class LiveSession:
 
     @property
     def _decided_samples(self) -> int:
-        """Audio up to here may be in a segment that is closed."""
+        """End of the audio that may be in closed segments."""
         return max(self._flushed, min(self._scored_samples, self.received_samples))
 
     @property
@@ -272,8 +276,9 @@ class LiveSession:
         return AudioPosition(self._scored_samples, self._decided_samples, self.received_samples, self._input_ended)
 
     def _segment_at(self, start: int, closed: list[Span]) -> LiveSegment:
-        """The segment that starts there: the last one, or a new one. `closed`: those that did in this window. One
-        ends where another starts only if it was cut; one that closed before has had its pause."""
+        """Returns the segment that starts at `start`: the last one, or a new one. `closed`: spans that closed
+        in this window. One ends where another starts only if it was cut; one that closed earlier ended in a
+        pause."""
         if not self._segments or self._segments[-1].start != start:
             cut = any(span.end_samples == start for span in closed)
             before = self._segments[-1] if cut else None
@@ -281,34 +286,35 @@ class LiveSession:
         return self._segments[-1]
 
     def _release_audio(self) -> None:
-        """Of audio that nothing can need any more."""
-        oldest = min((each.audio_from for each in self._segments), default=self._scored_samples)
+        """Drops the audio that nothing can need any more."""
+        oldest = min((segment.audio_from for segment in self._segments), default=self._scored_samples)
         oldest = min(oldest, self._endpointer.keep_from_samples)
         self._audio.drop_before(oldest)
         self._silence.forget_before(oldest)
 
-    # --- what is told ----------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------------
 
     def _segments_done(self) -> list[LiveEvent]:
-        """What is final, in order, and what was to follow it."""
+        """Returns the segments that are final, in order, and the events that follow them."""
         events: list[LiveEvent] = []
         while self._segments and self._is_complete(0):
             done = self._segments.popleft()
-            if found := done.build_segment(self._silence):
-                events.append(self._segment_done(done, found))
+            if segment := done.build_segment(self._silence):
+                events.append(self._segment_done(done, segment))
             events += self._due_events()
         return events + self._due_events()
 
     def _segment_done(self, done: LiveSegment, found: Segment) -> LiveSegmentDone:
-        told = LiveSegmentDone(found, done.decided_samples, *done.language_and_prob)
+        event = LiveSegmentDone(found, done.decided_samples, *done.language_and_prob)
         if self._diarizer is not None:
             assert done.end is not None
-            heard = Span(done.start, min(done.end, self.received_samples))
-            self._diarizer.submit_segment(told, heard, self._audio.slice(heard))
-        return told
+            span = Span(done.start, min(done.end, self.received_samples))
+            self._diarizer.submit_segment(event, span, self._audio.slice(span))
+        return event
 
     def _post_process(self, events: list[LiveEvent]) -> list[LiveEvent]:
-        """What of these, and of those before, can be told: by whom it was said, then as one writes it."""
+        """Adds speakers, then written forms, and returns the events that are complete, in order, earlier ones
+        included."""
         for stage in (self._diarizer, self._normalizer):
             if stage is not None:
                 stage.enqueue(events)
@@ -325,23 +331,24 @@ class LiveSession:
         return due
 
     def _is_complete(self, index: int) -> bool:
-        each = self._segments[index]
-        if not each.finished:
+        segment = self._segments[index]
+        if not segment.finished:
             return False
-        return not each.cut_off or (len(self._segments) > index + 1 and self._segments[index + 1].start_resolved)
+        return not segment.cut_off or (
+            len(self._segments) > index + 1 and self._segments[index + 1].start_resolved
+        )
 
     def _partial_now(self) -> LivePartial:
         if not self._segments:
             return LivePartial(self._decided_samples, self._decided_samples)
         first, texts = self._segments[0], []
-        heard = first.recognized_to
-        for each in self._segments:
-            if (
-                not each.start_resolved or each.recognized_to == each.start
-            ):  # what comes after it would seem to follow at once
+        end = first.recognized_to
+        for segment in self._segments:
+            # Text behind a segment without any would seem to follow directly.
+            if not segment.start_resolved or segment.recognized_to == segment.start:
                 break
-            texts.append(each.shown_text)
-            heard = each.recognized_to
+            texts.append(segment.shown_text)
+            end = segment.recognized_to
         words, fixed = " ".join(text for text in texts if text), first.locked_text
-        heard = min(heard, self.received_samples)
-        return LivePartial(first.output_from, heard, fixed, words[len(fixed) :], first.locked_to)
+        end = min(end, self.received_samples)
+        return LivePartial(first.output_from, end, fixed, words[len(fixed) :], first.locked_to)

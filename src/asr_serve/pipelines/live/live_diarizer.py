@@ -1,8 +1,8 @@
-"""Who says each segment of a live caller: it is heard once more for its speakers before it is told.
+"""Speakers of live segments: each is diarized before its event is emitted.
 
-What is told keeps its order: behind a segment that is being heard everything waits, some tens of milliseconds.
-Where the engine has no time for it, or has died over it, a segment is told as the last speaker's. At the end all
-that was heard is clustered once more, in a thread: for hours of talk that takes seconds.
+Events keep their order: all wait behind a segment that is being diarized, some tens of milliseconds. Where the
+engine has no capacity, or died meanwhile, a segment gets the last speaker. At the end all windows are clustered
+once more, in a thread: for hours of speech that takes seconds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HeldSpeakerEvent(NamedTuple):
 
 
 class LiveDiarizer:
-    """One caller."""
+    """Diarization of one session's events."""
 
     def __init__(
         self,
@@ -49,12 +49,13 @@ class LiveDiarizer:
         how_many: SpeakerCount,
         wake: Callable[[], None],
     ) -> None:
-        """`words`: whether they are to be told. `how_many` speakers there are, at the end."""
+        """`words`: whether segments are to have words. `how_many`: number of speakers, for the clustering at
+        the end."""
         self._client, self._words, self._how_many, self._wake = client, words, how_many, wake
         self._clusterer = OnlineDiarizer()
         self._held: deque[HeldSpeakerEvent] = deque()
         self._submitted: dict[int, HeldSpeakerEvent] = {}
-        """Segments that are heard and not held yet, by identity."""
+        """Segments submitted and not yet enqueued, by identity."""
         self._emitted_spans: list[Span] = []
         self._last_speaker = ""
         self._final_pass: Future[SpeakersRevised] | None = None
@@ -64,46 +65,46 @@ class LiveDiarizer:
         return bool(self._held)
 
     def submit_segment(self, done: LiveSegmentDone, span: Span, pcm: np.ndarray) -> None:
-        """A segment that is to be held next: `span` and `pcm` of what was heard of it. Raises EngineClosed."""
-        asked = []
+        """Submits a segment that is enqueued next; `span` and `pcm` are its audio. Raises EngineClosed."""
+        windows = []
         starts = window_starts(len(pcm), DENSE.step_samples)
         for number, start in enumerate(starts):
             part = np.ascontiguousarray(pcm[start : start + WINDOW_SAMPLES])
-            listened = number % DENSE.every == 0 or start == starts[-1]
+            embedded = number % DENSE.every == 0 or start == starts[-1]
             try:
-                budget = DENSE.budget_samples if listened else 0
+                budget = DENSE.budget_samples if embedded else 0
                 answer = self._client.diarize_window(part, budget_samples=budget, live=True)
             except AtCapacity:
                 break
             answer.add_done_callback(lambda _: self._wake())
-            asked.append(PendingVoiceWindow(span.start_samples + start, len(part), answer))
-        self._submitted[id(done)] = HeldSpeakerEvent(done, tuple(asked))
+            windows.append(PendingVoiceWindow(span.start_samples + start, len(part), answer))
+        self._submitted[id(done)] = HeldSpeakerEvent(done, tuple(windows))
 
     def enqueue(self, events: Sequence[LiveEvent]) -> None:
-        """These are to be told, in this order, behind what is held."""
+        """Appends events, in order."""
         self._held.extend(self._submitted.pop(id(event), HeldSpeakerEvent(event)) for event in events)
 
     def ready_events(self) -> list[LiveEvent]:
-        """What can be told by now. Raises WeightsMissing, WeightsCorrupt, EngineClosed."""
+        """Returns the events that are ready, in order. Raises WeightsMissing, WeightsCorrupt, EngineClosed."""
         events: list[LiveEvent] = []
-        while self._held and all(each.answer.done() for each in self._held[0].asked):
-            held = self._held[0]
-            if isinstance(held.event, SessionFinished):
-                if self._final_pass is None:  # all that was said is told: nobody else touches what it reads
+        while self._held and all(window.answer.done() for window in self._held[0].asked):
+            first = self._held[0]
+            if isinstance(first.event, SessionFinished):
+                if self._final_pass is None:  # all segments are emitted: nothing else uses the clusterer
                     self._final_pass = _threads().submit(self._final_speakers)
                     self._final_pass.add_done_callback(lambda _: self._wake())
                 if not self._final_pass.done():
                     break
                 events.append(self._final_pass.result())
             self._held.popleft()
-            if isinstance(held.event, LiveSegmentDone):
-                events += self._assign_speakers(held.event, held)
+            if isinstance(first.event, LiveSegmentDone):
+                events += self._assign_speakers(first.event, first)
             else:
-                events.append(held.event)
+                events.append(first.event)
         return events
 
     def close(self) -> None:
-        """At any time: nobody wants to be told."""
+        """Cancels the clustering at the end. May be called at any time."""
         if self._final_pass is not None:
             self._final_pass.cancel()
 
@@ -126,16 +127,16 @@ class LiveDiarizer:
         return events
 
     def _final_speakers(self) -> SpeakersRevised:
-        """Of each segment, as all that was said shows."""
+        """Speaker of each segment, by all audio."""
         turns = TurnIndex(self._clusterer.finalize(self._how_many).turns)
-        found, last = [], self._last_speaker
+        speakers, last = [], self._last_speaker
         for span in self._emitted_spans:
             last = turns.speaker(span.start_samples, span.end_samples) or last
-            found.append(last)
-        return SpeakersRevised(tuple(found))
+            speakers.append(last)
+        return SpeakersRevised(tuple(speakers))
 
 
 @lru_cache(1)
 def _threads() -> ThreadPoolExecutor:
-    """For all callers: who has spoken for an hour does not hold up who has spoken for a minute."""
+    """Threads for all sessions: one that clusters an hour does not delay one that clusters a minute."""
     return ThreadPoolExecutor(2, "asr-serve speakers")

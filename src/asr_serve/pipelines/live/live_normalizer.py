@@ -1,7 +1,7 @@
-"""Segments of a live caller are written as one writes, in a thread: grammars take tens of milliseconds, which is
-time of all callers where one thread hears them.
+"""Inverse text normalization of live segments, on a thread: grammars take tens of milliseconds, which would delay
+all sessions of a thread.
 
-What is told keeps its order: behind a segment that is being written everything waits.
+Events keep their order: all wait behind a segment that is being normalized.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asr_serve.pipelines.segments import SegmentNormalizer
 from asr_serve.types import Segment
 
 MAX_PENDING_SEGMENTS = 16
-"""Segments of a caller that wait to be written before no more is heard."""
+"""Segments of a session that may wait for normalization before it takes no more audio."""
 
 
 class HeldNormalization(NamedTuple):
@@ -28,11 +28,11 @@ class HeldNormalization(NamedTuple):
 
 
 class LiveNormalizer:
-    """One caller."""
+    """Normalization of one session's events."""
 
     def __init__(self, language: str, wake: Callable[[], None]) -> None:
-        """`language`: what is spoken; empty: it is yet to be heard. Raises UnsupportedOption where nothing can be
-        written so."""
+        """`language`: the language of the speech; empty: not known yet. Raises UnsupportedOption for a language
+        without grammars."""
         self._normalizer, self._wake = SegmentNormalizer(language, itn=True), wake
         self._held: deque[HeldNormalization] = deque()
 
@@ -42,20 +42,21 @@ class LiveNormalizer:
 
     @property
     def full(self) -> bool:
-        return sum(each.normalized is not None for each in self._held) >= MAX_PENDING_SEGMENTS
+        return sum(held.normalized is not None for held in self._held) >= MAX_PENDING_SEGMENTS
 
     def enqueue(self, events: Sequence[LiveEvent]) -> None:
-        """These are to be told, in this order, behind what is held."""
+        """Appends events, in order."""
         for event in events:
             if isinstance(event, LiveSegmentDone):
-                written = _threads().submit(self._normalizer.normalize, event.segment, event.language)
-                written.add_done_callback(lambda _: self._wake())
-                self._held.append(HeldNormalization(event, written))
+                future = _threads().submit(self._normalizer.normalize, event.segment, event.language)
+                future.add_done_callback(lambda _: self._wake())
+                self._held.append(HeldNormalization(event, future))
             else:
                 self._held.append(HeldNormalization(event))
 
     def ready_events(self) -> list[LiveEvent]:
-        """What can be told by now. Raises UnsupportedOption where the package of the grammars is broken."""
+        """Returns the events that are ready, in order. Raises UnsupportedOption if the package of the grammars
+        is broken."""
         events: list[LiveEvent] = []
         while self._held and ((first := self._held[0]).normalized is None or first.normalized.done()):
             self._held.popleft()
@@ -66,13 +67,13 @@ class LiveNormalizer:
         return events
 
     def close(self) -> None:
-        """At any time: nobody wants to be told."""
-        for each in self._held:
-            if each.normalized is not None:
-                each.normalized.cancel()
+        """Cancels what waits. May be called at any time."""
+        for held in self._held:
+            if held.normalized is not None:
+                held.normalized.cancel()
 
 
 @lru_cache(1)
 def _threads() -> ThreadPoolExecutor:
-    """One for all callers: the grammars are one thread's at a time."""
+    """Thread for all sessions: the grammars are not thread-safe."""
     return ThreadPoolExecutor(1, "asr-serve written form")

@@ -1,6 +1,6 @@
-"""How live segments get their words from a model that hears whole utterances: it is asked again and again.
+"""Recognition of live segments by a model of whole utterances, which decodes a growing segment again and again.
 
-Of each segment its `Hypotheses` know what is owed, an anchor or the final, and what may be shown.
+The `RepeatedSegment` of each segment knows which hypothesis is due, an anchor or the final, and what may be shown.
 """
 
 from __future__ import annotations
@@ -34,118 +34,118 @@ from asr_serve.pipelines.silence import SilenceTracker
 from asr_serve.types import Priority, Segment, Span
 
 DEADLINE_MS: dict[HypothesisKind, int] = {"final": 100, "anchor": 100, "partial": 2_000, "early": 2_000}
-"""How soon each is to be encoded. A final may have to wait for an anchor, never for a partial: cadence keeps
-the queue of those short."""
+"""Time until a hypothesis is to be encoded. A final may have to wait for an anchor, never for a partial, whose
+queue the partial rate keeps short."""
 FIRST_PARTIAL_DEADLINE_MS = 200
-"""The first partial of a segment: somebody has just begun to speak, and wonders whether anybody hears."""
+"""Time for the first partial of a segment: a speaker who has just begun waits for a sign of recognition."""
 URGENT_SAMPLES = units.ms_to_samples(800)
-"""Before a pause will have been long enough, the early final is as urgent as the final."""
+"""Time before a pause is long enough from which the early final is as urgent as the final."""
 MAX_LIVE_LEAD_S = 5.0
-"""Whoever sends so much more than has passed since it came does not speak: it sends a recording, and others do."""
+"""Audio ahead of real time past which a session counts as a recording, not as live speech."""
 
 
 class AudioPosition(NamedTuple):
-    """Where a caller stands, in samples."""
+    """Progress of a session, in samples."""
 
     scored_samples: int
-    """Windows before this have been scored."""
+    """Windows before this position have been scored."""
     decided_samples: int
-    """Audio up to here may be in a segment that is closed."""
+    """End of the audio that may be in closed segments."""
     received_samples: int
     input_ended: bool
-    """No more will come, and all of it was scored."""
+    """Whether no more audio will arrive and all of it was scored."""
 
 
 class LiveSegment(Protocol):
-    """One live segment, as the caller's pipeline sees it."""
+    """Live segment, as LiveSession sees it."""
 
     start: int
     output_from: int
-    """Where it begins, as it is told."""
+    """Reported start."""
     end: int | None
-    """Where it closed; None while it is open."""
+    """End of the segment; None while it is open."""
     decided_samples: int
-    """Audio up to here had been heard when it closed."""
+    """End of the audio known when it closed."""
     cut_off: bool
-    """It closed in the middle of speech."""
+    """Whether it closed in the middle of speech."""
 
     @property
     def recognized_to(self) -> int:
-        """Audio up to here is in its text."""
+        """End of the audio in its text."""
 
     @property
     def locked_to(self) -> int:
-        """The words of its fixed text were spoken before."""
+        """Position before which the words of `locked_text` were spoken."""
 
     @property
     def audio_from(self) -> int:
-        """What it still needs of the audio begins there."""
+        """Start of the audio that it still needs."""
 
     @property
     def closed(self) -> bool: ...
     @property
     def finished(self) -> bool:
-        """Its words are known, all of them."""
+        """Whether all its words are known."""
 
     @property
     def start_resolved(self) -> bool:
-        """Which of its first words the segment before says is known."""
+        """Whether it is known which of its first words belong to the segment before."""
 
     @property
     def busy(self) -> bool:
-        """Something is under way for it."""
+        """Whether a request for it is pending."""
 
     @property
     def text_to(self) -> int:
-        """There is text for all audio up to here, in a pause."""
+        """End of the audio that has text, in a pause."""
 
     @property
     def locked_text(self) -> str:
-        """It does not change any more."""
+        """Text that does not change any more."""
 
     @property
     def shown_text(self) -> str:
-        """It starts with `fixed_text`."""
+        """Newest text; starts with `locked_text`."""
 
     @property
     def language_and_prob(self) -> tuple[str, float]:
-        """The language of its words, once it is done, empty where only one is known; and how probable it is, 0
-        where the audio was not asked."""
+        """Language of its words once it is finished, empty where the model has only one; and its probability, 0
+        where it was not detected."""
 
     def extend_speech(self, end: int, lock: int) -> None:
-        """It is speech up to `end`, for sure."""
+        """Reports that audio up to `end` is certainly speech."""
 
     def limit_overlap(self, position: int) -> None:
-        """A flush: past its end it is heard up to there at most."""
+        """Handles a flush: audio past the segment's end is used up to `position` at most."""
 
     def build_segment(self, quiet: SilenceTracker) -> Segment | None:
-        """Once it is done; None: nothing was said."""
+        """Returns the segment once it is finished; None: it has no words."""
 
 
 class LiveRecognizer(Protocol):
-    """Where a caller's segments get their words from."""
+    """Source of the text of a session's segments."""
 
     due_s: float | None
-    """When to ask again although nothing has come; None: never. Set by `ask`."""
+    """Time at which to call `schedule` even without new results; None: never. Set by `schedule`."""
 
     def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> LiveSegment:
-        """A segment that starts there. `torn`: in the middle of speech, where `before` was cut off."""
+        """Opens a segment at `start`. `torn`: in the middle of speech, where `before` was cut off."""
 
     def collect_results(self, each: LiveSegment) -> None:
-        """What has come back. Raises an AsrServeError when the segment cannot be heard."""
+        """Collects its results. Raises an AsrServeError when it cannot be recognized."""
 
     def join_segments(self, left: LiveSegment, right: LiveSegment) -> None:
-        """Neighbours, in order."""
+        """Joins two neighbours, `left` before `right`."""
 
     def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
-        """For what is needed next."""
+        """Submits what it needs next."""
 
     def discard(self, each: LiveSegment) -> None:
-        """Nobody wants it any more."""
+        """Cancels it."""
 
 
 class PaceEstimator:
-    """How fast a caller's audio comes."""
+    """Estimate of whether a session's audio arrives at the pace of speech."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -156,7 +156,7 @@ class PaceEstimator:
 
 
 class RepeatedRecognizer:
-    """See Words."""
+    """LiveRecognizer for models of whole utterances."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class RepeatedRecognizer:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """`prompt`: tokens that the model reads before it hears each segment; `bias`: hot words."""
+        """`prompt`: tokens that the model reads before each segment; `bias`: hot words."""
         self._client, self._text, self._options = client, text, options
         self._endpointer, self._audio, self._wake, self._clock = endpointer, kept, wake, clock
         self._partial = units.ms_to_samples(options.partial_ms)
@@ -178,25 +178,25 @@ class RepeatedRecognizer:
             language=client.card.language(options.language), prompt=prompt, bias=bias, hurried=True
         )
         self._partial_options = msgspec.structs.replace(self._final_options, temperatures=(0.0,))
-        """For what is shown for a moment."""
+        """Search options of hypotheses that are shown and replaced."""
         self._final_options = msgspec.structs.replace(self._final_options, words=options.words or options.speakers)
         card, chunk = client.card, client.config.chunk_frames or client.card.chunk
         limit_ms = endpointer.config.max_segment_ms or card.max_segment_ms
         self._longest = units.ms_to_samples(limit_ms) + 2 * OVERLAP_SAMPLES
         self._lag = card.lag_samples(chunk) if card.incremental_encoder else 0
-        """So much audio after a word until all of it is in a hypothesis."""
+        """Audio after a word until a hypothesis contains all of it."""
         self._pad_after = units.ms_to_samples(endpointer.config.pad_after_ms)
         self.due_s: float | None = None
         self._last_submit_s, self._pace = -1e9, PaceEstimator()
         self._position = AudioPosition(0, 0, 0, False)
 
     def open_segment(self, start: int, torn: bool, before: LiveSegment | None) -> RepeatedSegment:
-        hearing = (
+        encoder = (
             IncrementalSegmentEncoder(self._client, self._audio, self._longest)
             if self._lag
             else WholeSegmentEncoder(self._client, self._audio)
         )
-        return RepeatedSegment(start, torn, self._text, hearing, start if before is None else before.start)
+        return RepeatedSegment(start, torn, self._text, encoder, start if before is None else before.start)
 
     def collect_results(self, each: LiveSegment) -> None:
         assert isinstance(each, RepeatedSegment)
@@ -220,7 +220,7 @@ class RepeatedRecognizer:
             left.join_next(right)
 
     def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
-        """For what is owed; else for what may be shown."""
+        """Submits an anchor or the final if one is due; else a partial if it is time."""
         assert isinstance(each, RepeatedSegment)
         job, self._position = each.job, at
         if job is not None and job.kind in ("anchor", "final"):
@@ -279,12 +279,12 @@ class RepeatedRecognizer:
     ) -> None:
         self._cancel_job(each)
         if not each.closed:
-            self._last_submit_s = self._clock()  # whatever it is for, it will be shown
+            self._last_submit_s = self._clock()  # any hypothesis is shown, and so counts as a partial
         first, each.submitted = not each.submitted, True
         options = self._final_options if kind in ("final", "early") else self._partial_options
         if language := each.language_for(kind):
             options = msgspec.structs.replace(options, language=language)
-        question = HypothesisInput(
+        request = HypothesisInput(
             span,
             options,
             self._pace.priority(self._position.received_samples),
@@ -292,6 +292,6 @@ class RepeatedRecognizer:
             FIRST_PARTIAL_DEADLINE_MS if first and kind == "partial" else DEADLINE_MS["final" if urgent else kind],
             each.decided_samples if kind == "final" else None,
         )
-        answer, cancel = each.encoder.submit(question)
+        answer, cancel = each.encoder.submit(request)
         each.job = PendingHypothesis(kind, span, answer, cancel, tries)
         answer.add_done_callback(lambda _: self._wake())

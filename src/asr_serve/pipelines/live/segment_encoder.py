@@ -1,4 +1,4 @@
-"""How a model that hears a segment anew for each hypothesis gets its audio: whole each time, or in pieces."""
+"""Audio of live segments for models that decode it anew for each hypothesis: sent whole, or incrementally."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asr_serve.types import Priority, Span
 
 
 class HypothesisInput(NamedTuple):
-    """What a segment's audio says."""
+    """Request for a hypothesis of part of a segment's audio."""
 
     span: Span
     options: SearchOptions
@@ -26,21 +26,21 @@ class HypothesisInput(NamedTuple):
     draft: DraftTokens
     within_ms: int
     ends_at: int | None = None
-    """It is the last question, and so much audio was known when the segment closed."""
+    """Set for the last request of a segment: end of the audio that was known when the segment closed."""
 
 
 class SegmentEncoder(Protocol):
-    """One segment's audio, on its way into the engine."""
+    """Sender of one segment's audio to the engine."""
 
     def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
-        """The answer to come, and what to call when nobody wants it any more."""
+        """Returns the future hypothesis, and a function that cancels it."""
 
     def close(self) -> None:
-        """Nothing more is asked, or what was asked has failed. `ask` begins anew."""
+        """Ends the stream, after the last request or a failure. `submit` opens a new one."""
 
 
 class WholeSegmentEncoder:
-    """All of its audio, for each hypothesis."""
+    """Sends all audio for each hypothesis."""
 
     def __init__(self, client: EngineClient, kept: AudioHistory) -> None:
         self._client, self._audio = client, kept
@@ -61,17 +61,17 @@ class WholeSegmentEncoder:
 
 
 class IncrementalSegmentEncoder:
-    """What has come since the last hypothesis: the engine keeps what it has heard. A stream begins where the
-    segment's audio does, and again if that moves."""
+    """Sends the audio since the last hypothesis; the engine caches the encoding of what came before. A stream
+    begins where the segment's audio does, and anew if that moves."""
 
     def __init__(self, client: EngineClient, kept: AudioHistory, longest: int) -> None:
-        """`longest`: samples of a segment."""
+        """`longest`: limit of a segment, in samples."""
         self._client, self._audio = client, kept
         self._longest = longest + 2 * PADDING_SAMPLES
         self._stream: RecognitionStream | None = None
         self._start = self._sent_to = 0
         self._ended = False
-        """Its last question was asked."""
+        """Whether its last request was submitted."""
 
     def submit(self, question: HypothesisInput) -> tuple[Future[Recognition], Callable[[], None]]:
         span, last = question.span, question.ends_at is not None
@@ -88,11 +88,11 @@ class IncrementalSegmentEncoder:
         if last:
             parts.append(np.zeros(PADDING_SAMPLES, np.float32))
         samples = PADDING_SAMPLES + span.samples + (PADDING_SAMPLES if last else 0)
-        wanted = HypothesisRequest(samples, question.options, question.draft, question.priority)
+        request = HypothesisRequest(samples, question.options, question.draft, question.priority)
         pcm = np.concatenate(parts) if parts else np.zeros(0, np.float32)
-        answer = self._stream.submit_hypothesis(pcm, wanted, last=last)
+        answer = self._stream.submit_hypothesis(pcm, request, last=last)
         self._sent_to, self._ended = end, last
-        return answer, lambda: None  # the next one is asked in the same stream, after it
+        return answer, lambda: None  # no cancelling: the next request follows it in the same stream
 
     def close(self) -> None:
         if self._stream is not None:

@@ -1,8 +1,8 @@
-"""How live segments get their words from a streaming model: it hears them once, as they are spoken.
+"""Recognition of live segments by a streaming model, which processes the audio once, as it arrives.
 
-A `Stream` goes with the audio; what it says is for ever, but for the tail that a wider search may still change. It
-begins where a segment does, and ends with it. Where a segment is cut off in the middle of speech the stream goes
-on: the words of each side are told apart by when they were said.
+A `_TokenStream` follows the audio. Its tokens are final, except for a tail that a wider search may still change. A
+stream begins and ends with a segment. Where a segment is cut in the middle of speech, the stream continues in the
+next segment, and the times of words tell which side they belong to.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from asr_serve.text.word_timing import token_times_from_frames
 from asr_serve.types import SearchResult, SearchToken, Segment, Span
 
 MIN_CHUNK_SAMPLES = units.ms_to_samples(80)
-"""What is sent to the engine at once, at least: no chunk is shorter."""
+"""Smallest chunk sent to the engine; no model's chunk is shorter."""
 MAX_STREAM_TRIES = 3
-"""For a stream that a step of the engine failed."""
+"""Attempts for a stream that fails in a step of the engine."""
 MAX_CARRY_AT_PAUSE_SAMPLES = units.s_to_samples(60)
-"""Past this a stream is not carried over a cut that falls into a pause: all its audio is kept, to be heard again
-should an engine die."""
+"""Length past which a stream is not carried over a cut that lies in a pause: all its audio is kept, to be
+recognized again if an engine dies."""
 MAX_STREAM_SAMPLES = units.s_to_samples(300)
-"""And past this over none."""
+"""Length past which a stream is carried over no cut at all."""
 PAUSE_MARGIN_SAMPLES = units.ms_to_samples(CALM_MS // 2)
-"""So far on each side of such a cut nobody speaks."""
+"""Silence on each side of a cut that lies in a pause."""
 WORD_SETTLE_SAMPLES = units.ms_to_samples(1_500)
-"""So much further a stream is heard until the last word before a cut is taken for complete, if no other begins."""
+"""Audio to process after the last word before a cut until that word counts as complete, if no other begins."""
 Detokenize = Callable[[list[int]], str]
 
 
 class _TokenStream:
-    """Audio into a streaming model, from where a segment began; its tokens, at places in the caller's audio."""
+    """Streaming recognition from the start of a segment, with tokens at positions in the session's audio."""
 
     def __init__(self, client: EngineClient, text: Detokenize, start: int, wants_words: bool, bias: str) -> None:
-        """`bias`: hot words, as SearchOptions has them."""
+        """`bias`: hot words, as in SearchOptions."""
         self._client, self._text, self._start, self.wants_words = client, text, start, wants_words
         self._bias = bias
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.token_samples: list[int] = []
-        """Of every token, the sample at which it was said. They rise."""
+        """Time of each token, as a sample position; non-decreasing."""
         self.word_starts: list[int] = []
-        """The tokens that words begin with."""
+        """Indices of the tokens that begin words."""
         self.runs: list[tuple[int, int]] = []
-        """Of tokens, as far as they were told: frames."""
+        """First frame of each token and the one behind its last, as far as they have been reported."""
         self.tail: tuple[int, ...] = ()
         self.recognized_to = start
         self.pending: Future[SearchResult] | None = None
         self.stops: deque[int] = deque()
-        """Pieces end there, so that what is known then does not depend on how the audio came."""
+        """Positions at which chunks end, so that what is known there does not depend on how the audio arrived."""
         self._sent_to = start
         self._received_tokens = self._tries = 0
         self._stream: EngineStream | None = None
@@ -71,24 +71,24 @@ class _TokenStream:
 
     @property
     def start(self) -> int:
-        """Its audio is needed from there on, in case it has to be heard again."""
+        """Start of the audio to keep in case it must be recognized again."""
         return self._start
 
     @property
     def text_to(self) -> int:
-        """What was said before that is among its tokens."""
+        """End of the audio whose words are all among the tokens."""
         lag = self._client.card.lag_samples(self._client.config.chunk_frames or 0)
         return self.recognized_to if self.finished else self.recognized_to - lag
 
     def collect_results(self) -> None:
-        """Raises StepFailed, Cancelled or EngineCrashed when it was tried often enough; AtCapacity at once: there
-        is no slot for it."""
+        """Collects tokens. Raises StepFailed, Cancelled or EngineCrashed after the last attempt, AtCapacity at
+        once: no slot is free."""
         if self.pending is None or not self.pending.done():
             return
-        piece, self.pending = self.pending, None
+        future, self.pending = self.pending, None
         try:
-            found = piece.result()
-        except (StepFailed, Cancelled, EngineCrashed) as failure:  # it is lost, or was while nothing was under way
+            result = future.result()
+        except (StepFailed, Cancelled, EngineCrashed) as failure:  # the stream's state in the engine is lost
             self.close()
             self._tries += 1
             if self._tries == MAX_STREAM_TRIES or isinstance(failure, EngineCrashed):
@@ -99,17 +99,17 @@ class _TokenStream:
         self.recognized_to, self.finished = max(self.recognized_to, self._sent_to), self._last
         if self.finished:
             self.close()
-        for token in found.fixed_tokens:
+        for token in result.fixed_tokens:
             self._received_tokens += 1
-            if self._received_tokens > len(self.tokens):  # not one that was told before a step failed
+            if self._received_tokens > len(self.tokens):  # else known from before a failed step
                 self._append_token(token)
-        self.runs += found.token_runs
-        self.tail = tuple(token.id for token in found.tail_tokens)
+        self.runs += result.token_runs
+        self.tail = tuple(token.id for token in result.tail_tokens)
 
     def send_audio(
         self, kept: AudioHistory, end: int, *, last: bool, live: bool, wake: Callable[[], None]
     ) -> None:
-        """The audio up to `end`, if nothing is under way and there is enough of it. `last`: and no more."""
+        """Sends the audio up to `end` if nothing is pending and there is enough of it. `last`: no more follows."""
         if self.pending is not None or self._last:
             return
         stop = next((at for at in self.stops if self._sent_to < at <= end), None)
@@ -145,51 +145,53 @@ class _TokenStream:
             self.word_starts.append(count)
 
     def _begins_word(self) -> bool:
-        """The last token does: behind a space, or in a script without any."""
+        """Whether the last token begins a word: behind a space, or in a script without any."""
         alone = self._text(self.tokens[-1:])
         return bool(alone) and (
             _unspaced(alone[0]) or len(self._text(self.tokens[self.word_starts[-1] :]).split()) > 1
         )
 
     def times(self, own: slice) -> tuple[tuple[int, int], ...]:
-        """When these of its tokens were said, in samples of the caller; empty unless it was told of all."""
+        """Returns start and end of these tokens, in samples of the session; empty unless the frames of all are
+        known."""
         if len(self.runs) < own.stop:
             return ()
-        begins = self._start - PADDING_SAMPLES
-        spoken = token_times_from_frames(self.runs, self._client.card.frame_samples, self.recognized_to - begins)
-        return tuple((begins + start, begins + end) for start, end in spoken[own])
+        origin = self._start - PADDING_SAMPLES
+        spans = token_times_from_frames(self.runs, self._client.card.frame_samples, self.recognized_to - origin)
+        return tuple((origin + start, origin + end) for start, end in spans[own])
 
     def word_from(self, position: int) -> int:
-        """The token of the first word that was said there, or later."""
+        """Index of the first token of the first word at `position` or later."""
         word = bisect_left(self.word_starts, position, key=self.token_samples.__getitem__)
         return self.word_starts[word] if word < len(self.word_starts) else len(self.tokens)
 
 
 def _unspaced(letter: str) -> bool:
-    """Whether words of that script stand without spaces: Chinese and Japanese."""
+    """Whether the letter's script separates no words by spaces: Chinese and Japanese."""
     return unicodedata.east_asian_width(letter) == "W" and not "가" <= letter <= "힣"
 
 
 class StreamedSegment:
-    """What a stream says of one segment. See Spoken."""
+    """Segment recognized by a stream. See LiveSegment."""
 
     def __init__(self, start: int, stream: _TokenStream, text: Detokenize, before: StreamedSegment | None) -> None:
         """`before`: the segment that was cut off where this one begins, in the same stream."""
         self.start = self.output_from = start
         self.stream, self._text, self.before = stream, text, before
         self.after: StreamedSegment | None = None
-        """The one that its stream goes on in."""
+        """Next segment of the same stream."""
         self.end: int | None = None
         self.decided_samples = 0
         self.cut_off = False
         self.until: int | None = None
-        """Words that were said from there on are the next one's: it was cut for its length."""
+        """Position from which words belong to the next segment, where this one was cut for its length."""
         self._settle_at = 0
         self._confirmed_to = start
-        """It is speech up to there, and will not be cut before. Until it is, it may still be taken back."""
+        """End of the audio that is certainly speech and will not be cut before; words after it may still be
+        withdrawn."""
         self._first = 0 if before is None else -1
         self._count = -1
-        """Tokens of the stream up to its own last one; -1: not known yet."""
+        """Number of the stream's tokens up to this segment's last one; -1: not known yet."""
         self._texts: dict[tuple[int, int, tuple[int, ...]], str] = {}
 
     def continue_in(self, after: StreamedSegment) -> None:
@@ -210,13 +212,13 @@ class StreamedSegment:
 
     @property
     def first(self) -> int:
-        """Of the stream's tokens, its own begin there."""
+        """Index of this segment's first token in the stream."""
         assert self.start_resolved
         return self._first
 
     @property
     def last(self) -> int:
-        """And end there."""
+        """Index behind this segment's last token in the stream."""
         assert self._count >= 0
         return max(self._count, self.first)
 
@@ -225,11 +227,13 @@ class StreamedSegment:
         return self._count >= 0 and self.start_resolved
 
     def resolve_end(self) -> None:
-        """Look whether its last word is complete: whenever the stream was heard any further."""
+        """Checks whether the last word is complete; call whenever the stream has processed more audio."""
         stream = self.stream
         if self._count < 0 and self.closed:
             own = self._words_end
-            known = own < len(stream.tokens) and not stream.wants_words  # when it was said is told as it settles
+            known = (
+                own < len(stream.tokens) and not stream.wants_words
+            )  # word times arrive at the settling position
             if stream.finished or (self.after is not None and (known or self._end_resolved)):
                 self._count = own
 
@@ -239,13 +243,13 @@ class StreamedSegment:
 
     @property
     def _words_end(self) -> int:
-        """Behind its words, as far as they are known."""
+        """Index behind the segment's last word, as far as it is known."""
         return len(self.stream.tokens) if self.until is None else self.stream.word_from(self.until)
 
     @property
     def recognized_to(self) -> int:
-        heard = max(self.start, self.stream.recognized_to)
-        return heard if self.end is None else min(heard, self.end)
+        recognized_to = max(self.start, self.stream.recognized_to)
+        return recognized_to if self.end is None else min(recognized_to, self.end)
 
     @property
     def text_to(self) -> int:
@@ -261,8 +265,8 @@ class StreamedSegment:
 
     @property
     def _locked_tokens(self) -> int:
-        """Tokens of words that are complete, for another has begun or nothing more will come; and that no cut can
-        part from it any more."""
+        """Number of tokens of complete words (another word has begun or no audio follows) that no cut can move
+        to another segment."""
         if self.finished:
             return self.last
         words = self.stream.word_starts
@@ -285,7 +289,7 @@ class StreamedSegment:
         return self._text_to(len(self.stream.tokens), self.stream.tail)
 
     def _text_to(self, end: int, tail: tuple[int, ...] = ()) -> str:
-        """Asked for far more often than anything is said."""
+        """Decodes tokens up to `end`, cached: called far more often than tokens change."""
         key = self.first, end, tail
         if key not in self._texts:
             if len(self._texts) == 2:
@@ -295,13 +299,13 @@ class StreamedSegment:
 
     @property
     def language_and_prob(self) -> tuple[str, float]:
-        return "", 0.0  # a streaming model hears the one that was chosen
+        return "", 0.0  # a streaming model uses the chosen language
 
     def extend_speech(self, end: int, lock: int) -> None:
-        self._confirmed_to = end  # the stream grows by itself
+        self._confirmed_to = end  # the stream advances without anchors
 
     def limit_overlap(self, position: int) -> None:
-        """It ends where it closed, and so does its stream."""
+        """Does nothing: the segment ends where it closed, and so does its stream."""
 
     def build_segment(self, quiet: SilenceTracker) -> Segment | None:
         assert self.end is not None
@@ -309,12 +313,12 @@ class StreamedSegment:
         tokens, logprobs = tuple(self.stream.tokens[own]), tuple(self.stream.logprobs[own])
         mean = sum(logprobs) / max(1, len(logprobs))
         times = self.stream.times(own)
-        heard = Recognition(tokens, mean, 0.0, "stop", 1.0, logprobs, times=times)
-        return build_segment(span, heard, self._text, quiet=quiet.silences_in(span))
+        recognition = Recognition(tokens, mean, 0.0, "stop", 1.0, logprobs, times=times)
+        return build_segment(span, recognition, self._text, quiet=quiet.silences_in(span))
 
 
 class StreamingRecognizer:
-    """See Words."""
+    """LiveRecognizer for streaming models."""
 
     def __init__(
         self,
@@ -339,9 +343,9 @@ class StreamingRecognizer:
             before.until = start if torn else start + PAUSE_MARGIN_SAMPLES
             return self.open_segment(start, torn, None)
         before.until = start
-        carried = StreamedSegment(start, before.stream, self._text, before)
-        before.continue_in(carried)
-        return carried
+        segment = StreamedSegment(start, before.stream, self._text, before)
+        before.continue_in(segment)
+        return segment
 
     def collect_results(self, each: LiveSegment) -> None:
         assert isinstance(each, StreamedSegment)
@@ -349,11 +353,11 @@ class StreamingRecognizer:
         each.resolve_end()
 
     def join_segments(self, left: LiveSegment, right: LiveSegment) -> None:
-        """They are one stream, or have nothing in common."""
+        """Does nothing: neighbours share one stream, or no audio."""
 
     def schedule(self, each: LiveSegment, at: AudioPosition) -> None:
-        """Once the last segment of a stream closes, that hears what it was closed by, and no more: so its words
-        depend on the audio alone."""
+        """Sends audio. When the last segment of a stream closes, the stream gets the audio up to where the
+        closing was decided, and no more: so its words depend on the audio alone."""
         assert isinstance(each, StreamedSegment)
         while each.after is not None:
             each = each.after
@@ -365,5 +369,5 @@ class StreamingRecognizer:
         assert isinstance(each, StreamedSegment)
         if each.start_resolved:
             each.stream.close()
-        elif each.before is not None:  # the stream is still the one before's, and all its words
+        elif each.before is not None:  # the stream and all its words still belong to the segment before
             each.before.after = each.before.until = None

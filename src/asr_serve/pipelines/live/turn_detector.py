@@ -1,8 +1,8 @@
-"""Whose turn it is: when a speaker has begun, may have finished, and has.
+"""Turns of a speaker: when one has begun, may be over, and is over.
 
-The silence rule is `audio/endpointing`'s schedule: a pause that ends the last open segment ends the turn. A turn
-model is asked once in each pause, and may end it sooner. While it answers no further window is looked at: what
-it decides depends on the audio alone, never on how fast the answer came.
+The silence rule is the schedule of `audio/endpointing`: a pause that ends the last open segment ends the turn. A
+turn model is queried once in each pause, and may end the turn sooner. No further window is processed until it
+answers, so that its decision depends on the audio alone, never on how fast the answer came.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from asr_serve.pipelines.live.events import TurnEvent, TurnOptions
 from asr_serve.types import Span
 
 MODEL_PAUSE_SAMPLES = 7 * WINDOW_SAMPLES
-"""Of a pause before the model is asked: it is trained on speech that ends in some 200 ms of silence."""
+"""Length of a pause before the model is queried: it is trained on speech that ends in some 200 ms of silence."""
 MODEL_INPUT_SAMPLES = units.s_to_samples(8)
 
 
 class TurnDetector:
-    """One caller's. Call from one thread at a time."""
+    """Turn detection of one session. Call from one thread at a time."""
 
     def __init__(self, options: TurnOptions, client: EngineClient, wake: Callable[[], None]) -> None:
         """Raises ModelNotLoaded."""
@@ -38,54 +38,55 @@ class TurnDetector:
         self._options, self._client, self._wake = options, client, wake
         self._open = self._eager = False
         self._submitted_pause: int | None = None
-        """The pause in which the model was asked."""
+        """Start of the pause in which the model was queried."""
         self._answer: Future[float] | None = None
         self._probability: float | None = None
-        """The model's, in this pause."""
+        """Probability from the model in this pause."""
         self._decided = False
 
     @property
     def waiting(self) -> bool:
-        """The model has yet to answer: look at no further window."""
+        """Whether the model has yet to answer; no further window may be processed until then."""
         return self._answer is not None and not self._answer.done()
 
     def update(self, endpointer: Endpointer, now: int, closed: list[Span]) -> list[TurnEvent]:
-        """After each window, and whatever else opened or closed a segment."""
-        told: list[TurnEvent] = []
+        """Returns the turn events after a window, or after anything else that opened or closed a segment."""
+        events: list[TurnEvent] = []
         if self._open and endpointer.open_from_samples is None:
             end = closed[-1].end_samples if closed else now
             model = self._options.model
             by = model if self._decided and model is not None else "silence"
             probability = self._probability if model is not None else 1.0
-            told += [TurnEvent("stopped", end, probability, by), TurnEvent("ended", end, probability, by)]
+            events += [TurnEvent("stopped", end, probability, by), TurnEvent("ended", end, probability, by)]
             self._open = self._eager = False
         if not self._open and endpointer.is_certain:
             assert endpointer.open_from_samples is not None
             self._open = True
-            told.append(TurnEvent("started", endpointer.open_from_samples))
+            events.append(TurnEvent("started", endpointer.open_from_samples))
         if endpointer.pause_from_samples is None:
             if self._eager:
-                told.append(TurnEvent("resumed", now, by=self._options.model or "silence"))
+                events.append(TurnEvent("resumed", now, by=self._options.model or "silence"))
             self._eager = self._decided = False
             self._submitted_pause = self._answer = self._probability = None
-        return told
+        return events
 
     def eager_end(self, endpointer: Endpointer, now: int, known: int) -> list[TurnEvent]:
-        """`known`: there is text for audio up to here. Told once in a pause, when the text is complete."""
-        pause, enough = endpointer.pause_from_samples, endpointer.closes_at_samples
-        wanted = self._options.eager_threshold
-        if wanted is None or self._eager or not self._open or pause is None or enough is None or known <= pause:
+        """Returns an `eager_end` event, once in a pause, when the text is complete. `known`: end of the audio
+        that has text."""
+        pause, end = endpointer.pause_from_samples, endpointer.closes_at_samples
+        threshold = self._options.eager_threshold
+        if threshold is None or self._eager or not self._open or pause is None or end is None or known <= pause:
             return []
-        probability = (now - pause) / (enough - pause) if self._options.model is None else self._probability
-        if probability is None or probability < wanted:
+        probability = (now - pause) / (end - pause) if self._options.model is None else self._probability
+        if probability is None or probability < threshold:
             return []
         self._eager = True
         return [TurnEvent("eager_end", pause, probability, self._options.model or "silence")]
 
-    # --- the model ------------------------------------------------------------------------------------
+    # --- turn model -----------------------------------------------------------------------------------
 
     def model_input(self, endpointer: Endpointer, now: int) -> Span | None:
-        """The audio that the model is to be asked about now."""
+        """Returns the audio to query the model with now; None: do not query."""
         pause, start = endpointer.pause_from_samples, endpointer.open_from_samples
         if self._options.model is None or not self._open or pause is None or start is None:
             return None
@@ -102,7 +103,7 @@ class TurnDetector:
         self._answer.add_done_callback(lambda _: self._wake())
 
     def turn_ended(self) -> bool:
-        """Whether the model's answer, which has come just now, ends the turn."""
+        """Returns whether the model's answer, which has just arrived, ends the turn."""
         answer, self._answer = self._answer, None
         if answer is None:
             return False

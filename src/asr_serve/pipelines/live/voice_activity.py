@@ -1,5 +1,5 @@
-"""A live caller's samples to the speech probabilities of its windows: one piece under way, what comes meanwhile is
-the next one."""
+"""Speech probabilities of a live session's windows: one chunk is pending, and audio that arrives meanwhile is
+the next."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from asr_serve.pipelines.live.segment_hypotheses import MAX_TRIES
 
 
 class LiveVoiceActivity:
-    """Call from one thread at a time; `wake` comes from any."""
+    """Voice activity of one session. Call from one thread at a time; `wake` is called from any."""
 
     def __init__(self, session: VadSession, most_windows: int, wake: Callable[[], None]) -> None:
-        """`most_windows`: of one piece."""
+        """`most_windows`: limit of a chunk."""
         self._session, self._most_windows, self._wake = session, most_windows, wake
         self._unscored = WindowAlignedBuffer()
         self._pending: tuple[np.ndarray, Future[np.ndarray]] | None = None
@@ -32,7 +32,7 @@ class LiveVoiceActivity:
         self._unscored.append(pcm)
 
     def finish(self) -> None:
-        """No more will come; the last window is filled up with silence."""
+        """Ends the audio; the last window is padded with silence."""
         self._finishing = True
 
     @property
@@ -41,17 +41,18 @@ class LiveVoiceActivity:
 
     @property
     def finished(self) -> bool:
-        """After `finish`: every window was taken."""
+        """Whether, after `finish`, the probabilities of all windows have been returned."""
         return self._finishing and self.idle and not self._unscored.samples
 
     def next_probability(self) -> np.ndarray | None:
-        """The next window's probability, (1,); None while it is not known. Raises StepFailed after TRIES."""
+        """Returns the probability of the next window, (1,); None while it is unknown. Raises StepFailed after
+        MAX_TRIES."""
         if not self._ready:
             self.advance()
         return self._ready.popleft() if self._ready else None
 
     def advance(self) -> None:
-        """Take an answer, and have the next piece scored."""
+        """Collects a result and submits the next chunk."""
         if self._pending is not None and self._pending[1].done():
             (pcm, future), self._pending = self._pending, None
             try:
@@ -61,13 +62,15 @@ class LiveVoiceActivity:
                 self._tries += 1
                 if self._tries == MAX_TRIES:
                     raise
-                self._submit(pcm)  # the session's state has not moved
-        whole = self._unscored.samples // WINDOW_SAMPLES
-        if self._pending is not None or not (whole or (self._finishing and self._unscored.samples)):
+                self._submit(pcm)  # the session's state has not changed
+        windows = self._unscored.samples // WINDOW_SAMPLES
+        if self._pending is not None or not (windows or (self._finishing and self._unscored.samples)):
             return
-        last = self._finishing and whole < self._most_windows
+        last = self._finishing and windows < self._most_windows
         self._submit(
-            self._unscored.take_windows(min(whole, self._most_windows) * WINDOW_SAMPLES, WINDOW_SAMPLES, last=last)
+            self._unscored.take_windows(
+                min(windows, self._most_windows) * WINDOW_SAMPLES, WINDOW_SAMPLES, last=last
+            )
         )
 
     def _submit(self, pcm: np.ndarray) -> None:

@@ -1,1 +1,1 @@
-"""offline."""
+"""Recorded files to transcripts."""

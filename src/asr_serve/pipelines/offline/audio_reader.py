@@ -1,4 +1,5 @@
-"""Chunks of one input for the pipeline: at once where bytes are at hand, on a thread where they may be slow."""
+"""Readers of one input's audio in chunks: directly where bytes are available, on a thread where they may be
+slow."""
 
 from __future__ import annotations
 
@@ -13,28 +14,28 @@ from asr_serve.audio.reader import AudioLimits, Source, open_audio
 from asr_serve.errors import AsrServeError, CorruptAudio
 
 MAX_BUFFERED_CHUNKS = 32
-"""Seconds of a slow input that may lie decoded."""
+"""Limit of decoded chunks of a slow input, each a second."""
 
 
 class AudioReader(Protocol):
-    """An input on its way."""
+    """Source of an input's audio."""
 
     @property
     def hint_samples(self) -> int | None:
-        """How long it says that it is."""
+        """Duration by the header, if there is one."""
 
     @property
     def ended(self) -> bool:
-        """Everything there was has been taken."""
+        """Whether all audio has been returned."""
 
     def next_chunk(self) -> np.ndarray | None:
-        """The next chunk, (n,) float32 at 16 kHz; None when there is none yet, or when it has ended."""
+        """Returns the next chunk, (n,) float32 at 16 kHz; None if none is ready, or at the end."""
 
     def close(self) -> None: ...
 
 
 class DirectReader:
-    """Reads when asked. Raises what `open_audio` does, at once."""
+    """Reader that decodes in `next_chunk`. Raises what `open_audio` raises, at once."""
 
     def __init__(self, source: Source, limits: AudioLimits) -> None:
         self._stream = open_audio(source, limits=limits)
@@ -42,7 +43,7 @@ class DirectReader:
         self.ended = False
 
     def next_chunk(self) -> np.ndarray | None:
-        """The next chunk, or None: then it has ended. Raises the stream's errors."""
+        """Returns the next chunk; None at the end. Raises the stream's errors."""
         chunk = next(self._stream, None)
         self.ended = chunk is None
         return chunk
@@ -52,10 +53,10 @@ class DirectReader:
 
 
 class ThreadedReader:
-    """Reads a slow input (a pipe, an upload under way) on a thread of its own, so that nobody waits with it.
+    """Reads a slow input (a pipe, an upload in progress) on a thread of its own, so that it delays no other input.
 
-    `wake` is called from that thread whenever there is more. A thread that waits for bytes when `close` comes
-    ends with the next ones, or when their sender closes.
+    `wake` is called from that thread whenever there is more. A thread that waits for bytes when `close` is called
+    ends when more arrive, or when their sender closes.
     """
 
     hint_samples = None
@@ -70,13 +71,13 @@ class ThreadedReader:
 
     @property
     def ended(self) -> bool:
-        """Everything there was has been taken."""
+        """Whether all audio has been returned."""
         with self._changed:
             return self._finished and not self._chunks and self._error is None
 
     def next_chunk(self) -> np.ndarray | None:
-        """The next chunk; None when there is none yet, or when it has ended. Raises the stream's errors, after
-        what came before them."""
+        """Returns the next chunk; None if none is ready, or at the end. Raises the stream's errors after the
+        audio before them."""
         with self._changed:
             if self._chunks:
                 self._changed.notify()
@@ -101,13 +102,13 @@ class ThreadedReader:
             error = None
         except AsrServeError as failure:
             error = failure
-        finally:  # whatever happens, nobody waits for ever or takes half of it for all
+        finally:  # on any error the reader must neither wait for ever nor mistake half of the audio for all
             with self._changed:
                 self._finished, self._error = True, error
             self._wake()
 
     def _append(self, chunk: np.ndarray) -> bool:
-        """False when nobody wants it any more."""
+        """Returns False once the reader is closed."""
         with self._changed:
             while len(self._chunks) >= MAX_BUFFERED_CHUNKS and not self._closed:
                 self._changed.wait()
@@ -118,15 +119,15 @@ class ThreadedReader:
 
 
 def open_reader(source: Source, limits: AudioLimits, wake: Callable[[], None]) -> AudioReader:
-    """Streams that cannot seek are those that may be slow."""
+    """Opens the reader for a source. Streams that cannot seek may be slow."""
     if callable(getattr(source, "read", None)) and not _seekable(source):
         return ThreadedReader(source, limits, wake)
     return DirectReader(source, limits)
 
 
 def _seekable(source: object) -> bool:
-    answer = getattr(source, "seekable", None)
+    seekable = getattr(source, "seekable", None)
     try:
-        return bool(answer()) if callable(answer) else False
+        return bool(seekable()) if callable(seekable) else False
     except (OSError, ValueError):
         return False  # closed: reading it will say so

@@ -1,7 +1,7 @@
-"""Who speaks in a file: its audio, heard beside what recognises it, window after window.
+"""Speakers of a file: its audio is diarized alongside recognition, window after window.
 
-Nothing of the audio is kept but a window; of each that was heard there is left who of a few speaks when, and a
-direction for each voice: 1.2 MB of an hour with two in each window.
+Only one window of audio is buffered. Each window leaves the local speaker activity and an embedding for each
+voice: 1.2 MB for an hour with two voices in each window.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from asr_serve.types import Segment, SpeakerTurn
 from asr_serve.units import s_to_samples
 
 MIN_REFERENCE_S, MAX_REFERENCE_S = 2, 10
-"""Of the audio by which a speaker is known."""
+"""Length of a known speaker's reference audio."""
 KNOWN_SPEAKERS_FIELD = "known_speakers"
 MAX_PENDING_WINDOWS = 16
-"""Of a file that may wait to be heard: a step of the engine."""
+"""Limit of one file's windows waiting for the engine, as many as a step takes."""
 
 
 class PendingSpeakerWindow(NamedTuple):
@@ -42,7 +42,7 @@ class PendingSpeakerWindow(NamedTuple):
 
 
 class KnownSpeakerVoices:
-    """Speakers who are known by their voices, heard once for all files."""
+    """Embeddings of known speakers, computed once for all files."""
 
     def __init__(
         self,
@@ -51,8 +51,9 @@ class KnownSpeakerVoices:
         wake: Callable[[Future[Any]], None],
         check: Callable[[], None],
     ) -> None:
-        """Raises OptionError for what is no audio, too short or too long; and what EngineClient.voices does."""
-        clips = {each.name: _clip(each) for each in speakers}
+        """Raises OptionError for reference audio that cannot be decoded, is too short or too long, and what
+        EngineClient.diarize_window raises."""
+        clips = {speaker.name: _clip(speaker) for speaker in speakers}
         self._pending = {
             name: client.diarize_window(clip, budget_samples=DENSE.budget_samples, wait=True, check=check)
             for name, clip in clips.items()
@@ -61,25 +62,25 @@ class KnownSpeakerVoices:
             answer.add_done_callback(wake)
 
     def voices(self) -> dict[str, np.ndarray] | None:
-        """The direction of each; None while they are heard. Raises OptionError where nobody speaks; and what
-        `EngineClient.voices` says of its futures."""
+        """Returns each speaker's embedding; None until all are known. Raises OptionError for audio without
+        speech, and what the futures of EngineClient.diarize_window raise."""
         if not all(answer.done() for answer in self._pending.values()):
             return None
-        found = {}
+        embeddings = {}
         for name, answer in self._pending.items():
-            direction = dominant_embedding(answer.result())
-            if direction is None:
+            embedding = dominant_embedding(answer.result())
+            if embedding is None:
                 raise OptionError(
                     f"nobody is heard in the audio of {name!r}",
                     "a few seconds of this speaker, alone",
                     param=KNOWN_SPEAKERS_FIELD,
                 )
-            found[name] = direction
-        return found
+            embeddings[name] = embedding
+        return embeddings
 
 
 def _clip(speaker: KnownSpeaker) -> np.ndarray:
-    """(samples,) float32."""
+    """Decodes reference audio to (samples,) float32."""
     try:
         pcm = read_audio(speaker.audio, limits=AudioLimits(max_duration_s=MAX_REFERENCE_S))
     except AudioTooLong:
@@ -98,7 +99,7 @@ def _clip(speaker: KnownSpeaker) -> np.ndarray:
 
 
 class FileDiarizer:
-    """One file. Nothing in it waits, but for room in the engine."""
+    """Diarization of one file. Methods do not block, except for capacity in the engine."""
 
     def __init__(
         self,
@@ -110,13 +111,13 @@ class FileDiarizer:
     ) -> None:
         self._known = known
         self._names: dict[str, np.ndarray] | None = None
-        """Directions of those who are known, once they were heard."""
+        """Embeddings of known speakers, once computed."""
         self._client, self._wake, self._check = client, wake, check
         self._words = options.words
         self._how_many = SpeakerCount.of(options.num_speakers, options.min_speakers, options.max_speakers)
         self._chunks: list[np.ndarray] = []
         self._audio_from = self._samples = self._next_start = 0
-        """Where the chunks begin and end in the file, and where the next window begins."""
+        """Start and end of the kept chunks in the file, and start of the next window."""
         self._pending: deque[PendingSpeakerWindow] = deque()
         self._windows_done: list[DiarizationWindow] = []
         self._ended = False
@@ -124,30 +125,31 @@ class FileDiarizer:
         self._windows = 0
 
     def set_duration(self, samples: int | None) -> None:
-        """How long the recording is, before any of it is put. None: nobody knows."""
+        """Sets the duration of the recording, before any audio is appended. None: unknown."""
         self._total_samples = samples
 
     @property
     def has_room(self) -> bool:
-        """More may be put."""
+        """Whether more audio may be appended."""
         return len(self._pending) < MAX_PENDING_WINDOWS
 
     @property
     def finished(self) -> bool:
-        """All was heard."""
+        """Whether all windows are done."""
         return self._ended and not self._pending and self._names is not None
 
     def append_audio(self, pcm: np.ndarray) -> None:
-        """`pcm` (n,) float32 at 16 kHz, any n. Raises AtCapacity never, EngineClosed."""
+        """Appends `pcm` (n,) float32 at 16 kHz, any n. Waits for capacity, and so never raises AtCapacity.
+        Raises EngineClosed."""
         self._chunks.append(pcm)
         self._samples += len(pcm)
-        while self._samples - self._next_start > WINDOW_SAMPLES:  # not when they are as long: it may be the last
-            close = plan_windows(self._next_start, self._total_samples)
-            self._submit_window(self._next_start, 0 if self._windows % close.every else close.budget_samples)
-            self._next_start += close.step_samples
+        while self._samples - self._next_start > WINDOW_SAMPLES:  # not at equality: that window may be the last
+            plan = plan_windows(self._next_start, self._total_samples)
+            self._submit_window(self._next_start, 0 if self._windows % plan.every else plan.budget_samples)
+            self._next_start += plan.step_samples
 
     def finish(self) -> None:
-        """No more will come. Idempotent."""
+        """Ends the audio. Idempotent."""
         if not self._ended:
             self._ended = True
             if self._samples:
@@ -155,33 +157,33 @@ class FileDiarizer:
                 self._submit_window(last, plan_windows(last, self._total_samples).budget_samples)
 
     def advance(self) -> bool:
-        """Take what was answered; whether there was anything. Raises WeightsMissing, WeightsCorrupt, StepFailed,
-        EngineClosed; OptionError for speakers who are known, and not by their voices."""
-        moved = False
+        """Collects results and returns whether there were any. Raises WeightsMissing, WeightsCorrupt,
+        StepFailed, EngineClosed; OptionError for reference audio without speech."""
+        progressed = False
         if self._names is None:
             self._names = self._known.voices()
-            moved = self._names is not None
+            progressed = self._names is not None
         while self._pending and self._pending[0].answer.done():
             start, samples, answer = self._pending.popleft()
             self._windows_done.append(DiarizationWindow(start, samples, answer.result()))
-            moved = True
-        return moved
+            progressed = True
+        return progressed
 
     def turns(self) -> tuple[SpeakerTurn, ...]:
-        """Once it is over."""
+        """Returns the turns of all speakers, once finished."""
         assert self._names is not None
         return rename_enrolled(diarize(self._windows_done, self._how_many), self._names).turns
 
     def split_by_speaker(self, segment: Segment, turns: TurnIndex) -> list[Segment]:
-        """The segment by who says it: a part for each change of speaker."""
+        """Splits the segment at each change of speaker."""
         return split_by_speaker(segment, turns, self._words)
 
     def _submit_window(self, start: int, budget_samples: int) -> None:
         audio = np.concatenate(self._chunks) if len(self._chunks) > 1 else self._chunks[0]
         pcm = np.ascontiguousarray(audio[start - self._audio_from : start - self._audio_from + WINDOW_SAMPLES])
-        kept = max(self._audio_from, self._samples - WINDOW_SAMPLES)  # the last window reaches back so far
-        kept = min(kept, start + plan_windows(start, self._total_samples).step_samples)
-        self._chunks, self._audio_from = [audio[kept - self._audio_from :]], kept
+        keep_from = max(self._audio_from, self._samples - WINDOW_SAMPLES)  # the last window reaches back so far
+        keep_from = min(keep_from, start + plan_windows(start, self._total_samples).step_samples)
+        self._chunks, self._audio_from = [audio[keep_from - self._audio_from :]], keep_from
         answer = self._client.diarize_window(pcm, budget_samples=budget_samples, wait=True, check=self._check)
         self._windows += 1
         self._pending.append(PendingSpeakerWindow(start, len(pcm), answer))
@@ -189,7 +191,7 @@ class FileDiarizer:
 
 
 class DiarizedReader:
-    """A Reading whose chunks are heard for speakers too, as they are taken."""
+    """AudioReader that also passes its chunks to the diarizer."""
 
     def __init__(self, source: AudioReader, diarizing: FileDiarizer) -> None:
         self._source, self._diarizing = source, diarizing

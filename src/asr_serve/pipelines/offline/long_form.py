@@ -1,6 +1,7 @@
-"""How the audio of one file becomes requests, and their answers segments: what `transcribe` asks of either way.
+"""Interface of the strategies that turn the audio of one file into requests, and answers into segments.
 
-`cutting` has voice activity cut it and asks for all at once; `sequential` asks for one window after the other.
+`ParallelLongForm` cuts by voice activity and submits all segments at once; `SequentialLongForm` submits one window
+after the other.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from asr_serve.pipelines.offline.audio_reader import AudioReader
 from asr_serve.types import EngineTimestamps, Segment, Span
 
 TIMESTAMP_SLACK_SAMPLES = units.ms_to_samples(1_000)
-"""Behind the last time that an answer gives there may be so much of its last word: times are those of subtitles,
+"""Audio that the last word may take behind the last timestamp of an answer: timestamps are those of subtitles,
 often whole seconds, and segments are padded."""
 MIN_ANSWER_SAMPLES = units.ms_to_samples(200)
-"""A word takes that long: an answer that ends sooner is not to be believed as to where."""
+"""Shortest duration of a word: the last timestamp of a shorter answer is not trusted."""
 
 
 class SegmentRequest(NamedTuple):
-    """One utterance for the engine. `span` is where it lies in the file; `again`: how often its segment was heard
-    on from where an answer ended; `quiet`: where nobody speaks in it, if its words are wanted."""
+    """One utterance for the engine. `span`: its position in the file; `retries`: how often its segment was
+    continued behind the end of an answer; `silences`: silences in it, if words are requested."""
 
     span: Span
     pcm: np.ndarray
@@ -33,8 +34,8 @@ class SegmentRequest(NamedTuple):
 
 
 class SegmentAnswer(NamedTuple):
-    """The answer to one request, as segments. `end_samples`: all of the file up to there has its text now.
-    `then`: what is to be asked before anything that comes later in the file is told."""
+    """Answer to one request, as segments. `end_samples`: all audio of the file before it now has its text.
+    `follow_up`: request to submit before any later part of the file is emitted."""
 
     segments: tuple[Segment, ...]
     end_samples: int
@@ -42,25 +43,25 @@ class SegmentAnswer(NamedTuple):
     phases: EngineTimestamps | None = None
     follow_up: SegmentRequest | None = None
     language_prob: float = 0.0
-    """How sure the model was of the language; 0 where it was told."""
+    """Probability of the language; 0 where it was not detected."""
 
 
 class LongFormStrategy(Protocol):
-    """Of one file. Nothing in it waits, and nothing in it computes words."""
+    """Strategy for one file. Methods neither block nor run a model."""
 
     read_samples: int
-    """Of the file, so far."""
+    """Samples of the file read so far."""
 
     @property
     def finished(self) -> bool:
-        """Everything was read and asked, but for what is answered later."""
+        """Whether everything was read and submitted, except for what follows from pending answers."""
 
     def advance(self, source: AudioReader, room: bool) -> tuple[bool, list[SegmentRequest]]:
-        """Read on and cut: whether anything was done, and what is to be asked now. Without `room` nothing is read
-        that would only wait. Raises the source's errors, and those of voice activity."""
+        """Reads on and cuts. Returns whether anything was done, and the requests to submit now. Without `room`
+        it reads nothing that would only wait. Raises the errors of the source and of voice activity."""
 
     def accept_answer(self, span: Span, answer: Recognition) -> SegmentAnswer:
-        """Of the requests, in their order."""
+        """Converts an answer. Answers come in the order of requests."""
 
     def close(self) -> None:
-        """Nothing is wanted any more. Idempotent."""
+        """Cancels what is pending. Idempotent."""

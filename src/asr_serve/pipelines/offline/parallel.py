@@ -1,8 +1,8 @@
-"""A file cut by voice activity into segments that know nothing of each other: the parallel way.
+"""Parallel long-form transcription: voice activity cuts a file into independent segments.
 
-A decoder may end its answer at a pause, though more is said behind it: Whisper does where speakers change. One
-that says when it heard something shows that it did, so it is always asked for times; a segment whose answer ends
-early is heard on from there. Only where voice activity cut it: then it ends where speech does, so there is some.
+A decoder may end its answer at a pause although speech follows: Whisper does where speakers change. A model with
+timestamps shows this, so timestamps are always requested, and a segment whose answer ends early is continued from
+there. Only where voice activity cut it: then speech lasts until its end.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from asr_serve.pipelines.silence import SilenceTracker, silences_by_level
 from asr_serve.types import Span
 
 VAD_BATCH_WINDOWS = 512
-"""Windows handed to voice activity at once: 16 s."""
+"""Limit of windows submitted to voice activity at once: 16 s."""
 MAX_PENDING_VAD_BATCHES = 2
-"""Pieces of one file that may wait for voice activity."""
+"""Batches of one file that may wait for voice activity."""
 MAX_FOLLOW_UPS = 8
-"""So often a segment is heard on; then the model has lost its place."""
+"""Limit of requests that continue one segment; a model that needs more has lost its place."""
 
 
 class ParallelLongForm:
-    """See way.Way. It holds PIECES_AHEAD pieces, the one that is read, and what the open segment may need."""
+    """LongFormStrategy. Buffers MAX_PENDING_VAD_BATCHES batches, the one being read, and the audio that the
+    open segment may need."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class ParallelLongForm:
         text: Callable[[list[int]], str],
         wake: Callable[[Future[Any]], None],
     ) -> None:
-        """`session`: None where every sample counts as speech. `most_windows`: that it takes at once. `wake` is
-        called when it answers."""
+        """`session`: None where all audio counts as speech. `most_windows`: limit of the session for one
+        submission. `wake` is called with its results."""
         self._card, self._endpoint, self._text = card, endpoint, text
         self._search = msgspec.structs.replace(search, timestamps=card.times is not None)
         self._session, self._wake = session, wake
@@ -74,56 +75,58 @@ class ParallelLongForm:
         self._endpointer = Endpointer(endpoint)
         self._silence = SilenceTracker(endpoint.neg_threshold)
         self._pending_requests: deque[SegmentRequest] = deque()
-        """Not answered yet."""
+        """Requests without an answer, in order."""
 
     def advance(self, source: AudioReader, room: bool) -> tuple[bool, list[SegmentRequest]]:
-        moved, requests = False, list[SegmentRequest]()
+        progressed, requests = False, list[SegmentRequest]()
         while room and self._reading and len(self._scoring) < MAX_PENDING_VAD_BATCHES:
             if not self._read(source):
                 break
-            moved = True
+            progressed = True
         while self._scoring and self._scoring[0][1].done():
-            moved = True
+            progressed = True
             pcm, future = self._scoring.popleft()
             probabilities = future.result()
             self._audio.append(pcm)
             if self._search.words and self._session is not None:
                 self._silence.append_scores(probabilities)
             requests += self._requests_for(self._endpointer.append_probabilities(probabilities))
-        # Not when the last piece is heard: a recording may end where a piece does, and that is seen later.
+        # Not when the last batch is scored: a file may end at a batch's end, and that is only known later.
         if not self.finished and not self._reading and not self._scoring:
-            moved = self.finished = True
+            progressed = self.finished = True
             requests += self._requests_for(self._endpointer.finish(self.read_samples))
-        return moved, requests
+        return progressed, requests
 
     def accept_answer(self, span: Span, answer: Recognition) -> SegmentAnswer:
         request = self._pending_requests.popleft()
         assert request.span == span, "answers come in the order of requests"
         if not is_speech(answer, self._card, request.search.task):
             return SegmentAnswer((), span.end_samples, answer.language, answer.phases)
-        then = self._follow_up(request, answer)
-        if then is not None:
-            self._pending_requests.appendleft(then)
-            span = Span(span.start_samples, then.span.start_samples)
-        begins = request.span.start_samples - self._context
-        found = build_segment(span, self._without_times(answer), self._text, begins, request.silences)
-        told = (found,) if found else ()
-        return SegmentAnswer(told, span.end_samples, answer.language, answer.phases, then, answer.language_prob)
+        follow_up = self._follow_up(request, answer)
+        if follow_up is not None:
+            self._pending_requests.appendleft(follow_up)
+            span = Span(span.start_samples, follow_up.span.start_samples)
+        origin = request.span.start_samples - self._context
+        segment = build_segment(span, self._without_times(answer), self._text, origin, request.silences)
+        segments = (segment,) if segment else ()
+        return SegmentAnswer(
+            segments, span.end_samples, answer.language, answer.phases, follow_up, answer.language_prob
+        )
 
     def _follow_up(self, request: SegmentRequest, answer: Recognition) -> SegmentRequest | None:
-        """What the answer says nothing of, at the end of its segment."""
+        """Returns the request for the rest of a segment whose answer ends early; None if there is none."""
         times, span = self._card.times, request.span
         if times is None or self._session is None or request.retries == MAX_FOLLOW_UPS:
             return None
         if answer.finish != "stop" or answer.tokens[-1] < times.first:
             return None
-        heard = (answer.tokens[-1] - times.first) * times.step_samples - PADDING_SAMPLES
-        if heard < MIN_ANSWER_SAMPLES or span.samples - heard <= TIMESTAMP_SLACK_SAMPLES:
+        answered = (answer.tokens[-1] - times.first) * times.step_samples - PADDING_SAMPLES
+        if answered < MIN_ANSWER_SAMPLES or span.samples - answered <= TIMESTAMP_SLACK_SAMPLES:
             return None
-        rest = Span(span.start_samples + heard, span.end_samples)
-        spoken = request.pcm[PADDING_SAMPLES + heard : PADDING_SAMPLES + span.samples]
+        rest = Span(span.start_samples + answered, span.end_samples)
+        pcm = request.pcm[PADDING_SAMPLES + answered : PADDING_SAMPLES + span.samples]
         search = msgspec.structs.replace(request.search, language=request.search.language or answer.language)
-        return SegmentRequest(rest, pad_with_silence(spoken), search, request.retries + 1, request.silences)
+        return SegmentRequest(rest, pad_with_silence(pcm), search, request.retries + 1, request.silences)
 
     def _without_times(self, answer: Recognition) -> Recognition:
         times = self._card.times
@@ -137,9 +140,10 @@ class ParallelLongForm:
             self._session.close()
 
     def _read(self, source: AudioReader) -> bool:
-        """Hand the next piece to voice activity, or end the reading; False when a slow input has too little.
+        """Submits the next batch to voice activity, or ends the reading; False when a slow input has too little
+        audio.
 
-        What a slow input has is handed on as soon as nothing of it is under way, so that its text comes early.
+        Audio of a slow input is submitted as soon as none of it is pending, so that its text comes early.
         """
         while self._unscored.samples < self._piece_samples and (chunk := source.next_chunk()) is not None:
             self._unscored.append(chunk)
@@ -168,8 +172,8 @@ class ParallelLongForm:
         requests = []
         for span in spans:
             pcm = self._audio.slice(span)
-            heard = pcm if self._session is None else pad_with_silence(pcm)
-            requests.append(SegmentRequest(span, heard, self._search, silences=self._silences_in(span, pcm)))
+            padded = pcm if self._session is None else pad_with_silence(pcm)
+            requests.append(SegmentRequest(span, padded, self._search, silences=self._silences_in(span, pcm)))
         self._pending_requests += requests
         self._audio.drop_before(self._endpointer.keep_from_samples)
         self._silence.forget_before(self._endpointer.keep_from_samples)
@@ -182,5 +186,5 @@ class ParallelLongForm:
 
     @property
     def _context(self) -> int:
-        """Samples of silence on each side of a segment; none where no pauses were looked for."""
+        """Samples of silence added on each side of a segment; none without voice activity."""
         return 0 if self._session is None else PADDING_SAMPLES

@@ -1,4 +1,4 @@
-"""Where somebody speaks in a recording, as far as voice activity has told."""
+"""Speech activity of a recording, as far as it has been scored."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ from asr_serve.engine.client import VadSession
 from asr_serve.pipelines.silence import SilenceTracker
 
 VAD_BATCH_WINDOWS = 256
-"""Handed over at once, at most: 8 s."""
+"""Limit of windows submitted at once: 8 s."""
 MIN_SPEECH_WINDOWS = 2
-"""Of speech: a lone one is a click or a breath."""
+"""Fewest windows that count as speech: a lone one is a click or a breath."""
 
 
 class SpeechActivity:
-    """Audio in, in order; whether there is speech between two samples out. It keeps what it was told behind
+    """Scores consecutive audio and answers whether a range holds speech. Forgets what lies before
     `forget_before`."""
 
     def __init__(
         self, session: VadSession, threshold: float, most_windows: int, wake: Callable[[Future[Any]], None]
     ) -> None:
-        """`most_windows`: that the session takes at once."""
+        """`most_windows`: limit of the session for one submission."""
         self._most_samples = min(VAD_BATCH_WINDOWS, most_windows) * WINDOW_SAMPLES
         self._session, self._threshold, self._wake = session, threshold, wake
         self.silence = SilenceTracker(threshold)
-        """Where nobody speaks at all."""
+        """Silences, by a lower threshold than speech."""
         self._unscored = WindowAlignedBuffer()
         self._pending: deque[Future[np.ndarray]] = deque()
         self._speech: deque[bool] = deque()
-        """Of the windows from `_from` on."""
+        """Whether each window holds speech, from `_first_window` on."""
         self._first_window = 0
 
     def append_audio(self, pcm: np.ndarray) -> None:
         self._unscored.append(pcm)
 
     def advance(self, *, last: bool) -> bool:
-        """Ask on, and take what is answered. `last`: no more audio comes. Raises what voice activity does."""
-        moved = False
+        """Collects scores and submits more audio; returns whether anything was done. `last`: no more audio
+        follows. Raises the errors of voice activity."""
+        progressed = False
         while self._pending and self._pending[0].done():
             probabilities = self._pending.popleft().result()
             self._speech.extend((probabilities >= self._threshold).tolist())
             self.silence.append_scores(probabilities)
-            moved = True
-        whole = self._unscored.samples if last else self._unscored.samples // WINDOW_SAMPLES * WINDOW_SAMPLES
-        if whole and not self._pending:
+            progressed = True
+        samples = self._unscored.samples if last else self._unscored.samples // WINDOW_SAMPLES * WINDOW_SAMPLES
+        if samples and not self._pending:
             ends = last and self._unscored.samples <= self._most_samples
-            piece = self._unscored.take_windows(min(whole, self._most_samples), WINDOW_SAMPLES, last=ends)
-            future = self._session.submit_windows(piece)
+            pcm = self._unscored.take_windows(min(samples, self._most_samples), WINDOW_SAMPLES, last=ends)
+            future = self._session.submit_windows(pcm)
             self._pending.append(future)
             future.add_done_callback(self._wake)
-            moved = True
-        return moved
+            progressed = True
+        return progressed
 
     def is_scored_to(self, end_samples: int) -> bool:
-        """All there is before that sample, but for a window that is not whole."""
+        """Whether all audio before that sample has been scored, except for an incomplete window."""
         return (self._first_window + len(self._speech) + 1) * WINDOW_SAMPLES > end_samples
 
     def has_speech(self, start_samples: int, end_samples: int) -> bool:
-        """Whether anybody speaks there."""
+        """Whether the range holds speech."""
         first = -(-start_samples // WINDOW_SAMPLES) - self._first_window
-        behind = -(-end_samples // WINDOW_SAMPLES) - self._first_window
+        end = -(-end_samples // WINDOW_SAMPLES) - self._first_window
         return (
-            sum(self._speech[i] for i in range(max(0, first), min(behind, len(self._speech))))
-            >= MIN_SPEECH_WINDOWS
+            sum(self._speech[i] for i in range(max(0, first), min(end, len(self._speech)))) >= MIN_SPEECH_WINDOWS
         )
 
     def first_speech(self, start_samples: int, end_samples: int) -> int:
-        """Where the first window begins there in which anybody speaks; the end, if none does."""
+        """Start of the first window with speech in the range; `end_samples` if there is none."""
         first = max(0, -(-start_samples // WINDOW_SAMPLES) - self._first_window)
-        behind = min(-(-end_samples // WINDOW_SAMPLES) - self._first_window, len(self._speech))
-        found = next((i for i in range(first, behind) if self._speech[i]), None)
-        return end_samples if found is None else (self._first_window + found) * WINDOW_SAMPLES
+        end = min(-(-end_samples // WINDOW_SAMPLES) - self._first_window, len(self._speech))
+        window = next((i for i in range(first, end) if self._speech[i]), None)
+        return end_samples if window is None else (self._first_window + window) * WINDOW_SAMPLES
 
     def forget_before(self, sample: int) -> None:
         self.silence.forget_before(sample)

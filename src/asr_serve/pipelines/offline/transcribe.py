@@ -1,7 +1,7 @@
-"""START HERE: files in, text out. audio -> segments, or windows -> engine -> text, in order.
+"""Transcription of files: audio -> segments, or windows -> engine -> text, in order. START HERE.
 
-One short clip and a thousand three-hour files are the same code. It runs in the caller's thread as a
-generator: it decodes ahead while the engine computes, within bounds, and sleeps until something finishes.
+One short clip and a thousand three-hour files take the same code. It runs in the caller's thread as a generator:
+it decodes ahead while the engine computes, within bounds, and blocks until something finishes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from asr_serve.text.tokenizers import Tokenizer
 from asr_serve.types import EngineTimestamps, Segment, Span, SpeakerTurn, Transcript
 
 MAX_OPEN_FILES = 64
-"""Files that are read at once; the results of the later ones wait, as text, for the first."""
+"""Files that are read at once; results of the later ones wait, as text, for the first."""
 MAX_AHEAD_SAMPLES = units.s_to_samples(1_200)
-"""Audio cut into segments and not yet recognised."""
+"""Limit of audio cut into segments and not yet recognized."""
 
 
 class SegmentDone(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class SegmentDone(msgspec.Struct, frozen=True):
     key: str
     segment: Segment
     phases: EngineTimestamps | None = None
-    """When the engine worked on it."""
+    """Times at which the engine worked on it."""
 
 
 class FileDone(msgspec.Struct, frozen=True):
@@ -70,17 +70,17 @@ class FileFailed(msgspec.Struct, frozen=True):
 
 class Progress(msgspec.Struct, frozen=True):
     audio_samples: int
-    """Audio whose text is out, over all files."""
+    """Audio of all files whose text was emitted."""
     total_samples: int | None
-    """What the headers of all files announce; None while some are unopened or announce nothing."""
+    """Duration of all files by their headers; None while some are unopened or have none."""
 
 
 Event = SegmentDone | FileDone | FileFailed | Progress
 
 
 class TranscribeCanceller:
-    """Ends one call of `events` from any thread: its generator cancels what it has in the engine and raises
-    Cancelled. Closing the generator would do, but only the thread that is inside it can."""
+    """Cancels one call of `events` from any thread: its generator cancels its work in the engine and raises
+    Cancelled. Closing the generator is only possible in the thread that runs it."""
 
     def __init__(self) -> None:
         self.awake: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -105,13 +105,13 @@ def events(
     options: TranscribeOptions,
     stop: TranscribeCanceller | None = None,
 ) -> Generator[Event, None, None]:
-    """Transcribe `items`; see Model.events. Raises OptionError at once, Cancelled after `stop`."""
+    """Transcribes `items`; see Model.events. Raises OptionError at once, Cancelled after `stop.cancel()`."""
     return _Transcription(client, tokenizer, options, stop or TranscribeCanceller()).run(iter(items))
 
 
 class _Transcription:
-    """One call: a window of files being read, in order, and one queue on which everything that finishes
-    wakes us."""
+    """One call: a window of files being read, in order, and one queue that is notified of everything that
+    finishes."""
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, options: TranscribeOptions, stop: TranscribeCanceller
@@ -143,36 +143,36 @@ class _Transcription:
 
     def run(self, items: Iterator[InputItem]) -> Generator[Event, None, None]:
         files: deque[_FileJob] = deque()
-        opened, more, refused = 0, True, None
+        opened, remaining, deferred = 0, True, None
         self.known_voices = KnownSpeakerVoices(
             self.client, self.options.known_speakers, self.wake, self.stop.check
         )
         try:
-            while files or more:
+            while files or remaining:
                 self.stop.check()
-                while more and len(files) < MAX_OPEN_FILES and self.has_room:
-                    item = refused or next(items, None)
+                while remaining and len(files) < MAX_OPEN_FILES and self.has_room:
+                    item = deferred or next(items, None)
                     if item is None:
-                        more = False
+                        remaining = False
                         break
-                    try:  # for a session of somebody else we wait; one of ours comes back when its file is read
+                    try:  # waits for another call's session; one of this call is freed when its file is read
                         session = self._session(wait=not files)
                     except AtCapacity:
-                        refused = item
+                        deferred = item
                         break
-                    refused = None
+                    deferred = None
                     files.append(_FileJob(self, opened, item, self.long_form(session)))
                     opened += 1
-                moved = False
+                progressed = False
                 for file in files:
-                    moved |= file.advance()
+                    progressed |= file.advance()
                 while files:
-                    yield from files[0].ready(more)
+                    yield from files[0].ready(remaining)
                     if not files[0].finished:
                         break
                     files.popleft()
-                    moved = True
-                if files and not moved:
+                    progressed = True
+                if files and not progressed:
                     self.awake.get()
                     while not self.awake.empty():
                         self.awake.get()
@@ -184,7 +184,7 @@ class _Transcription:
         return self.client.open_vad_session(wait=wait, check=self.stop.check) if self.options.vad else None
 
     def long_form(self, session: VadSession | None) -> LongFormStrategy:
-        """Of one file."""
+        """Creates the strategy for one file."""
         client, text = self.client, self.tokenizer.decode
         most_windows = client.config.vad_windows - 32
         if not self.sequential:
@@ -210,7 +210,7 @@ class _Transcription:
 
 
 class _FileJob:
-    """One input on its way: chunks read, requests at the engine, text out."""
+    """One input in progress: chunks read, requests in the engine, text returned."""
 
     def __init__(self, call: _Transcription, index: int, item: InputItem, way: LongFormStrategy) -> None:
         self.call, self.index, self.key, self.long_form = call, index, item.key, way
@@ -218,9 +218,10 @@ class _FileJob:
         self.error: AsrServeError | None = None
         self.segments: list[Segment] = []
         self.languages: Counter[str] = Counter()
-        """Samples in which each was heard."""
+        """Samples recognized in each language."""
         self.language_probs: dict[str, list[tuple[float, int]]] = {}
-        """How sure the model was of each, in so many samples; not where it was told."""
+        """Detected probabilities of each language, with numbers of samples; empty where the language was
+        chosen."""
         self.announced = self.reported = self.cached_samples = 0
         self.source: AudioReader | None = None
         options, check = call.options, call.stop.check
@@ -228,7 +229,7 @@ class _FileJob:
             FileDiarizer(call.client, options, call.known_voices, call.wake, check) if options.speakers else None
         )
         self.undiarized: list[tuple[Segment, EngineTimestamps | None, str]] = []
-        """With their languages; told when it is known who said them."""
+        """Segments with their languages, emitted once their speakers are known."""
         self.pending: deque[tuple[Span, Ticket]] = deque()
         self.answers: deque[SegmentAnswer] = deque()
         try:
@@ -242,20 +243,21 @@ class _FileJob:
         except AsrServeError as error:
             self._fail(error)
 
-    # --- on the way -----------------------------------------------------------------------------------
+    # --- reading and recognition ----------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Do what can be done without waiting, but for room in the engine; True when something was."""
+        """Does what can be done without waiting, except for capacity in the engine. Returns whether anything
+        was done."""
         if not self.open:
             return self._take_answers()
         assert self.source is not None
         try:
-            moved, requests = self.long_form.advance(self.source, self.has_room)
+            progressed, requests = self.long_form.advance(self.source, self.has_room)
         except AsrServeError as error:
             self._fail(error)
             return True
         self.pending.extend(map(self._submit, requests))
-        return self._take_answers() or moved
+        return self._take_answers() or progressed
 
     @property
     def has_room(self) -> bool:
@@ -263,7 +265,7 @@ class _FileJob:
 
     @property
     def open(self) -> bool:
-        """There is more of it to be asked for."""
+        """Whether more of it is to be submitted."""
         return self.error is None and not self.long_form.finished
 
     def _submit(self, request: SegmentRequest) -> tuple[Span, Ticket]:
@@ -276,56 +278,56 @@ class _FileJob:
         return span, ticket
 
     def _take_answers(self) -> bool:
-        moved = False
+        progressed = False
         try:
-            moved = self.diarizer is not None and self.diarizer.advance()
+            progressed = self.diarizer is not None and self.diarizer.advance()
         except AsrServeError as error:
             self._fail(error)
         while self.pending and self.pending[0][1].future.done():
-            moved = True
+            progressed = True
             span, ticket = self.pending.popleft()
             self.call.ahead_samples -= span.samples
             try:
                 answer = ticket.future.result()
-                heard = self.long_form.accept_answer(span, answer)
+                result = self.long_form.accept_answer(span, answer)
             except AsrServeError as error:
                 self._fail(error)
                 break
-            self.answers.append(heard)
+            self.answers.append(result)
             if answer.reused:
-                self.cached_samples += heard.end_samples - span.start_samples
-            if heard.follow_up:
-                self.pending.appendleft(self._submit(heard.follow_up))
-        if self.long_form.finished:  # nobody else need wait for its session until the last answer is there
+                self.cached_samples += result.end_samples - span.start_samples
+            if result.follow_up:
+                self.pending.appendleft(self._submit(result.follow_up))
+        if self.long_form.finished:  # frees its session early, before the last answer: other files may wait for it
             if self.diarizer is not None and self.error is None:
                 self.diarizer.finish()
             self._release()
-        return moved
+        return progressed
 
     # --- results ------------------------------------------------------------------------------------
 
     def ready(self, unopened: bool) -> Iterator[Event]:
-        """The events of this file that are due. Only the first file of the window is asked."""
+        """Yields the events of this file that are due. Only called for the first file of the window."""
         while self.answers:
-            heard = self.answers.popleft()
-            for segment in heard.segments:
+            answer = self.answers.popleft()
+            for segment in answer.segments:
                 samples = segment.end_samples - segment.start_samples
-                self.languages[heard.language] += samples
-                if heard.language_prob:
-                    self.language_probs.setdefault(heard.language, []).append((heard.language_prob, samples))
+                self.languages[answer.language] += samples
+                if answer.language_prob:
+                    self.language_probs.setdefault(answer.language, []).append((answer.language_prob, samples))
                 if self.diarizer is not None:
-                    self.undiarized.append((segment, heard.phases, heard.language))
+                    self.undiarized.append((segment, answer.phases, answer.language))
                 else:
-                    yield self._segment_done(segment, heard.phases, heard.language)
-            yield self._progress(heard.end_samples, unopened)
+                    yield self._segment_done(segment, answer.phases, answer.language)
+            yield self._progress(answer.end_samples, unopened)
         if self.pending or self.open or not (self.error or self.diarizer is None or self.diarizer.finished):
             return
         turns: tuple[SpeakerTurn, ...] = ()
         if self.diarizer is not None and self.error is None:
             turns = self.diarizer.turns()
-            who = TurnIndex(turns)
+            turn_index = TurnIndex(turns)
             for segment, phases, language in self.undiarized:
-                for part in self.diarizer.split_by_speaker(segment, who):
+                for part in self.diarizer.split_by_speaker(segment, turn_index):
                     yield self._segment_done(part, phases, language)
         self._release()
         self.finished = True
@@ -333,10 +335,12 @@ class _FileJob:
         if self.error is not None:
             yield FileFailed(self.index, self.key, self.error)
         else:
-            spoken, model = " ".join(s.text for s in self.segments), self.call.client.card.name
+            text, model = " ".join(s.text for s in self.segments), self.call.client.card.name
             length, segments, cached = self.long_form.read_samples, tuple(self.segments), self.cached_samples
-            language, sure = self._language, self._language_prob
-            transcript = Transcript(self.key, spoken, language, length, segments, model, cached, sure, turns)
+            language, language_prob = self._language, self._language_prob
+            transcript = Transcript(
+                self.key, text, language, length, segments, model, cached, language_prob, turns
+            )
             yield FileDone(self.index, self.key, transcript)
 
     def _segment_done(self, segment: Segment, phases: EngineTimestamps | None, language: str) -> SegmentDone:
@@ -346,15 +350,15 @@ class _FileJob:
 
     @property
     def _language(self) -> str:
-        """The one that was asked for, or most of it was in."""
+        """Chosen language, or the one of most audio."""
         return self.call.language or next((name for name, _ in self.languages.most_common(1)), "")
 
     @property
     def _language_prob(self) -> float:
-        """Of the language, on average; 0 where it was told."""
-        found = self.language_probs.get(self._language, ())
-        samples = sum(each for _, each in found)
-        return sum(sure * each for sure, each in found) / samples if samples else 0.0
+        """Mean probability of the language; 0 where it was chosen."""
+        weighted = self.language_probs.get(self._language, ())
+        samples = sum(count for _, count in weighted)
+        return sum(prob * count for prob, count in weighted) / samples if samples else 0.0
 
     def _progress(self, position: int, unopened: bool) -> Progress:
         self.call.done_samples += position - self.reported
@@ -365,12 +369,12 @@ class _FileJob:
     # --- endings ------------------------------------------------------------------------------------
 
     def _fail(self, error: AsrServeError) -> None:
-        """The file cannot go on; what is already cut is let go."""
+        """Fails the file and cancels its requests."""
         self.error = self.error or error
         self.abandon()
 
     def abandon(self) -> None:
-        """Cancel everything under way."""
+        """Cancels everything pending."""
         for span, ticket in self.pending:
             self.call.ahead_samples -= span.samples
             self.call.client.cancel(ticket)

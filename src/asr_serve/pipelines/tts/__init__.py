@@ -1,1 +1,1 @@
-"""What a speech is made of: options, what of it comes, a sentence under way, its sound for the ear."""
+"""Speech synthesis: a session from text to samples, its sentences, text fed from a thread, output conversion."""

@@ -1,4 +1,4 @@
-"""From what a voice says to what a caller gets: another rate, a mark."""
+"""Conversion of a voice's samples for the client: resampling and watermark."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from asr_serve.audio.watermark import WatermarkEmbedder
 
 
 class SpeechOutput:
-    """In (n,) int16 at `from_hz`, out (m,) int16 at `to_hz`: the same samples where nothing is asked for.
-    Another rate holds about 10 ms back, a mark 40 ms; `end` gives them."""
+    """Converts (n,) int16 at `from_hz` to (m,) int16 at `to_hz`, with a watermark if `mark`.
+
+    Samples pass unchanged where neither is needed. Resampling holds back about 10 ms, the watermark 40 ms; `flush`
+    returns them.
+    """
 
     def __init__(self, from_hz: int, to_hz: int, *, mark: bool) -> None:
         self._resampler = Resampler(from_hz, to_hz) if from_hz != to_hz else None

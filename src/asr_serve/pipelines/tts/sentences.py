@@ -1,5 +1,5 @@
-"""What of a speech is under way: sentences in the engine, silence between them. Counted in the voice's own
-samples."""
+"""Parts of a speech in progress: sentences in the engine and the silence between them. Positions count samples
+at the voice's own rate."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from asr_serve.text.g2p.passages import Clause, ClauseWord, ProsodySettings
 from asr_serve.types import PhonemeSpan, Sentence, SentenceAudio
 
 SILENCE_CHUNK_SAMPLES = 4_096
-"""Of silence, a piece."""
+"""Chunk length of silence."""
 SILENCE_LEVEL = 64
-"""Of 32,767: what is no louder is not heard."""
+"""Amplitude up to which a sample counts as silent, of 32,767."""
 
 
 class SpeechPart(Protocol):
-    """Sound that is to come, in order."""
+    """Audio to be returned in order."""
 
     @property
     def under_way(self) -> bool:
-        """The engine works on it."""
+        """Whether the engine works on it."""
 
     @property
     def remaining_samples(self) -> int | None:
-        """Not yet taken, as far as that is known; None: it is not."""
+        """Samples not yet taken, as far as is known; None: unknown."""
 
     @property
     def finished(self) -> bool:
-        """All of it was taken."""
+        """Whether all samples were taken."""
 
     def take_audio(self) -> np.ndarray | None:
-        """The next piece (n,) int16, or None: there is none yet. Raises what went wrong, after all that was
-        said."""
+        """Returns the next chunk, (n,) int16, or None if none is ready. Raises the engine's error after all
+        audio before it."""
 
     def cancel(self) -> None: ...
 
@@ -46,12 +46,13 @@ class SilencePart:
     under_way = False
 
     def __init__(self, samples: int, *, asked: bool = False) -> None:
-        """`asked`: somebody wants it so long; any other counts what was silent before it."""
+        """`asked`: the text requests this length. Any other silence is shortened by the silence that precedes
+        it."""
         self.remaining_samples = samples
         self._more = not asked
 
     def begin(self, quiet_samples: int) -> None:
-        """So much of what came before was silent: sentences fade out for as long as they like."""
+        """Reports how much of the audio before this part was silent: sentences fade out over any length."""
         if self._more:
             self.remaining_samples = max(0, self.remaining_samples - quiet_samples)
             self._more = False
@@ -72,7 +73,7 @@ class SilencePart:
 
 
 class SentencePart:
-    """A sentence in the engine."""
+    """Sentence in the engine."""
 
     def __init__(
         self,
@@ -82,13 +83,14 @@ class SentencePart:
         cancel: Callable[[Ticket], None],
         wake: Callable[[], None],
     ) -> None:
-        """`say` and `cancel` are EngineClient's. Raises what `say` does."""
+        """`say` submits a sentence and `cancel` cancels it, as EngineClient's methods do. Raises what `say`
+        raises."""
         self.clause = clause
         self._cancel, self._wake = cancel, wake
         self._sounds: deque[SentenceAudio] = deque()
         self._heard_samples = self._taken_samples = 0
         self._whole = False
-        """All of it was heard."""
+        """Whether the last audio has arrived."""
         self._ends: tuple[int, ...] = ()
         self._told = False
         self._ticket = say(sentence, self._accept_audio)
@@ -119,8 +121,8 @@ class SentencePart:
         return pcm.astype(np.int16, copy=False)
 
     def words(self) -> list[tuple[ClauseWord, int, int]] | None:
-        """Each with where it begins and ends in the sentence; once, with its first piece; None before and
-        after."""
+        """Returns the words with their start and end in the sentence, once, with the first chunk; None before
+        and after."""
         if self._told or not (self._ends or self._sounds):
             return None
         self._told = True
@@ -134,7 +136,7 @@ class SentencePart:
             self._cancel(self._ticket)
 
     def _accept_audio(self, sound: SentenceAudio) -> None:
-        """On a thread of the engine's. Each field has one writer."""
+        """Receives audio on a thread of the engine. Each field has one writer."""
         if sound.phoneme_ends:
             self._ends = sound.phoneme_ends
         self._sounds.append(sound)
@@ -145,15 +147,15 @@ class SentencePart:
 
 
 def sentence_request(clause: Clause, manner: ProsodySettings, voice: str, seed: int) -> Sentence:
-    """A clause as the engine takes it, in a manner beside its own."""
-    stretches = []
-    for stretch in clause.phoneme_spans:
-        both = ProsodySettings(stretch.speed, stretch.pitch, stretch.energy).combined_with(manner)
-        stretches.append(PhonemeSpan(stretch.phonemes, both.speed, both.pitch, both.energy))
-    return Sentence(tuple(stretches), voice, seed)
+    """Builds the engine's request for a clause: its own prosody combined with `manner`."""
+    spans = []
+    for span in clause.phoneme_spans:
+        prosody = ProsodySettings(span.speed, span.pitch, span.energy).combined_with(manner)
+        spans.append(PhonemeSpan(span.phonemes, prosody.speed, prosody.pitch, prosody.energy))
+    return Sentence(tuple(spans), voice, seed)
 
 
 def trailing_silence_samples(pcm: np.ndarray) -> int:
-    """Of (n,) int16, the samples after the last that is heard."""
+    """Number of samples after the last audible one in (n,) int16."""
     loud = np.flatnonzero(np.abs(pcm.astype(np.int32)) > SILENCE_LEVEL)
     return len(pcm) - 1 - int(loud[-1]) if len(loud) else len(pcm)

@@ -1,15 +1,15 @@
-"""START HERE: text in, sound out while it is made. text -> clauses -> engine -> one stream of samples.
+"""Speech synthesis session: text in, samples out while they are made. START HERE.
 
-Sans I/O, as pipelines/live/listen: `put` takes text, `take` returns what has come, and `wake` is called, from
-any thread, when it is worth calling again. Nothing here blocks or sleeps: a library's iterator and a server's
-socket drive it alike.
+Text -> clauses -> engine -> one stream of samples. Sans I/O, as `pipelines/live/listen`: `append_text` takes text,
+`take_audio` returns the audio that is ready, and `wake` is called, from any thread, when it is worth calling
+again. Nothing here blocks or sleeps, so that a library's iterator and a server's socket drive it alike.
 
-1. `text/spoken.Front` makes clauses and pauses of the text: of a whole text lazily, of a text that is still being
-   written as soon as a clause is safe.
-2. The engine has the clause that sounds, and the next one once less than AHEAD_S of sound is left untaken. So a
-   speech has no gaps, and for whoever does not take the engine does not work.
-3. What comes is joined with the silence between, resampled and marked where that was asked for
-   (`pipelines/tts/output`), and goes out in order, with the times of its words.
+1. `TextFrontend` (`text/g2p/frontend`) makes clauses and pauses: lazily from a whole text; from a text that
+   is still being written as soon as a clause is complete.
+2. The engine gets the first clause, and the next one once less than TARGET_BUFFER_S of audio waits to be taken. So
+   speech has no gaps, and the engine does no work for a client that takes no audio.
+3. Audio is joined with the silence between clauses, resampled and watermarked if requested
+   (`pipelines/tts/output`), and returned in order, with the times of its words.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from asr_serve.text.g2p.frontend import PAUSE_MS, StreamingTextFrontend, TextFro
 from asr_serve.text.g2p.passages import Clause, Passage, Pause, ProsodySettings
 
 TARGET_BUFFER_S, WHOLE_SENTENCE_BUFFER_S = 2.0, 10.0
-"""Sound left untaken below which the next sentence goes in; the latter of a voice that says sentences as a
-whole, and so may take longer for the first of its sound."""
+"""Audio not yet taken below which the next sentence is submitted. The second is for voices that synthesize
+whole sentences, whose first audio may take longer."""
 MAX_CONCURRENT_SENTENCES = 2
-"""Of one speech, in the engine at once."""
+"""Limit for the sentences of one session in the engine."""
 FULL_PASSAGES, MAX_PASSAGES = 64, 4_096
-"""Of live text, not yet in the engine: then `full`; then refused."""
+"""Clauses of streamed text not yet in the engine: at the first number the session is `full`, at the second it
+refuses."""
 
 
 class TtsSession:
-    """One speech. May be called from several threads, one at a time inside; `close` from any, at any time."""
+    """Synthesis of one text. Methods may be called from several threads, which a lock serializes; `close` at
+    any time."""
 
     def __init__(
         self,
@@ -61,10 +63,11 @@ class TtsSession:
         wake: Callable[[], None],
         text: str | None = None,
     ) -> None:
-        """`text`: all of it; None: it comes by `put`. `wake` must not wait: it is called on the engine's thread.
+        """`text`: the whole text; None: `append_text` delivers it. `wake` must not block: it runs on the engine's
+        thread.
 
         Raises TextError for a text that cannot be read, OptionError, AtCapacity, WrongModel, EngineClosed.
-        UnknownVoice comes out of `take`: only the model can tell.
+        `take_audio` raises UnknownVoice, which only the model can detect.
         """
         card = client.voice_card
         self._client, self._frontend, self._options, self._wake = client, front, options, wake
@@ -78,16 +81,16 @@ class TtsSession:
         self._lock = threading.RLock()
         self._parts: deque[SpeechPart] = deque()
         self._submitted_clauses = 0
-        """Sentences that went into the engine."""
+        """Sentences submitted to the engine."""
         self._finished_samples = 0
-        """Of the voice's own, before the part that sounds."""
+        """Samples taken before the current part, at the voice's rate."""
         self._part_samples = 0
-        """Of that part, taken."""
+        """Samples taken of the current part, at the voice's rate."""
         self._emitted_samples = self._trailing_silence_samples = 0
-        """What went out; what of the voice's own was silent, last."""
+        """Samples returned, at the output rate; silent samples at their end, at the voice's rate."""
         self._failure: AsrServeError | None = None
         self._playback = Playback(0.0)
-        """Of what was taken."""
+        """Playback clock of the audio taken."""
         self._drained = self._closed = self._flush_pause_due = False
         self._passages: deque[Passage] = deque()
         self._whole: Iterator[Passage] | None = None
@@ -106,11 +109,11 @@ class TtsSession:
         with self._lock:
             self._advance()
 
-    # --- the caller's side -----------------------------------------------------------------------------
+    # --- client ----------------------------------------------------------------------------------------
 
     def append_text(self, text: str) -> None:
-        """More of a live text. Clauses that are complete go on at once. Raises what the constructor does, for this
-        piece alone; TextTooLong where far too much waits to be said."""
+        """Appends streamed text and submits complete clauses. Raises what the constructor raises, for this text
+        alone, and TextTooLong when too many clauses wait."""
         with self._lock:
             live = self._expect_live("put")
             if len(self._passages) >= MAX_PASSAGES:
@@ -128,14 +131,14 @@ class TtsSession:
             self._advance()
 
     def flush(self) -> None:
-        """Say what was put, to its last word; more may follow, as a new sentence."""
+        """Synthesizes all text so far, including an incomplete last word; later text starts a new sentence."""
         with self._lock:
             self._passages += self._expect_live("flush").finish()
             self._flush_pause_due = bool(self._submitted_clauses or self._passages)
             self._advance()
 
     def end(self) -> None:
-        """No more text will come."""
+        """Ends the text."""
         with self._lock:
             if self._live is not None:
                 passages, self._live = self._live.finish(), None
@@ -146,50 +149,50 @@ class TtsSession:
 
     @property
     def full(self) -> bool:
-        """Put no more for now."""
+        """Whether no more text should be appended for now."""
         return len(self._passages) >= FULL_PASSAGES
 
     @property
     def idle(self) -> bool:
-        """Everything that was put has been said and taken."""
+        """Whether all text so far has been synthesized and its audio taken."""
         with self._lock:
             return not (self._parts or self._passages)
 
     @property
     def done(self) -> bool:
-        """There is no more to take."""
+        """Whether all audio has been taken."""
         return self._drained
 
     def take_audio(self, most: int | None = None) -> list[AudioChunk]:
-        """What has come since, which may be nothing: `most` pieces, or all. Raises what went wrong once everything
-        before it was taken, Cancelled after `close`."""
-        found: list[AudioChunk] = []
+        """Returns up to `most` chunks that are ready (None: all of them), possibly none. Raises the session's
+        error once all audio before it was taken, and Cancelled after `close`."""
+        chunks: list[AudioChunk] = []
         with self._lock:
             if self._closed and not self._drained:
                 raise self._failure or Cancelled("the speech was stopped")
             try:
-                while (most is None or len(found) < most) and self._submit_due():
-                    if (spoken := self._next_chunk()) is not None:
-                        found.append(spoken)
-                    elif self._parts:  # it has yet to come
+                while (most is None or len(chunks) < most) and self._submit_due():
+                    if (chunk := self._next_chunk()) is not None:
+                        chunks.append(chunk)
+                    elif self._parts:  # the next chunk is not ready
                         break
             except AsrServeError as failure:
                 self._failure = self._failure or failure
                 self._cancel_parts()
-            if not self._parts and not found:
+            if not self._parts and not chunks:
                 if self._failure is not None:
                     self.close()
                     raise self._failure
                 if self._ended() and not self._drained:
                     self._drained = True
                     if len(rest := self._outlet.flush()):
-                        found.append(self._audio_chunk(rest))
-        if self._failure is not None or (found and not self._parts):
-            self._wake()  # there is an end to be had, of one kind or the other
-        return found
+                        chunks.append(self._audio_chunk(rest))
+        if self._failure is not None or (chunks and not self._parts):
+            self._wake()  # the next call returns the end, or raises the error
+        return chunks
 
     def close(self) -> None:
-        """Stop: what is in the engine leaves it. Idempotent."""
+        """Stops and cancels what is in the engine. Idempotent."""
         self._closed = True
         with self._lock:
             self._cancel_parts()
@@ -200,8 +203,8 @@ class TtsSession:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _submit_due(self) -> bool:
-        """Whether anything is under way; what can go in goes in. A text that cannot be read on is told of after
-        what was said of it."""
+        """Submits what is due and returns whether any part is in progress. An error in the rest of the text is
+        raised after the audio before it."""
         try:
             self._advance()
         except AsrServeError as failure:
@@ -214,9 +217,9 @@ class TtsSession:
         self._parts.clear()
 
     def _advance(self) -> None:
-        """Have the next sentence said, if it is time."""
-        while not self._closed and self._failure is None and (left := self._remaining_samples()) is not None:
-            if left >= self._ahead or sum(part.under_way for part in self._parts) >= MAX_CONCURRENT_SENTENCES:
+        """Submits sentences until enough audio is buffered."""
+        while not self._closed and self._failure is None and (remaining := self._remaining_samples()) is not None:
+            if remaining >= self._ahead or sum(part.under_way for part in self._parts) >= MAX_CONCURRENT_SENTENCES:
                 return
             passage = self._next_passage()
             if passage is None:
@@ -225,29 +228,29 @@ class TtsSession:
                 ms = passage.ms if passage.is_requested else passage.ms / self._manner.speed
                 self._parts.append(SilencePart(units.ms_to_samples(ms, self._card_hz), asked=passage.is_requested))
             else:
-                self._submit_clause(passage, left)
+                self._submit_clause(passage, remaining)
 
     def _submit_clause(self, clause: Clause, left: int) -> None:
-        """The first sentence asks whether there is room; then the speech is let in. The others are wanted when all
-        before them has been played, as if that began with its first piece."""
-        options, begun = self._options, self._submitted_clauses > 0
-        wanted = sentence_request(clause, self._manner, self._voice, options.seed + self._submitted_clauses)
-        within_ms: int | None = None
-        if begun:
-            held_s = self._playback.deadline_s - time.monotonic() if self._playback.started else 0.0
-            within_ms = units.samples_to_ms(max(0, left), self._card_hz) + int(1_000 * max(0.0, held_s))
-        say = partial(self._client.synthesize, priority=options.priority, within_ms=within_ms, admitted=begun)
-        self._parts.append(SentencePart(clause, wanted, say, self._client.cancel, self._wake))
+        """Submits a clause. The first one passes admission, which then holds for the whole session. The others
+        are due when all audio before them has been played, counted from the first chunk."""
+        options, admitted = self._options, self._submitted_clauses > 0
+        request = sentence_request(clause, self._manner, self._voice, options.seed + self._submitted_clauses)
+        slack_ms: int | None = None
+        if admitted:
+            buffered_s = self._playback.deadline_s - time.monotonic() if self._playback.started else 0.0
+            slack_ms = units.samples_to_ms(max(0, left), self._card_hz) + int(1_000 * max(0.0, buffered_s))
+        submit = partial(self._client.synthesize, priority=options.priority, slack_ms=slack_ms, admitted=admitted)
+        self._parts.append(SentencePart(clause, request, submit, self._client.cancel, self._wake))
         self._submitted_clauses += 1
 
     def _remaining_samples(self) -> int | None:
-        """Sound that is to come and was not taken; None: nobody knows yet."""
-        left = 0
+        """Samples that are due and not yet taken; None while unknown."""
+        remaining = 0
         for part in self._parts:
             if part.remaining_samples is None:
                 return None
-            left += part.remaining_samples
-        return left
+            remaining += part.remaining_samples
+        return remaining
 
     def _next_passage(self) -> Passage | None:
         if self._whole is not None:
@@ -255,11 +258,11 @@ class TtsSession:
         return self._passages.popleft() if self._passages else None
 
     def _ended(self) -> bool:
-        """No more text, and all of it was said."""
+        """Whether the text has ended and all of it was submitted."""
         return self._live is None and not self._passages and not self._closed
 
     def _next_chunk(self) -> AudioChunk | None:
-        """The next piece that is there."""
+        """Returns the next chunk that is ready."""
         while self._parts:
             part = self._parts[0]
             if isinstance(part, SilencePart):
@@ -269,14 +272,14 @@ class TtsSession:
                 self._trailing_silence_samples = quiet + (
                     self._trailing_silence_samples if quiet == len(pcm) else 0
                 )
-                told = part.words() if isinstance(part, SentencePart) else None
+                clause_words = part.words() if isinstance(part, SentencePart) else None
                 self._part_samples += len(pcm)
                 self._playback.add_audio(len(pcm) / self._card_hz, time.monotonic())
                 words = tuple(
                     SpokenWord(word.text, self._output_position(start), self._output_position(end))
-                    for word, start, end in told or ()
+                    for word, start, end in clause_words or ()
                 )
-                text = " ".join(word.text for word, *_ in told or ())
+                text = " ".join(word.text for word, *_ in clause_words or ())
                 return self._audio_chunk(self._outlet.convert(pcm), text, words)
             if not part.finished:
                 return None
@@ -286,13 +289,13 @@ class TtsSession:
         return None
 
     def _output_position(self, samples: int) -> int:
-        """Where that sample of the part that sounds is, in what goes out."""
+        """Converts a position in the current part to a position in the output."""
         return (self._finished_samples + samples) * self.rate_hz // self._card_hz
 
     def _audio_chunk(self, pcm: np.ndarray, text: str = "", words: tuple[SpokenWord, ...] = ()) -> AudioChunk:
-        spoken = AudioChunk(pcm, self.rate_hz, self._emitted_samples, text, words)
+        chunk = AudioChunk(pcm, self.rate_hz, self._emitted_samples, text, words)
         self._emitted_samples += len(pcm)
-        return spoken
+        return chunk
 
     def _expect_live(self, what: str) -> StreamingTextFrontend:
         if self._closed:
@@ -302,7 +305,7 @@ class TtsSession:
 
 
 class SpeakCanceller:
-    """Ends one call of `speak` from any thread: its generator cancels what it has in the engine and raises
+    """Cancels one call of `speak` from any thread: its generator cancels its work in the engine and raises
     Cancelled."""
 
     def __init__(self) -> None:
@@ -315,7 +318,7 @@ class SpeakCanceller:
             self._session.close()
 
     def attach(self, speaking: TtsSession) -> None:
-        """What it stops."""
+        """Sets the session to stop, and stops it if `cancel` was called before."""
         self._session = speaking
         if self._cancelled:
             speaking.close()
@@ -328,27 +331,27 @@ def speak(
     options: SpeakOptions | None = None,
     stop: SpeakCanceller | None = None,
 ) -> Generator[AudioChunk, None, None]:
-    """The pieces of a speech, as they come: of a text, or of pieces of text as a language model writes them, which
-    a thread reads. Closing the generator stops the work.
+    """Yields the audio of a text as it is made. A text may come in pieces, as a language model writes them; a
+    thread reads them. Closing the generator stops the work.
 
-    Raises, at the first piece, what Speaking does; what `text` raises, after what was said before; Cancelled after
-    `stop`.
+    Raises, at the first chunk, what TtsSession raises; what the iterable `text` raises, after the audio before it;
+    Cancelled after `stop.cancel()`.
     """
-    awake = threading.Event()
-    whole = text if isinstance(text, str) else None
-    speaking = TtsSession(client, front, options or SpeakOptions(), awake.set, whole)
-    (stop or SpeakCanceller()).attach(speaking)
-    feeder = None if isinstance(text, str) else TextFeeder(speaking, text, awake.set)
+    wake = threading.Event()
+    full_text = text if isinstance(text, str) else None
+    session = TtsSession(client, front, options or SpeakOptions(), wake.set, full_text)
+    (stop or SpeakCanceller()).attach(session)
+    feeder = None if isinstance(text, str) else TextFeeder(session, text, wake.set)
     try:
-        while not speaking.done:
-            awake.clear()
-            pieces = speaking.take_audio(1)
-            yield from pieces
+        while not session.done:
+            wake.clear()
+            chunks = session.take_audio(1)
+            yield from chunks
             if feeder is not None:
                 feeder.raise_failure()
-            if not pieces and not speaking.done:
-                awake.wait()
+            if not chunks and not session.done:
+                wake.wait()
     finally:
-        speaking.close()
+        session.close()
         if feeder is not None:
             feeder.close()

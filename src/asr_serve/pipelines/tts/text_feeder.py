@@ -1,4 +1,4 @@
-"""Reads text that somebody is still writing, so that nobody who listens waits with it."""
+"""Reads text that is still being written, on a thread of its own, so that playback does not wait for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class TextSink(Protocol):
-    """Who is fed: a speech."""
+    """Receiver of the text: a speech session."""
 
     @property
     def full(self) -> bool: ...
@@ -20,8 +20,8 @@ class TextSink(Protocol):
 
 
 class TextFeeder:
-    """Pieces of text to a speech, on a thread. One that waits for text when `close` comes ends with the next
-    piece."""
+    """Feeds pieces of text to a session, on a thread. A thread that waits for text when `close` is called ends
+    when the next piece arrives."""
 
     def __init__(self, taker: TextSink, texts: Iterable[str], wake: Callable[[], None]) -> None:
         self._sink, self._texts, self._wake = taker, texts, wake
@@ -31,7 +31,8 @@ class TextFeeder:
         threading.Thread(target=self._feed, name="text", daemon=True).start()
 
     def raise_failure(self) -> None:
-        """To be called when something was taken. Raises what reading the text did, once all before it was said."""
+        """Lets the thread check whether the session has room; call it after audio was taken. Raises the error
+        that reading the text raised, once all text before it has been synthesized."""
         with self._moved:
             self._moved.notify_all()
         if self._failure is not None and self._sink.idle:
@@ -58,7 +59,7 @@ class TextFeeder:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Whatever it is, whoever listens is told."""
+        """Keeps any error for `raise_failure` and wakes the session's client."""
         self._failure = failure
         self._wake()
         return True

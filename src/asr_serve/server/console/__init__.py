@@ -1,1 +1,1 @@
-"""The web console: pages a browser can talk to the server with, built from console/ and served from here."""
+"""Web console: browser pages for using the server, built from console/ and served from here."""

@@ -1,5 +1,5 @@
-"""`/`, `/speak`, `/status` and their assets: files made by `make console`, read once, sent with the headers
-that they need."""
+"""Pages `/`, `/speak`, `/status` and their assets: files built by `make console`, read once, and sent with the
+headers that they need."""
 
 from __future__ import annotations
 
@@ -25,72 +25,72 @@ TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-POLICY = "; ".join(
+CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
         "img-src 'self'",
-        "media-src blob:",  # a recording is played from the page's own memory
+        "media-src blob:",  # a recording is played from the page's memory
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
     )
 )
-SECURITY = {
-    "Content-Security-Policy": POLICY,
+SECURITY_HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Permissions-Policy": "microphone=(self), camera=(), geolocation=()",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 _HASHED = re.compile(r".+-[\w-]{8}\.\w+")
-"""The name of a file whose content never changes: the build puts its hash there."""
+"""Name of a file whose content never changes: the build adds its hash."""
 _GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
-"""Taken: named, and not with the weight 0."""
+"""Accept-Encoding that allows gzip: named, and not with weight 0."""
 
 
-class Page(msgspec.Struct, frozen=True):
-    """A file as it is sent, plain and packed."""
+class ConsolePage(msgspec.Struct, frozen=True):
+    """File as it is sent, plain and compressed."""
 
     body: bytes
     packed: bytes
     headers: dict[str, str]
 
     @classmethod
-    def read(cls, path: Path) -> Page:
+    def load(cls, path: Path) -> ConsolePage:
         body = path.read_bytes()
         headers = {
-            **SECURITY,
+            **SECURITY_HEADERS,
             "Cache-Control": (
                 "public, max-age=31536000, immutable" if _HASHED.fullmatch(path.name) else "no-cache"
             ),
             "Content-Type": TYPES[path.suffix],
-            "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',  # weak: one tag for both forms
+            "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',  # weak: one tag for both encodings
             "Vary": "Accept-Encoding",
         }
         return cls(body, gzip.compress(body, mtime=0), headers)
 
-    def answer(self, asked: Headers) -> Response:
-        tags = {tag.strip().removeprefix("W/") for tag in asked.get("if-none-match", "").split(",")}
+    def response(self, headers: Headers) -> Response:
+        tags = {tag.strip().removeprefix("W/") for tag in headers.get("if-none-match", "").split(",")}
         if tags & {self.headers["ETag"].removeprefix("W/"), "*"}:
             return Response(status_code=304, headers=self.headers)
-        if _GZIP.search(asked.get("accept-encoding", "")):
+        if _GZIP.search(headers.get("accept-encoding", "")):
             return Response(self.packed, headers={**self.headers, "Content-Encoding": "gzip"})
         return Response(self.body, headers=self.headers)
 
 
 def routes() -> list[Route]:
-    pages = {path: Page.read(STATIC / name) for path, name in PAGES.items()}
-    assets = {path.name: Page.read(path) for path in sorted((STATIC / "assets").iterdir())}
+    pages = {path: ConsolePage.load(STATIC / name) for path, name in PAGES.items()}
+    assets = {path.name: ConsolePage.load(path) for path in sorted((STATIC / "assets").iterdir())}
 
     async def page(request: Request) -> Response:
-        return pages[request.scope["path"]].answer(request.headers)
+        return pages[request.scope["path"]].response(request.headers)
 
     async def asset(request: Request) -> Response:
-        found = assets.get(request.path_params["name"])
-        if found is None:
+        file = assets.get(request.path_params["name"])
+        if file is None:
             raise HTTPException(404)
-        return found.answer(request.headers)
+        return file.response(request.headers)
 
     return [*(Route(path, page) for path in PAGES), Route(ASSETS, asset)]

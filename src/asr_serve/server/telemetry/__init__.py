@@ -1,1 +1,1 @@
-"""What the server tells of itself as it goes: logs and traces."""
+"""Logs and traces of the server."""

@@ -1,8 +1,7 @@
-"""Logs on standard error, one line a record, as text for people or JSON for machines.
+"""Logs on standard error, one line per record, as text for people or JSON for machines.
 
-A record says what happened, never what was said: no keys, no audio, no text. So a field that is not a plain
-value is shown as its type only, and libraries are heard from warnings up, since what they say below that may
-hold what clients sent.
+Records hold no keys, no audio and no spoken text. So a field that is not a plain value is logged as its type
+only, and libraries are logged from warnings up, since their records below that may hold what clients sent.
 """
 
 from __future__ import annotations
@@ -16,44 +15,44 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-Form = Literal["text", "json"]
-Level = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request this task works for; every record made meanwhile carries it."""
+"""Id of the current task's request, which is added to every record."""
 
-OURS = ("asr_serve", "_granian", "granian.access")
+LOGGER_NAMES = ("asr_serve", "_granian", "granian.access")
 GRANIAN: dict[str, Any] = {
     "formatters": {},
     "handlers": {},
-    "loggers": {name: {"handlers": [], "propagate": True} for name in OURS[1:]},
+    "loggers": {name: {"handlers": [], "propagate": True} for name in LOGGER_NAMES[1:]},
 }
-"""Granian's `log_dictconfig`: it sets up logging of its own when it starts, and this leaves that to us."""
+"""Granian's `log_dictconfig`: keeps it from replacing this logging with its own when it starts."""
 
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _access = logging.getLogger("asr_serve.access")
 
 
-def setup(form: Form = "text", level: Level = "info") -> None:
-    """Send every logger of this process through one handler."""
+def setup(form: LogFormat = "text", level: LogLevel = "info") -> None:
+    """Sends every logger of this process through one handler."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if form == "json" else _Text())
-    handler.addFilter(_stamp)
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    handler.addFilter(_add_request_id)
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
     root.addHandler(handler)
-    number = logging.getLevelNamesMapping()[level.upper()]
-    root.setLevel(max(number, logging.WARNING))
-    for name in OURS:
+    numeric_level = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(numeric_level, logging.WARNING))
+    for name in LOGGER_NAMES:
         logger = logging.getLogger(name)
         logger.handlers.clear()
         logger.propagate = True
-        logger.setLevel(number)
+        logger.setLevel(numeric_level)
 
 
-def access(
+def log_access(
     *,
     method: str,
     route: str,
@@ -64,10 +63,10 @@ def access(
     client: str | None = None,
     ended: str | None = None,
 ) -> None:
-    """The one line of an answered request, or of a WebSocket that has `ended`. `route` as in the metrics: the
-    template, not what was sent.
+    """Logs the one line of an answered request, or of a WebSocket that has `ended`. `route` as in the metrics:
+    the template, not the path.
 
-    An error from 500 on, but for 503: that is what a server says that is not ready, or going down.
+    Statuses from 500 on are errors, except 503: a server that is not ready, or going down, answers that.
     """
     fields = {
         "method": method,
@@ -86,14 +85,14 @@ def access(
     )
 
 
-def _stamp(record: logging.LogRecord) -> bool:
-    """Write the request's id into a record that does not bring one along."""
+def _add_request_id(record: logging.LogRecord) -> bool:
+    """Adds the request's id to a record that has none."""
     if not hasattr(record, "request_id") and (current := request_id.get()):
         record.request_id = current
     return True
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
         if record.exc_info:
@@ -101,7 +100,7 @@ class _Json(logging.Formatter):
         return json.dumps(fields)
 
 
-class _Text(logging.Formatter):
+class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = _fields(record)
         first, *more = fields.pop("message").split("\n")
@@ -109,26 +108,26 @@ class _Text(logging.Formatter):
         lines = [" ".join([*head, *(f"{name}={_quoted(value)}" for name, value in fields.items())]), *more]
         if record.exc_info:
             lines += self.formatException(record.exc_info).split("\n")
-        # What a client wrote may be in a record: it must not pass for a record of its own, or move the cursor.
+        # A record may hold text from clients: it must not look like another record, or move the cursor.
         return "\n    ".join(_CONTROL.sub(_escape, line) for line in lines)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What both forms show, in order; what is ours cannot be overwritten."""
-    when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-    ours = {
-        "ts": when.replace("+00:00", "Z"),
+    """Fields of both formats, in order; extra fields cannot overwrite the standard ones."""
+    time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    standard = {
+        "ts": time.replace("+00:00", "Z"),
         "level": record.levelname.lower(),
         "logger": record.name,
         "message": record.getMessage(),
     }
     extra = {name: _plain(value) for name, value in vars(record).items() if name not in _STANDARD}
-    return ours | extra | ours
+    return standard | extra | standard
 
 
 def _plain(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no number for it
+        return str(value)  # not a JSON number
     return value if value is None or isinstance(value, str | int | float) else f"<{type(value).__name__}>"
 
 

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry, which this file alone loads, and only when somebody asked for it.
+"""Traces for OpenTelemetry, which only this file loads, and only when traces are configured.
 
     POST /v1/audio/transcriptions      a request, in the server
     ├── upload                         its body, up to the last byte
@@ -7,8 +7,8 @@
         ├── encode
         └── decode
 
-The engine process knows nothing of this: its times come back with each answer (`types.Phases`), and its spans
-are made of them afterwards. Attributes hold names and sizes, never a key, and never what was said.
+The engine process has no part in this: its times are returned with each result (`types.EngineTimestamps`), and its
+spans are created from them afterwards. Attributes hold names and sizes, never a key or spoken text.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 EXPORT_S = 5.0
-"""One export, its repetitions included."""
-CLOSE_S = 5.0
-"""The most that a shutdown waits for a collector that does not answer."""
+"""Timeout of one export, retries included."""
+TRACER_CLOSE_S = 5.0
+"""Longest wait of a shutdown for a collector that does not answer."""
 
 
 class RequestTrace:
-    """A request nobody traces: every call is free."""
+    """Trace of a request that is not traced: every call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -41,30 +41,30 @@ class RequestTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """The request is over; an exception that passes is named in its span."""
+        """Ends the request's span, which names the exception, if any."""
 
     def upload(self) -> AbstractContextManager[None]:
-        """Around the reading of the body."""
+        """Context manager around reading the body."""
         return nullcontext()
 
     def engine_phases(self, phases: EngineTimestamps) -> None:
-        """One utterance came back from the engine."""
+        """Records the times of one utterance in the engine."""
 
-    def note(self, **attributes: str | int | float) -> None:
-        """Facts about the request: model, request_id, audio_ms."""
+    def set_attributes(self, **attributes: str | int | float) -> None:
+        """Adds attributes of the request: model, request_id, audio_ms."""
 
-    def answered(self, route: str, status: int) -> None:
-        """`route`: the template the request matched."""
+    def set_response(self, route: str, status: int) -> None:
+        """Records the response. `route`: the template that the request matched."""
 
 
 class Tracer:
-    """Begins a trace for each request. This one does nothing; `create` makes the one that does."""
+    """Starts a trace for each request. This class traces nothing; `create` returns one that does if configured."""
 
     @staticmethod
     def create(endpoint: str | None, service_name: str) -> Tracer:
-        """`endpoint`: base URL of an OTLP/HTTP collector, or None for no traces.
+        """Returns a tracer. `endpoint`: base URL of an OTLP/HTTP collector, or None for no traces.
 
-        Raises OptionError when there is an endpoint and OpenTelemetry is not installed.
+        Raises OptionError if there is an endpoint and OpenTelemetry is not installed.
         """
         if endpoint is None:
             return Tracer()
@@ -80,17 +80,17 @@ class Tracer:
         url = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
         return OtelTracer(OTLPSpanExporter(url, timeout=EXPORT_S), service_name)
 
-    def request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
-        """Begin now. `headers` in lower case, or of a kind that does not care: a valid `traceparent` among
-        them is continued."""
+    def start_request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
+        """Starts a trace now, which continues a valid `traceparent` among `headers` (lower case, or matched
+        case-insensitively)."""
         return RequestTrace()
 
     def close(self) -> None:
-        """Send what is left; not longer than CLOSE_S."""
+        """Sends the remaining spans, for TRACER_CLOSE_S at most."""
 
 
 class OtelTracer(Tracer):
-    """Sends spans to `exporter`, in batches, from a thread of the SDK."""
+    """Tracer that sends spans to `exporter`, in batches, from a thread of the SDK."""
 
     def __init__(self, exporter: SpanExporter, service_name: str) -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
@@ -98,7 +98,7 @@ class OtelTracer(Tracer):
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # A provider of our own, not the process's: whoever embeds the server may have one already.
+        # Its own provider, not the process's global one: an embedding application may have that already.
         self._provider = TracerProvider(
             resource=Resource.create({SERVICE_NAME: service_name}), shutdown_on_exit=False
         )
@@ -106,7 +106,7 @@ class OtelTracer(Tracer):
         self._tracer = self._provider.get_tracer("asr_serve")
         self._propagator = TraceContextTextMapPropagator()
 
-    def request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
+    def start_request(self, method: str, headers: Mapping[str, str]) -> RequestTrace:
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
@@ -116,16 +116,16 @@ class OtelTracer(Tracer):
             kind=SpanKind.SERVER,
             attributes={"http.request.method": method, "process": "server"},
         )
-        return _OtelRequest(self._tracer, span, method)
+        return _OtelRequestTrace(self._tracer, span, method)
 
     def close(self) -> None:
-        # The SDK waits for half a minute while a collector is away.
+        # The SDK waits for half a minute for an unreachable collector.
         closing = Thread(target=self._provider.shutdown, name="asr-serve traces", daemon=True)
         closing.start()
-        closing.join(CLOSE_S)
+        closing.join(TRACER_CLOSE_S)
 
 
-class _OtelRequest(RequestTrace):
+class _OtelRequestTrace(RequestTrace):
     def __init__(self, tracer: trace.Tracer, span: trace.Span, method: str) -> None:
         from opentelemetry import trace
 
@@ -160,14 +160,14 @@ class _OtelRequest(RequestTrace):
         utterance.end(phases.decode_end_ns)
 
     def _child(self, name: str, parent: trace.Span, process: str, start_ns: int | None = None) -> trace.Span:
-        # Its parent is handed on, not looked up: a request's work is spread over tasks and threads.
+        # The parent is passed, not looked up: a request's work is spread over tasks and threads.
         context = self._api.set_span_in_context(parent)
         return self._tracer.start_span(name, context=context, start_time=start_ns, attributes={"process": process})
 
-    def note(self, **attributes: str | int | float) -> None:
+    def set_attributes(self, **attributes: str | int | float) -> None:
         self._span.set_attributes(attributes)
 
-    def answered(self, route: str, status: int) -> None:
+    def set_response(self, route: str, status: int) -> None:
         self._span.update_name(f"{self._method} {route}")
         self._span.set_attributes({"http.route": route, "http.response.status_code": status})
         if status >= 500:

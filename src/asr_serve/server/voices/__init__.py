@@ -1,1 +1,1 @@
-"""Cloned voices of a server: the queue of clonings, and the routes."""
+"""Cloned voices: routes and the queue of cloning jobs."""

@@ -1,4 +1,4 @@
-"""/v1/voices: clone a voice, follow that; list, rename, delete, export."""
+"""/v1/voices: clone a voice and follow its progress; list, rename, delete, export voices."""
 
 from __future__ import annotations
 
@@ -23,256 +23,268 @@ from asr_serve.errors import (
     OptionError,
     UnsupportedOption,
 )
-from asr_serve.protocols import voices
-from asr_serve.server.bodies.files import Files, received
-from asr_serve.server.bodies.uploads import UploadLimits
-from asr_serve.server.engines import Engines
-from asr_serve.server.layers.replies import JSON
-from asr_serve.server.layers.visits import visit_of
-from asr_serve.server.voices import described
-from asr_serve.server.voices.folders import Folder, sweep
-from asr_serve.server.voices.queue import Clonings, Job
+from asr_serve.protocols import cloned_voices
+from asr_serve.server.engine_registry import EngineRegistry
+from asr_serve.server.middleware.error_handlers import JSON
+from asr_serve.server.middleware.request_context import request_context
+from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S
+from asr_serve.server.uploads.multi_file_form import MultiFileForm, read_form_body
+from asr_serve.server.uploads.upload import UploadLimits
+from asr_serve.server.voices import openapi
+from asr_serve.server.voices.cloning_queue import CloningJob, CloningQueue
+from asr_serve.server.voices.upload_folders import UploadFolder, remove_stale_folders
 from asr_serve.voices import transcripts
 from asr_serve.voices.cloning_messages import CloneRequest
 from asr_serve.voices.voice_store import VoiceStore
 
-MOST_FILES = 400
-MOST_BODY_BYTES = 1 << 20
-KEEP_ALIVE_S = 15.0
-KEEP_ALIVE = b": still learning\n\n"
+MAX_RECORDINGS = 400
+MAX_CLONING_BODY_BYTES = 1 << 20
 REPEAT_S = 0.5
-"""At most so often an event."""
+"""Shortest time between two progress events."""
 MODEL = "fastpitch-en"
-"""That learns voices, where none is named and none is loaded."""
+"""Model that learns voices, where none is named and none is loaded."""
 
 
-class Desk(NamedTuple):
-    """What these routes work with."""
+class VoiceDependencies(NamedTuple):
+    """Dependencies of these routes."""
 
-    engines: Engines
-    clonings: Clonings
+    engines: EngineRegistry
+    clonings: CloningQueue
     store: VoiceStore
     uploads: UploadLimits
     admins: bool
     codec: str | None
 
     @classmethod
-    def of(cls, config: ServeConfig, engines: Engines) -> Desk:
+    def create(cls, config: ServeConfig, engines: EngineRegistry) -> VoiceDependencies:
         uploads = UploadLimits(
             max_bytes=config.max_body_bytes,
-            max_field_bytes=4 * voices.TEXTS_CHARACTERS,
+            max_field_bytes=4 * cloned_voices.MAX_TEXTS_CHARACTERS,
             idle_timeout_s=config.upload_idle_s,
             min_bytes_per_s=config.upload_min_bytes_per_s,
         )
-        sweep()
+        remove_stale_folders()
         folder = voices_dir(config.engine.voices_dir)
         codec = config.engine.codec
-        return cls(engines, Clonings(1), VoiceStore(folder), uploads, bool(config.admin_keys), codec)
+        return cls(engines, CloningQueue(1), VoiceStore(folder), uploads, bool(config.admin_keys), codec)
 
 
-def routes(desk: Desk) -> APIRouter:
+def routes(dependencies: VoiceDependencies) -> APIRouter:
     router = APIRouter(prefix="/v1/voices", tags=["Voices"])
 
     def expect_admin(request: Request) -> str:
-        """Who it is."""
-        caller = visit_of(request.scope).caller
-        if caller is None or not caller.admin:
-            todo = "send one" if desk.admins else "set admin_keys or admin_keys_file on the server first"
+        """Returns the administrator's name. Raises InvalidKey, NotAllowed."""
+        client = request_context(request.scope).client
+        if client is None or not client.admin:
+            todo = "send one" if dependencies.admins else "set admin_keys or admin_keys_file on the server first"
             kind = NotAllowed if "authorization" in request.headers else InvalidKey
             raise kind("only administrators clone voices and manage them", "an admin key, as `Bearer KEY`", todo)
-        return caller.name
+        return client.name
 
     def is_admin(request: Request) -> bool:
-        caller = visit_of(request.scope).caller
-        return caller is not None and caller.admin
+        client = request_context(request.scope).client
+        return client is not None and client.admin
 
-    @router.post("", summary="Clone a voice", status_code=202, **described.CLONE)
+    @router.post("", summary="Clone a voice", status_code=202, **openapi.CLONE)
     async def clone(request: Request) -> Response:
-        """Takes recordings and the words with which their speaker agrees, and answers when they are here. The
-        cloning waits for those before it, goes on without the client, and is followed under
-        `/v1/voices/jobs/{id}`. The voice can be used as soon as it is done, without a restart. For
-        administrators."""
-        by = expect_admin(request)
-        desk.clonings.expect_room()
-        folder, job = Folder(), None
+        """Takes recordings and the consent of their speaker, and answers when they have arrived. The cloning waits
+        for those before it, goes on if the client disconnects, and is followed under `/v1/voices/jobs/{id}`. The
+        voice can be used as soon as it is done, without a restart. For administrators."""
+        admin = expect_admin(request)
+        dependencies.clonings.check_capacity()
+        folder, job = UploadFolder(), None
         try:
-            form = Files(
-                request.headers.get("content-type", ""), folder.path, voices.FILES, MOST_FILES, desk.uploads
+            form = MultiFileForm(
+                request.headers.get("content-type", ""),
+                folder.path,
+                cloned_voices.FILES,
+                MAX_RECORDINGS,
+                dependencies.uploads,
             )
-            await received(_body(request.receive), form, desk.uploads)
-            asked = voices.read(form.fields, len(form.names), by)
-            order = await asyncio.to_thread(_order, desk, asked, form)
-            job = desk.clonings.write(order, folder.path, len(form.names), folder.remove)
+            await read_form_body(_body(request.receive), form, dependencies.uploads)
+            parsed = cloned_voices.parse_cloning_form(form.fields, len(form.names), admin)
+            clone_request = await asyncio.to_thread(_clone_request, dependencies, parsed, form)
+            job = dependencies.clonings.enqueue(clone_request, folder.path, len(form.names), folder.remove)
         finally:
-            if job is None:  # else the folder is the job's
+            if job is None:  # otherwise the job owns the folder
                 await asyncio.to_thread(folder.remove)
-        return _json(desk.clonings.told(job), 202)
+        return _json(dependencies.clonings.describe(job), 202)
 
-    @router.get("", summary="List cloned voices", **described.VOICES)
+    @router.get("", summary="List cloned voices", **openapi.VOICES)
     async def cloned(request: Request) -> Response:
-        """Those that were cloned; `GET /v1/audio/voices` has all. The consent of each is for administrators."""
+        """Lists cloned voices; `GET /v1/audio/voices` lists all. Only administrators see each one's consent."""
         admin = is_admin(request)
-        cards = await asyncio.to_thread(desk.store.cards)
-        return _json(voices.ClonedVoices([voices.ClonedVoice.of(card, admin=admin) for card in cards]))
+        cards = await asyncio.to_thread(dependencies.store.cards)
+        return _json(
+            cloned_voices.ClonedVoices([cloned_voices.ClonedVoice.of(card, admin=admin) for card in cards])
+        )
 
-    @router.get("/jobs", summary="List clonings", **described.JOBS)
+    @router.get("/jobs", summary="List clonings", **openapi.JOBS)
     async def jobs(request: Request) -> Response:
-        """Since the server began: those that wait, the one that goes on, and the last that are over; the latest
-        first. For administrators."""
+        """Lists clonings since the server started, latest first: waiting, running, and the last finished ones. For
+        administrators."""
         expect_admin(request)
-        return _json(voices.Clonings([desk.clonings.told(job) for job in desk.clonings]))
+        return _json(
+            cloned_voices.Clonings([dependencies.clonings.describe(job) for job in dependencies.clonings])
+        )
 
-    @router.get("/jobs/{job}", summary="Look at a cloning", **described.JOB)
+    @router.get("/jobs/{job}", summary="Look at a cloning", **openapi.JOB)
     async def job_of(request: Request, job: str) -> Response:
-        """How far it is, and what became of it. For administrators."""
+        """Returns progress and result of a cloning. For administrators."""
         expect_admin(request)
-        return _json(desk.clonings.told(desk.clonings.get(job)))
+        return _json(dependencies.clonings.describe(dependencies.clonings.get(job)))
 
-    @router.delete("/jobs/{job}", summary="Cancel a cloning", **described.JOB)
+    @router.delete("/jobs/{job}", summary="Cancel a cloning", **openapi.JOB)
     async def cancel(request: Request, job: str) -> Response:
-        """Answers when nothing of it is left. One that is over stays as it is. For administrators."""
+        """Answers when the cloning has stopped. A finished one stays as it is. For administrators."""
         expect_admin(request)
-        found = desk.clonings.get(job)
-        await desk.clonings.cancel(found)
-        return _json(desk.clonings.told(found))
+        found = dependencies.clonings.get(job)
+        await dependencies.clonings.cancel(found)
+        return _json(dependencies.clonings.describe(found))
 
-    @router.get("/jobs/{job}/events", summary="Follow a cloning", **described.EVENTS)
+    @router.get("/jobs/{job}/events", summary="Follow a cloning", **openapi.EVENTS)
     async def follow(request: Request, job: str) -> Response:
-        """Server-sent events: the cloning, whenever something changes, until it is over. For administrators."""
+        """Sends the cloning as server-sent events, at every change until it is over. For administrators."""
         expect_admin(request)
-        found = desk.clonings.get(job)
-        return StreamingResponse(_events(desk.clonings, found), media_type="text/event-stream")
+        found = dependencies.clonings.get(job)
+        return StreamingResponse(_events(dependencies.clonings, found), media_type="text/event-stream")
 
-    @router.get("/{name}", summary="Look at a cloned voice", **described.VOICE)
+    @router.get("/{name}", summary="Look at a cloned voice", **openapi.VOICE)
     async def voice(request: Request, name: str) -> Response:
-        card = await asyncio.to_thread(desk.store.card, name)
-        return _json(voices.ClonedVoice.of(card, admin=is_admin(request)))
+        card = await asyncio.to_thread(dependencies.store.card, name)
+        return _json(cloned_voices.ClonedVoice.of(card, admin=is_admin(request)))
 
-    @router.patch("/{name}", summary="Rename a cloned voice", **described.RENAME)
+    @router.patch("/{name}", summary="Rename a cloned voice", **openapi.RENAME)
     async def rename(request: Request, name: str) -> Response:
-        """Whoever speaks with it now finishes the sentence. For administrators."""
+        """Renames a voice; sentences in progress are finished. For administrators."""
         expect_admin(request)
-        new = voices.rename(await _whole(request))
-        card = await asyncio.to_thread(desk.store.rename, name, new, _own_voices(desk))
-        return _json(voices.ClonedVoice.of(card, admin=True))
+        new_name = cloned_voices.parse_rename_body(await _read_body(request))
+        card = await asyncio.to_thread(dependencies.store.rename, name, new_name, _own_voices(dependencies))
+        return _json(cloned_voices.ClonedVoice.of(card, admin=True))
 
-    @router.delete("/{name}", summary="Delete a cloned voice", **described.DELETE)
+    @router.delete("/{name}", summary="Delete a cloned voice", **openapi.DELETE)
     async def delete(request: Request, name: str) -> Response:
-        """For good. For administrators."""
+        """Deletes a voice permanently. For administrators."""
         expect_admin(request)
-        card = await asyncio.to_thread(desk.store.delete, name)
-        return _json(voices.ClonedVoice.of(card, admin=True))
+        card = await asyncio.to_thread(dependencies.store.delete, name)
+        return _json(cloned_voices.ClonedVoice.of(card, admin=True))
 
-    @router.get("/{name}/export", summary="Export a cloned voice", **described.EXPORT)
+    @router.get("/{name}/export", summary="Export a cloned voice", **openapi.EXPORT)
     async def export(request: Request, name: str) -> Response:
-        """A zip of its weights, its card and its consent, for `asr-serve voices import`. For administrators."""
+        """Returns a zip of weights, card and consent, for `asr-serve voices import`. For administrators."""
         expect_admin(request)
-        data = await asyncio.to_thread(desk.store.export_voice, name)
+        data = await asyncio.to_thread(dependencies.store.export_voice, name)
         headers = {"content-disposition": f'attachment; filename="{name}.zip"'}
         return Response(data, media_type="application/zip", headers=headers)
 
     return router
 
 
-def _order(desk: Desk, asked: voices.Asked, form: Files) -> CloneRequest:
-    """Raises OptionError, UnknownModel, UnsupportedOption, and what is wrong with the first file where all are no
-    audio."""
-    cards = {name: card for name, card in desk.engines.known().items() if getattr(card, "clones", False)}
-    model = asked.model or desk.engines.own_voice or MODEL
-    if asked.model is None and model not in cards:
+def _clone_request(
+    dependencies: VoiceDependencies, parsed: cloned_voices.CloningForm, form: MultiFileForm
+) -> CloneRequest:
+    """Builds the request of a cloning. Raises OptionError, UnknownModel, UnsupportedOption; the first file's
+    AudioError if no file is audio."""
+    cards = {
+        name: card for name, card in dependencies.engines.known_models().items() if getattr(card, "clones", False)
+    }
+    model = parsed.model or dependencies.engines.default_tts_model or MODEL
+    if parsed.model is None and model not in cards:
         model = MODEL
     if model not in cards:
-        desk.engines.resolve(model)
+        dependencies.engines.resolve(model)
         raise UnsupportedOption(
             f"model={model}, which learns no voices",
             f"models that do: {', '.join(cards) or 'none'}",
             param="model",
         )
-    desk.store.check_name_free(asked.name, _own_voices(desk))
-    _expect_audio(list(form.names))
+    dependencies.store.check_name_free(parsed.name, _own_voices(dependencies))
+    _check_audio(list(form.names))
     return CloneRequest(
-        name=asked.name,
+        name=parsed.name,
         audio=[str(path) for path in form.names],
-        texts=_texts(asked.texts, form),
-        consent=asked.consent,
+        texts=_texts(parsed.texts, form),
+        consent=parsed.consent,
         model=model,
-        codec=desk.codec,
-        voices_dir=str(desk.store.folder),
-        minutes=asked.minutes,
-        seed=asked.seed,
+        codec=dependencies.codec,
+        voices_dir=str(dependencies.store.folder),
+        minutes=parsed.minutes,
+        seed=parsed.seed,
         threads=1,
     )
 
 
-def _texts(source: str, form: Files) -> dict[str, str]:
-    """By the names that the recordings have here. Raises OptionError for a text of no recording."""
+def _texts(source: str, form: MultiFileForm) -> dict[str, str]:
+    """Maps stored names of recordings to their texts. Raises OptionError for a text without a recording."""
     if not source:
         return {}
-    told = transcripts.parse_transcripts(source)
+    texts = transcripts.parse_transcripts(source)
     paths = {
         transcripts.recording_stem(label): transcripts.recording_stem(path.name)
         for path, label in form.names.items()
     }
-    lost = sorted(told.keys() - paths.keys())
-    if lost:
+    unmatched = sorted(texts.keys() - paths.keys())
+    if unmatched:
         raise OptionError(
-            f"texts are of {', '.join(lost[:5])}, which did not come",
+            f"texts are of {', '.join(unmatched[:5])}, which did not come",
             f"recordings that came: {', '.join(sorted(paths)[:20])}",
             param="texts",
         )
-    return {paths[name]: text for name, text in told.items()}
+    return {paths[name]: text for name, text in texts.items()}
 
 
-def _expect_audio(paths: list[Path]) -> None:
-    """One of them at least: the others' faults are told of in the end. Raises AudioError."""
+def _check_audio(paths: list[Path]) -> None:
+    """Checks that at least one file is audio; the report lists errors of the others. Raises AudioError."""
     first: AudioError | None = None
     for path in paths:
         try:
             open_audio(path).close()
             return
-        except AudioError as failure:
-            first = first or failure
+        except AudioError as error:
+            first = first or error
     assert first is not None
     raise first
 
 
-def _own_voices(desk: Desk) -> set[str]:
-    """Of all models: a name must not be two voices."""
-    return {voice for card in desk.engines.known().values() for voice in getattr(card, "voices", ())}
+def _own_voices(dependencies: VoiceDependencies) -> set[str]:
+    """Names of all models' own voices, which cloned voices must not take."""
+    return {
+        voice for card in dependencies.engines.known_models().values() for voice in getattr(card, "voices", ())
+    }
 
 
-async def _events(clonings: Clonings, job: Job) -> AsyncIterator[bytes]:
-    changes = job.changes()
-    coming: asyncio.Future[None] | None = None
+async def _events(clonings: CloningQueue, job: CloningJob) -> AsyncIterator[bytes]:
+    changes = job.updates()
+    pending: asyncio.Future[None] | None = None
     try:
         while True:
-            coming = coming or asyncio.ensure_future(anext(changes))
-            done, _ = await asyncio.wait({coming}, timeout=KEEP_ALIVE_S)
+            pending = pending or asyncio.ensure_future(anext(changes))
+            done, _ = await asyncio.wait({pending}, timeout=KEEP_ALIVE_S)
             if not done:
                 yield KEEP_ALIVE
                 continue
             try:
-                coming.result()
+                pending.result()
             except StopAsyncIteration:
                 return
             finally:
-                coming = None
-            yield b"data: " + msgspec.json.encode(clonings.told(job)) + b"\n\n"
+                pending = None
+            yield b"data: " + msgspec.json.encode(clonings.describe(job)) + b"\n\n"
             if job.state == "running":
                 await asyncio.sleep(REPEAT_S)
     finally:
-        if coming is not None:
-            coming.cancel()
+        if pending is not None:
+            pending.cancel()
 
 
-async def _whole(request: Request) -> bytes:
-    """The body, which is short. Raises MalformedRequest, ClientGone."""
+async def _read_body(request: Request) -> bytes:
+    """Reads a short body. Raises MalformedRequest, ClientGone."""
     parts, count = [], 0
     async for part in _body(request.receive):
         parts.append(part)
         count += len(part)
-        if count > MOST_BODY_BYTES:
-            raise MalformedRequest(f"a body of over {MOST_BODY_BYTES} bytes", '{"name": "another-name"}')
+        if count > MAX_CLONING_BODY_BYTES:
+            raise MalformedRequest(f"a body of over {MAX_CLONING_BODY_BYTES} bytes", '{"name": "another-name"}')
     return b"".join(parts)
 
 

@@ -1,1 +1,1 @@
-"""A transcript as text, JSON, subtitles, and as tables for other programs."""
+"""Output formats of transcripts: text, JSON, subtitles, and tables for other programs."""

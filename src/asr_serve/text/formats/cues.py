@@ -1,11 +1,10 @@
-"""Segments to cues: what is on screen, from when to when.
+"""Segments to subtitle cues with times on screen.
 
-A cue is at most two lines of 42 columns, by one speaker. Of all ways to cut what somebody says, the one is taken
-that costs least: cues end where sentences end, at clause marks or where the speaker pauses, are neither shorter
-than 5/6 s nor longer than 7 s, and leave time to read. Then cues stay on screen while there is room, until they
-can have been read. They never overlap.
+A cue is at most two lines of 42 columns, by one speaker. Speech is cut into cues at minimal cost: cues end at
+ends of sentences, at clause marks or at pauses, are neither shorter than 5/6 s nor longer than 7 s, and leave
+time to read. Cues are then extended into free time, until they can be read. They never overlap.
 
-Costs are whole numbers, so that `clients/js` cuts alike.
+Costs are integers, so that `clients/js` cuts in the same way.
 
 Source  line length, reading speed, shortest and longest cue: Netflix's timed text style guides for English;
         cutting as a shortest path: Knuth and Plass, "Breaking paragraphs into lines", 1981
@@ -32,30 +31,30 @@ from asr_serve.types import Segment
 CUE_LINES = 2
 """Most lines on screen at once."""
 READ_CHARACTERS = 17
-"""A second, as fast as most people read; a wide character counts twice."""
+"""Reading speed in characters per second; a wide character counts twice."""
 LEAST_MS, MOST_MS = 833, 7_000
-"""On screen, where there is time and text enough."""
+"""Shortest and longest time of a cue on screen, where speech and text allow."""
 PAUSE_MS = 300
-"""A pause at which a cue may well end; shorter, the next cue follows at once."""
+"""Least pause at which a cue may end like at a clause mark; at a shorter one the next cue follows at once."""
 LONG_PAUSE_MS = 1_000
-"""What stands still so long is another cue's."""
+"""Least pause that should end a cue."""
 
 SENTENCE_MARKS = ".!?。！？…．"
 CLAUSE_MARKS = ",;:、，；：—–"
 BEHIND_MARKS = "\"'”’)]}」』】》）"
-"""They may stand behind a mark that ends something."""
+"""Characters that may follow a mark of a sentence's or clause's end."""
 
 CUE, WITHIN, CLAUSE, BROKEN, TORN = 40, 15, 12, 60, 80
-"""What it costs: a cue; the end of a sentence, or a pause, inside one; to end at a clause mark or a pause, between
+"""Costs of a cue; of a sentence's end, or a pause, inside it; of an end at a clause mark or a pause, between
 words, between characters of a script without spaces."""
 STILL, SHORT, LONG, FEW = 200, 60, 100, 30
-"""A long pause inside; less than LEAST_MS; more than MOST_MS; a cue of FEW_COLUMNS or less."""
+"""Costs of a long pause inside a cue; of less than LEAST_MS; of more than MOST_MS; of FEW_COLUMNS or less."""
 FEW_COLUMNS = 10
 HURRIED_MOST = 100
 
 
 class Cue(msgspec.Struct, frozen=True):
-    """What is on screen from `start_ms` to `end_ms`."""
+    """Text on screen from `start_ms` to `end_ms`."""
 
     start_ms: int
     end_ms: int
@@ -68,29 +67,29 @@ class Cue(msgspec.Struct, frozen=True):
 
 
 def build_cues(segments: Iterable[Segment], end_ms: int | None = None, *, names: bool = False) -> Iterator[Cue]:
-    """Cues in order; each lasts 1 ms or more. `end_ms`: of the recording, behind which nothing is shown unless its
-    segments are. `names`: where the speaker changes the text begins with a name, for formats that have no other
-    place for it."""
-    waiting: Cue | None = None
+    """Cues in order; each lasts 1 ms or more. `end_ms`: end of the recording, after which no cue is shown unless
+    its segment is later. `names`: text begins with a name where the speaker changes, for formats without a field
+    for it."""
+    pending: Cue | None = None
     free_ms = 0
     for cut in _cut(segments, names):
-        if waiting is not None:
-            waiting = _timed(waiting, free_ms, cut.start_ms)
-            free_ms = waiting.end_ms
-            yield waiting
-        waiting = cut
-    if waiting is not None:
-        last = max(waiting.end_ms, free_ms)
-        yield _timed(waiting, free_ms, last if end_ms is None else max(end_ms, last), is_last=True)
+        if pending is not None:
+            pending = _timed(pending, free_ms, cut.start_ms)
+            free_ms = pending.end_ms
+            yield pending
+        pending = cut
+    if pending is not None:
+        last = max(pending.end_ms, free_ms)
+        yield _timed(pending, free_ms, last if end_ms is None else max(end_ms, last), is_last=True)
 
 
 def split_lines(text: str) -> list[str]:
-    """As few lines as 42 columns allow, then as even as they can be; a word too long for a line is cut."""
+    """Split text into the fewest lines of 42 columns, as even as possible; a word too long for a line is cut."""
     row = [SubtitleToken(part, 0, 0, spaced) for part, spaced in split_subtitle_tokens(clean_text(text))]
     if not row:
         return []
     fewest = len(_fill(row, LINE_COLUMNS))
-    low, high = max(display_columns(each.text) for each in row), LINE_COLUMNS
+    low, high = max(display_columns(token.text) for token in row), LINE_COLUMNS
     while low < high:
         middle = (low + high) // 2
         if len(_fill(row, middle)) == fewest:
@@ -101,12 +100,13 @@ def split_lines(text: str) -> list[str]:
 
 
 def join_row(row: Iterable[SubtitleToken]) -> str:
-    """A line as it is shown."""
-    return "".join(f" {each.text}" if number and each.spaced else each.text for number, each in enumerate(row))
+    """Text of a line."""
+    return "".join(f" {token.text}" if number and token.spaced else token.text for number, token in enumerate(row))
 
 
 def ends_with(text: str, marks: str) -> bool:
-    """
+    """Whether a text ends with one of `marks`, apart from closing quotes and brackets.
+
     >>> ends_with('He said "no."', SENTENCE_MARKS), ends_with("3.5", SENTENCE_MARKS)
     (True, False)
     """
@@ -115,23 +115,23 @@ def ends_with(text: str, marks: str) -> bool:
 
 
 def _cut(segments: Iterable[Segment], names: bool) -> Iterator[Cue]:
-    """With the times of what they say."""
-    told = ""
+    """Cues with the times of their speech, not yet extended for reading."""
+    last_speaker = ""
     for segment in segments:
         for speaker, group in groupby(subtitle_tokens(segment), key=lambda each: each[0]):
-            said = [piece for _, piece in group]
-            if names and speaker and speaker != told:
-                said = [*speaker_label(clean_text(speaker), said[0].start_ms), *said]
-            told = speaker
-            for part in _cheapest(said):
+            tokens = [piece for _, piece in group]
+            if names and speaker and speaker != last_speaker:
+                tokens = [*speaker_label(clean_text(speaker), tokens[0].start_ms), *tokens]
+            last_speaker = speaker
+            for part in _cheapest(tokens):
                 yield Cue(part[0].start_ms, part[-1].end_ms, _rows(part), speaker)
 
 
 def _cheapest(said: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
-    """Cuts what one speaker says in a segment, so that the whole costs least."""
+    """Cut one speaker's tokens of a segment into cues at minimal total cost."""
     count = len(said)
     best = [0] + [-1] * count
-    """What the cheapest way costs to cut all before a piece; -1: there is none yet."""
+    """Minimal cost of cutting all tokens before an index; -1: none found yet."""
     origin = [0] * (count + 1)
     ends = [_cost_behind(said, at) for at in range(count)]
     inside = [_cost_within(said, at) for at in range(count)]
@@ -160,14 +160,14 @@ def _cheapest(said: list[SubtitleToken]) -> Iterator[list[SubtitleToken]]:
 
 
 def _pause_behind(said: list[SubtitleToken], at: int) -> int:
-    """In ms, where it is known."""
+    """Pause after a token in ms; 0 if unknown."""
     if at + 1 == len(said) or not (said[at].timed and said[at + 1].timed):
         return 0
     return said[at + 1].start_ms - said[at].end_ms
 
 
 def _cost_behind(said: list[SubtitleToken], at: int) -> int:
-    """Of a cue that ends with this piece."""
+    """Cost of ending a cue after this token."""
     if at + 1 == len(said) or ends_with(said[at].text, SENTENCE_MARKS):
         return 0
     if ends_with(said[at].text, CLAUSE_MARKS) or _pause_behind(said, at) >= PAUSE_MS:
@@ -176,7 +176,7 @@ def _cost_behind(said: list[SubtitleToken], at: int) -> int:
 
 
 def _cost_within(said: list[SubtitleToken], at: int) -> int:
-    """Of a cue that goes on behind this piece."""
+    """Cost of continuing a cue after this token."""
     pause = _pause_behind(said, at)
     if pause >= LONG_PAUSE_MS:
         return STILL
@@ -196,7 +196,8 @@ def _cost_of_time(said: list[SubtitleToken], first: int, last: int, width: int) 
 
 
 def _rows(part: list[SubtitleToken]) -> tuple[tuple[SubtitleToken, ...], ...]:
-    """One line if it fits, else two: as even as may be, the upper rather the shorter, better behind a mark."""
+    """Lines of a cue: one if it fits, else two, as even as possible, preferably with a shorter upper line and a
+    break after a mark."""
     if len(_fill(part, LINE_COLUMNS)) == 1:
         return (tuple(part),)
     best: tuple[int, int] | None = None
@@ -214,7 +215,7 @@ def _rows(part: list[SubtitleToken]) -> tuple[tuple[SubtitleToken, ...], ...]:
 
 
 def _timed(cue: Cue, free_ms: int, next_ms: int, *, is_last: bool = False) -> Cue:
-    """On screen until it can have been read, as far as there is room before the next."""
+    """Cue with its time on screen extended until it can be read, as far as the next cue allows."""
     start = max(cue.start_ms, free_ms)
     limit = max(next_ms, start + 1)
     end = min(max(cue.end_ms, start + 1), limit)
@@ -227,16 +228,16 @@ def _timed(cue: Cue, free_ms: int, next_ms: int, *, is_last: bool = False) -> Cu
 
 
 def _fill(row: list[SubtitleToken], most: int) -> list[list[SubtitleToken]]:
-    """Pieces on lines, each line as full as it goes."""
+    """Tokens on lines, each line as full as possible."""
     lines: list[list[SubtitleToken]] = []
     width = 0
-    for piece in row:
-        wide = display_columns(piece.text)
-        gap = int(piece.spaced)
+    for token in row:
+        wide = display_columns(token.text)
+        gap = int(token.spaced)
         if lines and width + gap + wide <= most:
-            lines[-1].append(piece)
+            lines[-1].append(token)
             width += gap + wide
         else:
-            lines.append([piece])
+            lines.append([token])
             width = wide
     return lines

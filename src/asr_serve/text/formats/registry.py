@@ -1,6 +1,6 @@
-"""START HERE: a transcript in any format, by its name. Every function is pure.
+"""Registry of output formats by name; the entry point of this package. Every function is pure.
 
-Text is cleaned on the way into subtitles and tables only: white space collapses, control characters go.
+Text is cleaned for subtitles and tables only: white space collapses, control characters are removed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SUFFIXES = {name: f".{name}" for name in FORMATS} | {
     "textgrid": ".TextGrid",
 }
 WORD_TIMING_FORMATS = ("karaoke", "ctm", "textgrid")
-"""They say nothing, or little, of a transcript without words."""
+"""Formats with little or no content for a transcript without words."""
 SPEAKER_FORMATS = ("rttm",)
 
 
 def render(transcript: Transcript, form: str) -> str:
-    """The transcript in one of FORMATS. Raises OptionError for any other name."""
+    """Render a transcript in one of FORMATS. Raises OptionError for any other name."""
     if form not in FORMATS:
         raise unknown_name_error("format", form, list(FORMATS))
     return FORMATS[form](transcript)

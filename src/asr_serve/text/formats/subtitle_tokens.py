@@ -1,10 +1,10 @@
-"""What may stand on a line of subtitles: the smallest pieces of a segment, and when each is said.
+"""Subtitle tokens: the smallest pieces of a segment that a line break may separate, with their times.
 
-A piece is what stands between spaces, or a character of a script without spaces, with the marks that may not begin
-or end a line beside it. Where words have times, pieces have theirs; else a segment's time is shared out by
-characters. All times are whole milliseconds: SRT and VTT know no finer.
+A token is text between spaces, or a character of a script without spaces, with adjacent marks that may not begin
+or end a line. Tokens have the times of their words where these are known; else a segment's time is divided by
+characters. All times are whole milliseconds, the resolution of SRT and VTT.
 
-Source  which marks may not begin or end a line: JIS X 4051 ("kinsoku"), as far as subtitles need it
+Source  marks that may not begin or end a line: JIS X 4051 ("kinsoku"), as far as subtitles need it
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ LINE_COLUMNS = 42
 FORBIDDEN_LINE_STARTS = (
     "。、，．！？；：）」』】》〉〕］｝〗〙”’・ー々ゝゞぁぃぅぇぉっゃゅょァィゥェォッャュョ…,.!?;:)]}\"'%％°"
 )
-"""What may not begin a line."""
+"""Characters that may not begin a line."""
 FORBIDDEN_LINE_ENDS = "「『【《〈〔［｛〖〘（“‘([{"
-"""What may not end one."""
+"""Characters that may not end a line."""
 _HANGUL = ((0x1100, 0x11FF), (0x3130, 0x318F), (0xA960, 0xA97F), (0xAC00, 0xD7FF))
-"""Wide, and with spaces between words."""
+"""Ranges of a wide script that has spaces between words."""
 
 
 class SubtitleToken(msgspec.Struct, frozen=True):
-    """Text without spaces. `spaced`: on the same line as the one before, a space stands between them."""
+    """Text without spaces. `spaced`: a space separates it from the token before on the same line."""
 
     text: str
     start_ms: int
     end_ms: int
     spaced: bool = True
     timed: bool = False
-    """The times are those of a word, not a share of a segment's."""
+    """Whether the times are those of a word, not a share of a segment's."""
 
 
 def subtitle_tokens(segment: Segment) -> list[tuple[str, SubtitleToken]]:
-    """All of a segment, in order, each with who says it: as its words tell, where they spell its text."""
+    """Tokens of a segment in order, each with its speaker; from the segment's words where they spell its text."""
     found: list[tuple[str, SubtitleToken]] = []
     words = segment.words
     text = segment.text
@@ -53,32 +53,32 @@ def subtitle_tokens(segment: Segment) -> list[tuple[str, SubtitleToken]]:
             at = first + len(word.text)
             span = samples_to_ms(word.start_samples), samples_to_ms(word.end_samples)
             speaker = word.speaker or segment.speaker
-            found += ((speaker, each) for each in _cut(word.text, *span, spaced=spaced, timed=True))
+            found += ((speaker, token) for token in _cut(word.text, *span, spaced=spaced, timed=True))
         return found
     span = samples_to_ms(segment.start_samples), samples_to_ms(segment.end_samples)
-    return [(segment.speaker, each) for each in _cut(text, *span, spaced=True, timed=False)]
+    return [(segment.speaker, token) for token in _cut(text, *span, spaced=True, timed=False)]
 
 
 def speaker_label(name: str, at_ms: int) -> list[SubtitleToken]:
-    """`Ada Lovelace:`, before what she says."""
+    """Tokens of a label like `Ada Lovelace:`, shown before the speaker's text."""
     return [*_cut(f"{name}:", at_ms, at_ms, spaced=True, timed=False)]
 
 
 def clean_text(text: str) -> str:
-    """White space collapses, control characters go."""
-    kept = "".join(c if c.isspace() or unicodedata.category(c) != "Cc" else "" for c in text)
-    return " ".join(kept.split())
+    """Collapse white space and remove control characters."""
+    printable = "".join(c if c.isspace() or unicodedata.category(c) != "Cc" else "" for c in text)
+    return " ".join(printable.split())
 
 
 def display_columns(text: str) -> int:
-    """How wide it is shown."""
+    """Display width of a text in columns."""
     if text.isascii():
         return len(text)
     return sum(map(_width, text))
 
 
 def split_subtitle_tokens(text: str) -> list[tuple[str, bool]]:
-    """Clean text in pieces that fit a line, each with whether a space stands before it."""
+    """Clean text as pieces that fit on a line, each with whether a space precedes it."""
     found: list[tuple[str, bool]] = []
     for chunk in text.split():
         first, width = 0, 0

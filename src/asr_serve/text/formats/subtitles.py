@@ -1,4 +1,4 @@
-"""A transcript as SubRip and WebVTT.
+"""Subtitle formats of a transcript: SubRip and WebVTT.
 
 Source  WebVTT: https://www.w3.org/TR/webvtt1/: voices, timestamps inside cues, escapes
 """
@@ -16,20 +16,20 @@ _VTT_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
 def srt(transcript: Transcript) -> str:
-    """SubRip. It has no escapes, so an arrow inside the text is written as one character; and no voices, so a name
-    stands where the speaker changes."""
-    shown = build_cues(transcript.segments, samples_to_ms(transcript.duration_samples), names=True)
+    """SubRip. It has no escapes, so `-->` in the text becomes one character; and no speakers, so a name is written
+    where the speaker changes."""
+    cues = build_cues(transcript.segments, samples_to_ms(transcript.duration_samples), names=True)
     blocks = (
         f"{number}\n{stamp(cue.start_ms, ',')} --> {stamp(cue.end_ms, ',')}\n"
         + "".join(f"{line.replace('-->', '→')}\n" for line in cue.lines)
-        for number, cue in enumerate(shown, start=1)
+        for number, cue in enumerate(cues, start=1)
     )
     return "\n".join(blocks)
 
 
 def vtt(transcript: Transcript, *, karaoke: bool = False) -> str:
-    """WebVTT; `&`, `<` and `>` (and so `-->`) are escaped. Who speaks is a voice, `<v Ada>`. `karaoke`: each word
-    whose time is known stands behind it, so that a player can show it as it is said."""
+    """WebVTT; `&`, `<` and `>` (and so `-->`) are escaped. The speaker is a voice tag, `<v Ada>`. `karaoke`: each
+    word with a known time follows its timestamp, so that a player can show it as it is spoken."""
     blocks = (
         f"{stamp(cue.start_ms, '.')} --> {stamp(cue.end_ms, '.')}\n{_voice(cue)}"
         + "".join(f"{line}\n" for line in (_karaoke(cue) if karaoke else map(_escaped, cue.lines)))
@@ -39,12 +39,12 @@ def vtt(transcript: Transcript, *, karaoke: bool = False) -> str:
 
 
 def karaoke(transcript: Transcript) -> str:
-    """WebVTT with a time before each word."""
+    """WebVTT with a timestamp before each word."""
     return vtt(transcript, karaoke=True)
 
 
 def stamp(ms: int, point: str) -> str:
-    """`01:02:03,004`; hours grow past two digits when they must."""
+    """Time as `01:02:03,004`, with `point` before the milliseconds; hours may have more than two digits."""
     seconds, ms = divmod(ms, 1_000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
@@ -61,7 +61,7 @@ def _escaped(line: str) -> str:
 
 
 def _karaoke(cue: Cue) -> Iterable[str]:
-    """Times inside a cue lie between its own and grow."""
+    """Lines of a cue with timestamps, which increase and lie inside the cue's time."""
     last_ms = cue.start_ms
     for row in cue.rows:
         line = ""

@@ -1,7 +1,7 @@
-"""A transcript as tables for programs that score and annotate: RTTM, CTM, TextGrid.
+"""Tables of a transcript for scoring and annotation programs: RTTM, CTM, TextGrid.
 
 Source  RTTM and CTM: NIST's RT-09 evaluation plan, appendix A, and SCTK; TextGrid: Praat's manual, "TextGrid file
-        formats", the long one
+        formats", the long format
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from asr_serve.types import SpeakerTurn, Transcript
 from asr_serve.units import samples_to_ms, samples_to_s
 
 _UNFIT = re.compile(r"[\s;]+")
-"""They end a field, or begin a comment."""
+"""Characters that end a field, or begin a comment."""
 
 
 class TextGridInterval(NamedTuple):
-    """Of a tier."""
+    """Interval of a TextGrid tier."""
 
     start_samples: int
     end_samples: int
@@ -28,20 +28,20 @@ class TextGridInterval(NamedTuple):
 
 
 def rttm(transcript: Transcript) -> str:
-    """Who spoke when: a line for each turn. Turns may overlap."""
+    """RTTM: a line for each speaker turn. Turns may overlap."""
     name = recording_name(transcript.key)
     lines = []
     for turn in speaker_turns(transcript):
         start, end = samples_to_ms(turn.start_samples), samples_to_ms(turn.end_samples)
         if end > start:
-            said = f"{_seconds(start)} {_seconds(end - start)}"
-            lines.append(f"SPEAKER {name} 1 {said} <NA> <NA> {column_value(turn.speaker)} <NA> <NA>\n")
+            times = f"{_seconds(start)} {_seconds(end - start)}"
+            lines.append(f"SPEAKER {name} 1 {times} <NA> <NA> {column_value(turn.speaker)} <NA> <NA>\n")
     return "".join(lines)
 
 
 def ctm(transcript: Transcript) -> str:
-    """When which word was said, and how sure the model was: a line for each. A word that is written with a space
-    inside is a line for each part, which share its time by their characters."""
+    """CTM: a line for each word, with its time and confidence. A word that contains a space becomes a line for
+    each part; its time is divided by characters."""
     name = recording_name(transcript.key)
     lines = []
     for word in (word for segment in transcript.segments for word in segment.words):
@@ -52,21 +52,22 @@ def ctm(transcript: Transcript) -> str:
             begins = samples_to_ms(start + length * passed // total)
             passed += len(part)
             ends = samples_to_ms(start + length * passed // total)
-            told = f"{_seconds(begins)} {_seconds(ends - begins)} {column_value(part)} {word.confidence:.3f}"
-            lines.append(f"{name} 1 {told}\n")
+            fields = f"{_seconds(begins)} {_seconds(ends - begins)} {column_value(part)} {word.confidence:.3f}"
+            lines.append(f"{name} 1 {fields}\n")
     return "".join(lines)
 
 
 def textgrid(transcript: Transcript) -> str:
-    """Tiers `words`, `segments` and `speakers`; where several speak at once, the last names all of them."""
-    found = (word for segment in transcript.segments for word in segment.words)
+    """TextGrid with the tiers `words`, `segments` and `speakers`; where several people speak at once, `speakers`
+    names all of them."""
+    words = (word for segment in transcript.segments for word in segment.words)
     tiers = {
-        "words": [TextGridInterval(word.start_samples, word.end_samples, word.text) for word in found],
+        "words": [TextGridInterval(word.start_samples, word.end_samples, word.text) for word in words],
         "segments": [TextGridInterval(s.start_samples, s.end_samples, s.text) for s in transcript.segments],
         "speakers": [*_together(speaker_turns(transcript))],
     }
-    ends = [each.end_samples for tier in tiers.values() for each in tier]
-    # Praat opens nothing of no length.
+    ends = [interval.end_samples for tier in tiers.values() for interval in tier]
+    # Praat does not open a file of no length.
     end = max([transcript.duration_samples, 1, *ends])
     lines = [
         'File type = "ooTextFile"',
@@ -88,26 +89,26 @@ def textgrid(transcript: Transcript) -> str:
             f"        xmax = {_exact(end)}",
             f"        intervals: size = {len(filled)}",
         ]
-        for index, each in enumerate(filled, start=1):
-            quoted = clean_text(each.text).replace('"', '""')
+        for index, interval in enumerate(filled, start=1):
+            quoted = clean_text(interval.text).replace('"', '""')
             lines += [
                 f"        intervals [{index}]:",
-                f"            xmin = {_exact(each.start_samples)}",
-                f"            xmax = {_exact(each.end_samples)}",
+                f"            xmin = {_exact(interval.start_samples)}",
+                f"            xmax = {_exact(interval.end_samples)}",
                 f'            text = "{quoted}"',
             ]
     return "\n".join(lines) + "\n"
 
 
 def speaker_turns(transcript: Transcript) -> Sequence[SpeakerTurn]:
-    """Its turns; of one that has none, those that its segments tell."""
+    """Speaker turns of a transcript; without any, turns made of its segments."""
     if transcript.turns:
         return transcript.turns
     return [SpeakerTurn(s.speaker, s.start_samples, s.end_samples) for s in transcript.segments if s.speaker]
 
 
 def recording_name(key: str) -> str:
-    """The name of the recording in a table: its file's, without folder and suffix.
+    """Name of the recording in a table: the file's name without folder and suffix.
 
     >>> recording_name("calls/monday 7.wav"), recording_name("")
     ('monday_7', 'audio')
@@ -116,12 +117,12 @@ def recording_name(key: str) -> str:
 
 
 def column_value(text: str) -> str:
-    """What may stand in one column."""
+    """Text as the value of one column; never empty."""
     return _UNFIT.sub("_", clean_text(text)) or "_"
 
 
 def _together(spoken: Iterable[SpeakerTurn]) -> Iterable[TextGridInterval]:
-    """Stretches in which the same people speak."""
+    """Intervals in which the same people speak."""
     edges = sorted(
         edge
         for turn in spoken
@@ -141,25 +142,25 @@ def _together(spoken: Iterable[SpeakerTurn]) -> Iterable[TextGridInterval]:
 
 
 def _filled(tier: Iterable[TextGridInterval], end: int) -> list[TextGridInterval]:
-    """Without gaps, from 0 to the end: intervals of a tier meet. What has no length joins what comes next, or the
-    one before."""
-    found: list[TextGridInterval] = []
-    at, held = 0, ""
-    for each in tier:
-        text = f"{held} {each.text}".strip()
-        start = max(at, each.start_samples)
-        if each.end_samples <= start:
-            held = text
+    """Tier without gaps from 0 to the end, as TextGrid requires. The text of an interval of no length joins the
+    next one, or the one before."""
+    intervals: list[TextGridInterval] = []
+    at, pending = 0, ""
+    for interval in tier:
+        text = f"{pending} {interval.text}".strip()
+        start = max(at, interval.start_samples)
+        if interval.end_samples <= start:
+            pending = text
             continue
         if start > at:
-            found.append(TextGridInterval(at, start, ""))
-        found.append(TextGridInterval(start, each.end_samples, text))
-        at, held = each.end_samples, ""
+            intervals.append(TextGridInterval(at, start, ""))
+        intervals.append(TextGridInterval(start, interval.end_samples, text))
+        at, pending = interval.end_samples, ""
     if at < end:
-        found.append(TextGridInterval(at, end, held))
-    elif held:
-        found[-1] = found[-1]._replace(text=f"{found[-1].text} {held}")
-    return found
+        intervals.append(TextGridInterval(at, end, pending))
+    elif pending:
+        intervals[-1] = intervals[-1]._replace(text=f"{intervals[-1].text} {pending}")
+    return intervals
 
 
 def _seconds(ms: int) -> str:
@@ -167,5 +168,5 @@ def _seconds(ms: int) -> str:
 
 
 def _exact(samples: int) -> str:
-    """Seconds to the sample: neighbours must meet to the last digit."""
+    """Time in seconds, exact to the sample, so that adjacent intervals meet to the last digit."""
     return f"{samples_to_s(samples):.7f}".rstrip("0").rstrip(".")

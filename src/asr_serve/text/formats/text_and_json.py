@@ -1,4 +1,4 @@
-"""A transcript as text and JSON."""
+"""Text and JSON formats of a transcript."""
 
 from __future__ import annotations
 
@@ -11,53 +11,54 @@ from asr_serve.types import Segment, Transcript, Word
 from asr_serve.units import samples_to_s
 
 SEEK_SAMPLES = 160
-"""One unit of verbose_json's `seek`: a 10 ms frame."""
+"""Unit of verbose_json's `seek`, a 10 ms frame."""
 
 
 def text(transcript: Transcript) -> str:
-    """One line a segment that has words, behind the speaker's name where that is another than before; a transcript
+    """One line for each segment with text, after the speaker's name where the speaker changes; a transcript
     without segments is one line."""
     if not transcript.segments:
         return f"{line}\n" if (line := transcript.text.strip()) else ""
-    made, told = [], ""
+    lines, speaker = [], ""
     for segment in transcript.segments:
-        if line := speaker_line(segment, told):
-            made.append(f"{line}\n")
-            told = segment.speaker
-    return "".join(made)
+        if line := speaker_line(segment, speaker):
+            lines.append(f"{line}\n")
+            speaker = segment.speaker
+    return "".join(lines)
 
 
 def speaker_line(segment: Segment, before: str = "") -> str:
-    """A segment as a line of text. `before`: who said the one before."""
+    """One segment as a line of text. `before`: speaker of the previous segment, whose name is not repeated."""
     line = " ".join(segment.text.split())
     name = " ".join(segment.speaker.split())
     return f"{name}: {line}" if line and name and segment.speaker != before else line
 
 
 def json(transcript: Transcript) -> str:
-    """`{key, text, language, duration, model, segments: [{start, end, text}]}`; times in seconds. Segments have
-    `speaker`, `spoken` and `words` where they are known, the whole `language_probability` and `turns`."""
+    """`{key, text, language, duration, model, segments: [{start, end, text}]}`; times in seconds. Where known,
+    segments have `speaker`, `spoken` and `words`, and the transcript `language_probability` and `turns`."""
     return indented(_brief(transcript) | {"model": transcript.model})
 
 
 def jsonl(transcript: Transcript) -> str:
-    """The same without `model`, on one line: FunASR's `{"key", "text", ...}`."""
+    """JSON without `model`, on one line: FunASR's `{"key", "text", ...}`."""
     return msgspec.json.encode(_brief(transcript)).decode() + "\n"
 
 
 def verbose_json(transcript: Transcript) -> str:
-    """OpenAI's `verbose_json`, and our `key`; all words that are known, at the top as OpenAI has them."""
-    made = verbose_json_data(transcript)
-    for entry, segment in zip(made["segments"], transcript.segments, strict=True):
+    """OpenAI's `verbose_json`, with our `key` and optional fields; all known words are also at the top level, as
+    in OpenAI's."""
+    data = verbose_json_data(transcript)
+    for entry, segment in zip(data["segments"], transcript.segments, strict=True):
         entry |= optional_fields(segment)
     if found := [word_entry(word) for segment in transcript.segments for word in segment.words]:
-        made["words"] = found
-    return indented({"key": transcript.key, **made, **_of_all(transcript)})
+        data["words"] = found
+    return indented({"key": transcript.key, **data, **_of_all(transcript)})
 
 
 def verbose_json_data(transcript: Transcript) -> dict[str, Any]:
-    """OpenAI's `verbose_json` as data. `seek` counts 10 ms frames to the start of the window decoded.
-    `no_speech_prob` is 0 of a model that cannot tell: clients need the number."""
+    """OpenAI's `verbose_json` as data. `seek` counts 10 ms frames to the start of the decoded window.
+    `no_speech_prob` is 0 for a model that does not estimate it, because clients need a number."""
     return {
         "task": "transcribe",
         "language": transcript.language,
@@ -82,7 +83,8 @@ def verbose_json_data(transcript: Transcript) -> dict[str, Any]:
 
 
 def word_entry(word: Word) -> dict[str, Any]:
-    """`{word, start, end}` as OpenAI and FunASR have it, and what we know more."""
+    """`{word, start, end}` as in OpenAI's and FunASR's formats, with confidence, and speaker and spoken form where
+    known."""
     entry = {"word": word.text, "start": word.start_s, "end": word.end_s, "confidence": round(word.confidence, 4)}
     return (
         entry
@@ -92,7 +94,7 @@ def word_entry(word: Word) -> dict[str, Any]:
 
 
 def compression_ratio(words: str) -> float:
-    """Bytes of text per byte after zlib: high when a text repeats itself. As Whisper reports it."""
+    """Bytes of text per byte after zlib, as Whisper reports it: high for repetitive text."""
     raw = words.encode()
     return len(raw) / len(zlib.compress(raw))
 
@@ -114,23 +116,23 @@ def _brief(transcript: Transcript) -> dict[str, Any]:
 
 
 def optional_fields(segment: Segment, *, words: bool = True) -> dict[str, Any]:
-    """What not every segment has."""
-    told: dict[str, Any] = {}
+    """Fields that not every segment has: speaker, spoken form, words."""
+    fields: dict[str, Any] = {}
     if segment.speaker:
-        told["speaker"] = segment.speaker
+        fields["speaker"] = segment.speaker
     if segment.spoken:
-        told["spoken"] = segment.spoken
+        fields["spoken"] = segment.spoken
     if words and segment.words:
-        told["words"] = [word_entry(word) for word in segment.words]
-    return told
+        fields["words"] = [word_entry(word) for word in segment.words]
+    return fields
 
 
 def _of_all(transcript: Transcript) -> dict[str, Any]:
-    known: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if transcript.language_prob:
-        known["language_probability"] = round(transcript.language_prob, 4)
+        fields["language_probability"] = round(transcript.language_prob, 4)
     if transcript.turns:
-        known["turns"] = [
+        fields["turns"] = [
             {
                 "speaker": turn.speaker,
                 "start": samples_to_s(turn.start_samples),
@@ -138,4 +140,4 @@ def _of_all(transcript: Transcript) -> dict[str, Any]:
             }
             for turn in transcript.turns
         ]
-    return known
+    return fields

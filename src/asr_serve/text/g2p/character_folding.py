@@ -1,8 +1,8 @@
-"""Which characters can be read at all: the others are folded, dropped, or refused by name.
+"""Folding of text to characters that can be read; others are dropped, or refused by name.
 
-Latin letters with marks beyond Latin-1 lose them; digits of any script become ours; a Greek letter by itself is
-named, as formulas have it. Emoji, pictures and control characters are not said. A letter of any other script is
-refused: nothing is left out of a text without a word.
+Latin letters with diacritics beyond Latin-1 lose them; digits of any script become ASCII; a single Greek letter is
+named, as in formulas. Emoji, pictures and control characters are not read. A letter of any other script is
+refused, so that no word is silently left out.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from asr_serve.errors import UnsupportedScript
 from asr_serve.text.g2p.passages import OVERRIDE_PLACEHOLDER
 
 SIGNS = set("$£€¥¢₹₩%&+@#*=<>~^|°§¶±×÷™®©→←½¼¾⅓⅔⅕⅖⅗⅘⅙⅛⅜⅝⅞²³µ≈≤≥≠√∞−`_\\/")
-"""Symbols that are read; also those that are markup, and dropped by whoever reads."""
+"""Symbols that are read, and symbols of markup, which are dropped later."""
 POINTS = {
     "。": ". ", "．": ". ", "、": ", ", "，": ", ", "！": "! ", "？": "? ", "：": ": ", "；": "; ",
     "‐": "-", "‑": "-", "‒": "-", "―": "— ", "—": "— ", "–": "–", "…": "…",
     "«": "“", "»": "”", "„": "“", "‟": "“", "“": "“", "”": "”", "「": "“", "」": "”", "『": "“", "』": "”",
     "‘": "'", "’": "'", "‚": "'", "‛": "'", "′": "'", "″": '"', "‹": "'", "›": "'", "·": " ", "¡": "", "¿": "",
 }  # fmt: skip
-"""Punctuation, to what voices know. A dash ends a word, as a blank does."""
+"""Punctuation -> the punctuation that voices know. A dash ends a word, like a space."""
 PLAIN_LETTERS = {
     "ł": "l",
     "đ": "d",
@@ -34,7 +34,7 @@ PLAIN_LETTERS = {
     "ʻ": "'",
     "ʼ": "'",
 }
-"""Letters that Unicode does not take apart."""
+"""Letters that Unicode does not decompose."""
 GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
     "ι": "iota", "κ": "kappa", "λ": "lambda", "μ": "mu", "ν": "nu", "ξ": "xi", "ο": "omicron", "π": "pi",
@@ -43,17 +43,17 @@ GREEK = {
 }  # fmt: skip
 ALLOWED = "Latin letters, digits, punctuation; emoji are left out"
 FOREIGN = "\ufffe"
-"""What a letter of another script is folded to: no character of any text."""
+"""Noncharacter that letters of other scripts are folded to."""
 _grouped = re.compile(
     r"(?<![\d+.,])(?<!\d[\xa0\u2009\u202f])[1-9]\d{0,2}(?:[\xa0\u2009\u202f]\d{3})+(?![\d\xa0\u2009\u202f])"
 )
-"""A number whose thousands stand apart by a blank at which no line ends."""
+"""Number whose thousands are separated by non-breaking spaces."""
 _greek = re.compile("[Ͱ-Ͽἀ-῿]+")
 _speakable = re.compile(rf"[^\W_]|{OVERRIDE_PLACEHOLDER[1]}|[%&+=@$£€¥¢₹₩°§¶±×÷©½¼¾⅓-⅞≈≤≥≠√∞]")
 
 
 class _Folded(dict[int, str]):
-    """What becomes of each character, found once."""
+    """Cached folding of each character."""
 
     def __missing__(self, code: int) -> str:
         self[code] = found = _folded(chr(code))
@@ -61,8 +61,8 @@ class _Folded(dict[int, str]):
 
 
 def fold_characters(text: str, of: str = "the text", start: int = 0) -> str:
-    """The text in characters that can be read; line ends stay. Raises UnsupportedScript, which calls the text
-    `of`, its first character being number `start`."""
+    """Text in characters that can be read; line ends stay. Raises UnsupportedScript, whose message calls the text
+    `of` and counts characters from `start`."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text)
         text = _grouped.sub(lambda m: re.sub(r"\D", ",", m[0]), text)
@@ -119,7 +119,8 @@ def _letter(letter: str) -> str:
 
 
 def _compatible(letter: str) -> str:
-    """Full width, ligatures, letters of formulas, marks: what Unicode says that they are made of; or nothing."""
+    """Unicode's compatibility decomposition of full-width forms, ligatures, letters of formulas and diacritics;
+    empty if it is not ASCII."""
     parts = (
         part for part in unicodedata.normalize("NFKD", letter) if not unicodedata.category(part).startswith("M")
     )

@@ -1,4 +1,4 @@
-"""A sentence to clauses: rewritten, read, cut to what a voice can say in one breath, with the place of each
+"""Clauses of a sentence: verbalized, converted to phonemes, and cut to a voice's limit, with the position of each
 word."""
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from asr_serve.text.normalization.verbalize import verbalize
 from asr_serve.types import PhonemeSpan
 
 MAX_CLAUSE_CHARACTERS = 200
-"""Phonemes of a clause, where it can be cut."""
+"""Most phonemes of a clause that can be cut."""
 _chunks = re.compile(rf"{OVERRIDE_PLACEHOLDER}(?:'s\b)?[^\w\s]*|\S+?(?={OVERRIDE_PLACEHOLDER})|\S+")
 _ends = (",", ";", ":", "—", ".", "!", "?", "…", ")")
 
 
 class Pronouncer(Protocol):
-    """Knows how words sound."""
+    """Grapheme-to-phoneme converter."""
 
     def pronounce(self, chunks: Sequence[Chunk]) -> list[str]: ...
 
 
 class _PhonemeGroup(NamedTuple):
-    """What cannot be cut: phonemes with the blank behind them."""
+    """Phonemes that cannot be cut, with their trailing space."""
 
     phonemes: str
     word: int
-    """Which written word, or words, it is of."""
+    """Index of the written word, or words, that they belong to."""
 
 
 class _DisplayedChunk(NamedTuple):
@@ -52,7 +52,7 @@ class _DisplayedChunk(NamedTuple):
 
 
 class ClauseBuilder:
-    """Safe for any number of threads."""
+    """Builder of clauses from text or phonemes. Thread-safe."""
 
     def __init__(self, voice: Pronouncer, lexicon: Lexicon, british: bool, max_phonemes: int) -> None:
         self._voice, self._lexicon = voice, lexicon
@@ -66,28 +66,28 @@ class ClauseBuilder:
         manners: Sequence[tuple[int, ProsodySettings]],
         start: int,
     ) -> Iterator[tuple[BreakKind, Clause]]:
-        """Clauses of a cleaned piece of text, each with what lies before it. `said`: for its PRESETs, of which it
-        takes as many as it has. `start`: where the piece lies in the text that `manners` is about."""
-        chunks, shown, given, places = [], [], [], [at for at, _ in manners]
+        """Clauses of a cleaned piece of text, each with the break before it. `said`: overrides for its
+        placeholders, consumed in order. `start`: position of the piece in the text to which `manners` refers."""
+        chunks, shown, overrides, places = [], [], [], [at for at, _ in manners]
         for found in _chunks.finditer(text):
             chunk, show = found[0], found[0]
             if OVERRIDE_PLACEHOLDER in chunk:
-                one = next(said)
-                show = chunk.replace(OVERRIDE_PLACEHOLDER, one.written)
-                given.append(one)
+                override = next(said)
+                show = chunk.replace(OVERRIDE_PLACEHOLDER, override.written)
+                overrides.append(override)
             elif self._lexicon and (known := self._looked_up(chunk)):
                 chunk = known[0]
-                given.append(known[1])
+                overrides.append(known[1])
             else:
-                show = chunk.strip("*`") if has_speech(chunk) else ""  # a dash is no word
+                show = chunk.strip("*`") if has_speech(chunk) else ""  # a dash is not a word
             manner = manners[bisect_right(places, start + found.start()) - 1][1]
             chunks.append(chunk)
             shown.append(_DisplayedChunk(show, manner))
         if has_speech(text):
-            yield from self._read(chunks, shown, given)
+            yield from self._read(chunks, shown, overrides)
 
     def clauses_of_phonemes(self, phonemes: str) -> Iterator[tuple[BreakKind, Clause]]:
-        """Clauses of phonemes with blanks between words."""
+        """Clauses of phonemes with spaces between words."""
         words = phonemes.split()
         bits = [_PhonemeGroup(f"{word} ", at) for at, word in enumerate(words)]
         yield from self._composed(bits, [_DisplayedChunk(word, NEUTRAL_PROSODY) for word in words])
@@ -108,23 +108,23 @@ class ClauseBuilder:
         groups, words = align_spoken_words(chunks, spoken, self._normalised), []
         sounds: list[Chunk] = []
         owners: list[int] = []
-        said = iter(given)
+        overrides = iter(given)
         for at, group in enumerate(groups):
             members = shown[group.first : group.end]
             words.append(
                 _DisplayedChunk(
-                    " ".join(one.text for one in members if one.text),
+                    " ".join(member.text for member in members if member.text),
                     members[0].manner if members else NEUTRAL_PROSODY,
                 )
             )
             for chunk in spoken[group.spoken_first : group.spoken_end]:
-                found = _sounds(chunk, said)
+                found = _sounds(chunk, overrides)
                 sounds += found
                 owners += [at] * len(found)
         read = self._voice.pronounce(sounds)
         stop = chunks[-1].rstrip("\"'”)]")[-1:]
         if stop in STOPS and read and not read[-1].rstrip().endswith(STOPS):
-            read[-1] = f"{read[-1].rstrip()}{stop} "  # that of an abbreviation ends the sentence too
+            read[-1] = f"{read[-1].rstrip()}{stop} "  # the full stop of an abbreviation ends the sentence too
         yield from self._composed([_PhonemeGroup(*bit) for bit in zip(read, owners, strict=True) if bit[0]], words)
 
     def _normalised(self, text: str) -> str:
@@ -134,9 +134,9 @@ class ClauseBuilder:
         self, bits: list[_PhonemeGroup], words: Sequence[_DisplayedChunk]
     ) -> Iterator[tuple[BreakKind, Clause]]:
         before: BreakKind = "none"
-        said: set[int] = set()
+        started: set[int] = set()
         for part, ends in _fitting(bits, self._longest, self._most):
-            clause = _clause(part, words, said)
+            clause = _clause(part, words, started)
             if clause:
                 yield before, clause
                 before = "none"
@@ -145,24 +145,24 @@ class ClauseBuilder:
 
 
 def _sounds(chunk: str, said: Iterator[PronunciationOverride]) -> list[Chunk]:
-    """A chunk as what reads it takes it, its PRESET replaced: by phonemes, or by words, which are chunks
-    themselves."""
+    """Chunks for the pronouncer, with the placeholder replaced by phonemes, or by words, which become chunks of
+    their own."""
     if OVERRIDE_PLACEHOLDER not in chunk:
         return [(chunk,)]
     front, _, end = chunk.partition(OVERRIDE_PLACEHOLDER)
-    one = next(said)
-    if one.phonemes and end.startswith("'s"):
-        one, end = one._replace(phonemes=possessive(one.phonemes)), end[2:]
-    if one.phonemes:
-        return [tuple(part for part in (front, PhonemeOverride(one.written, one.phonemes), end) if part)]
-    return [(word,) for word in f"{front}{one.words}{end}".split()]
+    override = next(said)
+    if override.phonemes and end.startswith("'s"):
+        override, end = override._replace(phonemes=possessive(override.phonemes)), end[2:]
+    if override.phonemes:
+        return [tuple(part for part in (front, PhonemeOverride(override.written, override.phonemes), end) if part)]
+    return [(word,) for word in f"{front}{override.words}{end}".split()]
 
 
 def _fitting(
     bits: list[_PhonemeGroup], longest: int, most: int
 ) -> Iterator[tuple[list[_PhonemeGroup], BreakKind]]:
-    """Parts of at most `longest` phonemes, cut where a clause ends, else evenly; with what each ends with. Of a
-    bit that is longer than `most`, there are several."""
+    """Parts of at most `longest` phonemes, cut at the end of a clause, else evenly; each with the kind of its
+    end. A group longer than `most` is split."""
     bits = [
         _PhonemeGroup(bit.phonemes[at : at + most], bit.word)
         for bit in bits
@@ -185,12 +185,13 @@ def _fitting(
 
 
 def _clause(bits: list[_PhonemeGroup], written: Sequence[_DisplayedChunk], said: set[int]) -> Clause | None:
-    """None where nothing in it has a sound. `said`: words that an earlier clause began with, and this one."""
+    """Clause of phoneme groups; None where none has a sound. `said`: indices of words already listed in a clause;
+    those of this one are added."""
     text = "".join(bit.phonemes for bit in bits)
     if not set(text) - PUNCTUATION:
         return None
     start, end = len(text) - len(text.lstrip()), len(text.rstrip())
-    stretches: list[PhonemeSpan] = []
+    spans: list[PhonemeSpan] = []
     words: list[ClauseWord] = []
     at = 0
     for manner, run in groupby(bits, key=lambda bit: written[bit.word].manner):
@@ -201,5 +202,5 @@ def _clause(bits: list[_PhonemeGroup], written: Sequence[_DisplayedChunk], said:
             if inside and word not in said and written[word].text:
                 words.append(ClauseWord(written[word].text, inside[0] - start, inside[-1] - start))
                 said.add(word)
-        stretches.append(PhonemeSpan(text[max(begin, start) : min(at, end)], *manner))
-    return Clause(tuple(stretch for stretch in stretches if stretch.phonemes), tuple(words))
+        spans.append(PhonemeSpan(text[max(begin, start) : min(at, end)], *manner))
+    return Clause(tuple(span for span in spans if span.phonemes), tuple(words))

@@ -1,8 +1,8 @@
-"""English by espeak-ng, for voices that speak its IPA. A program of its own, asked by pipe and never linked: its
-licence (GPL 3) is not ours.
+"""English phonemes by espeak-ng, for voices with its IPA alphabet. It runs as a separate process over pipes and is
+never linked, because its licence (GPL 3) is not ours.
 
-It reads a whole clause, so that `the` knows what follows, and each word by itself, which tells where in the
-clause's phonemes the words lie.
+It reads a whole clause, so that `the` depends on the next word, and each word by itself, to locate the words in
+the clause's phonemes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TIMEOUT_S = 10.0
 _points = "".join(re.escape(point) for point in sorted(PUNCTUATION - {" "}))
 _split = re.compile(rf"([{_points}]*)(.*?)([{_points}]*)", re.DOTALL)
 _silent = re.compile(r"\([a-z-]+\)|[_\u200d͜͡]")
-"""What it says of other languages, and ties."""
+"""Language switches in espeak-ng's output, and ties."""
 _stress = str.maketrans("", "", "ˈˌː")
 STEPS = ((1, 1), (2, 1), (3, 1), (4, 1), *((1, many) for many in range(7) if many != 1))
-"""Words, and tokens: words that are said in one; one that is said in several, or in none."""
+"""Allowed alignments of words and tokens: several words in one token, or one word in several tokens or in none."""
 
 
 class EspeakPronouncer:
-    """Asks the program anew for each sentence: some 15 ms."""
+    """Grapheme-to-phoneme conversion that starts the program for each sentence: some 15 ms."""
 
     def __init__(self, british: bool = False, program: str = PROGRAM) -> None:
         """Raises ProgramMissing."""
@@ -45,8 +45,8 @@ class EspeakPronouncer:
         self.letters = frozenset(ESPEAK_LETTERS)
 
     def pronounce(self, chunks: Sequence[Chunk]) -> list[str]:
-        """Phonemes of each chunk of a sentence, with the blank behind it, if there is one: espeak-ng joins words
-        that are said in one. Raises ProgramFailed."""
+        """Phonemes of each chunk of a sentence, with its trailing space if it has one: espeak-ng joins words that
+        are spoken as one. Raises ProgramFailed."""
         parts = [_parts(chunk) for chunk in chunks]
         cores = [core if isinstance(core, str) else core.written for _, core, _ in parts]
         runs: list[list[int]] = [[]]
@@ -58,22 +58,22 @@ class EspeakPronouncer:
         runs = [run for run in runs if run]
         lines = [line for run in runs for line in (" ".join(cores[at] for at in run), *(cores[at] for at in run))]
         answers = iter(self._phonemize_lines(lines))
-        said = [""] * len(parts)
+        spoken = [""] * len(parts)
         for run in runs:
             whole = next(answers)
             for at, phonemes in zip(run, _shared(whole, [next(answers) for _ in run]), strict=True):
-                said[at] = phonemes
+                spoken[at] = phonemes
         for at, (_, core, _) in enumerate(parts):
-            if isinstance(core, PhonemeOverride):  # it was read only for what is around it
-                said[at] = f"{core.phonemes} "
-        return [_pointed(front, core, end) for (front, _, end), core in zip(parts, said, strict=True)]
+            if isinstance(core, PhonemeOverride):  # it was read only as context for its neighbours
+                spoken[at] = f"{core.phonemes} "
+        return [_pointed(front, core, end) for (front, _, end), core in zip(parts, spoken, strict=True)]
 
     def _phonemize_lines(self, lines: list[str]) -> list[str]:
-        """A line of phonemes for each line of text."""
+        """One line of phonemes for each line of text."""
         if not lines:
             return []
         found = self._run("\n".join(lines))
-        # A line that it cuts in two would move all that follow.
+        # If the program split a line in two, all following lines would shift.
         return found if len(found) == len(lines) else [" ".join(self._run(line)) for line in lines]
 
     def _run(self, text: str) -> list[str]:
@@ -95,7 +95,7 @@ class EspeakPronouncer:
 
 
 def _parts(chunk: Chunk) -> tuple[str, str | PhonemeOverride, str]:
-    """Punctuation before, what is said, punctuation after."""
+    """Leading punctuation, spoken part, trailing punctuation."""
     if any(isinstance(part, PhonemeOverride) for part in chunk):
         at = next(at for at, part in enumerate(chunk) if isinstance(part, PhonemeOverride))
         front, end = (
@@ -110,54 +110,61 @@ def _parts(chunk: Chunk) -> tuple[str, str | PhonemeOverride, str]:
 
 def _pointed(front: str, core: str, end: str) -> str:
     blank = " " if core.endswith(" ") or end else ""
-    kept = "".join(letter for letter in end if letter in PUNCTUATION)
-    return f"{''.join(letter for letter in front if letter in PUNCTUATION)}{core.rstrip()}{kept}{blank}"
+    points = "".join(letter for letter in end if letter in PUNCTUATION)
+    return f"{''.join(letter for letter in front if letter in PUNCTUATION)}{core.rstrip()}{points}{blank}"
 
 
 def _shared(whole: str, alone: list[str]) -> list[str]:
-    """The clause's phonemes for each word, with the blank behind it, found by what the words sound like by
-    themselves."""
+    """The clause's phonemes of each word, with a trailing space, located by the phonemes of the words alone."""
     tokens = whole.split()
     if len(tokens) == len(alone):
         return [f"{token} " for token in tokens]
     bare = [phonemes.translate(_stress).replace(" ", "") for phonemes in alone]
     found: list[str] = []
     at = 0
-    for words, some in _matched(bare, [token.translate(_stress) for token in tokens]):
-        said, at = " ".join(tokens[at : at + some]), at + some
-        found += _divided(f"{said} " if said else "", bare[len(found) : len(found) + words])
+    for words, count in _matched(bare, [token.translate(_stress) for token in tokens]):
+        joined, at = " ".join(tokens[at : at + count]), at + count
+        found += _divided(f"{joined} " if joined else "", bare[len(found) : len(found) + words])
     return found
 
 
 def _matched(words: list[str], tokens: list[str]) -> list[tuple[int, int]]:
-    """How many words, and how many tokens, are one another's: the cheapest way through both, where what differs is
-    counted in letters."""
+    """Alignment of words and tokens as pairs (words, tokens) of lengths, with the least number of differing
+    letters."""
     best: dict[tuple[int, int], tuple[int, list[tuple[int, int]]]] = {(0, 0): (0, [])}
     for i, j in product(range(len(words) + 1), range(len(tokens) + 1)):
         if (i, j) not in best:
             continue
-        cost, way = best[i, j]
+        cost, steps = best[i, j]
         for step in STEPS:
-            there = i + step[0], j + step[1]
-            if there[0] > len(words) or there[1] > len(tokens):
+            target = i + step[0], j + step[1]
+            if target[0] > len(words) or target[1] > len(tokens):
                 continue
-            one, other = Counter("".join(words[i : there[0]])), Counter("".join(tokens[j : there[1]]))
-            more = cost + (one - other).total() + (other - one).total()
-            if there not in best or more < best[there][0]:
-                best[there] = more, [*way, step]
+            word_letters, token_letters = (
+                Counter("".join(words[i : target[0]])),
+                Counter("".join(tokens[j : target[1]])),
+            )
+            total = cost + (word_letters - token_letters).total() + (token_letters - word_letters).total()
+            if target not in best or total < best[target][0]:
+                best[target] = total, [*steps, step]
     whole = len(words), len(tokens)
     return best[whole][1] if whole in best else [whole]
 
 
 def _divided(said: str, words: list[str]) -> list[str]:
-    """What is said in one for several words, cut where the next one's first letter is, near where it should be."""
+    """Phonemes of several joined words divided among them: each cut is at the next word's first phoneme, if it
+    occurs near the proportional position."""
     found: list[str] = []
     for at, word in enumerate(words[:-1]):
-        left = sum(map(len, words[at:])) or 1
-        even = round(len(said) * len(word) / left)
+        remaining = sum(map(len, words[at:])) or 1
+        proportional = round(len(said) * len(word) / remaining)
         first = words[at + 1][:1]
-        near = [place for place, letter in enumerate(said) if letter == first and abs(place - even) < 4 and place]
-        cut = min(near, key=lambda place: abs(place - even)) if near else even
+        near = [
+            place
+            for place, letter in enumerate(said)
+            if letter == first and abs(place - proportional) < 4 and place
+        ]
+        cut = min(near, key=lambda place: abs(place - proportional)) if near else proportional
         cut -= cut > 0 and said[cut - 1 : cut] in ("ˈ", "ˌ")
         found.append(said[:cut])
         said = said[cut:]

@@ -1,9 +1,10 @@
-"""The front end: text, as it is written or while it is being written, to clauses of phonemes. START HERE.
+"""Text front end: complete or streamed text to clauses of phonemes. The entry point of this package.
 
-    characters -> ssml or links -> splitting -> normal -> alignment -> english or espeak -> clauses
+    character_folding -> ssml or links -> sentence_splitter -> normalization -> word_alignment
+    -> hibari_english or espeak -> clause_builder
 
-A clause is worked out when it is asked for: the first costs some milliseconds, however long the text. A Front
-holds nothing that changes, so threads may share it; what is large behind it is shared by all.
+Clauses are computed lazily: the first costs some milliseconds, however long the text. A TextFrontend is immutable,
+so threads may share it; its large parts are shared by all instances.
 """
 
 from __future__ import annotations
@@ -40,15 +41,16 @@ MAX_CHARACTERS = 100_000
 MAX_PHONEMES = 400
 PAUSE_MS: dict[BreakKind, int] = {"none": 0, "clause": 150, "sentence": 250, "paragraph": 500}
 BLOCK_CHARACTERS = 512
-"""Characters of a long text that are looked at at once."""
+"""Characters of a long text that are split at once."""
 LINK = re.compile(r"\[([^\[\]\n]{1,200})\]\(([^()\n]{0,2000})\)")
-"""misaki's: `[word](/phonemes/)`. Without the strokes it is Markdown's, of which the words are read."""
+"""misaki's syntax for pronunciations: `[word](/phonemes/)`. Without the slashes it is a Markdown link, whose words
+are read."""
 _document = re.compile(r"\s*<speak[\s/>]")
 _open_link = re.compile(r"\[[^\[\]\n]{0,200}(?:\](?:\([^()\n]{0,2000})?)?\Z")
 
 
 class TextFrontend:
-    """Reads English aloud, for voices of one alphabet."""
+    """Front end for English text, for voices of one alphabet."""
 
     def __init__(
         self,
@@ -59,8 +61,8 @@ class TextFrontend:
         max_characters: int = MAX_CHARACTERS,
         max_phonemes: int = MAX_PHONEMES,
     ) -> None:
-        """`lexicon`: words, and their phonemes in the alphabet. `british`: the accent, and how dates are read.
-        `max_phonemes`: of a clause, as the voice's card has it.
+        """`lexicon`: words -> their phonemes in the alphabet. `british`: the accent, and the reading of dates.
+        `max_phonemes`: most phonemes of a clause, from the voice's card.
 
         Raises OptionError, UnknownPhoneme for the lexicon, ProgramMissing.
         """
@@ -70,9 +72,10 @@ class TextFrontend:
         self._clauses = ClauseBuilder(voice, known, british, max_phonemes)
 
     def passages(self, text: str, *, ssml: bool = False, phonemes: bool = False) -> Iterator[Passage]:
-        """Clauses and the silence between them, in order, each made when it is asked for.
+        """Clauses and the silence between them, in order, computed lazily.
 
-        `ssml`: the text is a <speak> document. `phonemes`: it is written in the alphabet, words apart.
+        `ssml`: the text is a <speak> document. `phonemes`: it is phonemes of the alphabet with spaces between
+        words.
 
         Raises, before anything is returned: TextTooLong, EmptyText, UnsupportedScript, MalformedSsml,
         UnknownPhoneme; and TextError for SSML without `ssml`.
@@ -96,11 +99,11 @@ class TextFrontend:
         return chain((first,), found)
 
     def open_stream(self) -> StreamingTextFrontend:
-        """For a text that is still being written."""
+        """Streaming front end for a text that is still being written."""
         return StreamingTextFrontend(self)
 
     def _script_passages(self, script: SsmlScript) -> Iterator[Passage]:
-        said = iter(script.overrides)
+        overrides = iter(script.overrides)
         manners, silence, first = script.prosody_changes, _PauseAccumulator(), True
         for begin, end, stop in _parts(script):
             splitter = SentenceSplitter(
@@ -108,7 +111,7 @@ class TextFrontend:
             )
             for piece in _pieces(splitter, script.text, begin, end):
                 silence.break_(piece.after)
-                clauses = self._clauses.clauses_of_text(piece.text, said, manners, begin + piece.start)
+                clauses = self._clauses.clauses_of_text(piece.text, overrides, manners, begin + piece.start)
                 for clause in silence.around(clauses):
                     first = False
                     yield clause
@@ -124,15 +127,15 @@ class TextFrontend:
 
 
 def check_text(text: str, *, ssml: bool = False, phonemes: bool = False) -> None:
-    """What can be known without a voice. Raises EmptyText, UnsupportedScript, and TextError for SSML that is not
-    said to be such."""
+    """Check a text as far as possible without a voice. Raises EmptyText, UnsupportedScript, and TextError for SSML
+    without `ssml`."""
     _expect_plain(text, ssml or phonemes)
     if not (ssml or phonemes or has_speech(_plain(text, None).text)):
         raise _nothing()
 
 
 def _expect_plain(text: str, marked: bool = False) -> None:
-    """`marked`: the caller says that it is SSML, or phonemes."""
+    """Raise EmptyText for a blank text, and TextError for SSML unless `marked`: declared as SSML or phonemes."""
     if not text.strip():
         raise EmptyText("an empty text", "words to be said", param="input")
     if not marked and _document.match(text):
@@ -149,26 +152,26 @@ def _nothing() -> EmptyText:
 
 
 def _plain(text: str, alphabet: Alphabet | None) -> SsmlScript:
-    """Its links read. Without an alphabet their phonemes are not looked at."""
-    said: list[PronunciationOverride] = []
+    """Script of a plain text with links. Without an alphabet the phonemes of links are not checked."""
+    overrides: list[PronunciationOverride] = []
     parts, at = [], 0
     for link in LINK.finditer(text):
-        written, given = fold_characters(link[1], start=link.start(1)), link[2].strip()
+        written, target = fold_characters(link[1], start=link.start(1)), link[2].strip()
         parts.append(fold_characters(text[at : link.start()], start=at))
-        if len(given) > 2 and given[0] == given[-1] == "/":
-            phonemes = given[1:-1].strip()
+        if len(target) > 2 and target[0] == target[-1] == "/":
+            phonemes = target[1:-1].strip()
             if alphabet:
                 phoneme_alphabets.check_phonemes(phonemes, alphabet, f"[{link[1]}]")
-            said.append(PronunciationOverride(written, phonemes=phonemes))
+            overrides.append(PronunciationOverride(written, phonemes=phonemes))
             written = OVERRIDE_PLACEHOLDER
         parts.append(written)
         at = link.end()
     parts.append(fold_characters(text[at:], start=at))
-    return SsmlScript("".join(parts), said, [(0, NEUTRAL_PROSODY)], [])
+    return SsmlScript("".join(parts), overrides, [(0, NEUTRAL_PROSODY)], [])
 
 
 class StreamingTextFrontend:
-    """A text token by token, as a language model writes it. For one caller."""
+    """Front end for text that comes token by token from a language model, for one stream."""
 
     def __init__(self, front: TextFrontend) -> None:
         self._frontend = front
@@ -180,22 +183,22 @@ class StreamingTextFrontend:
         self._raw, self._begun = "", False
 
     def append_text(self, text: str) -> list[Passage]:
-        """What can be said now. Raises as `Front.passages` does; the text that was refused is left out, and the
-        next one may come."""
+        """Append text; return the passages that are ready. Raises the errors of `TextFrontend.passages`; refused
+        text is left out, and more may follow."""
         self._raw += text
         ready = self._ready()
-        taken, self._raw = self._raw[:ready], self._raw[ready:]
-        return self._take(taken) if taken else []
+        complete, self._raw = self._raw[:ready], self._raw[ready:]
+        return self._take(complete) if complete else []
 
     def finish(self) -> list[Passage]:
-        """The rest. What is put in afterwards is another text. Nothing where nothing was left to say."""
-        taken, self._raw = self._raw, ""
-        found = [*self._take(taken), *self._passages(self._splitter.finish())]
+        """Remaining passages, if any. Text appended afterwards is a new text."""
+        remaining, self._raw = self._raw, ""
+        found = [*self._take(remaining), *self._passages(self._splitter.finish())]
         self._begin()
         return found
 
     def _ready(self) -> int:
-        """Characters of what is held that nothing to come can change: whole words, whole links."""
+        """Number of buffered characters that later text cannot change: whole words, whole links."""
         raw = self._raw
         if len(raw) > BLOCK_CHARACTERS * 4:
             return len(raw)
@@ -215,16 +218,19 @@ class StreamingTextFrontend:
     def _passages(self, pieces: Iterator[SplitSentence]) -> list[Passage]:
         found: list[Passage] = []
         for piece in pieces:
-            presets = piece.text.count(OVERRIDE_PLACEHOLDER)
-            said, self._said = self._said[:presets], self._said[presets:]
+            count = piece.text.count(OVERRIDE_PLACEHOLDER)
+            overrides, self._said = self._said[:count], self._said[count:]
             self._silence.break_(piece.after)
-            clauses = self._frontend._clauses.clauses_of_text(piece.text, iter(said), [(0, NEUTRAL_PROSODY)], 0)
+            clauses = self._frontend._clauses.clauses_of_text(
+                piece.text, iter(overrides), [(0, NEUTRAL_PROSODY)], 0
+            )
             found += self._silence.around(clauses)
         return found
 
 
 class _PauseAccumulator:
-    """Adds up what lies between two clauses, and is told before the second one: never at the ends of a text."""
+    """Accumulates breaks between two clauses into one pause before the second; a text has no pauses at its ends
+    except requested ones."""
 
     def __init__(self) -> None:
         self._kind: BreakKind = "none"
@@ -253,7 +259,7 @@ class _PauseAccumulator:
             self._begun, self._kind, self._requested_ms = True, "none", None
 
     def last(self) -> Iterator[Pause]:
-        """After the text: only what was asked for."""
+        """Pause after the text: only a requested one."""
         if self._requested_ms:
             yield Pause(self._requested_ms, is_requested=True)
 
@@ -265,7 +271,7 @@ def _pieces(splitter: SentenceSplitter, text: str, begin: int, end: int) -> Iter
 
 
 def _parts(script: SsmlScript) -> Iterator[tuple[int, int, SsmlBreak | None]]:
-    """What lies between stops."""
+    """Character ranges between breaks, each with the break that ends it."""
     begin = 0
     for stop in script.breaks:
         yield begin, stop.at, stop

@@ -1,4 +1,4 @@
-"""What a text becomes: clauses to be said, and the silence between them."""
+"""Passages of a text: clauses to synthesize, and the silence between them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 from asr_serve.types import PhonemeSpan
 
 SPEED_RANGE, PITCH_RANGE_SEMITONES, ENERGY_RANGE_DB = (0.25, 4.0), (-12.0, 12.0), (-12.0, 12.0)
-"""What a model can do: times as fast, semitones, dB."""
+"""Ranges that models support: speed factor, semitones, dB."""
 
 
 class Pause(NamedTuple):
-    """Silence. Every silence between clauses is told: who plays adds none."""
+    """Silence. Every silence between clauses is explicit: players add none."""
 
     ms: int
     is_requested: bool = False
-    """Somebody said how long. Any other is shorter where speech is faster."""
+    """Whether the text set its length. Other pauses are shorter where speech is faster."""
 
 
 class ClauseWord(NamedTuple):
@@ -23,27 +23,27 @@ class ClauseWord(NamedTuple):
 
     text: str
     first: int
-    """Index of its first phoneme in the clause's."""
+    """Index of its first phoneme in the clause."""
     last: int
-    """Of its last one, which is still part of it; punctuation is not."""
+    """Index of its last phoneme, inclusive and without punctuation."""
 
 
 class Clause(NamedTuple):
-    """What is said in one breath. A blank after a word belongs to the stretch of that word."""
+    """Clause that is synthesized as a unit. A space after a word belongs to the span of that word."""
 
     phoneme_spans: tuple[PhonemeSpan, ...]
     words: tuple[ClauseWord, ...]
 
     @property
     def phonemes(self) -> str:
-        return "".join(stretch.phonemes for stretch in self.phoneme_spans)
+        return "".join(span.phonemes for span in self.phoneme_spans)
 
 
 Passage = Pause | Clause
 
 
 class ProsodySettings(NamedTuple):
-    """How a stretch is said."""
+    """Prosody of a part of a text."""
 
     speed: float = 1.0
     pitch: float = 0.0
@@ -52,8 +52,8 @@ class ProsodySettings(NamedTuple):
     """dB."""
 
     def combined_with(self, outer: ProsodySettings) -> ProsodySettings:
-        """Both together, as far as a model goes: speeds multiply; semitones and dB, which are logarithms, add
-        up."""
+        """Both settings combined, clipped to the models' ranges: speeds multiply; semitones and dB, which are
+        logarithms, add up."""
         return ProsodySettings(
             _clipped(self.speed * outer.speed, SPEED_RANGE),
             _clipped(self.pitch + outer.pitch, PITCH_RANGE_SEMITONES),
@@ -65,7 +65,7 @@ NEUTRAL_PROSODY = ProsodySettings()
 
 
 class PronunciationOverride(NamedTuple):
-    """What is written in one way and said in another, as the caller asked: in words, or in phonemes."""
+    """Text with a requested pronunciation, in words or in phonemes."""
 
     written: str
     words: str = ""
@@ -73,7 +73,8 @@ class PronunciationOverride(NamedTuple):
 
 
 OVERRIDE_PLACEHOLDER = "Z\ue000"
-"""Stands in a text for a Said. It looks like a name to the rules, and no cleaned text has its second character."""
+"""Placeholder for a PronunciationOverride in a text. The rules take it for a name, and no cleaned text contains
+its second character."""
 
 
 def _clipped(value: float, bounds: tuple[float, float]) -> float:

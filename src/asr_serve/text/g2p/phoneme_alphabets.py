@@ -1,4 +1,4 @@
-"""Alphabets of phonemes: misaki's, which our own voice and Kokoro speak, and espeak-ng's IPA, which Piper's do."""
+"""Phoneme alphabets: misaki's, for our own voice and Kokoro, and espeak-ng's IPA, for Piper's voices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asr_serve.text.name_pronunciations import possessive
 
 Alphabet = Literal["misaki", "espeak"]
 PUNCTUATION = frozenset(';:,.!?—…"()“” ')
-"""What is no sound: of a word's phonemes, these belong to no word."""
+"""Symbols without sound, which belong to no word."""
 ESPEAK_LETTERS = (
     PUNCTUATION
     | set("abcdefhijklmnopqrstuvwxyzæçðøħŋœβθχᵻⱱˈˌːˑ˞ʰʲʷˠˤⁿ̪̩̯̃̊̆")
@@ -38,7 +38,7 @@ def alphabet_letters(alphabet: Alphabet) -> frozenset[str]:
 
 
 def from_ipa(phonemes: str, alphabet: Alphabet, british: bool = False) -> str:
-    """IPA in the voice's alphabet. American English, as misaki writes it, has no length: `fˈɑðəɹ`."""
+    """Convert IPA to the voice's alphabet. American English in misaki's alphabet has no length: `fˈɑðəɹ`."""
     if alphabet == "espeak":
         return re.sub("[.‿͜͡-]", "", phonemes).replace("g", "ɡ").replace("'", "ˈ")
     found = _ipa.sub(lambda m: _from_ipa[m[0]], phonemes)
@@ -50,7 +50,8 @@ def from_misaki(phonemes: str, alphabet: Alphabet) -> str:
 
 
 def check_phonemes(phonemes: str, alphabet: Alphabet, of: str = "the text", param: str = "input") -> str:
-    """The same. Raises UnknownPhoneme for a letter that is not in the alphabet, and for none at all."""
+    """Return `phonemes` unchanged. Raises UnknownPhoneme for a symbol that is not in the alphabet, and for
+    phonemes without any sound."""
     known = alphabet_letters(alphabet)
     for at, letter in enumerate(phonemes):
         if letter not in known:
@@ -67,9 +68,9 @@ def check_phonemes(phonemes: str, alphabet: Alphabet, of: str = "the text", para
 
 
 class Lexicon:
-    """How the caller wants words to be said.
+    """Requested pronunciations of words.
 
-    A word in small letters also stands for the same word with capitals; a word with a capital only for itself. A
+    A word in lower case also matches the same word with capitals; a word with a capital matches only itself. A
     possessive `'s` may follow.
     """
 

@@ -1,7 +1,7 @@
-"""Where a text is cut, while it comes: at the ends of sentences, and earlier where somebody waits.
+"""Streaming sentence splitter: cuts text at the ends of sentences, and earlier where latency matters.
 
-A cut is made between two words, and stays: what is decided never depends on how the text arrived. The buffer holds
-at most one sentence, so the work grows with the text and no faster.
+A cut is made between two words and is final: it does not depend on how the text was divided on arrival. The buffer
+holds at most one sentence, so the work is linear in the text.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 BreakKind = Literal["none", "clause", "sentence", "paragraph"]
-"""What lies between two pieces. `none`: a blank like any other."""
+"""Break between two pieces. `none`: an ordinary space."""
 
 MAX_SENTENCE_CHARACTERS = 400
-"""Characters of a piece. A word longer than this is cut."""
+"""Most characters of a piece. A longer word is cut."""
 _titles = """
 mr mrs ms dr prof st mt ft gen gov sen rep capt lt col sgt cmdr rev hon pres supt cpl maj adm fr msgr messrs mme
 mlle vs e.g i.e cf viz approx al ave blvd fig figs vol ch pp p nos sec eq ed eds jan feb mar apr jun jul aug sep
@@ -30,13 +30,13 @@ one all some many most no not now once please yes do does did is are was were ca
 """
 _units = "in ft yd mi oz lb lbs hr hrs min sec tsp tbsp qt gal"
 TITLES = frozenset(_titles.split())
-"""Abbreviations that something follows."""
+"""Abbreviations that do not end a sentence."""
 ENDINGS = frozenset(_endings.split())
 """Abbreviations after which a sentence may end."""
 UNITS = frozenset(_units.split())
-"""Abbreviations behind a number, after which a sentence may end."""
+"""Abbreviations after a number, at which a sentence may end."""
 STARTERS = frozenset(_starters.split())
-"""Words that begin sentences, and seldom names."""
+"""Words that often begin sentences, and seldom names."""
 CLOSERS, OPENERS = "\"'”’)]", "\"'“‘(["
 STOPS, CLAUSES, BULLETS = (*".!?…",), (*",;:—–",), (*"-*•–#0123456789",)
 _word, _blanks, _letters = re.compile(r"\s*(\S+)"), re.compile(r"\s+"), re.compile(r"[^A-Za-z]")
@@ -46,38 +46,38 @@ _bullet = re.compile(r"(?:[-*•–]|\d{1,3}[.)]|#{1,6})\s")
 
 class SplitSentence(NamedTuple):
     start: int
-    """Of its first character in the whole text."""
+    """Position of its first character in the whole text."""
     text: str
     after: BreakKind
-    """What lies before it: how the one before ended."""
+    """Break before it, at the end of the previous piece."""
 
 
 class SplitPolicy(NamedTuple):
-    """When a clause may go before its sentence is complete; in characters."""
+    """Lengths in characters at which a sentence is cut before its end."""
 
     first: int
-    """The first piece of a text: a clause ends it if the sentence is longer than this."""
+    """Length of the first sentence of a text above which its first clause is a piece by itself."""
     shortest: int
-    """Of such a first clause."""
+    """Least length of such a first clause."""
     clause: int
-    """A later piece is cut at a clause's end from here on."""
+    """Length from which on a later piece is cut at the end of a clause."""
     word: int
-    """And at the end of any plain word from here on."""
+    """Length from which on any piece is cut at the end of a plain word."""
 
 
 OFFLINE_SPLIT_POLICY = SplitPolicy(
     first=80, shortest=15, clause=MAX_SENTENCE_CHARACTERS, word=MAX_SENTENCE_CHARACTERS
 )
-"""For a text that is all there."""
+"""Policy for a complete text."""
 LIVE_SPLIT_POLICY = SplitPolicy(first=12, shortest=12, clause=48, word=160)
-"""For a text that is still being written."""
+"""Policy for a text that is still being written."""
 
 
 class SentenceSplitter:
-    """Cuts what is put in."""
+    """Cuts a stream of text into sentences."""
 
     def __init__(self, hurry: SplitPolicy = OFFLINE_SPLIT_POLICY, *, abbreviations: bool = True) -> None:
-        """`abbreviations` off: phonemes, where any full stop ends a sentence."""
+        """`abbreviations`: False for phonemes, where any full stop ends a sentence."""
         self.hurry, self._abbreviations = hurry, abbreviations
         self._begin()
 
@@ -88,17 +88,17 @@ class SentenceSplitter:
         self._forget()
 
     def _forget(self) -> None:
-        """What was found out about the piece that the buffer begins with."""
+        """Reset the state of the piece at the start of the buffer."""
         self._at = self._plain = self._previous = 0
         self._clauses: list[int] = []
 
     def append_text(self, text: str) -> Iterator[SplitSentence]:
-        """Pieces that are complete now."""
+        """Append text; return the pieces that are complete."""
         self._buffer += text
         yield from self._pieces(final=False)
 
     def finish(self) -> Iterator[SplitSentence]:
-        """The rest. What is put in afterwards is another text."""
+        """Remaining pieces. Text appended afterwards is a new text."""
         yield from self._pieces(final=True)
         self._begin()
 
@@ -124,7 +124,8 @@ class SentenceSplitter:
         self._forget()
 
     def _cut(self, final: bool) -> tuple[int, BreakKind] | None:
-        """Where the piece ends and how, if that can be known yet. Goes on where it stopped the last time."""
+        """End of the first piece and its kind; None while more text is needed. Continues from the last call's
+        position."""
         buffer = self._buffer
         while word := _word.match(buffer, self._at):
             if word.end() > MAX_SENTENCE_CHARACTERS:
@@ -145,7 +146,7 @@ class SentenceSplitter:
         return (len(buffer.rstrip()), "sentence") if final and buffer else None
 
     def _hurried(self, end: int, kind: BreakKind, plain: bool) -> tuple[int, BreakKind] | None:
-        """A cut before the sentence is over, where its beginning is wanted, or it is long."""
+        """Cut before the end of a sentence, by the policy; None if there is none."""
         hurry = self.hurry
         if kind == "clause":
             self._clauses.append(end)
@@ -162,7 +163,7 @@ class SentenceSplitter:
         return None
 
     def _forced(self) -> tuple[int, BreakKind]:
-        """A cut because there must be one."""
+        """Cut at MAX_SENTENCE_CHARACTERS or before."""
         if self._clauses and self._clauses[-1] >= MAX_SENTENCE_CHARACTERS // 4:
             return self._clauses[-1], "clause"
         if self._plain >= MAX_SENTENCE_CHARACTERS // 4:
@@ -170,7 +171,7 @@ class SentenceSplitter:
         return self._previous or MAX_SENTENCE_CHARACTERS, "none"
 
     def _kind(self, word: re.Match[str], final: bool) -> BreakKind | None:
-        """What ends with this word; None where only what follows it can tell."""
+        """Kind of break after this word; None where it depends on text that has not come yet."""
         buffer, left = self._buffer, word[1]
         begins = _run_of_blanks(buffer, word.end())
         right = _word.match(buffer, begins)
@@ -200,7 +201,8 @@ class SentenceSplitter:
         return "clause" if left == "-" else "none"
 
     def _abbreviated(self, core: str, at: int) -> bool:
-        """Whether its full stop may be no end. Of a number at the beginning it counts an item of a list."""
+        """Whether the word's full stop may not end a sentence: an abbreviation, or the number of a list item at
+        the beginning."""
         stem = core[:-1].lstrip(OPENERS).lower()
         if at == 0 and stem.isdigit() and len(stem) < 4:
             return True
@@ -211,7 +213,7 @@ class SentenceSplitter:
         return stem in TITLES or stem in ENDINGS or bool(_initials.fullmatch(stem))
 
     def _over(self, core: str, next_word: str) -> bool:
-        """Whether a sentence ends with this abbreviation, before that word."""
+        """Whether a sentence ends with this abbreviation, given the next word."""
         stem = core[:-1].lstrip(OPENERS).lower()
         if not next_word:
             return True
@@ -223,11 +225,12 @@ class SentenceSplitter:
 
 
 def _run_of_blanks(text: str, at: int) -> int:
-    """Where it ends."""
+    """End of the white space that starts at `at`."""
     found = _blanks.match(text, at)
     return found.end() if found else at
 
 
 def _plain(left: str, right: str) -> bool:
-    """Between two ordinary words: no number, unit, name or abbreviation is torn apart."""
+    """Whether both words are ordinary, so that a cut between them separates no number, unit, name or
+    abbreviation."""
     return left.isalpha() and left.islower() and right.islower()

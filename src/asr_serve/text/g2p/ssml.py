@@ -1,8 +1,8 @@
-"""A subset of SSML: what a text says and how, as data.
+"""Parser of a subset of SSML: a text with its prosody, breaks and pronunciations.
 
-Read by expat, part by part. A document type is refused, so there are no entities but XML's own five; depth is
-bounded, and size by whoever calls. What is not known is an error that says what is: nothing is left out without a
-word.
+It uses expat's events. A document type is refused, so there are no entities except XML's own five; depth is
+bounded here, and size by the caller. Anything unknown is an error that lists the known: nothing is silently
+ignored.
 
 Source  W3C, Speech Synthesis Markup Language 1.1.
 """
@@ -33,7 +33,8 @@ from asr_serve.text.normalization import say_as
 MAX_DEPTH = 32
 LONGEST_BREAK_MS = 10_000
 LONGEST_SAID = 1_000
-"""Characters that are said otherwise than written: they are read at once, before anything of them sounds."""
+"""Most characters of text in an element with a replaced pronunciation: they are processed as a whole, before any
+audio."""
 ELEMENTS: dict[str, tuple[str, ...]] = {
     "speak": ("version", "xml:lang", "xmlns", "xmlns:xsi", "xsi:schemaLocation", "xml:base"),
     "p": ("xml:lang",),
@@ -46,7 +47,7 @@ ELEMENTS: dict[str, tuple[str, ...]] = {
     "emphasis": ("level",),
 }
 REPLACED = ("say-as", "phoneme", "sub")
-"""Said otherwise than written: they hold text only."""
+"""Elements with a replaced pronunciation, which hold text only."""
 STRENGTHS = {"none": 0, "x-weak": 100, "weak": 200, "medium": 400, "strong": 700, "x-strong": 1_200}
 RATES = {"x-slow": 0.5, "slow": 0.75, "medium": 1.0, "default": 1.0, "fast": 1.25, "x-fast": 1.6}
 PITCHES = {"x-low": -4.0, "low": -2.0, "medium": 0.0, "default": 0.0, "high": 2.0, "x-high": 4.0}
@@ -62,22 +63,22 @@ _number = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
 
 
 class SsmlBreak(NamedTuple):
-    """Between two characters of the text: nothing is read across it."""
+    """Break between two characters of the text, which no clause crosses."""
 
     at: int
     kind: BreakKind
     ms: int | None = None
-    """Of silence, where it was asked for."""
+    """Requested silence; None if not requested."""
 
 
 class SsmlScript(NamedTuple):
-    """A text with all that is known about how it is said."""
+    """Text with its pronunciations, prosody and breaks."""
 
     text: str
     overrides: list[PronunciationOverride]
-    """What each PRESET of the text stands for, in order."""
+    """Override of each OVERRIDE_PLACEHOLDER in the text, in order."""
     prosody_changes: list[tuple[int, ProsodySettings]]
-    """From which character on; in order, the first at 0."""
+    """Prosody with the character from which on it holds; in order, the first at 0."""
     breaks: list[SsmlBreak]
 
 
@@ -90,7 +91,7 @@ class _OpenElement(NamedTuple):
 
 
 def parse_ssml(document: str, alphabet: Alphabet, british: bool = False) -> SsmlScript:
-    """Raises MalformedSsml, and UnsupportedScript."""
+    """Parse a <speak> document. Raises MalformedSsml, and UnsupportedScript."""
     return _Reader(alphabet, british).read(document)
 
 
@@ -113,16 +114,16 @@ class _Reader:
         try:
             self._xml.Parse(document.encode("utf-8", "replace"), True)
         except expat.ExpatError as failure:
-            said = expat.ErrorString(failure.code)
+            reason = expat.ErrorString(failure.code)
             raise MalformedSsml(
-                f"the XML is broken: {said}",
+                f"the XML is broken: {reason}",
                 "every element is closed, & is written &amp; and < is written &lt;",
                 line=failure.lineno,
                 column=failure.offset + 1,
             ) from failure
         return self._script._replace(text="".join(self._texts))
 
-    # what expat calls
+    # handlers of expat's events
 
     def _doctype(self, *_: object) -> None:
         raise self._error("a document type", "<speak> and what is in it", "leave it out")
@@ -162,11 +163,11 @@ class _Reader:
         self._in(manner)
 
     def _end(self, name: str) -> None:
-        done = self._open.pop()
+        element = self._open.pop()
         if name in REPLACED:
             written = fold_characters(self._short("".join(self._held or []), f"<{name}>")).strip()
             self._held = None
-            self._replace(done, written)
+            self._replace(element, written)
         elif name in ("p", "s"):
             self._stop("paragraph" if name == "p" else "sentence")
         if self._open:
@@ -176,10 +177,10 @@ class _Reader:
         if self._held is not None:
             self._held.append(text)
         else:
-            where = f"the text that ends in line {self._xml.CurrentLineNumber}"
-            self._add(re.sub(r"\s+", " ", fold_characters(text, where)))
+            location = f"the text that ends in line {self._xml.CurrentLineNumber}"
+            self._add(re.sub(r"\s+", " ", fold_characters(text, location)))
 
-    # what becomes of it
+    # building the script
 
     def _add(self, text: str) -> None:
         self._texts.append(text)
@@ -199,14 +200,14 @@ class _Reader:
         attributes, self._blamed = element.attributes, element
         try:
             if element.name == "phoneme":
-                said = PronunciationOverride(written, phonemes=self._phonemes(attributes))
+                override = PronunciationOverride(written, phonemes=self._phonemes(attributes))
             elif element.name == "sub":
-                said = PronunciationOverride(
+                override = PronunciationOverride(
                     written, words=fold_characters(self._needed(attributes, "alias")).strip()
                 )
             else:
                 kind = self._needed(attributes, "interpret-as")
-                said = PronunciationOverride(
+                override = PronunciationOverride(
                     written,
                     words=say_as.verbalize_say_as(written, kind, attributes.get("format", ""), self._british),
                 )
@@ -221,8 +222,8 @@ class _Reader:
                 column=element.column,
             ) from error
         self._blamed = None
-        if said.words or said.phonemes:
-            self._script.overrides.append(said)
+        if override.words or override.phonemes:
+            self._script.overrides.append(override)
             self._add(OVERRIDE_PLACEHOLDER)
 
     def _phonemes(self, attributes: dict[str, str]) -> str:
@@ -243,7 +244,7 @@ class _Reader:
         )
 
     def _rate(self, value: str) -> float:
-        """`fast`, `1.2` and `120%` of the usual speed, `+20%` more than it."""
+        """Speed factor: `fast`, `1.2` and `120%` are of the usual speed, `+20%` is relative to it."""
         found = re.fullmatch(rf"({_number})(%?)", value)
         rate = RATES.get(value)
         if found:

@@ -1,1 +1,2 @@
-"""Inverse text normalisation: numbers, dates, money as one writes them, from words as they were said."""
+"""Text normalization: spoken words to written numbers, dates and money (`inverse*`), and the reverse
+(`verbalize*`)."""

@@ -1,8 +1,8 @@
-"""START HERE: a segment as one writes it.
+"""Inverse text normalization of a segment; the entry point of the `inverse*` files.
 
-What was said stays beside it: the whole in `Segment.spoken`, of each word that changed in `Word.spoken`. A written
-word lasts from the first to the last of the words that were said for it, and is as certain as the least certain of
-them. A text that is already written stays as it is.
+The spoken text is kept: of the segment in `Segment.spoken`, of each changed word in `Word.spoken`. A written word
+has the time from the first to the last of its spoken words, and the lowest of their confidences. Text that is
+already in written form stays as it is.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from asr_serve.text.word_timing import is_spoken_character, locate_words, split_
 from asr_serve.types import Segment, Word
 
 MAX_ALIGNED_PARTS = 12
-"""Spoken words that are tried one by one for what they are in the written form; of more, time is shared."""
+"""Most spoken words that are aligned with a written form by content; with more, they are divided evenly."""
 
 
 def check_inverse_normalization(language: str) -> None:
-    """Raises UnsupportedOption where nothing can be written so: in another language, or without the package. No
-    language: it is yet to be heard."""
+    """Raise UnsupportedOption for a language without grammars, or without the package. An empty language is one
+    still to be detected."""
     if language and language not in GRAMMAR_LANGUAGES:
         raise UnsupportedOption(
             f"itn with language={language}",
@@ -39,33 +39,34 @@ def check_inverse_normalization(language: str) -> None:
 
 
 def inverse_normalize(segment: Segment, language: str) -> Segment:
-    """In a language without grammars: the segment as it is. Raises UnsupportedOption without the package."""
-    if language not in GRAMMAR_LANGUAGES or not (made := find_edits(segment.text, language)):
+    """Segment in written form; in a language without grammars it is unchanged. Edits across two speakers are left
+    out. Raises UnsupportedOption without the package."""
+    if language not in GRAMMAR_LANGUAGES or not (edits := find_edits(segment.text, language)):
         return segment
-    told = {word.speaker for word in segment.words}
-    if len(told) > 1:
-        made = [change for change in made if len({w.speaker for w in _said(segment, change)}) == 1]
-    if not made:
+    speakers = {word.speaker for word in segment.words}
+    if len(speakers) > 1:
+        edits = [edit for edit in edits if len({w.speaker for w in _said(segment, edit)}) == 1]
+    if not edits:
         return segment
     return msgspec.structs.replace(
         segment,
-        text=apply_edits(segment.text, made),
+        text=apply_edits(segment.text, edits),
         spoken=segment.spoken or segment.text,
-        words=tuple(_words(segment, made, language)) if segment.words else (),
+        words=tuple(_words(segment, edits, language)) if segment.words else (),
     )
 
 
 def apply_edits(text: str, made: Sequence[TextEdit]) -> str:
-    """The text with its changes."""
+    """Text with its edits applied."""
     parts, at = [], 0
-    for change in made:
-        parts += [text[at : change.start], change.text]
-        at = change.end
+    for edit in made:
+        parts += [text[at : edit.start], edit.text]
+        at = edit.end
     return "".join([*parts, text[at:]])
 
 
 def _said(segment: Segment, change: TextEdit) -> list[Word]:
-    """The words that a change is of."""
+    """Words that an edit covers."""
     return [
         word
         for word, (start, end) in zip(segment.words, locate_words(segment.text, segment.words), strict=True)
@@ -76,24 +77,24 @@ def _said(segment: Segment, change: TextEdit) -> list[Word]:
 def _words(segment: Segment, made: Sequence[TextEdit], language: str) -> Iterator[Word]:
     spans = locate_words(segment.text, segment.words)
     at = 0
-    for change in made:
-        while at < len(spans) and spans[at][1] <= change.start:
+    for edit in made:
+        while at < len(spans) and spans[at][1] <= edit.start:
             yield segment.words[at]
             at += 1
         first = at
-        while at < len(spans) and spans[at][0] < change.end:
+        while at < len(spans) and spans[at][0] < edit.end:
             at += 1
         if first == at:
             continue
-        # With the marks, and letters, of its words that are not the change's.
-        lead = segment.text[spans[first][0] : change.start]
-        trail = segment.text[change.end : spans[at - 1][1]]
-        yield from _replaced(segment.words[first:at], f"{lead}{change.text}{trail}", language)
+        # Include punctuation, and letters, of these words outside the edit.
+        lead = segment.text[spans[first][0] : edit.start]
+        trail = segment.text[edit.end : spans[at - 1][1]]
+        yield from _replaced(segment.words[first:at], f"{lead}{edit.text}{trail}", language)
     yield from segment.words[at:]
 
 
 def _replaced(said: Sequence[Word], text: str, language: str) -> Iterator[Word]:
-    """Words for `text`, each with the times of those of `said` that it stands for."""
+    """Words of `text`, each with the time of the words of `said` that it replaces."""
     parts = [text[start:end] for start, end in split_words(text)]
     for part, (first, behind) in zip(parts, _aligned([word.text for word in said], parts, language), strict=True):
         group = said[first:behind]
@@ -108,25 +109,25 @@ def _replaced(said: Sequence[Word], text: str, language: str) -> Iterator[Word]:
 
 
 def strip_punctuation(text: str) -> str:
-    """Without the marks around it."""
+    """Text without surrounding punctuation."""
     return re.sub(r"^\W+|[^\w%]+$", "", text) or text
 
 
 def _aligned(said: Sequence[str], parts: Sequence[str], language: str) -> list[tuple[int, int]]:
-    """For each written part the words said for it: in order, all of them, one at least. Where there are more parts
-    than words, some stand for the same.
+    """Range of the spoken words of each written part: in order, covering all words, at least one each. With more
+    parts than words, several parts share a word.
 
-    Cheapest way: a part costs nothing where it is written for just these words, or spelt of their letters.
+    Alignment of the least total `_distance`, which is 0 for a part spelled with the letters of its words.
     """
-    count, wanted = len(said), len(parts)
-    if count < wanted:
-        return [(at * count // wanted, at * count // wanted + 1) for at in range(wanted)]
+    count, total = len(said), len(parts)
+    if count < total:
+        return [(at * count // total, at * count // total + 1) for at in range(total)]
     if count > MAX_ALIGNED_PARTS:
-        edges = [at * count // wanted for at in range(wanted + 1)]
+        edges = [at * count // total for at in range(total + 1)]
         return list(pairwise(edges))
     best: dict[tuple[int, int], tuple[int, tuple[tuple[int, int], ...]]] = {(0, 0): (0, ())}
-    for part in range(wanted):
-        for behind in range(part + 1, count - (wanted - part - 1) + 1):
+    for part in range(total):
+        for behind in range(part + 1, count - (total - part - 1) + 1):
             ways = []
             for first in range(part, behind):
                 if (part, first) in best:
@@ -134,25 +135,25 @@ def _aligned(said: Sequence[str], parts: Sequence[str], language: str) -> list[t
                     cost += _distance(tuple(said[first:behind]), parts[part], language)
                     ways.append((cost, (*path, (first, behind))))
             best[part + 1, behind] = min(ways)
-    return list(best[wanted, count][1])
+    return list(best[total, count][1])
 
 
 @lru_cache(4_096)
 def _distance(said: tuple[str, ...], part: str, language: str) -> int:
-    """How far what is written is from what is written for just these words: 0 to 10."""
+    """Distance of a written part from the written form of these words, 0 to 10."""
     wanted = _signs(part)
     letters = "".join(_signs(word) for word in said)
     if letters == wanted:
         return 0
-    have = "".join(c for c in wanted if c.isdigit())
+    digits = "".join(c for c in wanted if c.isdigit())
     if language == "en":
-        told = numbers_match(
-            [part for word in said for part in strip_punctuation(word).casefold().split("-")], have
+        same = numbers_match(
+            [part for word in said for part in strip_punctuation(word).casefold().split("-")], digits
         )
     else:
         text = "".join(strip_punctuation(word) for word in said)
-        told = have == "".join(c for c in apply_edits(text, find_edits(text, language)) if c.isdigit())
-    if have and told:
+        same = digits == "".join(c for c in apply_edits(text, find_edits(text, language)) if c.isdigit())
+    if digits and same:
         return 1
     return 4 if letters and (wanted in letters or letters in wanted) else 10
 

@@ -1,7 +1,7 @@
-"""Which of a grammar's Chinese and Japanese rewrites stand, and in which form.
+"""Selection of a grammar's Chinese and Japanese rewrites, and their form.
 
-What the grammar writes with slashes, seconds nobody said, or English halves of the day, is written as the language
-has it. Where it guesses, what was said stays.
+Slashes, unspoken seconds and English a.m. or p.m. in the grammar's output are replaced by the language's own
+forms. Where the grammar guesses, the spoken form stays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from asr_serve.text.normalization.wetext_grammar import GrammarRewrite
 
 NUMERALS: Final = "零〇一二两三四五六七八九十百千万亿億幺壹贰叁肆伍陆柒捌玖拾佰仟負负分半点点"
-"""Without one of them nothing is rewritten."""
+"""Characters without which nothing is rewritten."""
 _DIGITS = {letter: number for number, letter in enumerate("〇一二三四五六七八九")} | {"零": 0, "两": 2, "兩": 2}
 _PLACES = {"十": 10, "百": 100, "千": 1_000}
 _NUMBER = re.compile("[〇零一二两兩三四五六七八九]?[十百千万萬億亿][〇零一二两兩三四五六七八九十百千万萬億亿]*")
@@ -26,12 +26,12 @@ NO_NUMBERS = re.compile(
     "[十百千万]+[几来余餘]|[几数數][十百千万]+|(?<![点點时時一二三四五六七八九])十分(?![钟鐘之间間後前])|三十而立|十万火急"
     "|不管三七二十一|千[葉代歳秋]|八百[屋長]|五十[嵐音]|百[合科貨]|万[歳年]"
 )
-"""Words that are written so, whatever their characters count: more than ten, very, Chiba, the greengrocer."""
+"""Words with numerals that are not numbers: more than ten, very, Chiba, the greengrocer."""
 _SPANS = re.compile("(?:小时|小時|分钟|分鐘|秒钟|秒)$")
 
 
 def select_cjk_rewrite(said: str, rewrite: GrammarRewrite) -> str | None:
-    """What is written for its characters of `said`; None: they stay."""
+    """Written form of a rewrite's characters in `said`; None: they stay in spoken form."""
     text, spoken = rewrite.text, said[rewrite.start : rewrite.end]
     before = said[rewrite.start - 1 : rewrite.start]
     if (before and before in _POINTS) or "~" in text or "W" in text:
@@ -55,24 +55,30 @@ def select_cjk_rewrite(said: str, rewrite: GrammarRewrite) -> str | None:
 
 
 def splits_number(said: str, rewrite: GrammarRewrite, other: GrammarRewrite) -> bool:
-    """Whether the grammar has cut a number between two rewrites that meet."""
+    """Whether two adjacent rewrites split a number."""
     return rewrite.end == other.start and said[rewrite.end - 1] in NUMERALS and said[other.start] in NUMERALS
 
 
 def _checked(text: str, spoken: str) -> str:
-    """Where one number was said, by its places, it is that one that is written."""
-    there, said = re.findall(r"\d+", text), _NUMBER.findall(spoken)
-    if said and re.search("[百千万萬億亿][一二三四五六七八九]$", said[0]):  # of thousands, or of ones
+    """Rewrite with its number corrected: a single spoken number with place values (十, 百, 千) has a certain
+    value."""
+    written, numbers = re.findall(r"\d+", text), _NUMBER.findall(spoken)
+    if numbers and re.search("[百千万萬億亿][一二三四五六七八九]$", numbers[0]):  # of thousands, or of ones
         return text
     if re.search("[万萬億亿]", text):  # 300万: its places are partly words
         return text
-    if len(there) == len(said) == 1 and there[0] != (number := str(cjk_number(said[0]))) and number.isdigit():
-        return text.replace(there[0], number)
+    if (
+        len(written) == len(numbers) == 1
+        and written[0] != (number := str(cjk_number(numbers[0])))
+        and number.isdigit()
+    ):
+        return text.replace(written[0], number)
     return text
 
 
 def cjk_number(said: str) -> int:
-    """
+    """Value of a number with place values.
+
     >>> cjk_number("二十五"), cjk_number("一万二千"), cjk_number("百二十三"), cjk_number("三千零五")
     (25, 12000, 123, 3005)
     """

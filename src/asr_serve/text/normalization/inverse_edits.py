@@ -1,7 +1,7 @@
-"""Where in a text something may be written in another form.
+"""Edits that rewrite a spoken text in written form.
 
-A grammar knows plain words in lower case and nothing else, so a text is cut where a mark ends a stretch of them,
-and of each stretch only what is near a number is looked at: most of a text costs nothing, and no call is long.
+A grammar accepts only plain words in lower case, so a text is cut into stretches at punctuation, and only words
+near a number are passed to the grammar: most of a text costs nothing, and no call is long.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from asr_serve.text.word_timing import is_unspaced
 NEAR = 3
 """Words beside a number that may belong to it: a month, a currency, `the`."""
 NEAR_DOT = 8
-"""The same of an address that is read aloud."""
+"""Words beside a `dot` that may belong to a spoken address."""
 MAX_SPAN_WORDS = 24
 MAX_SPAN_CHARACTERS = 48
-"""Of one call: its time grows with the square of the length."""
+"""Most characters in one call, whose time grows with the square of the length."""
 _CHUNK = re.compile(r"\S+")
 _ABBREVIATION = re.compile(r"[A-Za-z](?:\.[A-Za-z])+\.?")
 _PLAIN = re.compile(r"[A-Za-z]+(?:['’][A-Za-z]+)*(?:-[A-Za-z]+)*")
@@ -32,7 +32,7 @@ _CLOSING = "\"'”’)]}».,;:!?…"
 
 
 class TextEdit(NamedTuple):
-    """Characters of a text, and what is written in their place."""
+    """Range of characters of a text, and their replacement."""
 
     start: int
     end: int
@@ -40,21 +40,23 @@ class TextEdit(NamedTuple):
 
 
 class PlainWord(NamedTuple):
-    """A plain word."""
+    """A plain word with its range of characters."""
 
     word: str
-    """In lower case."""
+    """Word in lower case."""
     start: int
     end: int
 
 
 def find_edits(text: str, language: str) -> list[TextEdit]:
-    """In order, never overlapping. Raises UnsupportedOption."""
+    """Edits of a text in order, never overlapping. Raises UnsupportedOption."""
     if language == "en":
-        dictated = [TextEdit(*found) for found in find_telephones(text)]
+        telephones = [TextEdit(*found) for found in find_telephones(text)]
         others = [change for stretch in _english(text) for change in _of_words(text, stretch)]
-        apart = [each for each in others if not any(each.start < d.end and d.start < each.end for d in dictated)]
-        return sorted(apart + dictated)
+        separate = [
+            edit for edit in others if not any(edit.start < d.end and d.start < edit.end for d in telephones)
+        ]
+        return sorted(separate + telephones)
     return [change for start, end in _asian(text) for change in _of_characters(text, start, end, language)]
 
 
@@ -66,9 +68,9 @@ def _of_words(text: str, units: Sequence[PlainWord]) -> Iterator[TextEdit]:
         at += len(word) + 1
     ends = {start + len(words[index]): index + 1 for start, index in starts.items()}
     proposed: list[tuple[int, int, GrammarRewrite]] = []
-    for each in find_rewrites(" ".join(words), "en"):
-        if each.start in starts and each.end in ends:
-            proposed.append((starts[each.start], ends[each.end], each))
+    for rewrite in find_rewrites(" ".join(words), "en"):
+        if rewrite.start in starts and rewrite.end in ends:
+            proposed.append((starts[rewrite.start], ends[rewrite.end], rewrite))
     for first, behind, written in inverse_english.select_english_rewrites(words, proposed):
         start, end = units[first].start, units[behind - 1].end
         if written.endswith(".") and text[end : end + 1] == ".":
@@ -77,7 +79,7 @@ def _of_words(text: str, units: Sequence[PlainWord]) -> Iterator[TextEdit]:
 
 
 def _cased(written: str, text: str, units: Sequence[PlainWord]) -> str:
-    """Words that were said and are written too look as they did."""
+    """Written form with the original case of words that it has in common with the text."""
     half = text[units[-2].start : units[-1].end] if len(units) > 1 else ""
     if written.endswith((" a.m.", " p.m.")) and " " not in half:  # PM
         return f"{written[:-4]}{half}{'.' if '.' in half else ''}"
@@ -86,19 +88,19 @@ def _cased(written: str, text: str, units: Sequence[PlainWord]) -> str:
 
 
 def _of_characters(text: str, start: int, end: int, language: str) -> Iterator[TextEdit]:
-    said = text[start:end]
-    found = find_rewrites(said, language)
-    torn = {index for index, pair in enumerate(pairwise(found)) if inverse_cjk.splits_number(said, *pair)}
-    for index, each in enumerate(found):
-        if index in torn or index - 1 in torn:
+    stretch = text[start:end]
+    found = find_rewrites(stretch, language)
+    split = {index for index, pair in enumerate(pairwise(found)) if inverse_cjk.splits_number(stretch, *pair)}
+    for index, rewrite in enumerate(found):
+        if index in split or index - 1 in split:
             continue
-        written = inverse_cjk.select_cjk_rewrite(said, each)
-        if written is not None and written != said[each.start : each.end]:
-            yield TextEdit(start + each.start, start + each.end, written)
+        written = inverse_cjk.select_cjk_rewrite(stretch, rewrite)
+        if written is not None and written != stretch[rewrite.start : rewrite.end]:
+            yield TextEdit(start + rewrite.start, start + rewrite.end, written)
 
 
 def _english(text: str) -> Iterator[list[PlainWord]]:
-    """Stretches of plain words around numbers."""
+    """Stretches of plain English words around numbers."""
     run: list[PlainWord] = []
     for chunk in _CHUNK.finditer(text):
         units, opens, closes = _units(chunk[0], chunk.start(), run)
@@ -113,7 +115,7 @@ def _english(text: str) -> Iterator[list[PlainWord]]:
 
 
 def _units(chunk: str, start: int, run: Sequence[PlainWord]) -> tuple[list[PlainWord], bool, bool]:
-    """The plain words of what stands between two spaces, whether a mark stands before them, and behind."""
+    """Plain words of a chunk between two spaces, whether punctuation precedes them, and whether it follows."""
     core = chunk.lstrip(_OPENING)
     start += len(chunk) - len(core)
     opens = len(core) < len(chunk)
@@ -137,7 +139,7 @@ def _units(chunk: str, start: int, run: Sequence[PlainWord]) -> tuple[list[Plain
 
 
 def _near(run: Sequence[PlainWord], triggers: Collection[str]) -> Iterator[list[PlainWord]]:
-    """What of a run is near a trigger, in parts of up to MOST_WORDS."""
+    """Words of a run near a trigger, in parts of up to MAX_SPAN_WORDS."""
     close = [False] * len(run)
     for at, unit in enumerate(run):
         if unit.word in triggers:
@@ -155,8 +157,7 @@ def _near(run: Sequence[PlainWord], triggers: Collection[str]) -> Iterator[list[
 
 
 def _short(part: Sequence[PlainWord]) -> Iterator[list[PlainWord]]:
-    """Parts of up to MOST_WORDS, none of which ends inside a number. What is a number for so long stays as it was
-    said."""
+    """Parts of up to MAX_SPAN_WORDS that never end inside a number. A longer number stays in spoken form."""
     inside = [unit.word in inverse_english.TRIGGERS or unit.word == "and" for unit in part]
     first = 0
     while len(part) - first > MAX_SPAN_WORDS:
@@ -171,8 +172,8 @@ def _short(part: Sequence[PlainWord]) -> Iterator[list[PlainWord]]:
 
 
 def _asian(text: str) -> Iterator[tuple[int, int]]:
-    """Runs of characters without spaces and marks in which there is a number: of up to MOST_CHARACTERS, none of
-    which ends inside a number. What is a number for so long stays as it was said."""
+    """Ranges of Chinese or Japanese characters that contain a numeral: without spaces and punctuation, up to
+    MAX_SPAN_CHARACTERS, never ending inside a number. A longer number stays in spoken form."""
     start = 0
     too_long = False
     for at in range(len(text) + 1):

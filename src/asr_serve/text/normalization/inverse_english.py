@@ -1,9 +1,9 @@
-"""Which of a grammar's English rewrites stand, and in which form.
+"""Selection of a grammar's English rewrites, and their form.
 
-A rewrite stands only where the numbers in it are those that were said, and all of those: a number is never written
-in part. Numbers below ten that count, and ordinals below the tenth, stay words, as style guides have them; so does
-a time that nothing but the grammar says is one, and what may be two numbers or no date: "twenty, thirty people",
-"may five of them come".
+A rewrite is accepted only if its numbers are exactly the spoken ones: a number is never rewritten in part.
+Quantities below ten, and ordinals below the tenth, stay words, as in style guides; so does a time without further
+evidence than the grammar, and what may be two numbers or no date: "twenty, thirty people", "may five of them
+come".
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _NO_NAMES = "is are was were be been it us me you him them look find here live o
 _MONTHS = "january february march april may june july august september october november december"
 _WHEN = "at by until till around about before after since from past between"
 MONTHS, WHEN = frozenset(_MONTHS.split()), frozenset(_WHEN.split())
-"""Behind WHEN two numbers are a time."""
+"""Months, and words after which two numbers are a time."""
 ALSO_VERBS = frozenset({"may", "march"})
-"""Months, if a number follows that is none of the ONES."""
+"""Verbs that are months if the next number is not one of ONES."""
 ONES = [[word] for word in _ONES.split()]
 OF_ORDINALS = frozenset({"of", "century", "street", "avenue", "floor"})
 NO_NAMES = frozenset(_NO_NAMES.split())
-"""Before `at` they are nobody's address."""
+"""Words before `at` that are not the name in an e-mail address."""
 TRIGGERS = (
     NUMBERS
     | DECADES.keys()
     | {"dot", "double", "triple", "percent", "half", "quarter", "minus", "o'clock", "point"}
 )
-"""Without one of them nothing is rewritten."""
+"""Words without which nothing is rewritten."""
 ACCEPTED_KINDS = frozenset({"cardinal", "decimal", "measure", "money", "telephone"})
-"""Kinds that stand as they are proposed, when their numbers are those said."""
+"""Kinds that are accepted as proposed, if their numbers are the spoken ones."""
 
 
 class EnglishRewrite(NamedTuple):
-    """Words of a stretch, and what is written for them."""
+    """Range of words of a stretch, and their written form."""
 
     first: int
     behind: int
@@ -58,7 +58,7 @@ class EnglishRewrite(NamedTuple):
 def select_english_rewrites(
     words: Sequence[str], proposed: Sequence[tuple[int, int, GrammarRewrite]]
 ) -> list[EnglishRewrite]:
-    """`proposed`: first word, the one behind, and the rewrite."""
+    """Accepted rewrites in order. `proposed`: (index of the first word, index after the last, rewrite)."""
     found: list[EnglishRewrite] = []
     for at, (first, behind, rewrite) in enumerate(proposed):
         touches = any(
@@ -75,7 +75,7 @@ def select_english_rewrites(
 
 
 def _is_part(words: Sequence[str], first: int, behind: int) -> bool:
-    """Whether the number that is said there begins before, or goes on."""
+    """Whether the range is only part of a spoken number, which begins before it or continues after it."""
     before, ahead = words[max(0, first - 2) : first], words[behind : behind + 2]
     if before and before[-1] == "and" and (before[0] == "hundred" or before[0] in SCALES):
         return True
@@ -89,33 +89,33 @@ def _is_part(words: Sequence[str], first: int, behind: int) -> bool:
 
 
 def _settled(words: Sequence[str], first: int, behind: int, rewrite: GrammarRewrite) -> EnglishRewrite | None:
-    said = words[first:behind]
+    span = words[first:behind]
     before = words[first - 1] if first else ""
     after = words[behind] if behind < len(words) else ""
     if rewrite.kind == "electronic":
-        return _address(said, first, behind)
+        return _address(span, first, behind)
     if (
         rewrite.kind == "time"
-        or (said[-1] == "m" and len(said) > 2)
-        or (rewrite.kind in ("cardinal", "date", "telephone") and before in WHEN and _with_minutes(said))
+        or (span[-1] == "m" and len(span) > 2)
+        or (rewrite.kind in ("cardinal", "date", "telephone") and before in WHEN and _with_minutes(span))
     ):
         return _time(words, first, behind, rewrite)
     if rewrite.kind == "date":
         return _date(words, first, behind, rewrite.text)
     if rewrite.kind == "ordinal":
-        number = number_value(said)
+        number = number_value(span)
         if number is None or number < 10 or before in NUMBERS:
             return None
-        if said[-1] == "second" and before != "the" and after not in OF_ORDINALS:  # a thirty second delay
+        if span[-1] == "second" and before != "the" and after not in OF_ORDINALS:  # a thirty second delay
             return None
         return EnglishRewrite(first, behind, ordinal_digits(number))
-    if rewrite.kind not in ACCEPTED_KINDS or not numbers_match(said, rewrite.text) or _counts_up(said):
+    if rewrite.kind not in ACCEPTED_KINDS or not numbers_match(span, rewrite.text) or _counts_up(span):
         return None
-    if said[-1] in ("cent", "cents") and number_value(said[:-1]) in range(1, 10):  # my two cents
+    if span[-1] in ("cent", "cents") and number_value(span[:-1]) in range(1, 10):  # my two cents
         return None
     if rewrite.kind == "measure" and after in NUMBERS:  # six foot two
         return None
-    if rewrite.kind == "cardinal" and digit_string(said) is None and number_value(_unsigned(said)) is None:
+    if rewrite.kind == "cardinal" and digit_string(span) is None and number_value(_unsigned(span)) is None:
         return None
     text = re.sub(r" %$", "%", rewrite.text)
     return EnglishRewrite(first, behind, f"0{text}" if text.startswith(".") else text)
@@ -127,13 +127,13 @@ def _with_minutes(said: Sequence[str]) -> bool:
 
 
 def _counts_up(said: Sequence[str]) -> bool:
-    """One two three."""
+    """Whether the words count upwards: one two three."""
     found = digit_string(said)
     return found is not None and len(found) > 2 and found in "123456789"
 
 
 def _address(said: Sequence[str], first: int, behind: int) -> EnglishRewrite | None:
-    """Of mail or of a page: it begins with one word, or with letters one by one, and has a dot."""
+    """E-mail or web address: it begins with one word, or with single letters, and has a dot."""
     if "dot" not in said:
         return None
     signs = {"dot": ".", "at": "@", "dash": "-", "underscore": "_"}
@@ -161,20 +161,20 @@ def _unsigned(said: Sequence[str]) -> Sequence[str]:
 
 
 def _time(words: Sequence[str], first: int, behind: int, rewrite: GrammarRewrite) -> EnglishRewrite | None:
-    said = list(words[first:behind])
+    span = list(words[first:behind])
     before = words[first - 1] if first else ""
-    if said[-1] == "o'clock":
-        found = clock_time(said[:-1])
+    if span[-1] == "o'clock":
+        found = clock_time(span[:-1])
         return EnglishRewrite(first, behind, f"{found[0]} o'clock") if found and found[1] is None else None
-    if said[0] in ("half", "quarter"):
-        found = clock_time(said[2:]) if len(said) == 3 else None
-        if found is None or said[1] not in ("past", "to"):
+    if span[0] in ("half", "quarter"):
+        found = clock_time(span[2:]) if len(span) == 3 else None
+        if found is None or span[1] not in ("past", "to"):
             return None
-        minutes = 60 * found[0] + (30 if said[0] == "half" else 15) * (1 if said[1] == "past" else -1)
+        minutes = 60 * found[0] + (30 if span[0] == "half" else 15) * (1 if span[1] == "past" else -1)
         hour = (minutes // 60 - 1) % 12 + 1
         return EnglishRewrite(first - (before == "a"), behind, f"{hour}:{minutes % 60:02}")
-    noon = f" {said[-2]}.m." if len(said) > 2 and said[-1] == "m" and said[-2] in "ap" else ""
-    found = clock_time(said[:-2] if noon else said)
+    noon = f" {span[-2]}.m." if len(span) > 2 and span[-1] == "m" and span[-2] in "ap" else ""
+    found = clock_time(span[:-2] if noon else span)
     if found is None or not (noon or (before in WHEN and found[1] is not None)):
         return None
     hour, minute = found
@@ -182,33 +182,33 @@ def _time(words: Sequence[str], first: int, behind: int, rewrite: GrammarRewrite
 
 
 def _date(words: Sequence[str], first: int, behind: int, text: str) -> EnglishRewrite | None:
-    said = list(words[first:behind])
+    span = list(words[first:behind])
     before = words[first - 1] if first else ""
-    months = [at for at, word in enumerate(said) if word in MONTHS]
-    if not numbers_match(said, text):
+    months = [at for at, word in enumerate(span) if word in MONTHS]
+    if not numbers_match(span, text):
         return None
     if not months:
-        if (len(said) == 2 and said[1] in DECADES) or number_value(said) is not None:
+        if (len(span) == 2 and span[1] in DECADES) or number_value(span) is not None:
             return EnglishRewrite(first, behind, text)
-        if year_value(said) is not None and (text != "2030" or before in {*WHEN, "in", "of", "year"}):
+        if year_value(span) is not None and (text != "2030" or before in {*WHEN, "in", "of", "year"}):
             return EnglishRewrite(first, behind, text)
         return None
     at = months[0]
-    if said[0] in ALSO_VERBS and said[1:] in ONES and before not in {*WHEN, "on"}:
+    if span[0] in ALSO_VERBS and span[1:] in ONES and before not in {*WHEN, "on"}:
         return None
     if at:  # the fifth of May
-        day = number_value([word for word in said[:at] if word not in ("the", "of")])
-        if day is None or not 1 <= day <= 31 or "of" not in said[:at]:
+        day = number_value([word for word in span[:at] if word not in ("the", "of")])
+        if day is None or not 1 <= day <= 31 or "of" not in span[:at]:
             return None
-        rest = _year(said[at + 1 :])
+        rest = _year(span[at + 1 :])
         if rest is None:
             return None
         return EnglishRewrite(
-            first + (said[0] == "the"), behind, f"{ordinal_digits(day)} of {said[at]}{rest and f' {rest}'}"
+            first + (span[0] == "the"), behind, f"{ordinal_digits(day)} of {span[at]}{rest and f' {rest}'}"
         )
     numbers = re.findall(r"\d+", text)
     if len(numbers) == 2 and int(numbers[0]) <= 31:
-        return EnglishRewrite(first, behind, f"{said[0]} {numbers[0]}, {numbers[1]}")
+        return EnglishRewrite(first, behind, f"{span[0]} {numbers[0]}, {numbers[1]}")
     return EnglishRewrite(first, behind, text)
 
 
@@ -220,7 +220,8 @@ def _year(said: Sequence[str]) -> str | None:
 
 
 def ordinal_digits(number: int) -> str:
-    """
+    """Ordinal number in digits.
+
     >>> ordinal_digits(21), ordinal_digits(12), ordinal_digits(103)
     ('21st', '12th', '103rd')
     """

@@ -1,4 +1,4 @@
-"""English number words to numbers: what a grammar writes is looked at before it is believed."""
+"""English number words to numbers, to check the rewrites of a grammar."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LAST = {
     **{f"{word[:-1]}ieth": 10 * number for number, word in enumerate(_TENS, 2)},
 }
 CARDINALS = frozenset({*_BELOW, *SCALES, "hundred"})
-"""Those that may stand inside a number."""
+"""Cardinal number words, which may stand inside a number."""
 NUMBERS = frozenset({*_BELOW, *_LAST, *SCALES, "hundred", "oh"})
 """Words of which numbers are made."""
 DECADES = {**{f"{word[:-1]}ies": 10 * number for number, word in enumerate(_TENS, 2)}, "tens": 10, "hundreds": 0}
 YEARS = range(1_100, 2_100)
-"""What is taken for one when it is said as two numbers."""
+"""Years that are spoken as two numbers."""
 
 
 def number_value(words: Sequence[str]) -> int | None:
-    """A whole number; the last word may be an ordinal.
+    """Whole number of words, of which the last may be an ordinal; None if they are none.
 
     >>> [number_value(w.split()) for w in ("one hundred and five", "twenty first", "eleven and twelve")]
     [105, 21, None]
@@ -68,7 +68,7 @@ def number_value(words: Sequence[str]) -> int | None:
 
 
 def year_value(words: Sequence[str]) -> int | None:
-    """One that is said in two parts.
+    """Year that is spoken in two parts; None if the words are none.
 
     >>> [year_value(w.split()) for w in ("nineteen eighty four", "nineteen oh five", "ten thirty")]
     [1984, 1905, None]
@@ -87,7 +87,7 @@ def year_value(words: Sequence[str]) -> int | None:
 
 
 def digit_string(words: Sequence[str]) -> str | None:
-    """One by one, as of a telephone.
+    """Digits spoken one by one, as in a telephone number; None if the words are none.
 
     >>> digit_string("five double oh seven".split()), digit_string("five ten".split())
     ('5007', None)
@@ -105,7 +105,7 @@ def digit_string(words: Sequence[str]) -> str | None:
 
 
 def clock_time(words: Sequence[str]) -> tuple[int, int | None] | None:
-    """Hour and minutes, of twelve hours.
+    """Hour from 1 to 12, and minutes if spoken; None if the words are no time.
 
     >>> [clock_time(w.split()) for w in ("seven forty five", "seven oh five", "nine", "thirteen")]
     [(7, 45), (7, 5), (9, None), None]
@@ -124,24 +124,24 @@ def clock_time(words: Sequence[str]) -> tuple[int, int | None] | None:
 
 
 def numbers_match(words: Sequence[str], text: str) -> bool:
-    """Whether the numbers of `text` are those that were said, in order. A 0 may be written for nothing.
+    """Whether the numbers of `text` are those of the words, in order. `text` may have additional zeros.
 
     >>> numbers_match("twenty five dollars and thirty cents".split(), "$25.30"), numbers_match(["seven"], "07:15")
     (True, False)
     """
-    wanted = [ways for group in _groups(words) if (ways := _ways(group))]
-    there: list[str] = re.findall(r"\d+", text.replace(",", ""))
-    for ways in wanted:
-        while there and int(there[0]) == 0 and there[0] not in ways and "0" not in ways:
-            there.pop(0)
-        if not there:
+    expected = [ways for group in _groups(words) if (ways := _ways(group))]
+    remaining: list[str] = re.findall(r"\d+", text.replace(",", ""))
+    for ways in expected:
+        while remaining and int(remaining[0]) == 0 and remaining[0] not in ways and "0" not in ways:
+            remaining.pop(0)
+        if not remaining:
             return False
-        taken = there.pop(0)
-        while taken not in ways and taken.lstrip("0") not in ways:
-            if not there:
+        digits = remaining.pop(0)
+        while digits not in ways and digits.lstrip("0") not in ways:
+            if not remaining:
                 return False
-            taken += there.pop(0)  # of a telephone
-    return not any(int(number) for number in there)
+            digits += remaining.pop(0)  # of a telephone
+    return not any(int(number) for number in remaining)
 
 
 def _groups(words: Sequence[str]) -> Iterator[list[str]]:
@@ -160,7 +160,7 @@ def _groups(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _ways(group: list[str]) -> set[str]:
-    """How a run of number words may be written."""
+    """Possible written forms of a run of number words."""
     found = {digit_string(group) or ""}
     numbers = [number_value(group), year_value(group)]
     if group[-1] in SCALES:  # five million: 5 million

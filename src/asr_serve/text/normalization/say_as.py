@@ -1,4 +1,4 @@
-"""SSML's `say-as`: how a few signs are to be read, whatever they look like."""
+"""SSML's `say-as`: verbalization of a text as a stated kind."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ DATES = ("mdy", "dmy", "ymd", "md", "dm", "ym", "my", "y", "m", "d")
 
 
 def verbalize_say_as(written: str, kind: str, form: str = "", british: bool = False) -> str:
-    """In words. Raises TextError where it is none of that kind, and for a kind that is not known."""
+    """Words of `written` read as `kind` in the format `form`. Raises TextError for a text that is not of that
+    kind, and for an unknown kind or format."""
     if kind not in KINDS:
         raise TextError(f'interpret-as="{kind}"', ", ".join(KINDS), param="input")
     return KINDS[kind](written, form, british)
 
 
 def _characters(written: str, _form: str, _british: bool) -> str:
-    """Letters in a row are said as initials are."""
-    said = []
+    """Character by character; letters in a row are written as initials."""
+    words = []
     for run in re.findall(r"[A-Za-z]+|\S", written):
         if run.isalpha():
-            said.append(".".join(run.upper()))
+            words.append(".".join(run.upper()))
         elif run.isdecimal():
-            said.append(verbalize_numbers.one_by_one(run))
+            words.append(verbalize_numbers.one_by_one(run))
         else:
-            said.append(SIGNS.get(run) or verbalization_rules.SIGNS.get(run) or NAMES.get(run, ""))
-    return " ".join(filter(None, said))
+            words.append(SIGNS.get(run) or verbalization_rules.SIGNS.get(run) or NAMES.get(run, ""))
+    return " ".join(filter(None, words))
 
 
 def _digits(written: str, _form: str, _british: bool) -> str:
@@ -65,15 +66,15 @@ def _date(written: str, form: str, british: bool) -> str:
         f"a date as {form}",
         "3/15/2024",
     )
-    given = dict(zip(form, parts, strict=True))
-    year, month, day = given.get("y"), int(given.get("m", 1)), int(given.get("d", 1))
+    fields = dict(zip(form, parts, strict=True))
+    year, month, day = fields.get("y"), int(fields.get("m", 1)), int(fields.get("d", 1))
     if year and len(year) == 2:
         year = f"{19 if int(year) > 50 else 20}{year}"
     _must(1 <= month <= 12 and 1 <= day <= 31, written, f"a date as {form}", "3/15/2024")
     name = verbalize_signs.MONTHS[month - 1]
-    if "m" not in given:
+    if "m" not in fields:
         return verbalize_numbers.plain(year) if year else verbalize_numbers.ordinal(day)
-    if "d" not in given:
+    if "d" not in fields:
         return f"{name} {verbalize_numbers.plain(year)}" if year else name
     return verbalize_signs.day(month, day, year, british) or ""
 

@@ -1,7 +1,7 @@
-"""Where in a text things stand that are written in signs: patterns, and what each is read as.
+"""Verbalization rules: patterns of expressions with signs, and their readings.
 
-They come before the library's rules (`english.expanded`), for what it leaves out or gets wrong. Their order
-matters: an address may hold any other sign, a telephone number looks like a sum.
+They are applied before the library's rules (`hibari_english.expand_abbreviations`), for expressions that it lacks
+or gets wrong. Their order matters: an address may contain any other sign, a telephone number looks like a sum.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ def rule(pattern: str, said: str | Callable[[re.Match[str]], str]) -> Rule:
 
 
 def apply_rules(text: str, british: bool) -> str:
-    for pattern, said in BRITISH if british else AMERICAN:
-        text = pattern.sub(said, text)
+    for pattern, reading in BRITISH if british else AMERICAN:
+        text = pattern.sub(reading, text)
     return text
 
 
 def replace_remaining_signs(text: str) -> str:
-    """What is left of signs, after all that knew more about them."""
+    """Read signs that remain after all other rules."""
     text = _mixed.sub(verbalize_signs.mixed, re.sub(r" (?='s\b)|\u200b", "", text))
-    for sign, said in SIGNS.items():
+    for sign, words in SIGNS.items():
         if sign in text:
-            text = text.replace(sign, f" {said} ")
+            text = text.replace(sign, f" {words} ")
     return text
 
 
 def _marks() -> list[Rule]:
-    """What is no text: Markdown, faces, quotation marks that look like apostrophes."""
+    """Rules that remove what is not text: Markdown, emoticons, quotation marks that look like apostrophes."""
     return [
         rule(r"(?<!\S)[:;=]['^-]?[)(DPpOo|3]+(?!\w)|<3+(?!\d)", " "),
         rule(r"\*{1,3}(?=\S)(.+?)(?<=\S)\*{1,3}(?!\w)", lambda m: m[1]),
@@ -74,7 +74,7 @@ def _marks() -> list[Rule]:
         rule(r"^\s*(?:#{1,6}|[-*•>]) +", ""),
         rule(r"\[\^?(\w+)\]|[\[\]{}]", lambda m: f" {m[1]} " if m[1] else " "),
         rule(r"(?<=\w) ?'n' ?(?=\w)", " and "),
-        # A pair around words; what contracts a word stays. A PRESET is a word too.
+        # A pair around words; apostrophes of contractions stay. An OVERRIDE_PLACEHOLDER is a word too.
         rule(rf"(?<!{_word})'(?=\S)((?:[^']|(?<={_word})'(?=\w))+?)(?<=\S)'(?!\w)", lambda m: m[1]),
         rule(r"(?i)(?<!\w)'(tis|twas|em|cause|til|round)\b", lambda m: m[1]),
         rule(rf"(?<!{_word})'(?=[A-Za-z])|(?<=[^\w\s\ue000])'(?!\w)", ""),
@@ -82,7 +82,7 @@ def _marks() -> list[Rule]:
 
 
 def _foreign() -> list[Rule]:
-    """Numbers as other languages group them: `5 000`, `1.234,56`; only where they are nothing else."""
+    """Rules for numbers grouped as in other languages, `5 000`, `1.234,56`, where they have no other reading."""
     return [
         rule(r"(?<![\w+.,/-])(?<!\d )[1-9]\d?(?: \d{3}){2,}(?![\w-]| \d)", _grouped),
         rule(r"(?<![\w+.,/-])(?<!\d )[1-9]\d{0,2}(?: \d{3})* 000(?![\w-]| \d)", _grouped),
@@ -147,18 +147,18 @@ def _calendar(british: bool) -> list[Rule]:
 
 
 def _numbered() -> list[Rule]:
-    """Telephones, and other numbers that count nothing."""
+    """Rules for telephone numbers, and other numbers that are not quantities."""
 
-    def said(match: re.Match[str]) -> str:
+    def read(match: re.Match[str]) -> str:
         return telephone(match[0])
 
     return [
-        rule(r"(?<![\w.])\+\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,5}(?!\w)", said),
-        rule(r"(?<![\w.-])(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[.-]\d{4}(?![\w-])", said),
-        rule(r"(?<![\w.-])(?:1[ .-])?\d{3} \d{3} \d{4}(?![\w-])", said),
-        rule(r"(?<![\w.-])\d{3}-\d{4}(?![\w-])", said),
-        rule(r"(?<![\w.-])0\d{2,4} \d{3,4} ?\d{3,4}(?![\w-])", said),
-        rule(r"(?<![\w.-])(?:\d{3}-\d\d-\d{4}|\d{4}(?:[ -]\d{4}){3})(?![\w-])", said),
+        rule(r"(?<![\w.])\+\d{1,3}(?:[ .-]?\(?\d{1,5}\)?){2,5}(?!\w)", read),
+        rule(r"(?<![\w.-])(?:1[ .-])?(?:\(\d{3}\) ?|\d{3}[ .-])\d{3}[.-]\d{4}(?![\w-])", read),
+        rule(r"(?<![\w.-])(?:1[ .-])?\d{3} \d{3} \d{4}(?![\w-])", read),
+        rule(r"(?<![\w.-])\d{3}-\d{4}(?![\w-])", read),
+        rule(r"(?<![\w.-])0\d{2,4} \d{3,4} ?\d{3,4}(?![\w-])", read),
+        rule(r"(?<![\w.-])(?:\d{3}-\d\d-\d{4}|\d{4}(?:[ -]\d{4}){3})(?![\w-])", read),
         rule(r"(?i)\b((?:call|dial)(?:ed|ing)?)\s(\d{3})\b", lambda m: f"{m[1]} {one_by_one(m[2])}"),
         rule(
             rf"(?i)\b((?:{CODES})s?(?:\s(?:is|was|no\.?))?:?\s#?)(\d{{4,}})\b(?!,\d)",
@@ -188,7 +188,7 @@ def _money_rules(british: bool) -> list[Rule]:
 
 
 def _measured(british: bool) -> list[Rule]:
-    """Parts, sums and measures."""
+    """Rules for fractions, arithmetic and measures."""
     return [
         rule(r"(?<=\d/\d)-(?=[a-z])", " "),
         rule("[½¼¾⅓-⅞]", lambda m: f" {PARTS[m[0]]}" if m[0] in PARTS else ""),
@@ -250,10 +250,11 @@ def _names() -> list[Rule]:
             lambda m: "P.H.D" + ("." if m[1] == "" and m[0].endswith(".") else ""),
         ),
         rule(r"\bp\. ?(?=\d)", "page "),
-        # Apart, lest the library misses a Roman number, or makes one of a letter; `rest` puts them together again.
+        # Separated, so that the library does not miss a Roman number, or read a letter as one;
+        # `replace_remaining_signs` joins them again.
         rule(r"(?<=[A-Za-z] )([IVXLC]+)(?='s\b)", r"\1 "),
         rule(r"\b([Tt]ype|[Cc]lass|[Gg]rade|[Ll]evel|[Ss]ection|[Pp]art) (?=[CDLM]\b)", "\\1 \u200b"),
-        # At the end of a sentence these are words; the library would read `number`, `Sunday`.
+        # At the end of a sentence these are words, which the library would read as `number`, `Sunday`.
         rule(r"\b(no|ed|est|fig|ch|vol|eds|Sun|Sat|Mar|Wed|Dec|Co)\.(?=\W*$)", lambda m: f"{m[1]} ."),
         rule(r"\bno\.(?!\s?\d)", "no ."),
         rule(r"(\w)\\(?=\w)|(?<!\w)\\(?=\w)", lambda m: f"{m[1] or ''} backslash "),

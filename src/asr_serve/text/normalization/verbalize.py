@@ -1,12 +1,12 @@
-"""Text as it is written to text as it is read: no digits, no signs, only words and punctuation.
+"""Verbalization: written text to text as it is read, with only words and punctuation, no digits and no signs.
 
-Three steps: our rules for what stands in signs (verbalization_rules); the library's, for dates, titles, units,
-abbreviations and Roman numbers (expand_abbreviations); then the numbers that are left (verbalize_numbers).
+Three steps: our rules for signs (verbalization_rules); the library's rules for dates, titles, units, abbreviations
+and Roman numbers (expand_abbreviations); then the remaining numbers (verbalize_numbers).
 
-Which library: both hibari-tts's and WeTextProcessing's runtime (wetext 0.1.8) were given the table of
-tests/text/normalization/test_verbalize.py, of 132 rows then. Alone, hibari sounds as it says in 77 of
-them, wetext in 60, some for style only; wetext fails on 7 (`#1`, `5¢`, `±3`), makes seconds of `1990s`, and takes
-7 ms for a sentence instead of 0.1. So hibari's, and rules for what it lacks.
+Choice of library: hibari-tts and WeTextProcessing's runtime (wetext 0.1.8) were compared on the table of
+tests/text/normalization/test_verbalize.py, of 132 rows then. Alone, hibari agrees with 77 of them, wetext with 60,
+some differences being style only; wetext fails on 7 (`#1`, `5¢`, `±3`), reads `1990s` as seconds, and takes 7 ms
+for a sentence instead of 0.1. Hence hibari, with rules for what it lacks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _long = re.compile(r"[^\s]{40}")
 
 
 def verbalize(text: str, language: str = "en") -> str:
-    """Raises UnsupportedOption for another language than LANGUAGES. Never fails on a text: what no rule knows
-    stays as it is. `en-gb`: days before months, `and` in numbers."""
+    """Verbalize a text. Never fails on a text: anything without a rule stays as it is. `en-gb`: days before
+    months, `and` in numbers. Raises UnsupportedOption for a language that is not in VERBALIZE_LANGUAGES."""
     if language not in VERBALIZE_LANGUAGES:
         raise UnsupportedOption(f"language={language!r}", ", ".join(VERBALIZE_LANGUAGES), param="language")
     british = language == "en-gb"

@@ -26,31 +26,31 @@ www io ai uk us tv eu edu html htm php pdf txt css xml ftp http https api mp js 
 bbc cpp rs sh exe wav docx
 """
 NAMED = frozenset(_named.split())
-"""Not said as words, though some of them could be."""
+"""Parts of addresses that are spelled, though some could be read as words."""
 PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\w\s]|_")
 
 
 def spelled(letters: str) -> str:
-    """Letter by letter: `uk` -> `U.K`, which is how initials are written."""
+    """Letters as initials, which are read one by one: `uk` -> `U.K`."""
     return ".".join(letters.upper())
 
 
 def address(text: str) -> str:
-    """Without the scheme, which nobody says."""
+    """Address in words, without its scheme."""
     bare = re.sub(r"^(?:https?|ftp)://", "", text)
     return path(bare.rstrip("/"))
 
 
 def path(text: str) -> str:
-    said = []
+    words = []
     for part in PARTS.findall(text):
         if part.isdigit():
-            said.append(in_pairs(part))
+            words.append(in_pairs(part))
         elif part.isalpha():
-            said.append(_word(part))
+            words.append(_word(part))
         elif part in SIGNS:
-            said.append(SIGNS[part])
-    return " ".join(said)
+            words.append(SIGNS[part])
+    return " ".join(words)
 
 
 def _word(part: str) -> str:

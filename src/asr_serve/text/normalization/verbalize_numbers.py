@@ -1,6 +1,6 @@
 """Numbers in words, as they are read aloud: `1066`, `1,234.5`, `007`, `21st`, `1990s`.
 
-The words are hibari's (`english.numbers`); which of the readings a number gets is decided here.
+The words are hibari's (`hibari_english.number_words`); this file chooses among the readings of a number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from asr_serve.text import hibari_english
 
 LONGEST = 15
-"""More digits than these are read one by one: they count nothing."""
+"""Most digits of a quantity; longer numbers are read digit by digit."""
 GROUPED = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 NUMBER = rf"(?:(?:{GROUPED})(?:\.\d+)?|\.\d+)"
 _years = range(1_010, 2_100)
@@ -35,7 +35,7 @@ def ordinal(number: str | int, british: bool = False) -> str:
 
 
 def decimal(number: str, british: bool = False) -> str:
-    """`3.10` -> `three point one zero`: nobody writes a zero for nothing."""
+    """`3.10` -> `three point one zero`; trailing zeros are read."""
     whole, _, part = number.partition(".")
     words = cardinal(whole or "0", british)
     return f"{words} point {one_by_one(part)}" if part else words
@@ -53,7 +53,7 @@ def one_by_one(digits: str, gap: str = " ") -> str:
 
 
 def in_pairs(digits: str) -> str:
-    """As rooms, flights and roads are numbered: `101` -> `one oh one`, `1240` -> `twelve forty`."""
+    """Number of a room, flight or road: `101` -> `one oh one`, `1240` -> `twelve forty`."""
     if digits.startswith("0") or len(digits) > 4:
         return one_by_one(digits)
     if len(digits) < 3 or digits.endswith("00"):
@@ -63,7 +63,7 @@ def in_pairs(digits: str) -> str:
 
 
 def plain(number: str, british: bool = False) -> str:
-    """A number of which nothing else is known. Four digits without a comma may be a year."""
+    """Number without context. Four digits without a comma may be a year."""
     if "." in number:
         return decimal(number, british)
     if "," not in number:
@@ -81,9 +81,9 @@ def decade(digits: str) -> str:
 
 
 def finish(text: str, british: bool) -> str:
-    """The last of all rules: no digit is left after it."""
+    """Verbalize all remaining digits; the last of all rules."""
     text = re.sub(rf"({GROUPED})(?:st|nd|rd|th)\b", lambda m: ordinal(m[1], british), text)
     text = re.sub(rf"(?<![\w)])[-−](?={NUMBER})", "minus ", text)
     text = re.sub(rf"(?<![\w.])({NUMBER})(?![\w])", lambda m: plain(m[1], british), text)
-    # Within a word: the letters stand apart, and a few of them are names.
+    # Numbers inside a word are separated from its letters.
     return re.sub(r"\d+", lambda m: f" {in_pairs(m[0])} ", text)

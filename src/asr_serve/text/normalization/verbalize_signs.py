@@ -1,7 +1,7 @@
-"""How things are read that are written in signs: money, days, times, telephone numbers, parts, measures.
+"""Readings of expressions with signs: money, days, times, telephone numbers, fractions, measures.
 
-Each function makes words of one thing; `rules` knows where they stand in a text. Plain numbers may be left in
-them, for `numerals`.
+Each function verbalizes one kind of expression; `verbalization_rules` finds them in a text. Plain numbers may
+remain, for `verbalize_numbers`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PARTED = {
     "in": "inch", "ft": "foot", "yd": "yard", "mi": "mile", "oz": "ounce", "lb": "pound", "lbs": "pound",
     "hr": "hour", "qt": "quart", "pt": "pint", "gal": "gallon", "tsp": "teaspoon", "tbsp": "tablespoon",
 }  # fmt: skip
-"""What parts are taken of; behind a number each may end with a full stop."""
+"""Units of fractions; after a number each may end with a full stop."""
 SIZED = {"m": "meter", "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "ft": "foot", "yd": "yard"}
 PARTS = {
     "½": "1/2",
@@ -70,7 +70,7 @@ def count(number: str, unit: str, many: str = "") -> str:
 
 
 def telephone(number: str) -> str:
-    """Digit by digit, with a rest between the groups."""
+    """Digit by digit, with a comma between the groups."""
     groups = re.findall(r"\d+", number)
     return ("plus " if number.lstrip().startswith("+") else "") + ", ".join(one_by_one(group) for group in groups)
 
@@ -84,41 +84,41 @@ def money(sign: str, amount: str, scale: str = "", british: bool = False) -> str
     if len(part) > 2 or (part and not hundredth):
         return f"{decimal(amount, british)} {_plural(unit, 2)}"
     units, hundredths = int(whole or 0), int(part.ljust(2, "0") or 0)
-    said = [f"{cardinal(units, british)} {_plural(unit, units)}"] if units or not hundredths else []
+    words = [f"{cardinal(units, british)} {_plural(unit, units)}"] if units or not hundredths else []
     if hundredths:
-        said.append(f"{cardinal(hundredths, british)} {_plural(hundredth, hundredths)}")
-    return " and ".join(said)
+        words.append(f"{cardinal(hundredths, british)} {_plural(hundredth, hundredths)}")
+    return " and ".join(words)
 
 
 def price(match: Match, british: bool) -> str:
-    """Of `-`, `$`, `5`, `10`, `k`, `/month`: from five to ten."""
+    """Price or range of prices, from the groups `-`, `$`, `5`, `10`, `k`, `/month`."""
     minus, sign, low, high, scale, per = match.groups()
-    said = money(sign, high or low, scale or "", british)
+    words = money(sign, high or low, scale or "", british)
     if high:
-        said = f"{decimal(low.replace(',', ''), british)} to {said}"
-    return f"{'minus ' if minus else ''}{said}{' per ' + per[1:] if per else ''}"
+        words = f"{decimal(low.replace(',', ''), british)} to {words}"
+    return f"{'minus ' if minus else ''}{words}{' per ' + per[1:] if per else ''}"
 
 
 def clock(hours: str, minutes: str, half: str = "") -> str:
-    """`5`, `05`, `p` -> `five oh five P.M`"""
+    """Time of day: `5`, `05`, `p` -> `five oh five P.M`."""
     hour, minute = int(hours), int(minutes or 0)
-    said = cardinal(hour) if hour or half else "zero"
+    words = cardinal(hour) if hour or half else "zero"
     if minute:
-        said += f" {'oh ' if minute < 10 else ''}{cardinal(minute)}"
+        words += f" {'oh ' if minute < 10 else ''}{cardinal(minute)}"
     elif not half:
-        said += " o'clock" if 0 < hour < 13 else " hundred"
-    return f"{said} {half.upper()}.M" if half else said
+        words += " o'clock" if 0 < hour < 13 else " hundred"
+    return f"{words} {half.upper()}.M" if half else words
 
 
 def second(match: Match) -> str:
-    """Of `10`, `05`, `30`, `a`: `ten oh five and thirty seconds A.M`."""
+    """Time with seconds: `10`, `05`, `30`, `a` -> `ten oh five and thirty seconds A.M`."""
     hours, minutes, seconds, half = match.groups()
-    said = clock(hours, minutes) if int(minutes) else cardinal(int(hours))
-    return f"{said} and {count(str(int(seconds)), 'second')} {half.upper()}.M"
+    words = clock(hours, minutes) if int(minutes) else cardinal(int(hours))
+    return f"{words} and {count(str(int(seconds)), 'second')} {half.upper()}.M"
 
 
 def lap(match: Match) -> str:
-    """Of `45`, `30`, minutes and seconds; but what makes a hundred are shares."""
+    """Duration in minutes and seconds, from `45`, `30`; two numbers that sum to 100 are a ratio."""
     minutes, seconds = match[1], match[2]
     if int(minutes) + int(seconds) == 100:
         return f"{minutes} to {seconds}"
@@ -126,16 +126,17 @@ def lap(match: Match) -> str:
 
 
 def day(month: int, number: int, of: str | None = None, british: bool = False) -> str | None:
-    """None where there is no such day."""
+    """Day of a month in words, with the year `of` if given; None for a day that does not exist."""
     if not (1 <= month <= 12 and 1 <= number <= 31):
         return None
     name = MONTHS[month - 1]
-    said = f"the {ordinal(number)} of {name}" if british else f"{name} {ordinal(number)}"
-    return f"{said}, {plain(of)}" if of else said
+    words = f"the {ordinal(number)} of {name}" if british else f"{name} {ordinal(number)}"
+    return f"{words}, {plain(of)}" if of else words
 
 
 def date(match: Match, british: bool) -> str:
-    """Of `03`, `04`, `2024`: Americans have the month first, and where that cannot be, it is the other."""
+    """Date from `03`, `04`, `2024`: the American form has the month first; if that is no date, the other order is
+    used."""
     first, second, of = int(match[1]), int(match[2]), match[3]
     of = of if len(of) == 4 else f"{19 if int(of) > 50 else 20}{of}"
     month, number = (second, first) if british else (first, second)
@@ -143,28 +144,28 @@ def date(match: Match, british: bool) -> str:
 
 
 def moment(match: Match, british: bool) -> str:
-    """Of `2024`, `03`, `15`, `10`, `30`, as ISO 8601 has it."""
-    said = day(int(match[2]), int(match[3]), match[1], british)
-    return f"{said}, {match[4]}:{match[5]}" if said else match[0]
+    """Date and time from ISO 8601's `2024`, `03`, `15`, `10`, `30`."""
+    words = day(int(match[2]), int(match[3]), match[1], british)
+    return f"{words}, {match[4]}:{match[5]}" if words else match[0]
 
 
 def fraction(match: Match) -> str:
-    """Of `2 `, `1`, `3`: two and one third."""
-    whole, over, under = match[1], int(match[2]), int(match[3])
-    if over >= under and not whole:
+    """Fraction, with a whole number if given: `2 `, `1`, `3` -> `two and one third`."""
+    whole, numerator, denominator = match[1], int(match[2]), int(match[3])
+    if numerator >= denominator and not whole:
         return match[0]
-    name = "half" if under == 2 else "quarter" if under == 4 else ordinal(under)
-    part = f"{cardinal(over)} {name if over == 1 else 'halves' if under == 2 else name + 's'}"
+    name = "half" if denominator == 2 else "quarter" if denominator == 4 else ordinal(denominator)
+    part = f"{cardinal(numerator)} {name if numerator == 1 else 'halves' if denominator == 2 else name + 's'}"
     if not whole:
         return part
-    return f"{cardinal(whole.strip())} and {'a ' + name if over == 1 and under in (2, 4) else part}"
+    return f"{cardinal(whole.strip())} and {'a ' + name if numerator == 1 and denominator in (2, 4) else part}"
 
 
 def over(match: Match, british: bool) -> str:
-    """Of `3`, `15`: a day, if there is such a one, else a quotient."""
+    """Day or quotient from `3`, `15`: a day if it exists."""
     first, second = int(match[1]), int(match[2])
-    said = day(second, first, None, british) if british else day(first, second)
-    return said or f"{match[1]} over {match[2]}"
+    words = day(second, first, None, british) if british else day(first, second)
+    return words or f"{match[1]} over {match[2]}"
 
 
 def measure(match: Match) -> str:
@@ -173,7 +174,7 @@ def measure(match: Match) -> str:
 
 
 def parted(match: Match) -> str:
-    """Of `3 `, `1/2`, `in`: the unit, in words."""
+    """Fraction of a unit, from `3 `, `1/2`, `in`: writes the unit in words."""
     unit = PARTED[match[3]]
     return f"{match[1] or ''}{match[2]} {_plural(unit, 2 if match[1] else 1)}"
 
@@ -183,61 +184,63 @@ def inch(match: Match) -> str:
 
 
 def sized(match: Match) -> str:
-    """Of `6x4`, `m`: the unit, in words."""
+    """Dimensions with a unit, from `6x4`, `m`: writes the unit in words."""
     return f"{match[1]} {_plural('inch' if match[2] == 'in' else SIZED[match[2]], 2)}"
 
 
 def share(match: Match) -> str:
-    """Of `3/4`, `cup`: three quarters of a cup."""
+    """Fraction of a thing: `3/4`, `cup` -> `three quarters of a cup`."""
     return f"{fraction(match)} of {'an' if match[4] in ('inch', 'ounce', 'hour', 'acre') else 'a'} {match[4]}"
 
 
 def compared(match: Match) -> str:
-    """Of `7`, `>=`: a number is it, anything else may be said to be so by the words around."""
+    """Comparison from `7`, `>=`: `is` is added after a number only; after a word the text may already have a
+    verb."""
     left, sign = match[1], match[2]
-    said = "greater than" if sign[0] in ">≥" else "less than"
+    words = "greater than" if sign[0] in ">≥" else "less than"
     equal = " or equal to" if sign in (">=", "<=", "≥", "≤") else ""
-    return f"{left} {'is ' if left.isdigit() else ''}{said}{equal} "
+    return f"{left} {'is ' if left.isdigit() else ''}{words}{equal} "
 
 
 def european(match: Match) -> str:
-    """`1.234,56` -> `1,234.56`."""
+    """Number in European notation: `1.234,56` -> `1,234.56`."""
     return match[0].translate(str.maketrans(".,", ",."))
 
 
 def feet(match: Match) -> str:
-    """Of `6`, `2`: the inches are said without their name."""
+    """Height from `6`, `2`: inches are read without their unit."""
     whole, inches = match[1], match[2]
-    said = f"{cardinal(whole)} {'foot' if whole == '1' else 'feet'}"
-    return f"{said} {plain(inches)}" if inches else said
+    words = f"{cardinal(whole)} {'foot' if whole == '1' else 'feet'}"
+    return f"{words} {plain(inches)}" if inches else words
 
 
 def inches(match: Match) -> str:
-    """But where the sign closes a quotation."""
+    """Inches from a number and `"`, unless the sign closes a quotation."""
     quoted = match.string.count('"', 0, match.start()) % 2
     return match[0] if quoted else count(match[1], "inch", "inches")
 
 
 def dimension(match: Match) -> str:
-    """`2x4`, `1920 x 1080`."""
+    """Dimensions: `2x4`, `1920 x 1080`."""
     sides = re.split(r"\s?[x×]\s?", match[0])
     return " by ".join(in_pairs(side) if len(side) == 4 else plain(side) for side in sides)
 
 
 def internet(match: Match) -> str:
-    """`192.168.0.1`"""
+    """IP address: `192.168.0.1`."""
     return " dot ".join(one_by_one(part) for part in match[0].split("."))
 
 
 def mixed(match: Match) -> str:
-    """`AA123`, `MP3`, `B2B`, `H2O`: few letters by name, numbers as rooms have them."""
-    said = []
+    """Letters and digits together: `AA123`, `MP3`, `B2B`, `H2O`. Up to three capitals are spelled, numbers are
+    read like room numbers."""
+    words = []
     for part in re.findall(r"[A-Za-z]+|\d+", match[0]):
         if part.isdigit():
-            said.append(in_pairs(part))
+            words.append(in_pairs(part))
         else:
-            said.append(spelled(part) if len(part) < 4 and part.isupper() else part)
-    return " ".join(said)
+            words.append(spelled(part) if len(part) < 4 and part.isupper() else part)
+    return " ".join(words)
 
 
 def _plural(unit: str, number: int) -> str:

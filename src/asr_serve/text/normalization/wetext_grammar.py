@@ -1,5 +1,5 @@
-"""Said to written, as grammars of transducers propose it. The only file that loads wetext, and that when it is
-first needed; of its graphs those of a language when that is first written.
+"""Rewrites of spoken text to written text, proposed by finite-state grammars. The only file that imports wetext,
+at first use; the graphs of a language are loaded at its first use.
 
 Source  WeTextProcessing's grammars, by its runtime wetext
 """
@@ -17,51 +17,53 @@ from asr_serve.errors import UnsupportedOption
 
 GRAMMAR_LANGUAGES: Final = ("en", "ja", "zh")
 MAX_CACHED_REWRITES = 4_096
-"""Stretches whose rewrites are kept: people say the same."""
+"""Texts whose rewrites are cached, because speech repeats itself."""
 _LOCK = threading.Lock()
-"""The graphs are one thread's at a time. A stretch takes some milliseconds."""
+"""Lock for the graphs, which are not thread-safe. A text takes some milliseconds."""
 
 
 class GrammarRewrite(NamedTuple):
-    """Characters of what was said, and what is written for them."""
+    """Range of characters of the spoken text, and their written form."""
 
     start: int
     end: int
     kind: str
-    """The grammar's: cardinal, date, money and so on."""
+    """Kind in the grammar: cardinal, date, money and so on."""
     text: str
 
 
 @lru_cache(MAX_CACHED_REWRITES)
 def find_rewrites(said: str, language: str) -> tuple[GrammarRewrite, ...]:
-    """`said`: a few plain words in lower case, or characters without marks. Raises UnsupportedOption."""
+    """Rewrites of a spoken text, cached. `said`: a few plain words in lower case, or characters without
+    punctuation. Raises UnsupportedOption."""
     normalise, failed = load_wetext()
     try:
         with _LOCK:
             found = normalise(said, lang=language, operator="itn")
-    except failed:  # nothing is written of what the grammar cannot trace
+    except failed:  # without a mapping from the grammar nothing is rewritten
         return ()
     return tuple(
-        GrammarRewrite(each.input_start, each.input_end, each.token_type, each.output_text)
-        for each in found.mappings
-        if each.output_text and each.output_text != each.input_text
+        GrammarRewrite(mapping.input_start, mapping.input_end, mapping.token_type, mapping.output_text)
+        for mapping in found.mappings
+        if mapping.output_text and mapping.output_text != mapping.input_text
     )
 
 
 def is_wetext_installed() -> bool:
-    """Whether the package is; it is not loaded."""
+    """Whether the package is installed; it is not loaded."""
     return find_spec("wetext") is not None
 
 
 def require_wetext() -> None:
-    """Nothing is loaded. Raises UnsupportedOption."""
+    """Raise UnsupportedOption unless the package is installed; it is not loaded."""
     if not is_wetext_installed():
         raise _missing()
 
 
 @lru_cache(1)
 def load_wetext() -> tuple[Any, type[Exception]]:
-    """Raises UnsupportedOption where the package is missing."""
+    """Import wetext; returns its function and the error that it raises. Raises UnsupportedOption where it is
+    missing."""
     try:
         with _lazy_graph_loading():
             from wetext import normalize_with_mapping
@@ -71,7 +73,7 @@ def load_wetext() -> tuple[Any, type[Exception]]:
 
 
 class _LazyGraph:
-    """A graph of kaldifst's that is read when a text is first put through it."""
+    """A kaldifst graph that is loaded at its first use."""
 
     def __init__(self, read: Callable[[str], Callable[[str], str]], path: str) -> None:
         self._read, self._path = read, path
@@ -86,9 +88,9 @@ class _LazyGraph:
 
 @contextmanager
 def _lazy_graph_loading() -> Iterator[None]:
-    """While wetext is imported: it reads every graph that it has, those that read numbers aloud too, which nobody
-    here asks for. That is half a second and 40 MB, and up to 0.2 s of it the interpreter's lock is held over one
-    graph: so long no thread of a server gets on."""
+    """Make graphs load lazily while wetext is imported. It would load all of its graphs, including those for
+    verbalization, which are not used here. That takes half a second and 40 MB, and a single graph holds the
+    interpreter's lock for up to 0.2 s, during which no other thread of a server runs."""
     import kaldifst
 
     read = kaldifst.TextNormalizer

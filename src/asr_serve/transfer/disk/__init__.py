@@ -1,14 +1,14 @@
-"""A file past the page cache, for what does not fit in memory any more.
+"""Disk file past the page cache, for data that does not fit in memory any more.
 
     disk = open_disk("/var/tmp", 8 << 30)
-    memory = aligned(16 << 20)
+    memory = aligned_memory(16 << 20)
     list(disk.write([(0, memory)]))
-    for index in disk.read([(0, memory)]):      # as each extent is there
+    for index in disk.read([(0, memory)]):      # as each extent completes
         ...
     disk.close()
 
-`door`: opens it; `file`: where the bytes lie; `road`: what every way there has; `uring`, `threads`, `nixl` (and
-gds): the ways.
+`registry` opens it; `nameless_file` is the storage; `base` is the interface of the back ends `uring`,
+`thread_pool` and `nixl` (also gds).
 """
 
 from asr_serve.transfer.disk.base import still_under_way

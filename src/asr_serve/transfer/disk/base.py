@@ -1,4 +1,4 @@
-"""What every road to the disk has: extents in, the number of each as it is done."""
+"""Interface of disk back ends: extents in, the index of each as it completes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asr_serve.transfer.disk.nameless_file import BLOCK, FileExtent, NamelessFil
 
 
 class IoPiece(NamedTuple):
-    """A part of an extent, small enough that many are under way at once."""
+    """Part of an extent, small enough that many are in flight at once."""
 
     extent: int
     offset: int
@@ -20,12 +20,12 @@ class IoPiece(NamedTuple):
 
 
 class DiskBackend(ABC):
-    """One way to read and write a file. Any number of transfers at a time, each in one thread at a time.
+    """Back end that reads and writes a file. Any number of transfers at a time, each in one thread at a time.
 
-    A transfer is an iterator of the indices of `extents`, each as it is done. It begins when it is first asked;
-    between two questions nothing more is handed to the disk than was under way. Close it, or ask it to the end:
-    until then the disk may touch the memory. It raises DiskFailed, where room ran out DiskFull; then, nothing is
-    under way any more (but see `still_under_way`) and what was not told is undefined.
+    A transfer is an iterator of the indices of `extents`, each as it completes. It begins with the first `next`;
+    between two calls nothing new is submitted to the disk. Close it, or exhaust it: until then the disk may access
+    the memory. It raises DiskFailed, where room ran out DiskFull; then nothing is in flight any more (but see
+    `still_under_way`), and extents that were not reported are undefined.
     """
 
     name: ClassVar[str]
@@ -37,24 +37,25 @@ class DiskBackend(ABC):
 
     @property
     def direct(self) -> bool:
-        """False: the file system offers no way past the page cache."""
+        """Whether the file bypasses the page cache; False where the file system does not support that."""
         return self._file.direct
 
     def write(self, extents: Sequence[tuple[int, memoryview]]) -> Iterator[int]:
-        """Raises ValueError at once for what is not whole blocks."""
+        """Writes extents. Raises ValueError at once for any that are not whole blocks."""
         return self._transfer(self._file.validate_extents(extents, write=True), write=True)
 
     def read(self, extents: Sequence[tuple[int, memoryview]]) -> Iterator[int]:
-        """Raises ValueError at once for what is not whole blocks. What was never written is zeros."""
+        """Reads extents. Blocks that were never written are zeros. Raises ValueError at once for any that are not
+        whole blocks."""
         return self._transfer(self._file.validate_extents(extents, write=False), write=False)
 
     def close(self) -> None:
-        """Idempotent; from any thread. Transfers under way fail with DiskFailed; the last of them takes the file
-        away."""
+        """Closes the file; from any thread. Transfers in flight fail with DiskFailed; the last of them releases
+        it. Idempotent."""
         self._file.close()
 
     def probe(self) -> None:
-        """Read a block. Raises OptionError where this road does not work on this file."""
+        """Reads a block. Raises OptionError where this back end does not work on this file."""
         try:
             for _ in self.read([(0, aligned_memory(BLOCK))]):
                 pass
@@ -63,11 +64,12 @@ class DiskBackend(ABC):
 
     @abstractmethod
     def _transfer_extents(self, fd: int, extents: list[FileExtent], write: bool) -> Iterator[int]:
-        """Raises OSError and DiskFailed; nothing is under way when it has ended, however it ends."""
+        """Transfers extents. Raises OSError and DiskFailed; nothing is in flight when it has ended, however it
+        ends."""
 
     @abstractmethod
     def _release(self) -> None:
-        """The file is closed, and no transfer is left."""
+        """Releases resources once the file is closed and no transfer remains."""
 
     def _transfer(self, extents: list[FileExtent], write: bool) -> Iterator[int]:
         with self._file.open_fd() as fd:
@@ -83,13 +85,14 @@ class DiskBackend(ABC):
 
 
 def still_under_way(failure: DiskFailed) -> bool:
-    """Whether the disk may touch the memory of what failed so for as long as this process lives: it neither came
-    nor could be called off. Nobody may use that memory for anything else, and the disk carries no more."""
+    """Whether the disk may access the memory of a failed transfer as long as this process lives: it neither
+    completed nor could be cancelled. That memory must not be used for anything else, and the back end accepts no
+    more transfers."""
     return isinstance(failure.__cause__, RoadTimeout)
 
 
 def split_extents(extents: list[FileExtent], nbytes: int) -> Iterator[IoPiece]:
-    """All of them, in order, cut to `nbytes` at most."""
+    """Yields all extents, in order, cut into pieces of at most `nbytes`."""
     for index, (offset, memory) in enumerate(extents):
-        for at in range(0, memory.nbytes, nbytes):
-            yield IoPiece(index, offset + at, memory[at : at + nbytes])
+        for start in range(0, memory.nbytes, nbytes):
+            yield IoPiece(index, offset + start, memory[start : start + nbytes])

@@ -1,4 +1,4 @@
-"""Where the bytes of a disk lie: a file without a name, past the page cache; and memory that may go there."""
+"""Storage of a disk: a file without a name, past the page cache; and memory suitable for it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import numpy as np
 from asr_serve.errors import DiskFailed, DiskFull, OptionError
 
 BLOCK = 4_096
-"""Everything on disk begins and ends on such, and so does its memory: that is enough for O_DIRECT on any disk."""
+"""Block size of offsets, lengths and memory addresses: enough for O_DIRECT on any disk."""
 
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No room, no more of one's share, or beyond the limit of one file (RLIMIT_FSIZE)."""
+"""Errors of no room, of an exhausted quota, and of the limit of one file (RLIMIT_FSIZE)."""
 NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS)
 NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 FileExtent = tuple[int, memoryview]
-"""Offset in the file, and the memory that goes there or comes from there."""
+"""Offset in the file, and the memory that is written there or read from there."""
 
 log = logging.getLogger("asr_serve.disk")
 
@@ -36,11 +36,11 @@ def whole_blocks(nbytes: int) -> int:
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Zeroed memory of `nbytes` rounded up to whole blocks (one at least), on a page's boundary.
+    """Returns zeroed memory of `nbytes` rounded up to whole blocks (one at least), on a page's boundary.
 
-    In huge pages where the system gives them (from 2 MiB on): then the first touch costs less, and a disk gets a
-    few long stretches in place of hundreds of pages, of which a request can hold only so many. On a virtual disk
-    that makes up more than any depth or size of piece. It is given back when nobody holds a part of it any more.
+    It uses huge pages where the system has them (from 2 MiB on): then the first touch costs less, and a disk gets
+    a few long segments instead of hundreds of pages, of which a request can hold only so many. On a virtual disk
+    that matters more than any depth or piece size. It is freed when no view of it remains.
     """
     memory = mmap.mmap(-1, whole_blocks(max(nbytes, 1)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -50,11 +50,11 @@ def aligned_memory(nbytes: int) -> memoryview:
 
 
 class NamelessFile:
-    """A file of a fixed size that nobody else can open and that is gone with this process, however it ends.
+    """File of a fixed size that no other process can open and that is freed with this process, however it ends.
 
-    It lies in `folder` without a name (O_TMPFILE; where the file system has no such files, its name is taken away
-    at once). All of its room is taken when it is made. `direct` says whether it goes past the page cache; where
-    the file system does not offer that, a warning is logged.
+    It lies in `folder` without a name (O_TMPFILE; where the file system does not support that, its name is removed
+    at once). All of its room is reserved when it is made. `direct`: whether it bypasses the page cache; where the
+    file system does not support that, a warning is logged.
 
     Raises OptionError where the folder cannot be used, DiskFull where it has no room.
     """
@@ -68,7 +68,7 @@ class NamelessFile:
         self._users = 0
         self._closed = False
         self.on_gone: Callable[[], None] | None = None
-        """Called once, when it was closed and the last that used it has left."""
+        """Called once, when the file was closed and its last user has left."""
         try:
             self._fd = _make(folder)
         except OSError as error:
@@ -93,7 +93,8 @@ class NamelessFile:
 
     @contextlib.contextmanager
     def open_fd(self) -> Iterator[int]:
-        """Its descriptor, which stays open until this is left. Raises DiskFailed once it is closed."""
+        """Yields the descriptor, which stays open within the context. Raises DiskFailed once the file is
+        closed."""
         with self._lock:
             self.expect_open()
             self._users += 1
@@ -105,7 +106,7 @@ class NamelessFile:
             self._release_user()
 
     def keep_open(self) -> None:
-        """By who uses it: its descriptor stays open as long as this process lives, also when it is closed."""
+        """Leaks the descriptor for the life of this process; called by a user of the file."""
         with self._lock:
             assert self._users, "nobody uses it"
             self._users += 1
@@ -115,7 +116,7 @@ class NamelessFile:
             raise DiskFailed("the file on disk was closed")
 
     def close(self) -> None:
-        """Idempotent, and does not wait: the last that uses it takes it away."""
+        """Closes the file without waiting: its last user releases it. Idempotent."""
         self._closed = True
         self._release_user()
 
@@ -129,7 +130,8 @@ class NamelessFile:
             self.on_gone()
 
     def validate_extents(self, extents: Sequence[tuple[int, memoryview]], write: bool) -> list[FileExtent]:
-        """The same as plain bytes. Raises ValueError for what is no whole block of this file, or of memory."""
+        """Returns the extents as plain bytes. Raises ValueError for any that are not whole blocks of this file, or
+        of memory."""
         checked = []
         for offset, memory in extents:
             view = memoryview(memory).cast("B")
@@ -148,12 +150,12 @@ class NamelessFile:
 
 
 def address(view: memoryview) -> int:
-    found: int = np.frombuffer(view, np.uint8).ctypes.data
-    return found
+    pointer: int = np.frombuffer(view, np.uint8).ctypes.data
+    return pointer
 
 
 def disk_failure(error: OSError, write: bool) -> DiskFailed:
-    """What an operation on the file came to."""
+    """Converts the error of an operation on the file."""
     came = f"the disk cannot {'write' if write else 'read'} ({error.strerror or error})"
     return DiskFull(came) if write and error.errno in DISK_FULL_ERRNOS else DiskFailed(came)
 
@@ -178,7 +180,7 @@ def _take_room(fd: int, folder: str, nbytes: int) -> None:
             raise _full(folder, nbytes, error) from error
         if error.errno not in NO_FALLOCATE:
             raise DiskFailed(f"the disk cannot make room in {folder!r} ({error.strerror})") from error
-        # It cannot be taken ahead on this file system: at least it is there now.
+        # This file system cannot reserve room: at least there is enough now.
         if _free(folder) < nbytes:
             raise _full(folder, nbytes, error) from error
         os.ftruncate(fd, nbytes)
@@ -195,8 +197,8 @@ def _past_the_cache(fd: int) -> bool:
 
 
 def _free(folder: str) -> int:
-    room = os.statvfs(folder)
-    return room.f_bavail * room.f_frsize
+    statistics = os.statvfs(folder)
+    return statistics.f_bavail * statistics.f_frsize
 
 
 def _full(folder: str, nbytes: int, error: OSError) -> DiskFull:

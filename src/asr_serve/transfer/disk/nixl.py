@@ -1,4 +1,4 @@
-"""NIXL's back ends for files: POSIX (io_uring below it), and GPUDirect Storage."""
+"""NIXL's back ends for files: POSIX (with io_uring), and GPUDirect Storage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from asr_serve.transfer.nixl_agent import Backend, NixlAgent, NixlDescriptor, Ni
 
 UNDER_WAY, PIECE_BYTES = 32, 4 << 20
 PAUSE_S = 100e-6
-"""Between two rounds of questions in which nothing had come: shorter than a disk takes for what is under way."""
+"""Pause after a round of polls without a completion: shorter than the disk takes for the pieces in flight."""
 MAX_WAIT_S = 60.0
-"""So long what is under way is waited for after a failure. Then the road is given up."""
+"""Limit of the wait for pieces in flight after a failure. Then the back end is abandoned."""
 
 LEAKED_BUFFERS: list[object] = []
-"""Transfers that never came to an end, and all that they may touch, kept as long as this process lives: they would
-write into memory that was given back when it is another's."""
+"""Transfers that never ended, and all that they may access, referenced as long as this process lives: they would
+otherwise write into memory that was freed and reused."""
 
 log = logging.getLogger("asr_serve.disk")
 
@@ -28,7 +28,7 @@ PARAMS: dict[Backend, dict[str, str]] = {"POSIX": {"use_uring": "true"}, "GDS": 
 
 
 class NixlDiskBackend(DiskBackend):
-    """Raises OptionError where NIXL is not installed, or cannot load the back end."""
+    """Disk back end by NIXL. Raises OptionError where NIXL is not installed, or cannot load its back end."""
 
     name = "nixl"
     backend: Backend = "POSIX"
@@ -36,7 +36,7 @@ class NixlDiskBackend(DiskBackend):
     def __init__(self, file: NamelessFile) -> None:
         self._idle: list[NixlAgent] = []
         self._lost: DiskFailed | None = None
-        """Why it carries nothing any more."""
+        """Failure after which the back end is not used any more."""
         super().__init__(file)
         try:
             self._idle.append(self._agent())
@@ -64,17 +64,17 @@ class NixlDiskBackend(DiskBackend):
 
     def _run_pieces(self, agent: NixlAgent, fd: int, extents: list[FileExtent], write: bool) -> Iterator[int]:
         yield from (index for index, (_, memory) in enumerate(extents) if not memory.nbytes)
-        left = [memory.nbytes for _, memory in extents]
-        with contextlib.ExitStack() as held:
+        remaining = [memory.nbytes for _, memory in extents]
+        with contextlib.ExitStack() as registrations:
             spans = {(address(memory), memory.nbytes) for _, memory in extents if memory.nbytes}
-            for at, nbytes in spans:
-                held.callback(agent.deregister, agent.register(at, nbytes))
-            held.callback(agent.deregister, agent.register(0, self.nbytes, kind="FILE", device=fd))
+            for start, nbytes in spans:
+                registrations.callback(agent.deregister, agent.register(start, nbytes))
+            registrations.callback(agent.deregister, agent.register(0, self.nbytes, kind="FILE", device=fd))
             under_way: list[tuple[IoPiece, NixlTransfer]] = []
-            held.callback(self._drain, under_way, held, agent, extents)
-            coming = split_extents(extents, PIECE_BYTES)
+            registrations.callback(self._drain, under_way, registrations, agent, extents)
+            pieces = split_extents(extents, PIECE_BYTES)
             while True:
-                while len(under_way) < UNDER_WAY and (piece := next(coming, None)):
+                while len(under_way) < UNDER_WAY and (piece := next(pieces, None)):
                     under_way.append((piece, self._start(agent, fd, piece, write)))
                 if not under_way:
                     return
@@ -86,14 +86,14 @@ class NixlDiskBackend(DiskBackend):
                 for piece, transfer in finished:
                     under_way.remove((piece, transfer))
                     transfer.release()
-                    left[piece.extent] -= piece.memory.nbytes
-                    if not left[piece.extent]:
+                    remaining[piece.extent] -= piece.memory.nbytes
+                    if not remaining[piece.extent]:
                         yield piece.extent
 
     def _start(self, agent: NixlAgent, fd: int, piece: IoPiece, write: bool) -> NixlTransfer:
-        here = NixlDescriptor(address(piece.memory), piece.memory.nbytes)
-        there = NixlDescriptor(piece.offset, piece.memory.nbytes, fd)
-        return agent.start_transfer("WRITE" if write else "READ", [here], [there], remote_kind="FILE")
+        source = NixlDescriptor(address(piece.memory), piece.memory.nbytes)
+        target = NixlDescriptor(piece.offset, piece.memory.nbytes, fd)
+        return agent.start_transfer("WRITE" if write else "READ", [source], [target], remote_kind="FILE")
 
     def _drain(
         self,
@@ -102,29 +102,29 @@ class NixlDiskBackend(DiskBackend):
         agent: NixlAgent,
         extents: list[FileExtent],
     ) -> None:
-        """Until the disk touches none of this memory any more. Raises DiskFailed, `still_under_way`, where that
-        does not come about: nothing of `held` is let go then, and nobody is served any more."""
-        until, late = time.monotonic() + MAX_WAIT_S, None
+        """Waits until the disk accesses none of this memory any more. Raises DiskFailed, `still_under_way`, after
+        MAX_WAIT_S: then nothing of `held` is released, and the back end accepts no more transfers."""
+        deadline, timed_out = time.monotonic() + MAX_WAIT_S, None
         for piece, transfer in list(under_way):
             try:
-                transfer.wait(max(0.0, until - time.monotonic()))
+                transfer.wait(max(0.0, deadline - time.monotonic()))
             except RoadTimeout as timeout:
-                late = timeout
+                timed_out = timeout
                 continue
             except (RoadFailed, PeerGone):
-                pass  # it has come to its end
+                pass  # it has ended
             transfer.release()
             under_way.remove((piece, transfer))
-        if late is not None:
+        if timed_out is not None:
             self._file.keep_open()
             LEAKED_BUFFERS.extend((agent, held.pop_all(), under_way, extents))
-            raise self._abandon(len(under_way), extents) from late
+            raise self._abandon(len(under_way), extents) from timed_out
 
     def _abandon(self, count: int, extents: list[FileExtent]) -> DiskFailed:
         nbytes = sum(memory.nbytes for _, memory in extents)
-        came = f"{count} transfers of the disk did not end in {MAX_WAIT_S:g} s: it is not used any more"
-        self._lost = DiskFailed(came, todo="look after the disk, then load the model again")
-        log.error("%s, and %d bytes of memory are never used again", came, nbytes)
+        message = f"{count} transfers of the disk did not end in {MAX_WAIT_S:g} s: it is not used any more"
+        self._lost = DiskFailed(message, todo="look after the disk, then load the model again")
+        log.error("%s, and %d bytes of memory are never used again", message, nbytes)
         return self._lost
 
     def _expect_alive(self) -> None:
@@ -137,7 +137,7 @@ class NixlDiskBackend(DiskBackend):
 
 
 class GdsDiskBackend(NixlDiskBackend):
-    """The same by NVIDIA's cuFile. Not tried: no machine of ours has a GPU with nvidia-fs."""
+    """GPUDirect Storage by NVIDIA's cuFile. Untested: no machine with nvidia-fs was available."""
 
     name = "gds"
     backend: Backend = "GDS"

@@ -1,4 +1,4 @@
-"""Opens the disk by the road that was asked for, or by the faster that is here."""
+"""Registry of disk back ends: opens a disk by the requested one, or by the best that is available."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("asr_serve.disk")
 
 
 class Disk(Protocol):
-    """One file of a fixed size, past the page cache. `road.Road` says what each promises."""
+    """File of a fixed size, past the page cache. See `base.DiskBackend` for its contract."""
 
     @property
     def name(self) -> str: ...
@@ -39,13 +39,14 @@ class Disk(Protocol):
 
 
 def open_disk(folder: str | None, nbytes: int, road: DiskBackendName = "auto") -> Disk:
-    """A file of `nbytes` (rounded up to whole blocks) in `folder`, None: the system's folder for temporary files.
+    """Creates a file of `nbytes` (rounded up to whole blocks) in `folder`, None: the system's folder for temporary
+    files.
 
-    Its room is taken now. auto: uring, or threads where there is no io_uring. What carries is the same kernel and
-    disk by each of them, so they are about equally fast; but uring takes the least of a core, and nixl, which must
-    be asked again and again, the most (bench/swap.py).
+    Its room is reserved now. auto: uring, or threads where there is no io_uring. Kernel and disk are the same for
+    all of them, so they are about equally fast; but uring uses the least of a core, and nixl, which must be
+    polled, the most (bench/swap.py).
 
-    Raises OptionError (that road is not here, or the folder cannot be used), DiskFull.
+    Raises OptionError (the back end is not available, or the folder cannot be used), DiskFull.
     """
     if nbytes < 1:
         raise OptionError(f"disk_bytes {nbytes}", "1 or more", param="disk_bytes")
@@ -64,6 +65,6 @@ def _open_backend(file: NamelessFile, road: DiskBackendName) -> DiskBackend:
         except OptionError as error:
             log.info("%s The disk goes by threads.", error)
             road = "threads"
-    made = DISK_BACKENDS[road](file)
-    made.probe()
-    return made
+    backend = DISK_BACKENDS[road](file)
+    backend.probe()
+    return backend

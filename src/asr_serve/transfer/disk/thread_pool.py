@@ -1,4 +1,5 @@
-"""A few threads with preadv and pwritev: where nothing was compiled; the other roads are checked against it."""
+"""Thread pool with preadv and pwritev: the fallback without native code, and the reference in tests of other back
+ends."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ class ThreadPoolDiskBackend(DiskBackend):
 
     def _transfer_extents(self, fd: int, extents: list[FileExtent], write: bool) -> Iterator[int]:
         yield from (index for index, (_, memory) in enumerate(extents) if not memory.nbytes)
-        left = [memory.nbytes for _, memory in extents]
-        coming = split_extents(extents, PIECE_BYTES)
+        remaining = [memory.nbytes for _, memory in extents]
+        pieces = split_extents(extents, PIECE_BYTES)
         done: SimpleQueue[tuple[IoPiece, OSError | None]] = SimpleQueue()
         under_way = 0
         try:
             while True:
-                while under_way < UNDER_WAY and (piece := next(coming, None)):
+                while under_way < UNDER_WAY and (piece := next(pieces, None)):
                     self._threads.submit(_carry, fd, piece, write, done)
                     under_way += 1
                 if not under_way:
@@ -39,8 +40,8 @@ class ThreadPoolDiskBackend(DiskBackend):
                 if error is not None:
                     raise error
                 self._file.expect_open()
-                left[piece.extent] -= piece.memory.nbytes
-                if not left[piece.extent]:
+                remaining[piece.extent] -= piece.memory.nbytes
+                if not remaining[piece.extent]:
                     yield piece.extent
         finally:
             for _ in range(under_way):
@@ -60,11 +61,16 @@ def _carry(fd: int, piece: IoPiece, write: bool, done: SimpleQueue[tuple[IoPiece
 
 
 def _whole(fd: int, piece: IoPiece, write: bool) -> None:
-    """All of a piece: the kernel may take or give less. A rest begins on a block, for O_DIRECT takes no other."""
-    at = 0
-    while at < piece.memory.nbytes:
-        rest = piece.memory[at:]
-        moved = os.pwritev(fd, [rest], piece.offset + at) if write else os.preadv(fd, [rest], piece.offset + at)
+    """Transfers a whole piece: the kernel may do less in a call. A remainder begins on a block, as O_DIRECT
+    requires."""
+    offset = 0
+    while offset < piece.memory.nbytes:
+        rest = piece.memory[offset:]
+        moved = (
+            os.pwritev(fd, [rest], piece.offset + offset)
+            if write
+            else os.preadv(fd, [rest], piece.offset + offset)
+        )
         if moved < rest.nbytes:
             moved = moved // BLOCK * BLOCK
         if not moved:
@@ -73,4 +79,4 @@ def _whole(fd: int, piece: IoPiece, write: bool) -> None:
                 if write
                 else OSError(errno.ENODATA, "the file ends before")
             )
-        at += moved
+        offset += moved

@@ -1,7 +1,8 @@
-"""io_uring: many pieces under way at once, from one thread and without a copy. The native module `_disk`.
+"""io_uring back end: many pieces in flight at once, from one thread and without a copy, by the native module
+`_disk`.
 
-Memory and file are not registered with the ring: what counts is in how many pieces the memory lies
-(`file.aligned`), and pinning it ahead would cost as much as it spares for memory that is used once.
+Memory and file are not registered with the ring: the number of segments of the memory matters
+(`nameless_file.aligned_memory`), and pinning costs as much as it saves for memory that is used once.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from asr_serve.transfer.disk.base import DiskBackend
 from asr_serve.transfer.disk.nameless_file import FileExtent, NamelessFile
 
 DEPTH, PIECE_BYTES = 32, 2 << 20
-"""64 MiB under way: the disk has enough to do while somebody looks at the extent before."""
+"""Pieces in flight, 64 MiB in all: the disk stays busy while the caller processes the last extent."""
 ALL, NONE_YET = -2, -1
 
 
 class UringDiskBackend(DiskBackend):
-    """Raises OptionError where the module was not built, or the kernel or the container allows no io_uring."""
+    """Disk back end by io_uring. Raises OptionError where the module was not built, or the kernel or the container
+    allows no io_uring.
+    """
 
     name = "uring"
 

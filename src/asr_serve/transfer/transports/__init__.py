@@ -1,4 +1,4 @@
-"""Bytes from one engine to another: base says how, and each road is a file of its name."""
+"""Transports of bytes between engines: `base` defines the interface, and each transport is a file of its name."""
 
 from __future__ import annotations
 

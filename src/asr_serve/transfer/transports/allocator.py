@@ -1,6 +1,6 @@
-"""Who has which bytes of a piece of memory: extents are lent, given back, and grow together again.
+"""Allocator of a memory buffer: extents are allocated, freed, and merged with their neighbours.
 
-Best fit, offsets on multiples of ALIGN. Bounded: at most MOST_LENT at a time. One thread at a time.
+Best fit, offsets on multiples of ALIGN. Bounded: at most MAX_ALLOCATIONS at a time. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 
 ALIGN = 64
-"""A cache line, and what vector instructions like best."""
+"""Alignment: a cache line, and best for vector instructions."""
 MAX_ALLOCATIONS = 4_096
 
 
@@ -17,7 +17,7 @@ def rounded(nbytes: int) -> int:
 
 
 class BufferAllocator:
-    """`nbytes` of memory, all free at first. What is left of it under ALIGN at the end is never lent."""
+    """Allocator of `nbytes`, all free at first. A remainder under ALIGN at the end is never allocated."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes // ALIGN * ALIGN
@@ -29,20 +29,20 @@ class BufferAllocator:
         return self.nbytes - sum(self._allocated.values())
 
     def allocate(self, nbytes: int) -> int | None:
-        """Where so many bytes are now the caller's; None when no gap is as large. `nbytes` is 1 or more."""
+        """Allocates `nbytes`, 1 or more, and returns their offset; None when no gap is large enough."""
         assert nbytes > 0
-        wanted = rounded(nbytes)
-        fits = [(length, at) for at, length in self._free if length >= wanted]
+        needed = rounded(nbytes)
+        fits = [(length, at) for at, length in self._free if length >= needed]
         if not fits or len(self._allocated) == MAX_ALLOCATIONS:
             return None
         length, at = min(fits)
         i = bisect.bisect_left(self._free, (at, 0))
-        self._free[i : i + 1] = [(at + wanted, length - wanted)] if length > wanted else []
-        self._allocated[at] = wanted
+        self._free[i : i + 1] = [(at + needed, length - needed)] if length > needed else []
+        self._allocated[at] = needed
         return at
 
     def free_at(self, at: int) -> None:
-        """Back again what `take` said. The gap grows together with its neighbours."""
+        """Frees an extent that `allocate` returned, and merges the gap with its neighbours."""
         length = self._allocated.pop(at)
         i = bisect.bisect_left(self._free, (at, 0))
         if i < len(self._free) and self._free[i][0] == at + length:
@@ -54,7 +54,7 @@ class BufferAllocator:
         self._free.insert(i, (at, length))
 
     def check_invariants(self) -> None:
-        """Every byte is free or taken, and no two gaps touch."""
+        """Asserts that every byte is free or allocated, and that no two gaps touch."""
         at = 0
         gap_before = False
         for start, length, gap in sorted(

@@ -1,26 +1,26 @@
-"""What every road has: memory that is lent spot by spot, an offer that lets the other side in, a side that puts.
+"""Interface of transports: memory leased region by region, an offer that lets the other side attach, a sender.
 
-    landing = land("shm", 64 << 20, "127.0.0.1")    who will receive; `landing.offer` goes to the other side
-    sender = attach(offer)                          who will send
-    spot = landing.lend(nbytes)                     the credit for so many bytes; it goes to the other side
-    checksum = sender.put(spot, data, 30.0)         they are there; the checksum goes back with the answer
-    view = landing.arrived(spot, nbytes, checksum)  looked at, and used
-    landing.give(spot)                              the memory may be lent again
+    receiver = create_receiver("shm", 64 << 20, host)   receiving side; `receiver.offer` goes to the other side
+    sender = attach_sender(offer)                       sending side
+    region = receiver.lease(nbytes)                     credit for that many bytes; it goes to the other side
+    checksum = sender.write_region(region, data, 30.0)  the bytes have arrived; the answer holds the checksum
+    view = receiver.received(region, nbytes, checksum)  verified, and used
+    receiver.release(region)                            the memory may be leased again
 
-Offer, spots and answers travel on a control connection of the caller's, which also tells who is gone. One landing
-has one sender. Nothing is sent without a spot, so what is on its way never exceeds the landing memory.
+Offer, regions and answers travel on the caller's control connection, which also detects a dead peer. A receiver
+has one sender. Nothing is sent without a region, so the bytes in flight never exceed the receiver's memory.
 
-**When a spot is lent again.** Once it was given back and its sender has answered, in any order: a sender that has
-not answered may still write, and on some roads nobody on this side would notice. So a request that was cancelled
-just gives its spot back, and the memory waits until `arrived` or `answered` is called for it; a sender that never
-answers keeps its spots until the landing is closed. After a timeout or a death the whole landing is closed and
-never used again: what is written late lands in memory that nobody reads, or nowhere.
+**When a region is leased again.** Once it was released and its sender has answered, in any order: a sender that
+has not answered may still write, and with some transports this side would not notice. So a cancelled request
+releases its region at once, and the memory waits until `received` or `sender_done` is called for it; a sender that
+never answers holds its regions until the receiver is closed. After a timeout or a death the whole receiver is
+closed and never used again: late writes go to memory that is not read any more, or nowhere.
 
-**Part by part.** A part of a spot (`Spot.part`) can be put and looked at by itself, with a checksum of its own,
-while the rest is still being computed; `answered(spot)` says that the last one has come. That pays where a part
-takes about as long to send as the next one takes to compute: a network, and a large state. Over shared memory the
-whole is there in a few milliseconds; in parts it is looked at sooner from some 64 MiB on, and later where it is
-small (bench/roads.py).
+**Part by part.** A part of a region (`BufferRegion.subregion`) can be written and received by itself, with a
+checksum of its own, while the rest is still being computed; `sender_done(region)` marks the last one. That pays
+where sending a part takes about as long as computing the next one: over a network, with a large state. Over shared
+memory the whole arrives in a few milliseconds; parts are available earlier from some 64 MiB on, and later for
+small states (bench/roads.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from asr_serve.transfer.transports.allocator import BufferAllocator
 TransportKind = Literal["local", "shm", "nixl", "tcp"]
 
 MAX_BUFFER_BYTES = 1 << 36
-"""Of one landing; an offer of more is nonsense."""
+"""Limit of a receiver's memory; larger offers are refused."""
 TOKEN_BYTES = 32
 WHERE_BYTES = 1 << 16
 
@@ -49,31 +49,31 @@ Offset = Annotated[int, Meta(ge=0, le=MAX_BUFFER_BYTES)]
 
 
 class BufferRegion(msgspec.Struct, frozen=True):
-    """Where in the landing memory; the credit to send so much there."""
+    """Region of a receiver's memory, and the credit to write that many bytes there."""
 
     at: Offset
     nbytes: Annotated[int, Meta(ge=1, le=MAX_BUFFER_BYTES)]
 
     def subregion(self, at: int, nbytes: int) -> BufferRegion:
-        """So many bytes of this one, `at` bytes after its beginning."""
+        """Returns the part of `nbytes` bytes that begins `at` bytes after this region's start."""
         assert at >= 0
         assert 0 < nbytes <= self.nbytes - at
         return BufferRegion(self.at + at, nbytes)
 
 
 class ReceiverOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the other side needs to attach. Whoever has the token may write into the landing memory: it goes over
-    the control connection and into no log."""
+    """Offer with which a sender attaches. The token permits writing into the receiver's memory: it goes over the
+    control connection and into no log."""
 
     kind: TransportKind
     nbytes: Annotated[int, Meta(ge=1, le=MAX_BUFFER_BYTES)]
     token: Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
     where: Annotated[bytes, Meta(max_length=WHERE_BYTES)]
-    """The road's own: a name in /dev/shm, an address, the metadata of an agent."""
+    """Location in the transport's own form: a name in /dev/shm, an address, the metadata of an agent."""
 
 
 def read_offer(offer: bytes) -> ReceiverOffer:
-    """Raises RoadFailed for what is no offer."""
+    """Parses an offer. Raises RoadFailed for an invalid one."""
     try:
         return msgspec.msgpack.decode(offer, type=ReceiverOffer)
     except (msgspec.DecodeError, RecursionError) as wrong:
@@ -81,7 +81,7 @@ def read_offer(offer: bytes) -> ReceiverOffer:
 
 
 def expect_address(host: str, only_at: str | None) -> None:
-    """Raises RoadFailed for an address that is not `only_at`, or none."""
+    """Raises RoadFailed for an invalid address, or one other than `only_at`."""
     if only_at is not None and _address(host) != _address(only_at):
         raise RoadFailed(
             f"a landing memory at {host[:100]!r} is offered from {only_at}",
@@ -91,12 +91,13 @@ def expect_address(host: str, only_at: str | None) -> None:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address:
-    """IPv4 in IPv6 is the IPv4 that it means; an interface (%eth0) has another name on each machine."""
+    """Parses an address. IPv4 mapped into IPv6 becomes IPv4; the interface (%eth0) is dropped: its name differs
+    between machines. Raises RoadFailed."""
     try:
-        found = ip_address(host.partition("%")[0])
+        address = ip_address(host.partition("%")[0])
     except ValueError:
         raise RoadFailed(f"an address {host[:100]!r} is offered", "an IPv4 or IPv6 address in numbers") from None
-    return getattr(found, "ipv4_mapped", None) or found
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def new_token() -> bytes:
@@ -104,7 +105,7 @@ def new_token() -> bytes:
 
 
 class LeasedRegion:
-    """One spot that is out. Free again when it is both `given` and `answered`."""
+    """Leased region. Free again when it is both `released` and `sender_done`."""
 
     __slots__ = ("released", "sender_done", "spot")
 
@@ -113,17 +114,17 @@ class LeasedRegion:
 
 
 class Receiver:
-    """The side that receives: memory that it lends. Any thread may call.
+    """Receiving side: leases regions of its memory. Any thread may call.
 
-    After `close`, `lend` and `arrived` raise PeerGone, and the others do nothing; views that were handed out stay
-    readable.
+    After `close`, `lease` and `received` raise PeerGone, and other methods do nothing; views that were returned
+    stay readable.
     """
 
     checked = True
-    """Whether `arrived` compares checksums; no need to within one process."""
+    """Whether `received` compares checksums; not needed within one process."""
 
     def __init__(self, offer: ReceiverOffer, memory: np.ndarray) -> None:
-        """`memory`: `offer.nbytes` of uint8."""
+        """Takes the memory: `offer.nbytes` of uint8."""
         assert memory.dtype == np.uint8
         assert memory.nbytes == offer.nbytes
         self.kind: TransportKind = offer.kind
@@ -136,9 +137,9 @@ class Receiver:
         self._closed = False
 
     def lease(self, nbytes: int) -> BufferRegion | None:
-        """A spot of so many bytes, 1 or more; None when there is no room now.
+        """Leases a region of `nbytes` bytes, 1 or more; None when there is no room now.
 
-        Raises RoadFailed for more than the landing memory will ever hold, PeerGone.
+        Raises RoadFailed for more than the whole memory, PeerGone.
         """
         if nbytes > self._allocator.nbytes:
             raise RoadFailed(
@@ -150,26 +151,27 @@ class Receiver:
             at = self._allocator.allocate(nbytes)
             if at is None:
                 return None
-            spot = BufferRegion(at, nbytes)
-            self._leased[at] = LeasedRegion(spot)
-            return spot
+            region = BufferRegion(at, nbytes)
+            self._leased[at] = LeasedRegion(region)
+            return region
 
     def received(self, spot: BufferRegion, nbytes: int, checksum: int) -> np.ndarray:
-        """What was put into the first `nbytes` of a spot, or of a part of one: uint8, valid until `give`.
+        """Returns the bytes written into the first `nbytes` of a region, or of a part of one: uint8, valid until
+        `release`.
 
         `nbytes` and `checksum` come with the sender's answer. Raises Torn where the memory holds something else;
-        RoadFailed where spot or size is not one that was lent, or it was answered before; Cancelled when the spot
-        was given back already; PeerGone.
+        RoadFailed where region or size does not match a lease, or it was answered before; Cancelled when the
+        region was released already; PeerGone.
         """
         with self._lock:
             self._expect_open()
-            lent = self._leased_region(spot)
-            if lent is None or lent.sender_done or not 1 <= nbytes <= spot.nbytes:
+            lease = self._leased_region(spot)
+            if lease is None or lease.sender_done or not 1 <= nbytes <= spot.nbytes:
                 raise RoadFailed(f"an answer about {nbytes} bytes at {spot}, of which no such spot is lent")
-            if spot == lent.spot:
-                lent.sender_done = True
-                self._free_region(lent)
-            if lent.released:
+            if spot == lease.spot:
+                lease.sender_done = True
+                self._free_region(lease)
+            if lease.released:
                 raise Cancelled(f"what was put at {spot} is not wanted any more")
             view = self._view(spot, nbytes)
         if self.checked and checksum_of(view) != checksum:
@@ -180,34 +182,36 @@ class Receiver:
         return view
 
     def sender_done(self, spot: BufferRegion) -> None:
-        """The sender is done with this spot, whether it wrote or not: it will not write there any more.
+        """Marks that the sender is done with this region, whether it wrote or not: it will not write there any
+        more.
 
-        For an answer that says no, one that nobody waits for any more, and after the last of several parts. May be
-        called after `arrived`. Raises RoadFailed for a spot that is not lent.
+        Called for a refusal, for an answer to a cancelled request, and after the last of several parts. May be
+        called after `received`. Raises RoadFailed for a region that is not leased.
         """
         with self._lock:
             if self._closed:
                 return
-            lent = self._leased.get(spot.at)
-            if lent is None or lent.spot != spot:
+            lease = self._leased.get(spot.at)
+            if lease is None or lease.spot != spot:
                 raise RoadFailed(f"an answer about {spot}, which is not lent")
-            lent.sender_done = True
-            self._free_region(lent)
+            lease.sender_done = True
+            self._free_region(lease)
 
     def release(self, spot: BufferRegion) -> None:
-        """Nobody here reads it any more. It is lent again once its sender has answered, not before."""
+        """Releases a region that is not read any more. It is leased again once its sender has answered, not
+        before."""
         with self._lock:
             if self._closed:
                 return
-            lent = self._leased.get(spot.at)
-            assert lent is not None, "given back, and not lent"
-            assert lent.spot == spot, "a part is not given back by itself"
-            assert not lent.released, "given back twice"
-            lent.released = True
-            self._free_region(lent)
+            lease = self._leased.get(spot.at)
+            assert lease is not None, "given back, and not lent"
+            assert lease.spot == spot, "a part is not given back by itself"
+            assert not lease.released, "given back twice"
+            lease.released = True
+            self._free_region(lease)
 
     def close(self) -> None:
-        """Nothing that comes from now on is seen by anybody. May be called again."""
+        """Closes the receiver; data that arrives later is ignored. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -216,17 +220,17 @@ class Receiver:
         self._close_transport()
 
     def _close_transport(self) -> None:
-        """What the road has open. Called once."""
+        """Closes the transport's resources. Called once."""
 
     def _view(self, spot: BufferRegion, nbytes: int) -> np.ndarray:
         return self._memory[spot.at : spot.at + nbytes]
 
     def _leased_region(self, spot: BufferRegion) -> LeasedRegion | None:
-        """The lent spot that this one is, or lies in."""
-        lent = self._leased.get(spot.at)
-        if lent is None:
-            lent = next((each for each in self._leased.values() if _within(spot, each.spot)), None)
-        return lent if lent and _within(spot, lent.spot) else None
+        """Returns the lease of this region, or of the region that contains it."""
+        lease = self._leased.get(spot.at)
+        if lease is None:
+            lease = next((candidate for candidate in self._leased.values() if _within(spot, candidate.spot)), None)
+        return lease if lease and _within(spot, lease.spot) else None
 
     def _free_region(self, lent: LeasedRegion) -> None:
         if lent.released and lent.sender_done:
@@ -243,24 +247,25 @@ def _within(part: BufferRegion, whole: BufferRegion) -> bool:
 
 
 class TransportSender:
-    """The side that sends. Any thread may call; who waits for another one's `put` waits within its own timeout."""
+    """Sending side. Any thread may call; waiting for another thread's write counts towards the timeout."""
 
     def __init__(self, offer: ReceiverOffer) -> None:
         self.kind: TransportKind = offer.kind
         self.nbytes = offer.nbytes
-        """Of the landing memory."""
+        """Size of the receiver's memory."""
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
-        """Bytes to the beginning of a spot, or of a part of one; returns their checksum once they are there.
+        """Writes bytes to the beginning of a region, or of a part of one; returns their checksum once they have
+        arrived.
 
-        `data`: uint8, one-dimensional and contiguous; the caller may change it afterwards. Raises RoadFailed for
-        a spot that is not in the landing memory or too small; PeerGone; RoadTimeout. After the last two, nothing
-        more can be sent by this road.
+        `data`: uint8, one-dimensional and contiguous; the caller may change it afterwards. Raises RoadFailed for a
+        region that is too small or not in the receiver's memory; PeerGone; RoadTimeout. After the last two,
+        nothing more can be sent by this sender.
         """
         raise NotImplementedError
 
     def close(self) -> None:
-        """May be called again, and while another thread is in `put`, which then raises PeerGone."""
+        """Closes the sender. Idempotent; a concurrent `write_region` of another thread raises PeerGone."""
         raise NotImplementedError
 
     def _validate(self, spot: BufferRegion, data: np.ndarray) -> None:

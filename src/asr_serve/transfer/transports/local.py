@@ -1,4 +1,4 @@
-"""Within one process: an array that nobody may change is handed over as it is, any other is copied once."""
+"""Transport within one process: a read-only array is passed without a copy, any other is copied once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asr_serve.transfer.transports import base
 from asr_serve.transfer.transports.base import BufferRegion, ReceiverOffer
 
 _open: weakref.WeakValueDictionary[bytes, LocalReceiver] = weakref.WeakValueDictionary()
-"""Landings of this process by token: an offer is bytes, and has to lead back to one."""
+"""Receivers of this process by token: an offer is bytes, which must lead back to one."""
 
 
 def is_available() -> bool:
@@ -24,17 +24,18 @@ def create_receiver(nbytes: int, host: str) -> LocalReceiver:
 
 
 def attach_sender(offer: ReceiverOffer, only_at: str | None) -> LocalSender:
-    """It is on this machine or nowhere: `only_at` says nothing of it."""
-    landing = _open.pop(offer.token, None)
-    if landing is None:
+    """Attaches to a receiver of this process. `only_at` is ignored: nothing leaves the machine."""
+    receiver = _open.pop(offer.token, None)
+    if receiver is None:
         raise RoadFailed(
             "a landing memory that is not in this process, or has its sender", todo="take another road"
         )
-    return LocalSender(offer, landing)
+    return LocalSender(offer, receiver)
 
 
 class LocalReceiver(base.Receiver):
-    """Memory for what has to be copied; it is not touched, and costs nothing, until something is."""
+    """Receiver whose memory serves arrays that must be copied; its pages are not touched, and cost nothing, before
+    that."""
 
     checked = False
 
@@ -45,21 +46,21 @@ class LocalReceiver(base.Receiver):
         _open[offer.token] = self
 
     def write_direct(self, spot: BufferRegion, data: np.ndarray) -> None:
-        """Of the sender. Raises RoadFailed where the spot is not lent, PeerGone."""
+        """Writes for the sender. Raises RoadFailed where the region is not leased, PeerGone."""
         with self._lock:
             self._expect_open()
-            lent = self._leased_region(spot)
-            if lent is None or lent.sender_done:
+            lease = self._leased_region(spot)
+            if lease is None or lease.sender_done:
                 raise RoadFailed(f"{data.nbytes} bytes for {spot}, which is not lent")
-            if lent.spot == spot and not data.flags.writeable:
+            if lease.spot == spot and not data.flags.writeable:
                 self._handed[spot.at] = data
                 return
-            self._handed.pop(lent.spot.at, None)
+            self._handed.pop(lease.spot.at, None)
         np.copyto(self._memory[spot.at : spot.at + data.nbytes], data)
 
     def _view(self, spot: BufferRegion, nbytes: int) -> np.ndarray:
-        handed = self._handed.get(spot.at)
-        return super()._view(spot, nbytes) if handed is None else handed[:nbytes]
+        passed = self._handed.get(spot.at)
+        return super()._view(spot, nbytes) if passed is None else passed[:nbytes]
 
     def _free_region(self, lent: base.LeasedRegion) -> None:
         super()._free_region(lent)
@@ -71,7 +72,7 @@ class LocalReceiver(base.Receiver):
 
 
 class LocalSender(base.TransportSender):
-    """Writes into the landing itself. There is nothing to wait for, and its checksums are 0."""
+    """Sender that writes into the receiver itself. It never waits, and its checksums are 0."""
 
     def __init__(self, offer: ReceiverOffer, landing: LocalReceiver) -> None:
         super().__init__(offer)
@@ -79,12 +80,12 @@ class LocalSender(base.TransportSender):
         self._lock = threading.Lock()
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
-        """Raises RoadFailed, PeerGone; never RoadTimeout."""
+        """Writes as in the base class. Raises RoadFailed, PeerGone; never RoadTimeout."""
         self._validate(spot, data)
-        landing = self._landing
-        if landing is None:
+        receiver = self._landing
+        if receiver is None:
             raise PeerGone("this end of the road is closed")
-        landing.write_direct(spot, data)
+        receiver.write_direct(spot, data)
         return 0
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which roads there are, and a road by its name: that of its file."""
+"""Registry of transports by name: that of their file."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from asr_serve.types import suggest_name
 
 
 def available_transports() -> tuple[str, ...]:
-    """The roads that this installation has, the best first. `local` leads no further than this process."""
+    """Returns the transports of this installation, the best first. `local` works within this process only."""
     return tuple(kind for kind in get_args(TransportKind) if _load_transport(kind).is_available())
 
 
 def create_receiver(kind: str, nbytes: int, host: str) -> Receiver:
-    """Memory of so many bytes for one sender. `host`: the address at which the other side reaches this one.
+    """Creates a receiver of `nbytes` for one sender. `host`: the address at which the other side reaches this one.
 
-    Raises OptionError where that road is not here, or cannot be made with this size or address.
+    Raises OptionError where the transport is not available, or does not work with this size or address.
     """
-    if kind not in (here := available_transports()):
+    if kind not in (available := available_transports()):
         raise OptionError(
-            f"road {kind!r}", f"what this installation has: {', '.join(here)}", suggest_name(kind, here)
+            f"road {kind!r}", f"what this installation has: {', '.join(available)}", suggest_name(kind, available)
         )
     if not 1 <= nbytes <= MAX_BUFFER_BYTES:
         raise OptionError(f"a landing memory of {nbytes} bytes", f"1 to {MAX_BUFFER_BYTES}")
-    landing: Receiver = _load_transport(kind).create_receiver(nbytes, host)
-    return landing
+    receiver: Receiver = _load_transport(kind).create_receiver(nbytes, host)
+    return receiver
 
 
 def attach_sender(offer: bytes, only_at: str | None = None) -> TransportSender:
-    """The sending side of a landing that another process, or this one, offers.
+    """Attaches a sender to a receiver that another process, or this one, offers.
 
-    `only_at`: the address from which the offer came, where that is not trusted to name another: else whoever
-    offers chooses whom this machine connects to. Any port of it may be named. Raises RoadFailed where it cannot be
-    attached: a road that is not here, another machine's memory or address, nobody there.
+    `only_at`: the only address that an untrusted offer may name, that of its origin: else the offer chooses the
+    machine that this one connects to. Any port of it may be named. Raises RoadFailed where attaching fails: an
+    unavailable transport, another machine's memory or address, no peer there.
     """
-    read = read_offer(offer)
-    sender: TransportSender = _load_transport(read.kind).attach_sender(read, only_at)
+    parsed = read_offer(offer)
+    sender: TransportSender = _load_transport(parsed.kind).attach_sender(parsed, only_at)
     return sender
 
 

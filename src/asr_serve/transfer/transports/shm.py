@@ -1,17 +1,18 @@
-"""Memory that two processes of one machine share, which are not parent and child: one copy, and nobody is woken.
+"""Shared memory of two processes of one machine that are not parent and child: one copy, and no wake-up.
 
-The landing memory is a file in /dev/shm, with a random name, that only this user may open, and with a token in it
-which proves to the other side that the file is the one it was offered. The other side removes the name as soon as
-it has attached, so a third cannot, and memory without a name goes with its last process, however that ends.
+The receiver's memory is a file in /dev/shm, with a random name, that only this user may open, and with a token in
+it which proves to the sender that the file is the one it was offered. The sender removes the name as soon as it
+has attached, so a third process cannot, and memory without a name is freed with its last process, however that
+ends.
 
-The landing holds a lock on the file (flock), which the kernel drops with its process. By that a sender sees before
-and after every copy that the other side is alive, and the next landing on this machine removes the files of those
-that died before anybody attached. Numbers of processes would mean something else in every container; a lock does
-not. The file has its lock before it has its name.
+The receiver holds a lock on the file (flock), which the kernel releases with its process. By that a sender sees
+before and after every copy that the other side is alive, and the next receiver on this machine removes the files
+of those that died before a sender attached. Process ids differ between containers; a lock works everywhere. The
+file is locked before it has a name.
 
 All pages are reserved before the offer is made: /dev/shm that is too small, as in containers by default, is an
-error then and no fault later. A process of the same user could shorten the file under us; it could as well kill
-us.
+error then and no fault later. A process of the same user could truncate the file; it could as well kill this
+process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FOLDER = Path("/dev/shm")
 PREFIX = "asr-serve-road-"
 _NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
 HEAD_BYTES = mmap.PAGESIZE
-"""Before the landing memory: the token, and then a byte that is 1 once the landing is closed."""
+"""Header before the receiver's memory: the token, and then a byte that is 1 once the receiver is closed."""
 _CLOSED_AT = base.TOKEN_BYTES
 
 
@@ -53,15 +54,15 @@ def create_receiver(nbytes: int, host: str) -> ShmReceiver:
 
 
 def attach_sender(offer: ReceiverOffer, only_at: str | None) -> ShmSender:
-    """It is on this machine or nowhere: `only_at` says nothing of it."""
+    """Attaches to memory of this machine. `only_at` is ignored: nothing leaves the machine."""
     return ShmSender(offer)
 
 
 def sweep() -> None:
-    """Remove the files of landings whose process died before anybody attached."""
-    with contextlib.suppress(OSError), os.scandir(FOLDER) as found:
-        for entry in [entry for entry in found if _NAME.fullmatch(entry.name)]:
-            with contextlib.suppress(OSError):  # it is held, another user's, or gone by now
+    """Removes the files of receivers whose process died before a sender attached."""
+    with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
+        for entry in [entry for entry in entries if _NAME.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):  # it is locked, another user's, or gone by now
                 fd = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,12 +87,12 @@ class ShmReceiver(base.Receiver):
                 after.callback(os.close, files)
                 os.link(
                     str(self._fd), self._path, src_dir_fd=files
-                )  # with a folder it follows what /proc has there
+                )  # with src_dir_fd, link follows the symbolic link in /proc
             except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.ENOMEM)
+                no_space = error.errno in (errno.ENOSPC, errno.ENOMEM)
                 raise OptionError(
                     f"no {nbytes} bytes of shared memory: {error.strerror}",
-                    todo=f"make {FOLDER} larger (docker run --shm-size), or take less" if full else "",
+                    todo=f"make {FOLDER} larger (docker run --shm-size), or take less" if no_space else "",
                 ) from error
             undo.pop_all()
         memory = np.frombuffer(self._map, np.uint8, nbytes, HEAD_BYTES)
@@ -105,7 +106,8 @@ class ShmReceiver(base.Receiver):
 
 
 class ShmSender(base.TransportSender):
-    """Copies into the landing memory, of whose owner nothing is needed for that: it may be asleep."""
+    """Sender that copies into the receiver's memory; the receiving process takes no part in that, and may
+    sleep."""
 
     def __init__(self, offer: ReceiverOffer) -> None:
         super().__init__(offer)
@@ -115,12 +117,12 @@ class ShmSender(base.TransportSender):
         self._closed = False
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
-        """Raises RoadFailed, PeerGone; never RoadTimeout."""
+        """Writes as in the base class. Raises RoadFailed, PeerGone; never RoadTimeout."""
         self._validate(spot, data)
         self._expect_landing()
-        found = copy_and_sum(self._memory[spot.at : spot.at + data.nbytes], data)
+        digest = copy_and_sum(self._memory[spot.at : spot.at + data.nbytes], data)
         self._expect_landing()
-        return found
+        return digest
 
     def close(self) -> None:
         with self._lock:
@@ -137,7 +139,7 @@ class ShmSender(base.TransportSender):
 
 
 def _unlocked(fd: int) -> bool:
-    """Whether nobody holds the lock of the landing any more."""
+    """Whether the receiver's lock is released."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,7 +148,7 @@ def _unlocked(fd: int) -> bool:
 
 
 def _attached(offer: ReceiverOffer) -> tuple[int, mmap.mmap]:
-    """The file of an offer and its memory; its name is gone then. Raises RoadFailed."""
+    """Opens and maps the file of an offer, and removes its name. Raises RoadFailed."""
     name = offer.where.decode("ascii", "replace")
     if not _NAME.fullmatch(name):
         raise RoadFailed("shared memory of a name that none of ours has")
@@ -155,8 +157,8 @@ def _attached(offer: ReceiverOffer) -> tuple[int, mmap.mmap]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             undo.callback(os.close, fd)
-            found = os.fstat(fd)
-            _expect_ours(found, offer.nbytes)
+            status = os.fstat(fd)
+            _expect_ours(status, offer.nbytes)
             memory = _mapped(fd, HEAD_BYTES + offer.nbytes)
         except OSError as error:
             raise RoadFailed(
@@ -178,8 +180,8 @@ def _expect_ours(found: os.stat_result, nbytes: int) -> None:
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    """With all pages at once: a fault in every first write to a page costs more than the copy.
+    """Maps the file with all pages present: a fault at every first write to a page costs more than the copy.
 
-    Never closed by hand: views of it live as long as they like.
+    Never closed explicitly: views of it may live on.
     """
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

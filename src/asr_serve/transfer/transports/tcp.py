@@ -1,15 +1,15 @@
-"""A connection of its own, for bytes alone: from the sender's memory straight into the spot.
+"""TCP connection for bytes alone: from the sender's memory straight into the region.
 
-    sender                                            landing
+    sender                                            receiver
     HELLO, the token of the offer                     -> b"+", or it hangs up
-    HEAD (at, nbytes), the bytes                      -> b"+" when they are in the spot
-                                                      -> b"-" where no such spot is lent; it hangs up
+    HEAD (at, nbytes), the bytes                      -> b"+" when they are in the region
+                                                      -> b"-" where no such region is leased; it hangs up
 
-The checksum of what was put goes with the answer on the control connection, as on every road. The landing listens
-on the address at which its peer reaches it, for one connection that knows the token; then it stops listening. A
-sender learns of the landing's death at once, or by its timeout where a machine or a network vanishes. Socket
-buffers are the system's own, which grow as they must: what one asks for is capped by net.core.wmem_max, and lower.
-Nothing is encrypted: it is for a network that one trusts.
+The checksum goes with the answer on the control connection, as with every transport. The receiver listens on the
+address at which its peer reaches it, for one connection that knows the token; then it stops listening. A sender
+learns of the receiver's death at once, or by its timeout where a machine or a network vanishes. Socket buffers
+keep the system's automatic size: an explicit one is capped by net.core.wmem_max, which is lower. Nothing is
+encrypted: it is for a trusted network.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ HELLO = b"asr-serve road 1"
 HEAD = struct.Struct("!QQ")
 TAKEN, REFUSED = b"+", b"-"
 CALL_BYTES = 64 << 20
-"""In one call of the system: it comes back, with what it has, when the time is over or the other side is gone."""
+"""Bytes of one system call, which returns early, with what it has, at a timeout or when the other side is gone."""
 HELLO_S, ATTACH_S = 5.0, 5.0
 STALL_S = 60.0
-"""Without a byte in the middle of a message: the sender is taken for dead."""
+"""Seconds without a byte within a message after which the sender counts as dead."""
 STRANGERS = 16
-"""Connections that have not said the token yet; of more, the oldest is cut."""
+"""Limit of connections that have not sent the token yet; above it the oldest is closed."""
 
 
 def is_available() -> bool:
@@ -56,7 +56,7 @@ def attach_sender(offer: ReceiverOffer, only_at: str | None) -> TcpSender:
 
 
 class TcpReceiver(base.Receiver):
-    """A thread of its own waits for the sender, and then for what it sends."""
+    """Receiver whose thread waits for the sender, and then for its messages."""
 
     def __init__(self, nbytes: int, host: str) -> None:
         try:
@@ -72,8 +72,8 @@ class TcpReceiver(base.Receiver):
         except OSError as error:
             listener.close()
             raise OptionError(f"host={host!r} ({error})", "an address of this machine", param="host") from error
-        where = msgspec.msgpack.encode(listener.getsockname()[:2])
-        offer = ReceiverOffer("tcp", nbytes, base.new_token(), where)
+        location = msgspec.msgpack.encode(listener.getsockname()[:2])
+        offer = ReceiverOffer("tcp", nbytes, base.new_token(), location)
         super().__init__(offer, np.empty(nbytes, np.uint8))
         self._token = offer.token
         self._closing, self._wake = socket.socketpair()
@@ -108,16 +108,16 @@ class TcpReceiver(base.Receiver):
                 self._sender = None
 
     def _accept_sender(self, listener: socket.socket) -> socket.socket | None:
-        """The first connection that says the token; None when this is closed before."""
+        """Accepts the first connection that sends the token; None when the receiver is closed before."""
         with contextlib.ExitStack() as undo, selectors.DefaultSelector() as selector:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
             selector.register(self._closing, selectors.EVENT_READ)
-            strangers: dict[socket.socket, tuple[float, bytes]] = {}  # until when, and what they have said
+            strangers: dict[socket.socket, tuple[float, bytes]] = {}  # deadline, and bytes received
 
             def cut_all() -> None:
-                for each in strangers:
-                    each.close()
+                for stranger_socket in strangers:
+                    stranger_socket.close()
 
             undo.callback(cut_all)
 
@@ -127,48 +127,52 @@ class TcpReceiver(base.Receiver):
                 stranger.close()
 
             while True:
-                soonest = min((until for until, _ in strangers.values()), default=None)
+                soonest = min((deadline for deadline, _ in strangers.values()), default=None)
                 ready = selector.select(None if soonest is None else max(0.0, soonest - time.monotonic()))
                 for key, _ in ready:
-                    came = key.fileobj
-                    assert isinstance(came, socket.socket)
-                    if came is self._closing:
+                    ready_socket = key.fileobj
+                    assert isinstance(ready_socket, socket.socket)
+                    if ready_socket is self._closing:
                         return None
-                    if came is listener:
+                    if ready_socket is listener:
                         with contextlib.suppress(OSError):
                             stranger, _ = listener.accept()
                             stranger.setblocking(False)
                             strangers[stranger] = time.monotonic() + HELLO_S, b""
                             selector.register(stranger, selectors.EVENT_READ)
-                    elif came in strangers:
-                        said = _read_hello(came, strangers[came][1])
-                        if said is None or (len(said) == _HELLO_BYTES and not self._is_authorized(said)):
-                            cut(came)
-                        elif len(said) == _HELLO_BYTES:
-                            del strangers[came]
-                            return came
+                    elif ready_socket in strangers:
+                        greeting = _read_hello(ready_socket, strangers[ready_socket][1])
+                        if greeting is None or (
+                            len(greeting) == _HELLO_BYTES and not self._is_authorized(greeting)
+                        ):
+                            cut(ready_socket)
+                        elif len(greeting) == _HELLO_BYTES:
+                            del strangers[ready_socket]
+                            return ready_socket
                         else:
-                            strangers[came] = strangers[came][0], said
+                            strangers[ready_socket] = strangers[ready_socket][0], greeting
                 while len(strangers) > STRANGERS:
                     cut(next(iter(strangers)))
-                for stranger in [each for each, (until, _) in strangers.items() if until <= time.monotonic()]:
+                for stranger in [
+                    each for each, (deadline, _) in strangers.items() if deadline <= time.monotonic()
+                ]:
                     cut(stranger)
 
     def _is_authorized(self, said: bytes) -> bool:
         return hmac.compare_digest(said, HELLO + self._token)
 
     def _receive_message(self, sender: socket.socket) -> bool:
-        """One message into its spot. False when nothing can follow it."""
+        """Receives one message into its region. False when no other can follow."""
         head = bytearray(HEAD.size)
         if not _receive_into(sender, memoryview(head), None):
             return False
-        spot = BufferRegion(*HEAD.unpack(head))
+        region = BufferRegion(*HEAD.unpack(head))
         with self._lock:
-            lent = None if self._closed else self._leased_region(spot)
-        if lent is None or lent.sender_done:
+            lease = None if self._closed else self._leased_region(region)
+        if lease is None or lease.sender_done:
             sender.sendall(REFUSED)
             return False
-        memory = self._memory[spot.at : spot.at + spot.nbytes].data
+        memory = self._memory[region.at : region.at + region.nbytes].data
         if not _receive_into(sender, memory, STALL_S):
             return False
         sender.sendall(TAKEN)
@@ -202,14 +206,14 @@ class TcpSender(base.TransportSender):
 
     def write_region(self, spot: BufferRegion, data: np.ndarray, timeout_s: float) -> int:
         self._validate(spot, data)
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             raise RoadTimeout(f"a tcp road was taken for {timeout_s:g} s")
         try:
-            self._send([memoryview(HEAD.pack(spot.at, data.nbytes)), data.data], until)
-            found = checksum(data)  # while the last of it is on its way
-            answer = self._answer(until)
-        except BlockingIOError:  # the socket's own word for time that is over
+            self._send([memoryview(HEAD.pack(spot.at, data.nbytes)), data.data], deadline)
+            digest = checksum(data)  # while the last bytes are in flight
+            answer = self._answer(deadline)
+        except BlockingIOError:  # the socket's error for a timeout
             self._hang_up()
             raise RoadTimeout(f"{data.nbytes} bytes were not there by tcp in {timeout_s:g} s") from None
         except OSError as error:
@@ -218,7 +222,7 @@ class TcpSender(base.TransportSender):
         finally:
             self._lock.release()
         if answer == TAKEN:
-            return found
+            return digest
         self._hang_up()
         if answer == REFUSED:
             raise RoadFailed(f"{data.nbytes} bytes for {spot}, which was refused: it is not lent")
@@ -226,7 +230,7 @@ class TcpSender(base.TransportSender):
 
     def close(self) -> None:
         self._hang_up()
-        with self._lock:  # nobody is in `put` any more
+        with self._lock:  # no `write_region` is running any more
             self._line.close()
 
     def _hang_up(self) -> None:
@@ -252,16 +256,16 @@ _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 def _left(until: float) -> float:
-    """Raises BlockingIOError when there is no time left, as the socket does."""
-    left = until - time.monotonic()
-    if left <= 0:
+    """Returns the seconds until a deadline. Raises BlockingIOError when it has passed, as the socket does."""
+    remaining_s = until - time.monotonic()
+    if remaining_s <= 0:
         raise BlockingIOError
-    return left
+    return remaining_s
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    family, kind, protocol, _, address = found[0]
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, kind, protocol, _, address = addresses[0]
     line = socket.socket(family, kind, protocol)
     try:
         line.settimeout(ATTACH_S)
@@ -273,23 +277,23 @@ def _connected(host: str, port: int) -> socket.socket:
 
 
 def _read_hello(stranger: socket.socket, said: bytes) -> bytes | None:
-    """What it has said by now; None when it hung up."""
+    """Returns the bytes of a greeting received so far; None when the connection ended."""
     try:
-        more = stranger.recv(_HELLO_BYTES - len(said))
+        received = stranger.recv(_HELLO_BYTES - len(said))
     except BlockingIOError:
         return said
     except OSError:
         return None
-    return said + more if more else None
+    return said + received if received else None
 
 
 def _receive_into(line: socket.socket, memory: memoryview, stall_s: float | None) -> bool:
-    """Fill it from a connection. False when that ended, or (with `stall_s`) nothing came for so long."""
+    """Fills memory from a connection. False when that ended, or (with `stall_s`) nothing arrived for that long."""
     set_timeout(line, socket.SO_RCVTIMEO, stall_s or 0.0)
-    at = 0
-    while at < len(memory):
-        got = line.recv_into(memory[at:], min(CALL_BYTES, len(memory) - at), socket.MSG_WAITALL)
-        if not got:
+    offset = 0
+    while offset < len(memory):
+        received = line.recv_into(memory[offset:], min(CALL_BYTES, len(memory) - offset), socket.MSG_WAITALL)
+        if not received:
             return False
-        at += got
+        offset += received
     return True

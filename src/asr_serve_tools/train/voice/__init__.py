@@ -1,1 +1,2 @@
-"""Voices of our own: speech that other voices make, or that somebody has read, and what is taught with it."""
+"""Training of our own voices: speech synthesized by other voices, or read by a person, and models trained on
+it."""

@@ -1,4 +1,4 @@
-"""A run of training the acoustic model: what it reads, how fast it learns, what it writes."""
+"""Training of the acoustic model: data, learning rate, checkpoint."""
 
 from __future__ import annotations
 
@@ -33,33 +33,34 @@ from asr_serve_tools.train.voice.sentences import held_out
 WARM_UP = 100
 """Steps in which the learning rate rises."""
 AVERAGED = 0.998
-"""Of the averaged weights, what a step leaves."""
+"""Decay of the averaged weights per step."""
 POOL = 400
 """Utterances that are drawn at once and sorted by length, so that a batch has little padding."""
 EVENNESS = 0.5
-"""A speaker with n times the speech is drawn n ** EVENNESS times as often."""
+"""Exponent of sampling: a speaker with n times the speech is drawn n ** EVENNESS times as often."""
 TESTED = 48
-"""Held-out utterances that a test looks at."""
+"""Held-out utterances in a test."""
 
 
 class AcousticTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
     speech: Path
     """Folder of recorded speech (cloning/voice_corpus)."""
     out: Path
-    """Where the checkpoint goes: config.json and model.safetensors."""
+    """Folder of the checkpoint: config.json and model.safetensors."""
     minutes: float = math.inf
     steps: int = 1 << 40
-    """It ends with whichever comes first."""
+    """Most steps; training ends after `minutes` or `steps`, whichever comes first."""
     start: Path | None = None
-    """A checkpoint to go on from."""
+    """Checkpoint to start from."""
     speakers: tuple[str, ...]
-    """By number. A voice's file is a speaker's by the name after its last underscore."""
+    """Names of speakers in the order of their ids. A file belongs to the speaker of the name after its last
+    underscore."""
     phonemes: dict[str, int]
     rate: float = 1.2e-3
     falling: float = 0.5
-    """In this last share of the run the learning rate falls, as a cosine."""
+    """Last share of the run, in which the learning rate falls as a cosine."""
     frames: int = 4_000
-    """In a batch, padding included."""
+    """Frames in a batch, padding included."""
     seed: int = 0
     threads: int = 1
     device: str = "cpu"
@@ -67,7 +68,7 @@ class AcousticTrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AcousticTrainingData:
-    """All speech, as it is learnt from: what is trained on, and what is held out."""
+    """All speech, divided into training and held-out utterances."""
 
     def __init__(self, options: AcousticTrainingOptions, say: Callable[[str], None]) -> None:
         self.items: dict[int, list[AcousticItem]] = {}
@@ -80,7 +81,7 @@ class AcousticTrainingData:
             for recording in voice:
                 found = acoustic_item(recording, speaker, options.phonemes)
                 (self.test if held_out(recording.line.text) else self.items.setdefault(speaker, [])).append(found)
-        everything = [each for of_one in self.items.values() for each in of_one]
+        everything = [item for of_one in self.items.values() for item in of_one]
         chance = random.Random(options.seed)
         chance.shuffle(self.test)
         self.test = self.test[:TESTED]
@@ -92,38 +93,38 @@ class AcousticTrainingData:
                 param="speech",
             )
         self.norms = compute_norms(everything, options.speakers)
-        hours = sum(len(each.mel) for each in everything) * HOP / RATE_HZ / 3_600
+        hours = sum(len(item.mel) for item in everything) * HOP / RATE_HZ / 3_600
         say(f"{len(everything)} utterances, {hours:.2f} hours, {len(self.items)} speakers")
 
     def batches(self, options: AcousticTrainingOptions) -> Iterator[list[AcousticItem]]:
-        """For ever."""
+        """Endless sequence of training batches."""
         chance = random.Random(options.seed)
         speakers = sorted(self.items)
         weights = [len(self.items[speaker]) ** EVENNESS for speaker in speakers]
         while True:
             drawn = [chance.choice(self.items[speaker]) for speaker in chance.choices(speakers, weights, k=POOL)]
-            drawn.sort(key=lambda each: len(each.mel))
-            made: list[list[AcousticItem]] = [[]]
-            for each in drawn:
-                if made[-1] and (len(made[-1]) + 1) * len(each.mel) > options.frames:
-                    made.append([])
-                made[-1].append(each)
-            chance.shuffle(made)
-            yield from made
+            drawn.sort(key=lambda item: len(item.mel))
+            batches: list[list[AcousticItem]] = [[]]
+            for item in drawn:
+                if batches[-1] and (len(batches[-1]) + 1) * len(item.mel) > options.frames:
+                    batches.append([])
+                batches[-1].append(item)
+            chance.shuffle(batches)
+            yield from batches
 
 
 def train_acoustic_model(options: AcousticTrainingOptions, say: Callable[[str], None] = print) -> dict[str, float]:
-    """Train for so many minutes; returns the losses on what was held out. Raises OptionError."""
+    """Train for the given minutes or steps; returns the held-out losses. Raises OptionError."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     data = AcousticTrainingData(options, say)
-    where = torch.device(options.device)
-    learner = AcousticLearner(options.sizes).on(where)
-    known = data.norms
+    device = torch.device(options.device)
+    learner = AcousticLearner(options.sizes).on(device)
+    norms = data.norms
     if options.start is not None:
         learner.load(load_file(options.start / "model.safetensors"))
         before = msgspec.convert(json.loads((options.start / "config.json").read_text())["norms"], AcousticNorms)
-        known = msgspec.structs.replace(before, pitch={**before.pitch, **data.norms.pitch})
+        norms = msgspec.structs.replace(before, pitch={**before.pitch, **data.norms.pitch})
     decayed = [p for p in learner.linears.parameters() if p.dim() > 1]
     others = [*learner.tables.parameters(), *learner.norms.parameters()]
     others += [p for p in learner.linears.parameters() if p.dim() == 1]
@@ -134,7 +135,7 @@ def train_acoustic_model(options: AcousticTrainingOptions, say: Callable[[str], 
         fused=True,
     )
     averaged = {name: tensor.clone() for name, tensor in learner.checkpoint().items()}
-    started, told, sums, steps = time.monotonic(), 0.0, dict.fromkeys(WEIGHTS, 0.0), 0
+    started, last_report, sums, steps = time.monotonic(), 0.0, dict.fromkeys(WEIGHTS, 0.0), 0
     for step, drawn in enumerate(data.batches(options)):
         minutes = (time.monotonic() - started) / 60
         share = max(minutes / options.minutes, step / options.steps)
@@ -143,8 +144,8 @@ def train_acoustic_model(options: AcousticTrainingOptions, say: Callable[[str], 
         rate = options.rate * min(1.0, (step + 1) / WARM_UP) * learning_rate_factor(share, options.falling)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        losses = learner.losses(collate(drawn, known, options.speakers, options.sizes.chunk).to(where), known)
-        total = sum((WEIGHTS[name] * loss for name, loss in losses.items()), torch.zeros((), device=where))
+        losses = learner.losses(collate(drawn, norms, options.speakers, options.sizes.chunk).to(device), norms)
+        total = sum((WEIGHTS[name] * loss for name, loss in losses.items()), torch.zeros((), device=device))
         optimizer.zero_grad(set_to_none=True)
         total.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
@@ -157,17 +158,17 @@ def train_acoustic_model(options: AcousticTrainingOptions, say: Callable[[str], 
             shown = " ".join(f"{name} {value / steps:.3f}" for name, value in sums.items())
             say(f"step {step + 1}, {minutes:.1f} min, rate {rate:.1e}: {shown}")
             sums, steps = dict.fromkeys(WEIGHTS, 0.0), 0
-        if share - told > 0.1:
-            told = share
-            held_out_losses(learner, averaged, data, options, known, say)
-            save(options, averaged, known, 1.0)
-    found = held_out_losses(learner, averaged, data, options, known, say)
-    save(options, averaged, known, found.pop("lengthen"))
+        if share - last_report > 0.1:
+            last_report = share
+            held_out_losses(learner, averaged, data, options, norms, say)
+            save(options, averaged, norms, 1.0)
+    found = held_out_losses(learner, averaged, data, options, norms, say)
+    save(options, averaged, norms, found.pop("lengthen"))
     return found
 
 
 def learning_rate_factor(share: float, last: float) -> float:
-    """Of the learning rate, at that share of the run."""
+    """Factor on the learning rate at a share of the run, with the fall in the `last` share."""
     done = max(0.0, (share - (1 - last)) / last) if last else 0.0
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
@@ -187,23 +188,23 @@ def held_out_losses(
     known: AcousticNorms,
     say: Callable[[str], None],
 ) -> dict[str, float]:
-    """The averaged weights' losses on what was held out; `lengthen`: how much longer the teachers speak than is
-    predicted."""
+    """Held-out losses of the averaged weights; `lengthen`: ratio of the teachers' durations to the predicted
+    ones."""
     now = {name: tensor.clone() for name, tensor in learner.checkpoint().items()}
     learner.load(averaged)
     found: dict[str, list[float]] = {name: [] for name in WEIGHTS}
-    said = predicted = 0.0
+    actual = predicted = 0.0
     for at in range(0, len(data.test), 8):
         b = collate(data.test[at : at + 8], known, options.speakers, options.sizes.chunk)
         b = b.to(torch.device(options.device))
         for name, loss in learner.losses(b, known).items():
             found[name].append(float(loss))
         hidden = learner.network.encode(b.ids, b.phoneme_mask, learner.tables["speakers"][b.speaker])
-        said += float(b.durations.sum())
+        actual += float(b.durations.sum())
         predicted += float((learner.network.log_durations(hidden, b.phoneme_mask).exp() * b.phoneme_mask).sum())
     learner.load(now)
     means = {name: float(np.mean(values)) for name, values in found.items()}
-    means["lengthen"] = said / predicted
+    means["lengthen"] = actual / predicted
     say("held out: " + " ".join(f"{name} {value:.4f}" for name, value in means.items()))
     return means
 
@@ -223,5 +224,5 @@ def save(
     (options.out / "config.json").write_text(json.dumps(settings, indent=1, ensure_ascii=False))
     weights, building = options.out / "model.safetensors", options.out / "building.safetensors"
     save_file({name: tensor.half().cpu().contiguous() for name, tensor in tensors.items()}, building)
-    building.chmod(0o644)  # who serves it need not be who made it
-    building.replace(weights)  # whole at any time
+    building.chmod(0o644)  # the server may run as another user
+    building.replace(weights)  # atomic, so that the file is always complete

@@ -1,4 +1,4 @@
-"""What a checkpoint should say of itself: how it came to be."""
+"""Model card of a checkpoint: how it was trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CARD = "card.md"
 
 
 def write_card(job: SynthesisJob, options: AcousticTrainingOptions, losses: Mapping[str, float]) -> None:
-    """Beside the checkpoint: data, seeds, licences, losses on what was held out."""
+    """Write the card beside the checkpoint: data, seeds, licences, held-out losses."""
     lines = [
         "# A FastPitch taught by asr-serve train voice",
         "",
@@ -26,8 +26,8 @@ def write_card(job: SynthesisJob, options: AcousticTrainingOptions, losses: Mapp
         "| voice | minutes | utterances |",
         "|---|---|---|",
         *(
-            f"| {each.name} | {each.minutes:.1f} | {len(each.lines)} |"
-            for each in open_voice_corpora(options.speech)
+            f"| {corpus.name} | {corpus.minutes:.1f} | {len(corpus.lines)} |"
+            for corpus in open_voice_corpora(options.speech)
         ),
         "",
         "Losses on what was held out: " + ", ".join(f"{name} {value:.4f}" for name, value in losses.items()) + ".",

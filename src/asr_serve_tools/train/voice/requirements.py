@@ -1,4 +1,4 @@
-"""What a run needs is looked at before it begins: speech takes hours to make, and what is missing stays so."""
+"""Checks of a run's requirements before it starts, because synthesis takes hours before a failure would show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CHECKPOINT = ("config.json", "model.safetensors")
 
 
 def check_requirements(job: SynthesisJob, options: AcousticTrainingOptions) -> None:
-    """Raises OptionError, WeightsMissing, WeightsCorrupt, OSError of a folder that cannot be written."""
+    """Check sizes, start checkpoint, texts, folders, packages and weights. Raises OptionError, WeightsMissing,
+    WeightsCorrupt, and OSError for a folder that cannot be written."""
     sizes = options.sizes
     if sizes.width % (2 * sizes.heads):
         raise OptionError(f"width {sizes.width}", f"a multiple of {2 * sizes.heads}: {sizes.heads} heads share it")
@@ -49,7 +50,7 @@ def _expect_writable(folder: Path) -> None:
 
 @contextmanager
 def lock_run_folder(run: Path) -> Iterator[None]:
-    """Nobody else writes into that folder meanwhile. Raises OptionError where somebody does."""
+    """Lock a run folder against other runs. Raises OptionError if another run holds the lock."""
     with (run / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""What is to be read aloud: sentences out of any text, and what such texts lack.
+"""Sentences to synthesize: from any text, with templates and random words for what such texts lack.
 
-Which sentences are held out is decided by their letters: they are read too, but no run learns from what another is
-tested with.
+Sentences are held out by a hash of their text: they are synthesized too, but no run trains on sentences that
+another run is tested with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from asr_serve.errors import OptionError
 
 HELD_OUT = 20
-"""One sentence in so many is never trained on."""
+"""Period of held-out sentences: one in this many is never trained on."""
 CHARACTERS = (12, 150)
 PLAIN = re.compile(r"[A-Z][A-Za-z0-9 ,.;:'?!$%-]+[.?!]")
 ENDS = re.compile(r"(?<=[a-z0-9][.?!])\s+(?=[A-Z])")
@@ -52,7 +52,7 @@ SENTENCE_TEMPLATES = (
     "About {percent}% of people agree.",
     "We are open from {small} to {hour}, every day but {weekday}.",
 )
-"""How a voice agent speaks, which books do not."""
+"""Templates of a voice agent's sentences, which books lack."""
 WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
 MONTHS = "January February March April May June July August September October November December"
 NAMES = (
@@ -60,8 +60,7 @@ NAMES = (
     "Samuel Teresa Ursula Victor Wendy Xavier Yvonne Zachary Priya Diego Yuki Ahmed Fatima Wei"
 )
 TEMPLATE_SHARE, WORDS_SHARE = 0.12, 0.08
-"""Of all that is read: agents' sentences, and words in no order, which have sounds beside each other that
-sentences do not."""
+"""Shares of template sentences, and of random word sequences, which have phoneme pairs that sentences lack."""
 
 
 def held_out(sentence: str) -> bool:
@@ -69,8 +68,8 @@ def held_out(sentence: str) -> bool:
 
 
 def sentences(paths: Iterable[Path], longest: int = CHARACTERS[1]) -> list[str]:
-    """Those of plain words and a fit length, each once, in the order of their letters' digests: any part of the
-    list is a fair sample. Raises OptionError for a file that is no text, and where none is found."""
+    """Distinct sentences of plain words and suitable length, in the order of their hashes, so that any part of
+    the list is a fair sample. Raises OptionError for a file that is not text, and if no sentence is found."""
     found: set[str] = set()
     for path in paths:
         try:
@@ -84,16 +83,16 @@ def sentences(paths: Iterable[Path], longest: int = CHARACTERS[1]) -> list[str]:
 
 
 def cut(text: str, longest: int = CHARACTERS[1]) -> Iterator[str]:
-    held = ""
+    pending = ""
     for part in ENDS.split(" ".join(text.replace("’", "'").replace("--", ", ").split())):
-        part = f"{held} {part}" if held else part
-        held = part if TITLE.search(part) and len(part) < longest else ""
-        if not held and CHARACTERS[0] <= len(part) <= longest and PLAIN.fullmatch(part):
+        part = f"{pending} {part}" if pending else part
+        pending = part if TITLE.search(part) and len(part) < longest else ""
+        if not pending and CHARACTERS[0] <= len(part) <= longest and PLAIN.fullmatch(part):
             yield part
 
 
 def reading_order(found: list[str], seed: int, *, test: bool = False) -> Iterator[str]:
-    """For ever: what to read next, what is held out among it. `test`: that, and nothing else."""
+    """Endless sequence of sentences to read, held-out ones included. `test`: held-out sentences only."""
     chance = random.Random(seed)
     chosen = [sentence for sentence in found if held_out(sentence) or not test]
     words = sorted({word for sentence in chosen for word in re.findall(r"[A-Za-z]{3,}", sentence)})
@@ -104,8 +103,8 @@ def reading_order(found: list[str], seed: int, *, test: bool = False) -> Iterato
             if kind < TEMPLATE_SHARE:
                 yield random_template_sentence(chance)
             elif kind < TEMPLATE_SHARE + WORDS_SHARE:
-                some = [chance.choice(words).lower() for _ in range(chance.randint(2, 12))]
-                yield " ".join(some).capitalize() + chance.choice("..?!")
+                drawn = [chance.choice(words).lower() for _ in range(chance.randint(2, 12))]
+                yield " ".join(drawn).capitalize() + chance.choice("..?!")
             else:
                 yield sentence
 

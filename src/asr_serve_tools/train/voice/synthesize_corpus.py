@@ -1,4 +1,4 @@
-"""Has teachers read sentences until each has spoken for so many minutes; goes on where a run before it stopped."""
+"""Synthesis of a training corpus: teacher voices read sentences up to a number of minutes each; resumable."""
 
 from __future__ import annotations
 
@@ -23,51 +23,50 @@ from asr_serve_tools.train.voice.teacher_voices import (
 )
 
 AS_IS = 0.6
-"""Of the sentences, so many are read at the teacher's own pace; the others a little faster or slower."""
+"""Share of the sentences read at the teacher's own pace; the others are a little faster or slower."""
 PACES, PACE_DEVIATION = (0.85, 1.18), 0.06
 LONGEST_PHONEMES = 400
 TOLD_EVERY_S = 30.0
 
 
 class SynthesisJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be read by whom."""
+    """Texts, voices and lengths of a corpus."""
 
     texts: tuple[Path, ...]
-    """Any texts in UTF-8."""
+    """Text files in UTF-8."""
     folder: Path
-    """Where the speech goes (cloning/voice_corpus)."""
+    """Folder of the speech (cloning/voice_corpus)."""
     heart_minutes: float = 300.0
-    """Of hibari's voice, which reads fastest: most sentences are learnt from
-    it."""
+    """Minutes of hibari's voice, which is the fastest to synthesize, so that most sentences are its."""
     minutes: float = 20.0
-    """Of each of the others."""
+    """Minutes of each other voice."""
     voices: tuple[str, ...]
-    """Kokoro's."""
+    """Names of Kokoro's voices."""
     processes: int = 1
     heart_characters: int = 150
     characters: int = 100
-    """Of the longest sentence, for hibari's voice and for Kokoro's."""
+    """Characters of the longest sentence for Kokoro's voices; `heart_characters` for hibari's."""
 
 
 def synthesize_corpus(job: SynthesisJob, say: Callable[[str], None]) -> None:
-    """Raises OptionError, WeightsMissing."""
+    """Synthesize all speech of a job that is not on disk yet. Raises OptionError, WeightsMissing."""
     _read(job, (), say)
     shares = [job.voices[at :: job.processes] for at in range(job.processes)]
     if job.processes == 1:
         _read(job, job.voices, say)
         return
-    # A process each: the graphs hold the interpreter for long.
+    # One process for each share, because the graphs hold the interpreter's lock for long.
     with multiprocessing.get_context("spawn").Pool(job.processes) as pool:
         pool.starmap(_read, [(job, share, _aloud) for share in shares if share])
 
 
 def _aloud(line: str) -> None:
-    """Of a process of its own: stdout is for the result."""
+    """Report progress from a worker process; stdout is for the result."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _read(job: SynthesisJob, names: Sequence[str], say: Callable[[str], None]) -> None:
-    """By these voices of Kokoro's; by hibari's where there are none."""
+    """Synthesize with these voices of Kokoro's; with hibari's voice if there are none."""
     longest = job.characters if names else job.heart_characters
     texts, reader = sentences(job.texts, longest), TeacherPhonemizer()
     teachers: list[TeacherVoice] = [] if names else [HeartTeacher()]
@@ -80,7 +79,7 @@ def _read(job: SynthesisJob, names: Sequence[str], say: Callable[[str], None]) -
     files = {teacher.name: VoiceCorpus(job.folder, teacher.name, write=True) for teacher in teachers}
     reading = {teacher.name: reading_order(texts, seed=sum(map(ord, teacher.name))) for teacher in teachers}
     paces = {teacher.name: random.Random(sum(map(ord, teacher.name)) + 1) for teacher in teachers}
-    for teacher in teachers:  # what was read before is not read again
+    for teacher in teachers:  # skip sentences of an earlier run
         for _ in files[teacher.name].lines:
             next(reading[teacher.name])
     progress = SynthesisProgress(list(files.values()), wanted, say)
@@ -100,7 +99,7 @@ def _read(job: SynthesisJob, names: Sequence[str], say: Callable[[str], None]) -
 
 
 class SynthesisProgress:
-    """How much has been read, and when all of it will be."""
+    """Progress of synthesis: minutes so far, and the remaining time."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class SynthesisProgress:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wanted`: minutes of each."""
+        """`wanted`: minutes of each voice."""
         self._files, self._wanted, self._say, self._clock = files, wanted, say, clock
         self._who = files[0].name if len(files) == 1 else f"{len(files)} voices"
         self._began_s = self._told_s = clock()
@@ -117,19 +116,23 @@ class SynthesisProgress:
 
     @property
     def _minutes(self) -> float:
-        """Of what is wanted: a voice's last sentence may be more."""
-        return sum(min(each.minutes, self._wanted) for each in self._files)
+        """Minutes so far, without the excess of a voice's last sentence."""
+        return sum(min(corpus.minutes, self._wanted) for corpus in self._files)
 
     def report(self) -> None:
-        """Now and then."""
+        """Report at most once in TOLD_EVERY_S seconds."""
         now_s = self._clock()
         if now_s - self._told_s < TOLD_EVERY_S:
             return
         self._told_s, minutes, whole = now_s, self._minutes, self._wanted * len(self._files)
-        if made := minutes - self._before:
-            left_s = (whole - minutes) / made * (now_s - self._began_s)
-            left = f"about {left_s / 60:.0f} min left" if left_s >= 60 else f"about {left_s:.0f} s left"
-            self._say(f"{self._who}: {minutes:.1f} of {whole:g} minutes of speech, {left}")
+        if progress := minutes - self._before:
+            remaining_s = (whole - minutes) / progress * (now_s - self._began_s)
+            remaining = (
+                f"about {remaining_s / 60:.0f} min left"
+                if remaining_s >= 60
+                else f"about {remaining_s:.0f} s left"
+            )
+            self._say(f"{self._who}: {minutes:.1f} of {whole:g} minutes of speech, {remaining}")
 
     def finish(self) -> None:
-        self._say(f"{self._who}: {sum(each.minutes for each in self._files):.1f} minutes of speech")
+        self._say(f"{self._who}: {sum(corpus.minutes for corpus in self._files):.1f} minutes of speech")

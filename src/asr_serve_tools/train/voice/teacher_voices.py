@@ -1,7 +1,7 @@
-"""Voices that teach ours: they read sentences, and tell when each sound ends and how high it is.
+"""Teacher voices: synthesized sentences with phoneme durations and pitch.
 
-Both are ONNX graphs in packages, with permissive licences. Durations and pitch are values inside the graphs, which
-are made outputs here. Both count durations in 25 ms and pitch in 12.5 ms.
+Both are ONNX graphs from packages with permissive licences. Durations and pitch are inner values of the graphs,
+which are exposed as outputs here. Both have units of 25 ms for durations and of 12.5 ms for pitch.
 
 Source  Kokoro-82M (StyleTTS 2, arXiv:2306.07691) and hibari-tts, which was distilled from one of its voices.
 """
@@ -23,7 +23,7 @@ from asr_serve.models.tts import kokoro
 from asr_serve.models.tts.fastpitch import PAUSE
 
 TEACHER_HZ, UNIT = 24_000, 600
-"""Their sampling rate, and the samples that durations are counted in: 25 ms."""
+"""Sampling rate of the teachers, and samples in a unit of duration: 25 ms."""
 VOICED_HZ = 50.0
 ENGLISH = (
     "af_alloy af_aoede af_bella af_heart af_jessica af_kore af_nicole af_nova af_river af_sarah af_sky "
@@ -34,7 +34,7 @@ ENGLISH = (
 
 
 class TeacherReading(NamedTuple):
-    """What a teacher says. `units`: 25 ms of each phoneme; `f0`: Hz, two of them to a unit."""
+    """Output of a teacher. `units`: duration of each phoneme in units of 25 ms; `f0`: Hz, two values to a unit."""
 
     pcm: np.ndarray
     units: np.ndarray
@@ -48,7 +48,7 @@ class TeacherVoice(Protocol):
 
 
 class TeacherPhonemizer:
-    """Text to what teachers take: hibari's phonemes, in Kokoro's alphabet."""
+    """Text to the teachers' input: hibari's phonemes, in Kokoro's alphabet."""
 
     def __init__(self) -> None:
         self._hibari = _hibari().Hibari(threads=1)
@@ -60,13 +60,13 @@ class TeacherPhonemizer:
         return list(self._hibari.ids(phonemes))
 
     def spoken(self, phonemes: str) -> str:
-        """As many characters as ids: those that a teacher knows, silence around them."""
+        """Phonemes with one character for each id: those in the vocabulary, with a pause at both ends."""
         known = "".join(letter for letter in phonemes if letter in self._hibari.vocab)
         return f"{PAUSE}{known}{PAUSE}"
 
 
 class HeartTeacher:
-    """hibari's own voice: a small network's spectra, and a source of pulses."""
+    """hibari's own voice: spectra by a small network, with a pulse source."""
 
     name = "heart"
 
@@ -79,7 +79,7 @@ class HeartTeacher:
 
     def read(self, ids: list[int], speed: float) -> TeacherReading:
         found = self._session(ids=np.array([ids], np.int64), speed=np.array([speed], np.float32))
-        spectra = [each[0] for each in found[:6]]
+        spectra = [output[0] for output in found[:6]]
         pcm = self._dsp.synth(*spectra, self._noise)
         return TeacherReading(pcm, np.asarray(found[6]).reshape(-1).astype(np.int64), spectra[5])
 
@@ -88,7 +88,8 @@ class KokoroTeacher:
     """One of Kokoro's voices."""
 
     def __init__(self, name: str, session: OnnxSession | None = None) -> None:
-        """`session`: of another one, to share. Raises WeightsMissing, with the command that gets them."""
+        """`session`: session of another instance, to share. Raises WeightsMissing, with the command that fetches
+        them."""
         folder = verified_published_folder(tts_card("kokoro"))
         self.name, self._style = name, kokoro.styles_of(folder)[name]
         self.session = session or OnnxSession(kokoro.graph_of(folder), (kokoro.UNITS, kokoro.F0))
@@ -104,15 +105,15 @@ class KokoroTeacher:
 
 
 def vocabulary() -> dict[str, int]:
-    """Phoneme -> its number: Kokoro's, and the pause around a sentence."""
+    """Ids of phonemes: Kokoro's, and the pause around a sentence."""
     return {PAUSE: 0, **kokoro.IDS}
 
 
 def corpus_utterance(
     text: str, phonemes: str, said: TeacherReading
 ) -> tuple[CorpusUtterance, np.ndarray, np.ndarray] | None:
-    """An utterance as it is kept: at 22.05 kHz, as loud as all others, durations in mel frames, pitch at their
-    middles. None where a sound would have no frame."""
+    """Utterance in the corpus's form: 22.05 kHz, normalized level, durations in mel frames, pitch at the middle
+    of each frame. None if a phoneme would have no frame."""
     pcm = normalize_level(resample_clip(said.pcm, TEACHER_HZ, RATE_HZ))
     total = len(pcm) // HOP
     pcm = pcm[: total * HOP]
@@ -126,8 +127,8 @@ def corpus_utterance(
 
 
 def interpolate_f0(f0: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """F0 in Hz at `places`, counted in cells of f0: on the line between the middles of two cells that have a
-    voice, for steps would blur high harmonics; 0 where the nearest has none."""
+    """F0 in Hz at `places`, in units of cells of f0: linear between the middles of two voiced cells, because
+    steps would blur high harmonics; 0 where the nearest cell is unvoiced."""
     middles = places - 0.5
     left = np.floor(middles).astype(np.int64).clip(0, len(f0) - 1)
     right = (left + 1).clip(0, len(f0) - 1)

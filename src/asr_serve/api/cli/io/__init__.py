@@ -1,1 +1,1 @@
-"""What `asr-serve listen` is made of: where audio comes from, who hears it, what is shown."""
+"""Input and output of commands: microphone and other audio sources, captions, loudspeaker, output files."""

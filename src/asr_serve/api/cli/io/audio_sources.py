@@ -1,4 +1,4 @@
-"""Where it comes from, if not from a microphone: stdin, or a file as slowly as it was spoken."""
+"""Live audio sources other than the microphone: stdin, or a file at its own pace."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from asr_serve.errors import OptionError, UnsupportedAudio
 from asr_serve.units import RATE_HZ, ms_to_samples, samples_to_s
 
 HEAD_BYTES = 12
-"""Enough to see that it is a container and not samples."""
+"""Bytes that tell a container from samples."""
 WAV_HEADER_BYTES = 4_096
-"""A longer one is none that a recorder writes."""
+"""Limit of a WAV header; recorders write no longer ones."""
 READ_BYTES = 65_536
 PACED_CHUNK_SAMPLES = ms_to_samples(100)
 
 
 def paced_chunks(path: str) -> Iterator[np.ndarray]:
-    """The file's audio, each tenth of a second when it would have been recorded."""
-    given = 0
+    """Yields the file's audio, each tenth of a second at the time it would have been recorded."""
+    emitted_samples = 0
     began_s = time.monotonic()
     with open_audio(path) as audio:
         for second in audio:
             for at in range(0, len(second), PACED_CHUNK_SAMPLES):
-                piece = second[at : at + PACED_CHUNK_SAMPLES]
-                given += len(piece)
-                time.sleep(max(0.0, began_s + samples_to_s(given) - time.monotonic()))
-                yield piece
+                chunk = second[at : at + PACED_CHUNK_SAMPLES]
+                emitted_samples += len(chunk)
+                time.sleep(max(0.0, began_s + samples_to_s(emitted_samples) - time.monotonic()))
+                yield chunk
 
 
 def with_level_meter(
     chunks: Iterable[bytes | np.ndarray], hear: Callable[[np.ndarray], None]
 ) -> Iterator[bytes | np.ndarray]:
-    """The same chunks; `hear` is called with the samples of each."""
+    """Yields the same chunks and calls `hear` with the samples of each."""
     pcm16 = Pcm16Assembler()
     for chunk in chunks:
         hear(chunk if isinstance(chunk, np.ndarray) else decode_pcm16(pcm16.take_whole_samples(chunk)))
@@ -50,27 +50,28 @@ def with_level_meter(
 
 
 class LiveAudioSource(Protocol):
-    """PCM16 as it is spoken, until its end or ctrl-C."""
+    """Source of PCM16 as it is spoken, until its end or ctrl-C."""
 
     name: str
-    """Of the device, if it has one."""
+    """Name of the device, if it has one."""
 
     @property
     def interrupted(self) -> bool:
-        """By ctrl-C, where there would have been more."""
+        """Whether ctrl-C ended it early."""
 
     def open(self, rate_hz: int | None) -> int:
-        """The rate of what comes; `rate_hz` is what the user says."""
+        """Opens it and returns the sample rate; `rate_hz` is the one that the user sets."""
 
     def chunks(self, notice: Callable[[str], None]) -> Iterator[bytes]:
-        """As they come; what came before ctrl-C still does. `notice` tells the user something, from any thread."""
+        """Yields chunks as they arrive, those before ctrl-C included. `notice` reports to the user, from any
+        thread."""
 
     def overflow_report(self) -> str:
-        """What the user missed, in words. Raises what ended it, if it did not end itself."""
+        """Describes lost audio for the user. Raises the error that ended the source, if one did."""
 
 
 class InterruptHandler:
-    """The first ends what is being read, so that its text can be finished; the next is not ours any more."""
+    """Handler of ctrl-C: the first ends the reading, so that the text can be finished; later ones are raised."""
 
     def __init__(self) -> None:
         self.came = self._reading = False
@@ -86,9 +87,10 @@ class InterruptHandler:
         signal.signal(signal.SIGINT, self._before)
 
     def unless(self, read: Callable[[], bool]) -> bool:
-        """What `read` returns, which may wait; False when ctrl-C came first. What it has read, it keeps itself."""
+        """Returns what `read` returns, which may block; False if ctrl-C came first. `read` stores its data
+        itself."""
         try:
-            self._reading = True  # before looking: an interrupt from here on is raised, and none is lost
+            self._reading = True  # before the check: an interrupt from here on is raised, and none is lost
             return not self.came and read()
         except KeyboardInterrupt:
             return False
@@ -103,7 +105,7 @@ class InterruptHandler:
 
 
 class StdinSource:
-    """Samples from standard input."""
+    """Source of samples from standard input."""
 
     name = ""
 
@@ -124,8 +126,8 @@ class StdinSource:
         return self._ctrl_c.came
 
     def open(self, rate_hz: int | None) -> int:
-        """Wait for the first bytes; returns the rate that they, or the user, tell. Raises UnsupportedAudio,
-        OptionError."""
+        """Waits for the first bytes and returns the rate by the WAV header, or the user's. Raises
+        UnsupportedAudio, OptionError."""
         while len(self._head) < HEAD_BYTES and self._more():
             pass
         container = container_headers.container_name(self._head)
@@ -159,6 +161,6 @@ class StdinSource:
         return ""
 
     def _more(self) -> bool:
-        piece = self._stream.read1(READ_BYTES)
-        self._head += piece
-        return bool(piece)
+        data = self._stream.read1(READ_BYTES)
+        self._head += data
+        return bool(data)

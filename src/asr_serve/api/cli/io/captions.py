@@ -1,4 +1,4 @@
-"""Results on the screen while somebody speaks: lines that stay, one that changes, and how loud it is."""
+"""Captions on the screen during speech: finished lines, one that changes, and the audio level."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ CELLS = 8
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 QUIETEST_DB = -60.0
 LEAST_COLUMNS = 20
-"""Of a caption: beside less than that no level is shown."""
+"""Shortest caption beside which the level is shown."""
 
 
 class LevelMeter:
-    """How loud the last tenth of a second was."""
+    """Meter of the level of the last tenth of a second."""
 
     def __init__(self, rate_hz: int) -> None:
         self._window_samples = ms_to_samples(100, rate_hz)
@@ -45,7 +45,7 @@ class LevelMeter:
         self._db = QUIETEST_DB
 
     def append_audio(self, pcm: np.ndarray) -> bool:
-        """(n,) float32. Whether there is something new to show."""
+        """Adds (n,) float32; returns whether there is a new level."""
         self._squares += float(np.dot(pcm, pcm))
         self._samples += len(pcm)
         if self._samples < self._window_samples:
@@ -56,23 +56,23 @@ class LevelMeter:
         return True
 
     def bar(self) -> str:
-        """From silence to full scale."""
+        """Returns the level as a bar, from silence to full scale."""
         share = 1 - min(1.0, max(0.0, self._db / QUIETEST_DB))
         full, rest = divmod(round(share * CELLS * 8), 8)
         return f"▕{('█' * full + EIGHTHS[rest] * (rest > 0)).ljust(CELLS)}▏"
 
 
 class Captions:
-    """A line for each segment; below them, where there is a screen, one that changes. Any thread may call."""
+    """Prints a line for each segment; below them, on a screen, one that changes. Thread-safe."""
 
     def __init__(self, out: BinaryIO, screen: BinaryIO | None = None, level: LevelMeter | None = None) -> None:
         """`screen`: a terminal, which may be `out`."""
         self._out, self._screen, self._level = out, screen, level
         self._segments = self._characters = 0
-        """That are printed: segments, and characters of the whole text, with the space after each."""
+        """Printed segments, and printed characters of the whole text, with a space after each segment."""
         self._fixed = self._unfixed = self._speaker = ""
         self._printed: list[str] = []
-        """The speaker of each line."""
+        """Speaker of each line."""
         self._corrected: list[str] = []
         self._below = False
         self._lock = threading.Lock()
@@ -89,21 +89,21 @@ class Captions:
             if result.is_final:
                 self._corrected = [
                     f"{clock_time(segment.start_s)} {text_and_json.speaker_line(segment)}"
-                    for segment, told in zip(result.segments, self._printed, strict=True)
-                    if segment.speaker != told
+                    for segment, printed in zip(result.segments, self._printed, strict=True)
+                    if segment.speaker != printed
                 ]
             self._fixed = result.fixed_text[self._characters :]
             self._unfixed = result.text[self._characters + len(self._fixed) :]
             self._print(lines)
 
     def append_audio(self, pcm: np.ndarray) -> None:
-        """What is being said right now: (n,) float32."""
+        """Updates the level with (n,) float32."""
         if self._level is not None and self._level.append_audio(pcm):
             with self._lock:
                 self._print()
 
     def notice(self, line: str, say: Callable[[str], None]) -> None:
-        """`say` a line, on stderr, between the captions."""
+        """Prints a line on stderr by `say`, between the captions."""
         with self._lock:
             if self._screen is not None:
                 _write(self._screen, ERASE)
@@ -112,11 +112,11 @@ class Captions:
 
     @property
     def corrected(self) -> list[str]:
-        """Of the lines that are printed those that somebody else said, as it turned out, with their times."""
+        """Printed lines whose speaker was revised at the end, with their times."""
         return self._corrected
 
     def close(self) -> None:
-        """What was not finished stays to be seen, and the level goes."""
+        """Leaves unfinished text on the screen and removes the level."""
         with self._lock:
             self._level = None
             if self._screen is not None and self._below:
@@ -124,7 +124,7 @@ class Captions:
                 _write(self._screen, f"{ERASE}{live}\n" if live else ERASE)
 
     def _print(self, lines: str = "") -> None:
-        """`lines` above the one that changes."""
+        """Prints `lines` above the one that changes."""
         live = "" if self._screen is None else self._live()
         if self._screen is self._out:
             _write(self._out, f"{ERASE}{lines}{live}")
@@ -141,12 +141,12 @@ class Captions:
         columns = shutil.get_terminal_size().columns
         if self._level is None or columns < LEAST_COLUMNS + CELLS:
             return caption(self._fixed, self._unfixed, columns)
-        beside = self._level.bar()
-        return f"{beside} {caption(self._fixed, self._unfixed, columns - len(beside) - 1)}"
+        level_bar = self._level.bar()
+        return f"{level_bar} {caption(self._fixed, self._unfixed, columns - len(level_bar) - 1)}"
 
 
 class JsonLineCaptions:
-    """JSON, a line for each result; nothing but the last line's `text` is said twice."""
+    """Prints a JSON line for each result; text is not repeated, except for the last line's `text`."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
@@ -160,37 +160,37 @@ class JsonLineCaptions:
             "unfixed_text": result.unfixed_text,
             "segments": [
                 _in_ms(
-                    {"start": each.start_s, "end": each.end_s, "text": each.text}
-                    | text_and_json.optional_fields(each)
+                    {"start": segment.start_s, "end": segment.end_s, "text": segment.text}
+                    | text_and_json.optional_fields(segment)
                 )
-                for each in result.segments[self._segments :]
+                for segment in result.segments[self._segments :]
             ],
         }
         if result.is_final:
             line["text"] = result.text
-            if any(each.speaker for each in result.segments):
-                line["speakers"] = [each.speaker for each in result.segments]
+            if any(segment.speaker for segment in result.segments):
+                line["speakers"] = [segment.speaker for segment in result.segments]
         self._segments, self._fixed = len(result.segments), len(result.fixed_text)
         self._out.write(msgspec.json.encode(line) + b"\n")
         self._out.flush()
 
     def append_audio(self, pcm: np.ndarray) -> None:
-        """Its level is not shown."""
+        """Does nothing: the level is not shown."""
 
     def notice(self, line: str, say: Callable[[str], None]) -> None:
         say(line)
 
     @property
     def corrected(self) -> list[str]:
-        """None: the last line has the `speakers` of all segments."""
+        """Empty: the last line has the `speakers` of all segments."""
         return []
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Does nothing: no line is open."""
 
 
 def caption(fixed: str, unfixed: str, columns: int) -> str:
-    """The end of the text that fits into one line: the fixed part bright, the rest dim."""
+    """Returns the end of the text that fits into one line: the fixed part bright, the rest dim."""
     surplus = len(fixed) + len(unfixed) - (columns - 1)
     if surplus > 0:
         text = f"…{(fixed + unfixed)[surplus + 1 :]}"
@@ -200,7 +200,7 @@ def caption(fixed: str, unfixed: str, columns: int) -> str:
 
 
 def _in_ms(told: dict[str, Any]) -> dict[str, Any]:
-    """A segment whose times, and its words', are whole milliseconds."""
+    """Rounds the times of a segment, and of its words, to milliseconds."""
     times = {name: round(told[name], 3) for name in ("start", "end")}
     words = {"words": [_in_ms(word) for word in told["words"]]} if "words" in told else {}
     return {**told, **times, **words}
@@ -212,11 +212,11 @@ def _write(stream: BinaryIO, text: str) -> None:
 
 
 class TranscriptFile:
-    """--output of `listen`."""
+    """Transcript file of `listen --output`."""
 
     def __init__(self, output: str, form: str | None, source: str | None) -> None:
-        """`source`: the file that is heard, `-`, or None for the microphone. Raises OptionError, before anybody
-        speaks, for what could not be written."""
+        """`source`: path of the audio file, `-`, or None for the microphone. Raises OptionError for a file that
+        could not be written, before any speech."""
         if is_folder(output):
             raise OptionError(f"--output {output}", "one file", "name it: note.txt")
         self.path, self.form = Path(output), choose_format(form, output)
@@ -227,12 +227,12 @@ class TranscriptFile:
 
     @property
     def wants(self) -> dict[str, bool]:
-        """Options without which there would be little in it."""
+        """Options that the format needs."""
         wanted = {"words": self.form in WORD_TIMING_FORMATS, "speakers": self.form in SPEAKER_FORMATS}
         return {name: True for name, needed in wanted.items() if needed}
 
     def write(self, last: StreamResult, language: str, model: str) -> None:
-        """`last`: the final result. Raises OSError."""
+        """Writes the transcript of the final result `last`. Raises OSError."""
         samples = ms_to_samples(last.audio_duration_ms)
-        whole = Transcript(self._key, last.text, language, samples, last.segments, model)
-        write_atomically(self.path, render(whole, self.form).encode("utf-8", "replace"))
+        transcript = Transcript(self._key, last.text, language, samples, last.segments, model)
+        write_atomically(self.path, render(transcript, self.form).encode("utf-8", "replace"))

@@ -1,4 +1,4 @@
-"""The loudspeaker, by PortAudio. Loads sounddevice, as the microphone does."""
+"""Loudspeaker output by PortAudio. Loads sounddevice, as the microphone does."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 from asr_serve.errors import SourceNotFound, UnsupportedOption
 
 LATENCY_S = 0.1
-"""Of sound that the device holds: pieces may come unevenly by so much."""
+"""Audio buffered by the device: chunks may arrive late by as much."""
 TO_FILE = "write it to a file instead: -o speech.wav"
 
 
 @contextlib.contextmanager
 def open_player(rate_hz: int) -> Iterator[LoudspeakerSink]:
-    """Open while sound is played, to its last sample unless something goes wrong.
+    """Opens the loudspeaker while audio is played, to its last sample unless an error occurs.
 
     Raises UnsupportedOption without sounddevice or PortAudio; SourceNotFound where there is no loudspeaker, or it
     may not be used.
@@ -31,22 +31,22 @@ def open_player(rate_hz: int) -> Iterator[LoudspeakerSink]:
         try:
             stream.start()
             yield LoudspeakerSink(stream)
-            stream.stop()  # waits until what was written has sounded
+            stream.stop()  # waits until everything written has been played
         except portaudio.PortAudioError as error:
             raise _no_loudspeaker(error) from None
 
 
 class LoudspeakerSink:
-    """Plays what it is given."""
+    """Plays the audio that is written to it."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self.gaps = 0
-        """How often nothing was there to be played."""
+        """Number of times that the device ran out of audio."""
         self._begun = False
 
     def write(self, pcm: np.ndarray) -> None:
-        """(n,) int16. Waits while the device has enough."""
+        """Plays (n,) int16. Blocks while the device's buffer is full."""
         if len(pcm):
             missed = self._stream.write(pcm.astype("<i2").tobytes())
             self.gaps += bool(missed and self._begun)
@@ -54,7 +54,7 @@ class LoudspeakerSink:
 
 
 def check_player() -> None:
-    """Before any work: raises what `player` does where nothing can be played here."""
+    """Raises what `open_player` raises where nothing can be played; called before any work."""
     portaudio = _portaudio()
     try:
         portaudio.query_devices(None, "output")

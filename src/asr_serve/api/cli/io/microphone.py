@@ -1,4 +1,4 @@
-"""The microphone, by PortAudio. The only file that loads sounddevice."""
+"""Microphone input by PortAudio. Loads sounddevice, as the loudspeaker does."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from asr_serve.errors import AsrServeError, OptionError, SourceNotFound, Unsuppo
 from asr_serve.units import RATE_HZ, samples_to_s
 
 MAX_BUFFERED_S = 60
-"""Audio that was recorded and that nobody has taken; what comes on top of it is lost, and counted."""
+"""Limit of recorded audio not yet read; more is dropped, and counted."""
 BLOCKS_A_SECOND = 50
 RATES_HZ = (RATE_HZ, 48_000, 44_100)
-"""What is asked for, the device's own after the first."""
+"""Sample rates to try; the device's own is tried after the first."""
 STOP_S = 1.0
 
 
 class MicrophoneSource:
-    """16-bit mono samples at `rate_hz`, recorded by a thread until ctrl-C.
+    """Source of 16-bit mono samples at `rate_hz`, recorded by a thread until ctrl-C.
 
-    Raises  UnsupportedOption without sounddevice or PortAudio; SourceNotFound where there is no microphone, or
-            it may not be used; OptionError for one that does not exist
+    Raises UnsupportedOption without sounddevice or PortAudio; SourceNotFound where there is no microphone, or it
+    may not be used; OptionError for one that does not exist.
     """
 
     interrupted = False
-    """Ctrl-C is how it ends."""
+    """Always False: ctrl-C is the regular end."""
 
     def __init__(self, chosen: str | None = None) -> None:
-        """`chosen`: its number or part of its name."""
+        """`chosen`: the device's number or part of its name."""
         self._portaudio = _portaudio()
         device = self._find(chosen)
         self.name: str = device["name"]
         self._device: int = device["index"]
         self.rate_hz = self._accepted(device)
         self.overflows = self.lost_samples = 0
-        """How often the device had to drop some; how much was dropped here."""
+        """Overflows reported by the device; samples dropped here."""
         self._failure: AsrServeError | None = None
         self._most_blocks = MAX_BUFFERED_S * BLOCKS_A_SECOND
         self._blocks: deque[bytes] = deque()
@@ -51,7 +51,7 @@ class MicrophoneSource:
         return self.rate_hz
 
     def chunks(self, notice: Callable[[str], None]) -> Iterator[bytes]:
-        """As they are recorded, from now on."""
+        """Starts recording and yields chunks."""
         thread = threading.Thread(target=self._record, args=(notice,), name="microphone", daemon=True)
         thread.start()
         try:
@@ -84,7 +84,7 @@ class MicrophoneSource:
         return chunk
 
     def _more(self) -> bool:
-        """Wait for audio; False: no more will come."""
+        """Waits for audio; False: no more follows."""
         with self._changed:
             self._changed.wait_for(lambda: self._blocks or self._stopped)
             if not self._blocks:
@@ -110,7 +110,7 @@ class MicrophoneSource:
                 self._changed.notify_all()
 
     def _on_block(self, block: bytes, *, overflowed: bool) -> bool:
-        """Whether audio was lost for the first time."""
+        """Stores a block; returns whether audio was lost for the first time."""
         with self._changed:
             before = self.overflows or self.lost_samples
             self.overflows += overflowed
@@ -122,9 +122,9 @@ class MicrophoneSource:
             return not before and bool(self.overflows or self.lost_samples)
 
     def _find(self, chosen: str | None) -> dict[str, Any]:
-        wanted = int(chosen) if chosen and chosen.isdecimal() else chosen
+        query = int(chosen) if chosen and chosen.isdecimal() else chosen
         try:
-            found: dict[str, Any] = self._portaudio.query_devices(wanted, "input")
+            device_info: dict[str, Any] = self._portaudio.query_devices(query, "input")
         except (ValueError, self._portaudio.PortAudioError) as error:
             inputs = [
                 f"{device['index']} {device['name']}"
@@ -141,23 +141,23 @@ class MicrophoneSource:
                 "plug one in, or check that this user may use it (on Linux: the group audio); "
                 "or record elsewhere: ... | asr-serve listen -",
             ) from None
-        return found
+        return device_info
 
     def _accepted(self, device: dict[str, Any]) -> int:
-        """The first rate that the device takes."""
+        """Returns the first sample rate that the device accepts."""
         own_hz = int(device["default_samplerate"])
-        refused: Exception | None = None
+        first_error: Exception | None = None
         for rate_hz in (RATES_HZ[0], own_hz, *RATES_HZ[1:]):
             try:
                 self._portaudio.check_input_settings(
                     device=device["index"], channels=1, dtype="int16", samplerate=rate_hz
                 )
             except self._portaudio.PortAudioError as error:
-                refused = refused or error
+                first_error = first_error or error
             else:
                 return rate_hz
-        assert refused is not None
-        raise _unusable(device["name"], refused) from None
+        assert first_error is not None
+        raise _unusable(device["name"], first_error) from None
 
 
 def _portaudio() -> Any:

@@ -1,4 +1,4 @@
-"""What a result is called on disk: a name of its own, that every file system takes, over no input."""
+"""Names of output files: unique, valid on every file system, and never those of inputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FORBIDDEN_CHARACTERS = re.compile(r'[\x00-\x1f\x7f<>:"\\|?*]')
 
 
 def plan_output_paths(items: Sequence[InputItem], folder: Path, suffix: str) -> dict[str, Path]:
-    """Key -> output path, all different.
+    """Maps keys to output paths, all different.
 
-    A file keeps its place below the folder that all the inputs share, with its audio suffix replaced:
-    `a/x.wav b/x.wav` become `a/x.srt b/x.srt`. Inputs from a list are named by their key. Where two would
-    share a name (x.wav and x.mp3) they keep their audio suffix: `x.wav.srt x.mp3.srt`.
+    A file keeps its place below the common folder of all inputs, with its audio suffix replaced: `a/x.wav b/x.wav`
+    become `a/x.srt b/x.srt`. Inputs from a list are named by their key. Where two would share a name (x.wav and
+    x.mp3) they keep their audio suffix: `x.wav.srt x.mp3.srt`.
     """
     on_disk = [path.parent for item in items if (path := _own_path(item))]
     shared = Path(os.path.commonpath(on_disk)) if on_disk else Path()
@@ -42,9 +42,8 @@ def plan_output_paths(items: Sequence[InputItem], folder: Path, suffix: str) -> 
 
 
 def _own_path(item: InputItem) -> Path | None:
-    """The source's absolute path where the key is that path as written, perhaps numbered; None where a list
-    gave the key.
-    """
+    """Returns the source's absolute path if the key is that path as written, perhaps numbered; None if a list
+    gave the key."""
     if not isinstance(item.source, str | os.PathLike):
         return None
     written = path_key(item.source)
@@ -61,7 +60,7 @@ def _stem(item: InputItem, shared: Path, *, keep_suffix: bool) -> str:
 
 
 def _sanitize(part: str) -> str:
-    """A name every file system takes, whatever the key holds."""
+    """Returns a name that every file system accepts, whatever the key contains."""
     part = "__" if part == ".." else FORBIDDEN_CHARACTERS.sub("_", os.fsencode(part).decode("utf-8", "replace"))
     if len(part.encode()) <= MAX_NAME_BYTES:
         return part
@@ -70,7 +69,7 @@ def _sanitize(part: str) -> str:
 
 
 def check_inputs_not_overwritten(paths: Iterable[Path], items: Sequence[InputItem], lists: Sequence[Path]) -> None:
-    """Raises OptionError when a result would be written over an input or a list of them."""
+    """Raises OptionError if a result would overwrite an input or a list of inputs."""
     read = {os.path.realpath(i.source) for i in items if isinstance(i.source, str | os.PathLike)}
     read.update(os.path.realpath(path) for path in lists)
     for path in paths:

@@ -1,4 +1,4 @@
-"""Where the sound goes: a file, stdout, the loudspeaker."""
+"""Outputs of synthesized speech: a file or stdout. The loudspeaker is in `loudspeaker.py`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asr_serve.errors import OptionError
 
 class SpeechSink(Protocol):
     def write(self, pcm: np.ndarray) -> None:
-        """(n,) int16, at the rate that it was opened with."""
+        """Writes (n,) int16, at the rate that the sink was opened with."""
 
 
 class StdoutSpeechSink:
-    """Bytes of a format, as they come."""
+    """Writer of an audio format's bytes as they are made."""
 
     def __init__(self, encoder: AudioEncoder, stream: BinaryIO) -> None:
         self._encoder, self._stream = encoder, stream
@@ -39,7 +39,7 @@ class StdoutSpeechSink:
 
 
 class FileSpeechSink(StdoutSpeechSink):
-    """A file whose length is written into its header at the end."""
+    """Writer of a file whose header gets the length at the end."""
 
     def end(self) -> None:
         super().end()
@@ -50,27 +50,27 @@ class FileSpeechSink(StdoutSpeechSink):
 
 @contextlib.contextmanager
 def open_stdout(form: str, rate_hz: int, stream: BinaryIO) -> Iterator[SpeechSink]:
-    place = StdoutSpeechSink(AudioEncoder(form, rate_hz), stream)
-    yield place
-    place.end()
+    sink = StdoutSpeechSink(AudioEncoder(form, rate_hz), stream)
+    yield sink
+    sink.end()
 
 
 @contextlib.contextmanager
 def open_file(path: Path, form: str, rate_hz: int) -> Iterator[SpeechSink]:
-    """Under another name first, then renamed: it is there when it is whole."""
+    """Opens a file under another name and renames it when it is complete."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as stream:
-            place = FileSpeechSink(AudioEncoder(form, rate_hz), stream)
-            yield place
-            place.end()
+            sink = FileSpeechSink(AudioEncoder(form, rate_hz), stream)
+            yield sink
+            sink.end()
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
 def format_of(output: str | None, form: str | None) -> str:
-    """--format, or what the suffix of --output says, or wav. Raises OptionError."""
+    """Returns --format, or the format of --output's suffix, or wav. Raises OptionError."""
     from asr_serve.audio.encode import content_type
 
     if form is not None:
@@ -80,7 +80,7 @@ def format_of(output: str | None, form: str | None) -> str:
 
 
 def check_output(output: str | None) -> None:
-    """Raises OptionError for a folder, or a file in one that is not there."""
+    """Raises OptionError for a folder, or for a file in a folder that does not exist."""
     if output in (None, "-"):
         return
     path = Path(str(output))

@@ -1,4 +1,4 @@
-"""What is told beside the sound: how fast it came, when which word is said."""
+"""Reports of speech synthesis: its speed, and a file of word times."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TABLES = (".json", ".srt", ".vtt")
 
 
 class SpeechProgressMeter(ProgressMeter):
-    """Seconds of sound, how soon the first came, how long a second of it takes to make."""
+    """Seconds of audio made, latency of the first, real-time factor."""
 
     first_s: float | None = None
 
     def note_audio(self, spoken: AudioChunk) -> int:
-        """The samples so far, at 16 kHz."""
+        """Records a chunk; returns the samples so far, at 16 kHz."""
         if self.first_s is None and len(spoken.pcm):
             self.first_s = self.wall_s
         return resampled_samples(spoken.start_samples + len(spoken.pcm), spoken.rate_hz)
@@ -34,7 +34,7 @@ class SpeechProgressMeter(ProgressMeter):
         return self._describe(f"{self.audio_s:.1f} s of speech")
 
     def describe_done(self) -> str:
-        """`3.2 s of speech in 0.4 s: real-time factor 0.12, first sound after 0.08 s`."""
+        """Returns `3.2 s of speech in 0.4 s: real-time factor 0.12, first sound after 0.08 s`."""
         return self._describe(f"{self.audio_s:.1f} s of speech in {self.wall_s:.1f} s")
 
     def _describe(self, said: str) -> str:
@@ -45,10 +45,10 @@ class SpeechProgressMeter(ProgressMeter):
 
 
 class WordTimesFile:
-    """When which word is said, for a file."""
+    """File of the times at which words are spoken."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OptionError for a suffix that is none of TABLES."""
+        """Raises OptionError for a suffix not in TABLES."""
         if path.suffix.lower() not in TABLES:
             raise OptionError(f"--words {path}", f"a file whose name ends in {' '.join(TABLES)}")
         self._path, self._form = path, path.suffix.lower()[1:]
@@ -61,35 +61,35 @@ class WordTimesFile:
         self._samples, self._rate_hz = spoken.start_samples + len(spoken.pcm), spoken.rate_hz
 
     def write(self, model: str) -> None:
-        """OSError."""
-        found = self._json(model) if self._form == "json" else self._captions(model)
-        write_atomically(self._path, found.encode("utf-8", "replace"))
+        """Writes the file. Raises OSError."""
+        content = self._json(model) if self._form == "json" else self._captions(model)
+        write_atomically(self._path, content.encode("utf-8", "replace"))
 
     def _json(self, model: str) -> str:
         rate_hz = self._rate_hz or 1
         sentences = [
             {
-                "text": each.sentence,
-                "start": samples_to_s(each.words[0].start_samples, rate_hz),
-                "end": samples_to_s(each.words[-1].end_samples, rate_hz),
+                "text": chunk.sentence,
+                "start": samples_to_s(chunk.words[0].start_samples, rate_hz),
+                "end": samples_to_s(chunk.words[-1].end_samples, rate_hz),
                 "words": [
                     {
                         "word": word.text,
                         "start": samples_to_s(word.start_samples, rate_hz),
                         "end": samples_to_s(word.end_samples, rate_hz),
                     }
-                    for word in each.words
+                    for word in chunk.words
                 ],
             }
-            for each in self._sentences
+            for chunk in self._sentences
         ]
-        told = {"model": model, "duration": samples_to_s(self._samples, rate_hz), "sentences": sentences}
-        return msgspec.json.format(msgspec.json.encode(told), indent=2).decode() + "\n"
+        document = {"model": model, "duration": samples_to_s(self._samples, rate_hz), "sentences": sentences}
+        return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
     def _captions(self, model: str) -> str:
-        """A line of subtitles at a time, while its words are said."""
-        segments = tuple(line for each in self._sentences for line in self._lines(each))
-        text = " ".join(each.sentence for each in self._sentences)
+        """Renders lines of subtitles, each shown while its words are spoken."""
+        segments = tuple(line for chunk in self._sentences for line in self._lines(chunk))
+        text = " ".join(chunk.sentence for chunk in self._sentences)
         length = resampled_samples(self._samples, self._rate_hz or 1)
         return render(Transcript("speech", text, "en", length, segments, model), self._form)
 
@@ -98,9 +98,9 @@ class WordTimesFile:
         lines: list[Segment] = []
         for line in split_lines(" ".join(token for token, _ in tokens)):
             count = len(line.split())
-            said, tokens = tokens[:count], tokens[count:]
-            if said:
-                start = resampled_samples(said[0][1].start_samples, sentence.rate_hz)
-                end = resampled_samples(said[-1][1].end_samples, sentence.rate_hz)
+            line_tokens, tokens = tokens[:count], tokens[count:]
+            if line_tokens:
+                start = resampled_samples(line_tokens[0][1].start_samples, sentence.rate_hz)
+                end = resampled_samples(line_tokens[-1][1].end_samples, sentence.rate_hz)
                 lines.append(Segment(start, end, line))
         return lines

@@ -1,7 +1,7 @@
-"""Where results go: the screen, one file, a folder with a file for each input, or one jsonl file.
+"""Outputs of `transcribe`: the screen, one file, a folder with a file for each input, or one jsonl file.
 
-A file appears under its name only when it is whole (written under another name, then renamed), so a file that
-exists is finished; `--resume` rests on that.
+A file appears under its name only when it is complete (written under another name, then renamed), so an existing
+file is finished; `--resume` relies on that.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from asr_serve.text.formats.registry import FORMATS, SUFFIXES, render
 from asr_serve.types import Segment, Transcript, suggest_name, unknown_name_error
 
 OWNERS_FILE = ".asr-serve.jsonl"
-"""In an output folder: which source each file was made from, so that `--resume` cannot confuse two."""
+"""File in an output folder with the source of each file, so that `--resume` cannot confuse two."""
 OF_ONE_KIND = ("json", "verbose_json", "jsonl", "rttm", "ctm")
-"""Formats that programs read: each result tells its recording, and nothing stands between two."""
+"""Formats for programs: each result names its recording, and nothing is printed between two."""
 ONE_OBJECT = "one JSON object a line"
 
 
 class TranscriptSink(Protocol):
-    """Takes results as they come. Every method is called from one thread."""
+    """Receiver of results as they come. Every method is called from one thread."""
 
     def finished(self, item: InputItem) -> bool:
-        """This input's result is already there, from an earlier run."""
+        """Whether this input's result exists from an earlier run."""
 
     def begin(self) -> None:
-        """The model is loaded and work starts: only now may an older result be thrown away."""
+        """Called when the model is loaded and work starts: only now may an older result be deleted."""
 
     def segment(self, item: InputItem, segment: Segment) -> None: ...
 
@@ -85,12 +85,12 @@ class StdoutSink:
             self._head(item)
         result = render(transcript, self.form)
         if self.several and self.form in ("json", "verbose_json"):
-            # One document a line, for jq and for people.
+            # One document per line, for jq and for readers.
             result = msgspec.json.format(result.encode(), indent=0).decode() + "\n"
         self._write(result)
 
     def _head(self, item: InputItem) -> None:
-        """With several inputs, a heading above each, as head(1) does."""
+        """Prints a heading above each of several inputs, as head(1) does."""
         if not self.several or self._headed == item.key:
             return
         self._write(f"{chr(10) if self._any else ''}==> {FORBIDDEN_CHARACTERS.sub('_', item.key)} <==\n")
@@ -102,7 +102,7 @@ class StdoutSink:
 
 
 class FileSink:
-    """One file for each input, at the paths `plan` gives."""
+    """One file for each input, at `paths`."""
 
     def __init__(
         self, form: str, paths: dict[str, Path], folder: Path | None = None, *, resume: bool = False
@@ -142,7 +142,7 @@ class FileSink:
 
 
 class JsonLinesSink:
-    """One jsonl file, a line for each input as it finishes. With `resume`, lines already there are kept."""
+    """One jsonl file with a line for each input as it finishes. With `resume`, existing lines stay."""
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path, self.resume = path, resume
@@ -180,10 +180,10 @@ class JsonLinesSink:
 def choose_sink(
     form: str, output: str | None, items: Sequence[InputItem], *, lists: Sequence[Path] = (), resume: bool = False
 ) -> TranscriptSink:
-    """The sink for `--format` and `--output`. Raises OptionError.
+    """Returns the sink for `--format` and `--output`. Raises OptionError.
 
-    A jsonl goes into one file; other formats into a folder, or into one file when there is one input and the
-    name has a suffix. `lists` are files that were read to find the inputs, and so must not be written.
+    jsonl goes into one file; other formats into a folder, or into one file if there is one input and the name has
+    a suffix. `lists` are files that were read to find the inputs, and so must not be written.
     """
     several = len(items) > 1
     if output is None:
@@ -214,26 +214,26 @@ def choose_sink(
 
 
 def choose_format(form: str | None, output: str | None) -> str:
-    """--format, or what the suffix of --output says, or text where that is a folder, or none. Raises OptionError
+    """Returns --format, or the format of --output's suffix, or text for a folder or stdout. Raises OptionError
     with the nearest name."""
     if form is not None and form not in FORMATS:
         raise unknown_name_error("--format", form, list(FORMATS))
     if form is not None or output is None or is_folder(output):
         return form or "text"
-    told = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
+    formats = {suffix.lower(): name for name, suffix in reversed(SUFFIXES.items())}
     suffix = Path(output).suffix
-    if suffix.lower() not in told:
+    if suffix.lower() not in formats:
         endings = list(dict.fromkeys(SUFFIXES.values()))
         raise OptionError(
             f"--output {output} ends in {suffix}, which says no format",
             f"a folder, or a file that ends in {', '.join(endings)}",
             suggest_name(suffix, endings) or "add --format to have it under this name",
         )
-    return told[suffix.lower()]
+    return formats[suffix.lower()]
 
 
 def is_folder(output: str) -> bool:
-    """Whether --output names one: one that is there, or a name that ends as a folder's."""
+    """Whether --output names a folder: an existing one, or a name that ends as a folder's."""
     target = Path(output)
     return target.is_dir() or output.endswith(os.sep) or not target.suffix
 
@@ -248,7 +248,7 @@ def make_folder(folder: Path) -> None:
 
 
 def is_complete(path: Path, form: str) -> bool:
-    """The file is there and is what its format says; one that another program tore is made again."""
+    """Whether the file exists and is valid for its format; one that another program damaged is made again."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -263,7 +263,7 @@ def is_complete(path: Path, form: str) -> bool:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Under another name first, then renamed: a reader sees all of it or nothing, even after a crash."""
+    """Writes under another name, then renames: a reader sees all of it or nothing, even after a crash."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -282,7 +282,8 @@ def append_row(path: Path, line: bytes) -> None:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, object]]:
-    """The JSON objects of a jsonl file. A torn last line is left out; any other bad line is refused."""
+    """Yields the JSON objects of a jsonl file. A torn last line is skipped; any other malformed line raises
+    OptionError."""
     if not path.exists():
         return
     with path.open("rb") as file:
@@ -299,7 +300,7 @@ def read_rows(path: Path) -> Iterator[dict[str, object]]:
 
 
 def drop_torn_tail(path: Path) -> None:
-    """Cut a last line that was never finished; end one that only lacks its line feed."""
+    """Removes an incomplete last line; completes one that only lacks its line feed."""
     with path.open("r+b") as file:
         end = 0
         line = b""

@@ -1,1 +1,1 @@
-"""moonshine."""
+"""Moonshine and Moonshine Streaming."""

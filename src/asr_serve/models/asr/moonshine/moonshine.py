@@ -33,7 +33,7 @@ from asr_serve.models.registry import AsrCard, PackagedWeights
 STEM_STRIDE = 64 * 3 * 2
 """Samples between two encoder frames: 24 ms at 16 kHz."""
 SHORTEST_SAMPLES = 127 + 64 * (7 - 1 + 3 * 2)
-"""The three convolutions need this many samples to see one frame."""
+"""Samples that the three convolutions need for one frame."""
 BOS, EOS = 1, 2
 
 _PACKAGE = PackagedWeights(
@@ -70,7 +70,7 @@ CARDS = (
 
 
 class Config(AsrModelConfig, frozen=True, kw_only=True):
-    """Sizes, under the names a checkpoint's config.json uses."""
+    """Sizes, under the names of a checkpoint's config.json."""
 
     vocab_size: int = 32_768
     hidden_size: int = 288
@@ -83,11 +83,12 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     partial_rotary_factor: float = 0.9
     rope_theta: float = 10_000.0
     alignment_heads: tuple[tuple[int, int], ...] = ()
-    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
+    """Layer and head, as in generation_config.json. Empty: the known heads of its size."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """From a checkpoint's config.json, old style or new; keys that do not change the maths are skipped."""
+        """Reads a checkpoint's config.json, old style or new; keys without effect on the computation are ignored.
+        Raises WeightsCorrupt."""
         rope = settings.get("rope_parameters") or {}
         flat = {**settings, **{k: rope[k] for k in ("partial_rotary_factor", "rope_theta") if k in rope}}
         for side in ("encoder", "decoder"):
@@ -107,7 +108,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests."""
+    """Returns the smallest model with every part, for tests."""
     return Config(
         vocab_size=96,
         hidden_size=32,
@@ -121,7 +122,8 @@ def tiny() -> Config:
 
 
 class Model(EncoderDecoderModel):
-    """Encoder and decoder. The two meet only in `cross`: what it returns is all the decoder needs of a clip.
+    """Encoder and decoder, connected by `cross_keys_values` alone: its result is all that the decoder needs of a
+    clip.
 
     State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
             caller owns and lends at every step.
@@ -143,7 +145,7 @@ class Model(EncoderDecoderModel):
         self.encoder = [_MoonshineEncoderLayer(take, i) for i in range(config.encoder_num_hidden_layers)]
         self.encoder_norm = take.vector("model.encoder.layer_norm.weight")
         half = config.rotary_half(config.encoder_num_attention_heads)
-        # Grown when a clip longer than 49 s comes.
+        # Extended for clips longer than 49 s.
         self.encoder_angles = rotary_angles(config.rope_theta, 2 * half, 2_048, device)
         self.cross_kv = take.linear(
             *[
@@ -162,21 +164,20 @@ class Model(EncoderDecoderModel):
         self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
     def prompt_tokens(self, options: object) -> tuple[int, ...]:
-        """The tokens that an answer begins with, whatever is asked for."""
+        """Returns the tokens that every answer begins with, whatever the options."""
         return (self.bos,)
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
-        """Encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
+        """Returns the encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
         first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
         return ((first - 7) // 3 + 1 - 3) // 2 + 1
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """Hidden states of several clips end to end, each as if it were alone: no clip pays for another's
-        length.
+        """Encodes several clips end to end, without padding; each result is the same as if encoded alone.
 
         In      batch: clips (samples,) float32 in -1..1, 16 kHz
         Out     hidden (packing.total, hidden_size): clip i is hidden[packing.offsets[i] :][: packing.frames[i]];
-                what lies past the last clip is noise
+                rows past the last clip are noise
         """
         x, packing = self.stem(batch)
         cos, sin = self.angles(max(packing.frames))
@@ -185,43 +186,44 @@ class Model(EncoderDecoderModel):
         return F.layer_norm(x, x.shape[-1:], self.encoder_norm), packing
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Keys and values of every decoder layer: (frames, layers, 2, hidden_size) of hidden (frames, .)."""
+        """Computes keys and values of every decoder layer: (frames, layers, 2, hidden_size) of hidden (frames,
+        .)."""
         return self.cross_kv(hidden).view(-1, self.layers, 2, self.config.hidden_size)
 
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """One position of each row.
+        """Decodes one position of each row.
 
         In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
-                with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
-        Out     logits (n, vocab_size), hidden (n, hidden_size) they were made from; of each layer that has
-                alignment heads what all rows ask of their audio (rows, heads * head_dim)
+                with the row's cross keys and values; wanted (n,) int64: rows to return, in this order; None: all
+        Out     logits (n, vocab_size), hidden (n, hidden_size) they were computed from; for each layer with
+                alignment heads the cross-attention queries of all rows (rows, heads * head_dim)
         State   writes this token's keys and values into `own`
         """
         positions = own.lengths - 1
         x = self.embedding.embed(tokens)
-        asked = []
+        queries = []
         for i, layer in enumerate(self.decoder):
             x, query = layer(i, x, positions, own, audio, self.kernels)
-            asked += [query] if i in self.alignment.heads else []
+            queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
-        return self.head(x), x, *asked
+        return self.head(x), x, *queries
 
     def align(
         self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
     ) -> list[Tensor]:
-        """Where the alignment heads look while rows say what they have said; nothing is written.
+        """Computes the alignment heads' scores over known tokens; no cache is written.
 
         In      tokens (packing.total,) int64: those of each row end to end, its start before them; audio: pages
-                with each row's cross keys; frames: how many of them are looked at
-        Out     of each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
+                with each row's cross keys; frames: encoder frames of each row
+        Out     for each row (heads, packing.frames[row], frames[row]) float32: scaled products of queries and keys
         """
         return again.alignment_scores(self, self.embedding.embed(tokens), packing, audio, frames)
 
     def angles(self, frames: int) -> tuple[Tensor, Tensor]:
-        """Of the encoder, for clips of so many frames at least."""
+        """Returns the encoder's rotary angles for clips of at least that many frames."""
         if frames > self.encoder_angles[0].shape[0]:
             rotary = 2 * self.encoder_angles[0].shape[1]
             self.encoder_angles = rotary_angles(self.config.rope_theta, rotary, 2 * frames, self.device)
@@ -229,12 +231,12 @@ class Model(EncoderDecoderModel):
 
 
 class MoonshineTensors:
-    """A checkpoint's tensors by name, laid out for the device."""
+    """Tensors of a checkpoint by name, laid out for the device."""
 
     def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
         self.config, self.device = config, device
         self.tensors = dict(weights)
-        # The output projection is the embedding unless the checkpoint says otherwise.
+        # The output projection is the embedding unless the checkpoint has its own.
         self.tensors.setdefault("proj_out.weight", self.get("model.decoder.embed_tokens.weight"))
 
     def get(self, name: str) -> Tensor:
@@ -246,13 +248,13 @@ class MoonshineTensors:
         return self.get(name).to(self.device.torch_device, dtype or self.device.dtype)
 
     def vocabulary(self) -> tuple[VocabularyMatrix, VocabularyMatrix]:
-        """The embedding and the output projection: one, unless the checkpoint says otherwise."""
+        """Returns the embedding and the output projection: the same object where their weights are equal."""
         embedding, head = self.get("model.decoder.embed_tokens.weight"), self.get("proj_out.weight")
-        words = self.device.vocabulary(embedding)
-        return words, words if torch.equal(embedding, head) else self.device.vocabulary(head)
+        vocabulary = self.device.vocabulary(embedding)
+        return vocabulary, vocabulary if torch.equal(embedding, head) else self.device.vocabulary(head)
 
     def linear(self, *names: str, rotary: int = 0, bias: bool = False) -> Linear:
-        """One product for several matrices of the same input, stacked. The first `rotary` of them are
+        """Stacks several matrices with the same input into one linear layer. The first `rotary` of them are
         queries and keys, whose rotated dimensions are moved from pairs to halves."""
         parts = [self.get(f"{name}.weight") for name in names]
         for i in range(rotary):
@@ -261,8 +263,8 @@ class MoonshineTensors:
         return self.device.linear(torch.cat(parts), biases)
 
     def _halves(self, weight: Tensor, name: str) -> Tensor:
-        # Scores are dot products: the same reordering of a head's dimensions in queries and keys leaves
-        # them as they are, and turns the rotation of neighbours into vector code over two halves.
+        # Scores are dot products: the same reordering of a head's dimensions in queries and keys does not change
+        # them, and turns the rotation of neighbours into vector code over two halves.
         encoder = name.startswith("model.encoder")
         heads = self.config.encoder_num_attention_heads if encoder else self.config.decoder_num_attention_heads
         head_dim, half = self.config.hidden_size // heads, self.config.rotary_half(heads)
@@ -273,8 +275,7 @@ class MoonshineTensors:
 class _MoonshineStem:
     """Three strided convolutions as products over windows, 16 kHz samples to 41.7 frames a second.
 
-    The waveform and the statistics of the group norm stay in float32: bf16 keeps 8 bits, quiet speech needs
-    more.
+    The waveform and the statistics of the group norm stay in float32: bf16's 8 bits are too few for quiet speech.
     """
 
     def __init__(self, take: MoonshineTensors) -> None:
@@ -283,22 +284,22 @@ class _MoonshineStem:
         self.first = take.device.linear(first, dtype=torch.float32)
         scale, shift = take.get("model.encoder.groupnorm.weight"), take.get("model.encoder.groupnorm.bias")
         second = take.get("model.encoder.conv2.weight")
-        # The norm's scale and shift per channel go into the convolution that follows it.
+        # The norm's scale and shift per channel are folded into the convolution that follows it.
         bias = take.get("model.encoder.conv2.bias") + (second * shift[None, :, None]).sum((1, 2))
-        # A dtype is named, so that a device that quantises leaves these two alone: few weights, of sizes far
-        # apart, and everything that follows hears through them.
+        # The explicit dtype excludes these two from quantization: their weights are few and of very different
+        # magnitudes, and all later layers depend on them.
         dtype = take.device.dtype
         self.second = take.device.linear(tap_matrix(second * scale[None, :, None]), bias, dtype)
         third = take.get("model.encoder.conv3.weight")
         self.third = take.device.linear(tap_matrix(third), take.get("model.encoder.conv3.bias"), dtype)
 
     def __call__(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
-        at = self.device.torch_device
+        device = self.device.torch_device
         counts = [(max(len(pcm), SHORTEST_SAMPLES) - 127) // 64 + 1 for pcm in batch]
         windows, packing = self._packed(counts, 128, torch.float32)
         for pcm, offset, count in zip(batch, packing.offsets, counts, strict=True):
             padded = F.pad(pcm, (0, max(1, SHORTEST_SAMPLES + 1 - len(pcm))))
-            windows[offset : offset + count] = padded.to(at).unfold(0, 128, 64)[:count]
+            windows[offset : offset + count] = padded.to(device).unfold(0, 128, 64)[:count]
         x = self.first(windows)
         normed = torch.empty_like(x, dtype=self.device.dtype)
         normed[sum(counts) :] = 0
@@ -344,7 +345,7 @@ class _MoonshineEncoderLayer:
 
 
 class MoonshineDecoderLayer:
-    """One position of each row: attention to its own tokens, then to its audio; of Moonshine Streaming too."""
+    """One position of each row: self-attention, then cross-attention; Moonshine Streaming uses it too."""
 
     def __init__(self, take: MoonshineTensors, index: int, angles: tuple[Tensor, Tensor]) -> None:
         at = f"model.decoder.layers.{index}"
@@ -381,19 +382,19 @@ class MoonshineDecoderLayer:
         return self.cross_attention(index, x, query, audio, kernels), query
 
     def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
-        """All positions of rows at once, up to what they ask of their audio."""
+        """Computes all positions of rows at once, up to their cross-attention queries."""
         qkv = self.qkv(F.layer_norm(x, (x.shape[1],), self.norm1)).view(len(x), 3, self.heads, -1)
         self.device.kernels.rope(qkv, packing.positions(x.device), *self.angles)
         return self.own_out(self.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def cross_query(self, x: Tensor) -> Tensor:
-        """Queries, (rows, heads * head_dim)."""
+        """Computes queries of the cross-attention, (rows, heads * head_dim)."""
         return self.query(F.layer_norm(x, (x.shape[1],), self.norm2))
 
     def cross_attention(
         self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
     ) -> Tensor:
-        """What the audio answers, and what is made of it."""
+        """Computes cross-attention and the feed-forward after it."""
         width = x.shape[1]
         mixed = torch.empty_like(x)
         kernels.attend(audio.pool, index, query, mixed, audio.block_tables, audio.lengths, self.scale)
@@ -403,8 +404,8 @@ class MoonshineDecoderLayer:
 
 
 def rotary_angles(theta: float, rotary: int, positions: int, device: Device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (positions, pairs) float32 of what turns with the position: `rotary` dimensions of a head,
-    in pairs; an odd one takes the next with it."""
+    """Returns cosines and sines (positions, pairs) float32 of the rotation: `rotary` dimensions of a head, in
+    pairs; an odd number is rounded up."""
     steps = torch.arange(0, rotary, 2, dtype=torch.float64) / rotary
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * theta**-steps
     return angles.cos().float().to(device.torch_device), angles.sin().float().to(device.torch_device)
@@ -416,7 +417,7 @@ _ALIASES = ((r"\.dense\.", ".o_proj."), (r"\.up_proj\.", ".fc1."), (r"\.down_pro
 
 
 def rename(key: str) -> str | None:
-    """A graph's module path as a checkpoint's key; None for what is no weight of ours."""
+    """Converts a graph's module path to a checkpoint's key; None for what is no weight of ours."""
     for old, new in _ALIASES:
         key = re.sub(old, new, key)
     if key.startswith(("model.", "proj_out.")):
@@ -436,7 +437,8 @@ def _graph(folder: Path, stem: str) -> Path | None:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Dequantise the exported graphs of `source` into a checkpoint in `target`."""
+    """Dequantizes the exported graphs of `source` into a checkpoint in `target`. Raises WeightsCorrupt,
+    WeightsMissing."""
     tensors: dict[str, np.ndarray] = {}
     for stem in ("encoder_model", "decoder_model_merged"):
         path = _graph(source, stem)
@@ -471,7 +473,7 @@ CONVERTER = WeightsConverter(is_package_folder, convert)
 def _tokenizer(source: Path, target: Path) -> None:
     from asr_serve.models.checkpoints.store import package_folder
 
-    # Every English size has one vocabulary; the package of the smallest carries it.
+    # All English sizes share one vocabulary; the package of the smallest has it.
     for folder in (source, package_folder(CARDS[0])):
         for name in ("tokenizer.bin", "tokenizer.json"):
             if folder and (folder / name).is_file():

@@ -1,8 +1,8 @@
-"""Moonshine Streaming: Moonshine's decoder behind an encoder that hears a window around each frame.
+"""Moonshine Streaming: Moonshine's decoder after an encoder with sliding-window attention.
 
-An utterance goes through it whole, as through Moonshine: `encode`, `cross`, `decode`. Or `encoder` takes a session
-chunk by chunk, to the same hidden frames; then `cross(adapt(hidden, positions))` is what the decoder needs of the
-frames of an utterance, and of those that have come since.
+A whole utterance is processed as by Moonshine: `encode`, `cross_keys_values`, `decode`. Or `encoder` steps through
+a session chunk by chunk, to the same hidden frames; then `cross_keys_values(add_positions(hidden, positions))` is
+what the decoder needs of the frames of an utterance, and of those that have arrived since.
 
 Source  arXiv:2602.12241; numbers match transformers' MoonshineStreamingForConditionalGeneration.
 """
@@ -27,7 +27,8 @@ from asr_serve.models.packing import PackedBatch, PagedKeyValues
 from asr_serve.models.registry import AsrCard
 
 LONGEST_TOKENS = 448
-"""Text has positions for much more than is said in one utterance, and a row's tables are as wide as this needs."""
+"""Limit of text positions: the checkpoint's is far more than an utterance needs, and sets the width of block
+tables."""
 _SHARED: dict[str, Any] = {
     "task": "asr",
     "kind": "moonshine_streaming",
@@ -64,7 +65,7 @@ CARDS = (
 
 
 class Config(AsrModelConfig, frozen=True, kw_only=True):
-    """Sizes, under the names a checkpoint's config.json uses: the decoder's, and the encoder's apart."""
+    """Sizes, under the names of a checkpoint's config.json: the decoder's, and the encoder's in a section."""
 
     vocab_size: int = 32_768
     hidden_size: int = 320
@@ -75,25 +76,28 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     partial_rotary_factor: float = 0.8
     rope_theta: float = 10_000.0
     alignment_heads: tuple[tuple[int, int], ...] = ()
-    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
+    """Layer and head, as in generation_config.json. Empty: the known heads of its size."""
     encoder_config: WindowEncoderConfig = WindowEncoderConfig()
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """From a checkpoint's config.json; keys that do not change the maths are skipped."""
-        heard = settings.get("encoder_config") or {}
-        for where, act, part in (("encoder_config.", "gelu", heard), ("", "silu", settings)):
-            for name, only in (("hidden_act", act), ("attention_bias", False)):
-                if part.get(name, only) != only:
-                    raise WeightsCorrupt(f"{where}{name}={part[name]}", f"every published checkpoint has {only}")
+        """Reads a checkpoint's config.json; keys without effect on the computation are ignored. Raises
+        WeightsCorrupt."""
+        encoder = settings.get("encoder_config") or {}
+        for prefix, activation, part in (("encoder_config.", "gelu", encoder), ("", "silu", settings)):
+            for name, expected in (("hidden_act", activation), ("attention_bias", False)):
+                if part.get(name, expected) != expected:
+                    raise WeightsCorrupt(
+                        f"{prefix}{name}={part[name]}", f"every published checkpoint has {expected}"
+                    )
             heads = part.get("num_attention_heads", 8)
             if part.get("num_key_value_heads") not in (None, heads):
-                raise WeightsCorrupt(f"{where}num_key_value_heads={part['num_key_value_heads']}", f"{heads}")
+                raise WeightsCorrupt(f"{prefix}num_key_value_heads={part['num_key_value_heads']}", f"{heads}")
         rope = settings.get("rope_parameters") or {}
         if rope.get("rope_type", "default") != "default":
             raise WeightsCorrupt(f"rope_type={rope['rope_type']}", "every published checkpoint has default")
         flat = {**settings, **{k: rope[k] for k in ("partial_rotary_factor", "rope_theta") if k in rope}}
-        flat["encoder_config"] = WindowEncoderConfig.of(heard)
+        flat["encoder_config"] = WindowEncoderConfig.of(encoder)
         config = cls(**{name: flat[name] for name in cls.__struct_fields__ if flat.get(name) is not None})
         heads = config.num_attention_heads
         if settings.get("head_dim") not in (None, config.head_dim) or config.hidden_size % heads:
@@ -110,17 +114,17 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @property
     def rotary(self) -> int:
-        """Of a head's dimensions, how many turn; an odd one takes the next with it."""
+        """Rotated dimensions of a head; an odd number is rounded up."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def turns(self) -> int:
-        """Pairs of dimensions that turn."""
+        """Rotated pairs of dimensions."""
         return (self.rotary + 1) // 2
 
     @property
     def decoder(self) -> moonshine.Config:
-        """The decoder is Moonshine's."""
+        """Sizes of the decoder, which is Moonshine's."""
         return moonshine.Config(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -134,7 +138,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests: the encoder's width is not the decoder's, nor its heads'."""
+    """Returns the smallest model with every part, for tests: encoder and decoder differ in width and heads."""
     return Config(
         vocab_size=96,
         hidden_size=32,
@@ -158,34 +162,35 @@ CONVERTER = None
 
 
 def rename(key: str) -> str | None:
-    """A checkpoint's key is ours; None for what is no weight of ours."""
+    """Returns a checkpoint's key unchanged; None for what is no weight of ours."""
     return key if key.startswith(("model.", "proj_out.")) else None
 
 
 class Model(IncrementalEncoderDecoderModel):
-    """Encoder and decoder. They meet only in `cross`: what it returns is all the decoder needs of a clip.
+    """Encoder and decoder, connected by `cross_keys_values` alone: its result is all that the decoder needs of a
+    clip.
 
-    State   the encoder's, of sessions: rows of `encoder.state`. The decoder's: pages, as Moonshine's.
+    State   the encoder's, of sessions: rows of `encoder.state_specs`. The decoder's: pages, as Moonshine's.
     """
 
     encoder: WindowEncoder
 
     def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
         self.config, self.device, self.kernels = config, device, device.kernels
-        said = config.decoder
+        decoder_config = config.decoder
         self.bos, self.eos = moonshine.BOS, moonshine.EOS
-        self.max_tokens = min(said.max_position_embeddings, LONGEST_TOKENS)
+        self.max_tokens = min(decoder_config.max_position_embeddings, LONGEST_TOKENS)
         self.layers, self.heads, self.head_dim = (
             config.num_hidden_layers,
             config.num_attention_heads,
             config.head_dim,
         )
         self.attention_scale = config.head_dim**-0.5
-        take = moonshine.MoonshineTensors(said, weights, device)
+        take = moonshine.MoonshineTensors(decoder_config, weights, device)
         self.encoder = WindowEncoder(config.encoder_config, take)
         self.positions = take.vector("model.decoder.pos_emb.weight")
         self.longest_frames = len(self.positions)
-        """Of an utterance."""
+        """Most encoder frames of an utterance."""
         wide = config.encoder_config.hidden_size != config.hidden_size
         self.narrow = take.linear("model.decoder.proj") if wide else None
         kinds = [f"{i}.encoder_attn.{kind}_proj" for i in range(self.layers) for kind in "kv"]
@@ -199,49 +204,50 @@ class Model(IncrementalEncoderDecoderModel):
         self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
     def prompt_tokens(self, options: object) -> tuple[int, ...]:
-        """The tokens that an answer begins with, whatever is asked for."""
+        """Returns the tokens that every answer begins with, whatever the options."""
         return (self.bos,)
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
-        """Encoder frames of a clip."""
+        """Returns the encoder frames of a clip."""
         return self.encoder.count_frames(samples)
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """Hidden states of several clips end to end, with their positions, each as if it were alone.
+        """Encodes several clips end to end, with their positions; each result is the same as if encoded alone.
 
         In      batch: clips (samples,) float32 in -1..1, 16 kHz
         Out     hidden (packing.total, the encoder's hidden_size): clip i is hidden[packing.offsets[i] :][:
-                packing.frames[i]]; what lies past the last clip is noise
+                packing.frames[i]]; rows past the last clip are noise
         """
         hidden, packing = self.encoder.encode_clips(batch)
         return self.add_positions(hidden, packing.positions(hidden.device)), packing
 
     def add_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """The encoder's output (frames, .), told where in the utterance each is: positions (frames,) int64, below
-        max_position_embeddings."""
+        """Adds position embeddings to the encoder's output (frames, .): positions in the utterance (frames,)
+        int64, below max_position_embeddings."""
         return hidden + F.embedding(positions, self.positions)
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Keys and values of every decoder layer: (frames, layers, 2, hidden_size) of adapted (frames, .)."""
+        """Computes keys and values of every decoder layer: (frames, layers, 2, hidden_size) of `add_positions`'
+        result (frames, .)."""
         kv = self.cross_kv(self.narrow(hidden) if self.narrow else hidden)
         return kv.view(-1, self.layers, 2, self.config.hidden_size)
 
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """One position of each row, as in Moonshine."""
+        """Decodes one position of each row, as in Moonshine."""
         positions = own.lengths - 1
         x = self.embedding.embed(tokens)
-        asked = []
+        queries = []
         for i, layer in enumerate(self.decoder):
             x, query = layer(i, x, positions, own, audio, self.kernels)
-            asked += [query] if i in self.alignment.heads else []
+            queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
-        return self.head(x), x, *asked
+        return self.head(x), x, *queries
 
     def align(
         self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
     ) -> list[Tensor]:
-        """Where the alignment heads look, as in Moonshine."""
+        """Computes the alignment heads' scores, as in Moonshine."""
         return again.alignment_scores(self, self.embedding.embed(tokens), packing, audio, frames)

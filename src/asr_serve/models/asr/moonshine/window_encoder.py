@@ -1,4 +1,4 @@
-"""An encoder that hears a window around each frame, and no positions: of utterances, or of sessions by chunks.
+"""Encoder with sliding-window attention and no positions: for whole utterances, or for sessions in chunks.
 
 Source  Moonshine v2, arXiv:2602.12241; numbers match transformers' MoonshineStreamingEncoder.
 """
@@ -19,31 +19,32 @@ from asr_serve.models.interfaces import AudioWindow, State, StateSpec, Streaming
 from asr_serve.models.packing import PackedBatch, pack_clips
 
 TAPS, STRIDE = 5, 2
-"""Of both convolutions: four short frames become one encoder frame."""
+"""Kernel and stride of both convolutions: four short frames become one encoder frame."""
 SHORT = STRIDE * STRIDE
 QUERIES = 16
-"""Frames of a whole utterance that are attended from at once."""
+"""Query frames of a block when a whole utterance is encoded."""
 NOTHING = -1e30
-"""Added to the score of a key that is not there: a number, for frames past the end see nothing else."""
+"""Added to the score of a masked key: finite, because frames past the end have masked keys only."""
 
 
 class CheckpointTensors(Protocol):
-    """A checkpoint's tensors by name. Raises WeightsCorrupt for one that is not there."""
+    """Tensors of a checkpoint by name. Raises WeightsCorrupt for a missing one."""
 
     device: Device
+    """Target device."""
 
     def get(self, name: str) -> Tensor:
-        """In float32, where it was loaded to."""
+        """Returns a tensor as float32, on the device where it was loaded."""
 
     def vector(self, name: str) -> Tensor:
-        """On the device, in its dtype."""
+        """Returns a tensor on the target device, in its dtype."""
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
-        """Product with several matrices of the same input, stacked."""
+        """Stacks several matrices with the same input into one product."""
 
 
 class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The `encoder_config` of a checkpoint's config.json."""
+    """Section `encoder_config` of a checkpoint's config.json."""
 
     hidden_size: int = 320
     intermediate_size: int = 1_280
@@ -53,11 +54,11 @@ class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     sample_rate: int = 16_000
     frame_ms: float = 5.0
     sliding_windows: tuple[tuple[int, int], ...] = ((16, 4), (16, 4), (16, 0), (16, 0), (16, 4), (16, 4))
-    """Of each layer: it sees less than so many frames back, its own among them, and less than so many ahead."""
+    """Frames back (its own included) and ahead that each layer attends to, exclusive bounds."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> WindowEncoderConfig:
-        """Raises WeightsCorrupt."""
+        """Reads the section. Raises WeightsCorrupt."""
         flat = {name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None}
         if "head_dim" not in flat:
             flat["head_dim"] = flat.get("hidden_size", 320) // flat.get("num_attention_heads", 8)
@@ -78,20 +79,20 @@ class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reach(self) -> list[tuple[int, int]]:
-        """Of each layer, how many frames back and ahead."""
+        """Frames back and ahead that each layer attends to."""
         return [(back - 1, max(ahead - 1, 0)) for back, ahead in self.sliding_windows]
 
 
 class WindowEncoder(StreamingEncoder):
-    """See StreamingModel in models/interfaces.py; an attention decoder reads what it hears.
+    """Encoder for an attention decoder: StreamingEncoder of models/interfaces.py.
 
-    Layers that see ahead wait: in a step a layer takes frames that are as far ahead as it and all layers after it
-    see, and answers for those that are as far ahead as the layers after it see. A session's first step therefore
-    takes more frames than it answers for; every frame is computed once.
+    Layers with look-ahead delay their output: in a step, a layer's input runs ahead of the step's frames by its
+    own and all later layers' look-ahead, and its output by that of the later layers. A session's first step
+    therefore reads more frames than it outputs; every frame is computed once.
 
-    State   `short`, `middle`: the last inputs of the two convolutions. Of each layer `keys`, `values`: rings, as
-            far back as the newest query sees; `waiting`: the newest frames with their queries, which lack what is
-            ahead of them.
+    State   `short`, `middle`: the last inputs of the two convolutions. For each layer `keys`, `values`: rings, as
+            long as the newest query attends back; `waiting`: the newest frames with their queries, which lack
+            their look-ahead.
     """
 
     frame_block = 1
@@ -100,7 +101,7 @@ class WindowEncoder(StreamingEncoder):
         self.config, self.device = config, take.device
         self.frame_samples = SHORT * config.short_samples
         self.ahead = sum(ahead for _, ahead in config.reach)
-        """Frames that the encoder sees past the one it answers for."""
+        """Look-ahead of the whole encoder in frames."""
         at = "model.encoder.embedder"
         self.scale = float(take.get(f"{at}.comp.log_k").exp())
         self.short = take.device.linear(take.get(f"{at}.linear.weight"), dtype=torch.float32)
@@ -114,13 +115,14 @@ class WindowEncoder(StreamingEncoder):
         self.norm = take.vector("model.encoder.final_norm.gamma") + 1
 
     def count_frames(self, samples: int) -> int:
-        """Of so many samples, one at least. At the end, what does not fill a short frame is not heard."""
+        """Returns the frames of that many samples, one at least. An incomplete short frame at the end is
+        dropped."""
         return -(-max(samples // self.config.short_samples, 1) // SHORT)
 
     # --- whole utterances ---
 
     def encode_clips(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
-        """All frames of several clips end to end: hidden (packing.total, hidden_size)."""
+        """Encodes all frames of several clips end to end: hidden (packing.total, hidden_size)."""
         x, packing = self._front(batch)
         clips = torch.full((packing.total,), len(packing.frames))
         for i, (offset, frames) in enumerate(zip(packing.offsets, packing.frames, strict=True)):
@@ -136,8 +138,8 @@ class WindowEncoder(StreamingEncoder):
         packing = pack_clips([max(len(pcm) // width, 1) for pcm in batch], self.device.frame_block)
         shorts = torch.zeros(packing.total, width, device=self.device.torch_device)
         for clip, offset, frames in zip(batch, packing.offsets, packing.frames, strict=True):
-            heard = clip[: frames * width]
-            shorts[offset : offset + frames].view(-1)[: len(heard)] = heard
+            audio = clip[: frames * width]
+            shorts[offset : offset + frames].view(-1)[: len(audio)] = audio
         x = self._shorts(shorts)
         for linear in self.convolutions:
             parts = torch.split(x[: sum(packing.frames)], packing.frames)
@@ -152,7 +154,8 @@ class WindowEncoder(StreamingEncoder):
         return x, packing
 
     def _shorts(self, pcm: Tensor) -> Tensor:
-        """(..., short frames, samples) -> (..., short frames, hidden_size): loudness is taken off each."""
+        """Embeds short frames (..., short frames, samples) -> (..., short frames, hidden_size), each normalized in
+        loudness."""
         centred = pcm - pcm.mean(-1, keepdim=True)
         level = centred.square().mean(-1, keepdim=True).add(1e-6).sqrt()
         return F.silu(self.short(torch.asinh(self.scale * (centred / level)))).to(self.device.dtype)
@@ -160,11 +163,11 @@ class WindowEncoder(StreamingEncoder):
     # --- sessions ---
 
     def audio_window(self, chunk: int) -> AudioWindow:
-        """As far as the last layer sees through all others."""
+        """Returns the samples that the whole encoder's look-ahead needs."""
         return AudioWindow((SHORT - 1) * self.config.short_samples, (chunk + self.ahead) * self.frame_samples)
 
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
-        """What it remembers, when no step is longer than `chunk`."""
+        """Returns the state of a session, for steps of at most `chunk` frames."""
         config, dtype = self.config, self.device.dtype
         specs = {
             "short": StateSpec((TAPS - STRIDE, config.hidden_size), dtype),
@@ -181,7 +184,7 @@ class WindowEncoder(StreamingEncoder):
         return specs
 
     def step(self, chunk: StreamingChunk, state: State) -> Tensor:
-        """Encoder output (n, chunk, hidden_size); past a row's `frames` it may be anything."""
+        """Encodes a chunk of each row: (n, chunk, hidden_size); past a row's `frames` the output is undefined."""
         frames = chunk.pcm.shape[1] // self.frame_samples - self.ahead
         shorts = chunk.total_samples.clamp(min=self.config.short_samples) // self.config.short_samples
         total = (shorts + SHORT - 1) // SHORT
@@ -193,21 +196,21 @@ class WindowEncoder(StreamingEncoder):
         if some_fresh and self.ahead:
             new = _Rows(chunk.rows[fresh], chunk.start_frames[fresh], live[fresh], total[fresh], some_ending)
             self._pass(pcm[fresh, : SHORT * self.ahead], new, state, first=True)
-        at = _Rows(chunk.rows, chunk.start_frames + self.ahead, live, total, some_ending)
-        return self._pass(pcm[:, SHORT * self.ahead :], at, state)
+        later = _Rows(chunk.rows, chunk.start_frames + self.ahead, live, total, some_ending)
+        return self._pass(pcm[:, SHORT * self.ahead :], later, state)
 
     def _pass(self, pcm: Tensor, rows: _Rows, state: State, first: bool = False) -> Tensor:
-        """Frames from `rows.start` on come in, as many that have waited long enough go out. The `first` ones of a
-        session only begin to wait."""
+        """Pushes new frames from `rows.start` on through the layers, and returns as many that have all their
+        look-ahead. The `first` frames of a session are only stored."""
         x = self._convolved(pcm, rows, state)
         for i, (layer, (back, ahead)) in enumerate(zip(self.layers, self.config.reach, strict=True)):
             qkv = layer.qkv(x)
             q = qkv[:, :, 0]
             if ahead:
                 waiting = state[f"waiting.{i}"]
-                held = torch.cat([waiting[rows.rows], torch.cat([x, q.flatten(2)], dim=2)], dim=1)
-                waiting[rows.rows] = held[:, -ahead:]
-                x, q = held[:, :-ahead, : x.shape[2]], held[:, :-ahead, x.shape[2] :].view(q.shape)
+                queue = torch.cat([waiting[rows.rows], torch.cat([x, q.flatten(2)], dim=2)], dim=1)
+                waiting[rows.rows] = queue[:, -ahead:]
+                x, q = queue[:, :-ahead, : x.shape[2]], queue[:, :-ahead, x.shape[2] :].view(q.shape)
             mixed = qkv.new_empty(*q.shape[:2], q.shape[2] * q.shape[3])
             self.device.kernels.window_attention(
                 q,
@@ -225,7 +228,7 @@ class WindowEncoder(StreamingEncoder):
             )
             x = layer.after(x, mixed)
             if first:
-                x = x[:, ahead:]  # nothing had waited
+                x = x[:, ahead:]  # no frames were stored before
                 if not x.shape[1]:
                     break
             else:
@@ -240,25 +243,25 @@ class WindowEncoder(StreamingEncoder):
             x = linear(_windows(x, x.shape[1] // STRIDE - 1))
             if name == "short":
                 x = F.silu(x)
-                x[:, 0] *= (rows.start > 0)[:, None]  # the frame before a session's first is nothing, not silence
+                x[:, 0] *= (rows.start > 0)[:, None]  # the frame before a session's first is zero, not silence
         return x
 
 
 class _Rows(NamedTuple):
-    """Where the rows of a step stand in one layer."""
+    """Positions of the rows of a step in one layer."""
 
     rows: Tensor
     start: Tensor
-    """(n,) the first of the frames that are new to the layer."""
+    """(n,) first frame that is new to the layer."""
     live: Tensor
-    """(n,) bool: somebody's."""
+    """(n,) bool: whether the row belongs to a session."""
     total: Tensor
     """(n,) frames of the session."""
     ending: bool
-    """One of them has no more audio than this step hears."""
+    """Whether the audio of some row ends within this step."""
 
     def bias(self, q: Tensor, left: int) -> Tensor | None:
-        """Hides frames past a session's end, which the kernel does not know of: it takes all for newer."""
+        """Masks frames past a session's end, which the kernel does not know: it assumes that all are newer."""
         if not self.ending:
             return None
         n, steps, heads, _ = q.shape
@@ -278,7 +281,7 @@ class _WindowEncoderLayer:
         self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
 
     def qkv(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) -> (..., 3, heads, head_dim)."""
+        """Projects (..., hidden_size) to (..., 3, heads, head_dim)."""
         qkv: Tensor = self.product(F.layer_norm(x, x.shape[-1:], self.norm1))
         return qkv.view(*x.shape[:-1], 3, self.heads, -1)
 
@@ -289,33 +292,35 @@ class _WindowEncoderLayer:
 
 
 def _windows(x: Tensor, count: int) -> Tensor:
-    """(n, frames, width) -> (n, count, TAPS * width): what each output of a convolution sees, in time order."""
+    """Unfolds (n, frames, width) to (n, count, TAPS * width): the input of each output of a convolution, in time
+    order."""
     n, frames, width = x.shape
     x = x.contiguous()
     return x.as_strided((n, count, TAPS * width), (frames * width, STRIDE * width, 1)).contiguous()
 
 
 def _band(clips: Tensor, back: int, ahead: int) -> Tensor:
-    """(blocks, 1, QUERIES, QUERIES + back + ahead): which frames of its clip each of a block's frames sees."""
-    filled = -len(clips) % QUERIES
-    asks = F.pad(clips, (0, filled), value=-1).view(-1, QUERIES)
-    heard = F.pad(clips, (back, filled + ahead), value=-1).unfold(0, QUERIES + back + ahead, QUERIES)
-    away = (
+    """Returns the mask (blocks, 1, QUERIES, QUERIES + back + ahead): frames of the same clip that each query
+    attends to."""
+    padding = -len(clips) % QUERIES
+    queries = F.pad(clips, (0, padding), value=-1).view(-1, QUERIES)
+    keys = F.pad(clips, (back, padding + ahead), value=-1).unfold(0, QUERIES + back + ahead, QUERIES)
+    distance = (
         torch.arange(-back, QUERIES + ahead, device=clips.device)
         - torch.arange(QUERIES, device=clips.device)[:, None]
     )
-    near = (away >= -back) & (away <= ahead)
-    return ((asks[:, :, None] == heard[:, None]) & near)[:, None]
+    in_window = (distance >= -back) & (distance <= ahead)
+    return ((queries[:, :, None] == keys[:, None]) & in_window)[:, None]
 
 
 def _windowed(qkv: Tensor, mask: Tensor, back: int, ahead: int) -> Tensor:
-    """Attention of frames (total, 3, heads, head_dim) to those around them: (total, heads * head_dim)."""
+    """Computes sliding-window attention of frames (total, 3, heads, head_dim): (total, heads * head_dim)."""
     total = qkv.shape[0]
-    filled = -total % QUERIES
-    q = F.pad(qkv[:, 0], (0, 0, 0, 0, 0, filled)).view(-1, QUERIES, *qkv.shape[2:]).transpose(1, 2)
+    padding = -total % QUERIES
+    q = F.pad(qkv[:, 0], (0, 0, 0, 0, 0, padding)).view(-1, QUERIES, *qkv.shape[2:]).transpose(1, 2)
     k, v = (
-        F.pad(qkv[:, i], (0, 0, 0, 0, back, filled + ahead)).unfold(0, QUERIES + back + ahead, QUERIES)
+        F.pad(qkv[:, i], (0, 0, 0, 0, back, padding + ahead)).unfold(0, QUERIES + back + ahead, QUERIES)
         for i in (1, 2)
     )
     mixed = F.scaled_dot_product_attention(q, k.transpose(2, 3), v.transpose(2, 3), attn_mask=mask)
-    return mixed.transpose(1, 2).reshape(total + filled, -1)[:total]
+    return mixed.transpose(1, 2).reshape(total + padding, -1)[:total]

@@ -1,1 +1,1 @@
-"""What models of NeMo are made of, and how their archives are read."""
+"""Building blocks of NeMo models, and the reader of their archives."""

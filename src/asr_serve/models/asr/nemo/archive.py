@@ -1,4 +1,4 @@
-"""NeMo's archives: a tar file of model_config.yaml, model_weights.ckpt and a tokeniser's files."""
+"""NeMo archives: tar files of model_config.yaml, model_weights.ckpt and a tokenizer's files."""
 
 from __future__ import annotations
 
@@ -19,55 +19,55 @@ from asr_serve.models.asr.nemo.lstm_transducer import ACTIVATIONS
 
 SETTINGS, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _VOCABULARIES = (("joint", "vocabulary"), ("labels",), ("decoder", "vocabulary"))
-"""Where the settings hold the pieces, by kind of model."""
+"""Paths of the vocabulary in the settings, by kind of model."""
 BROKEN = (tarfile.TarError, EOFError, OSError, zlib.error)
-"""What reading an archive raises that is damaged."""
+"""Errors of reading a damaged archive."""
 _UNSPOKEN = {"<unk>", "<pad>", "<s>", "</s>"}
 
 
 def find_archive(path: Path) -> Path | None:
-    """The archive at `path`: the file itself, or the only one in a folder."""
+    """Returns the archive at `path`: the file itself, or the only one in a folder."""
     if path.is_dir():
-        found = sorted(path.glob("*.nemo"))
-        return found[0] if len(found) == 1 else None
+        archives = sorted(path.glob("*.nemo"))
+        return archives[0] if len(archives) == 1 else None
     return path if path.suffix == ".nemo" and path.is_file() else None
 
 
 def settings(archive: Path) -> dict[str, Any]:
-    """What model_config.yaml says. Raises WeightsCorrupt."""
+    """Returns the content of model_config.yaml. Raises WeightsCorrupt."""
     with _member(archive, SETTINGS) as file:
         try:
-            read = yaml.safe_load(file)
+            loaded = yaml.safe_load(file)
         except yaml.YAMLError as broken:
             raise _corrupt(archive, f"its {SETTINGS} is no YAML: {broken}") from broken
-    if not isinstance(read, dict):
-        raise _corrupt(archive, f"its {SETTINGS} holds a {type(read).__name__}")
-    return read
+    if not isinstance(loaded, dict):
+        raise _corrupt(archive, f"its {SETTINGS} holds a {type(loaded).__name__}")
+    return loaded
 
 
 def tensors(archive: Path, room: Path) -> dict[str, Tensor]:
-    """The weights by name, read through a file in `room` that is gone afterwards. Raises WeightsCorrupt."""
+    """Returns the weights by name, read through a temporary file in `room`. Raises WeightsCorrupt."""
     with _member(archive, WEIGHTS) as file, tempfile.TemporaryDirectory(dir=room) as folder:
         copy = Path(folder) / WEIGHTS
         with copy.open("wb") as into:
             shutil.copyfileobj(file, into)
         try:
-            read = torch.load(copy, map_location="cpu", weights_only=True)
+            loaded = torch.load(copy, map_location="cpu", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as broken:
             raise _corrupt(archive, f"its {WEIGHTS} holds no tensors: {str(broken).splitlines()[0]}") from broken
-    if not isinstance(read, dict) or not all(isinstance(value, Tensor) for value in read.values()):
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise _corrupt(archive, f"its {WEIGHTS} is no mapping of names to tensors")
-    return read
+    return loaded
 
 
 def pieces(settings: dict[str, Any]) -> list[str]:
-    """The vocabulary by id, without the blank; what is no text is empty. Raises WeightsCorrupt."""
+    """Returns the vocabulary by id, without the blank; special tokens are empty. Raises WeightsCorrupt."""
     for path in _VOCABULARIES:
-        found: Any = settings
+        node: Any = settings
         for key in path:
-            found = found.get(key) if isinstance(found, dict) else None
-        if isinstance(found, list) and found:
-            return ["" if piece in _UNSPOKEN else str(piece) for piece in found]
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, list) and node:
+            return ["" if piece in _UNSPOKEN else str(piece) for piece in node]
     raise WeightsCorrupt(
         f"the settings in {SETTINGS} have no vocabulary", f"one at {', '.join('.'.join(p) for p in _VOCABULARIES)}"
     )
@@ -82,27 +82,27 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "conv_context_size": ("causal",),
     "conv_norm_type": ("layer_norm", "batch_norm"),
 }
-"""What the encoder of a streaming checkpoint says."""
+"""Encoder settings of a streaming checkpoint."""
 _OPTIONAL: dict[str, tuple[Any, ...]] = {"reduction": (None,), "conv_context_style": ("regular",)}
 
 
 def flatten_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """A streaming FastConformer's settings on one level, under the names of its Config, others among them.
+    """Flattens the settings of a streaming FastConformer to the field names of its Config, among others.
 
     Raises WeightsCorrupt for another kind of encoder.
     """
     encoder = settings["encoder"]
     for name, allowed in (_REQUIRED | _OPTIONAL).items():
-        came = encoder.get(name, None if name in _REQUIRED else allowed[0])
-        if came not in allowed:
-            raise WeightsCorrupt(f"encoder.{name}={came!r}", f"one of {', '.join(map(repr, allowed))}")
+        actual = encoder.get(name, None if name in _REQUIRED else allowed[0])
+        if actual not in allowed:
+            raise WeightsCorrupt(f"encoder.{name}={actual!r}", f"one of {', '.join(map(repr, allowed))}")
     width, channels = encoder.get("d_model"), encoder.get("subsampling_conv_channels", -1)
     if encoder.get("feat_out", -1) not in (-1, None, width):
         raise WeightsCorrupt(f"encoder.feat_out={encoder['feat_out']}", f"-1 or d_model, {width}")
     contexts = encoder.get("att_context_size") or []
     joint = settings.get("joint") or {}
     predictor = (settings.get("decoder") or {}).get("prednet") or {}
-    found = {
+    flat = {
         **encoder,
         "subsampling_conv_channels": width if channels == -1 else channels,
         "att_context_size": [contexts] if contexts and isinstance(contexts[0], int) else contexts,
@@ -111,7 +111,7 @@ def flatten_settings(settings: dict[str, Any]) -> dict[str, Any]:
     }
     if joint:
         durations = _durations(settings)
-        found |= {
+        flat |= {
             "heads": ("tdt" if durations else "rnnt", *(("ctc",) if settings.get("aux_ctc") else ())),
             "durations": durations,
             "pred_hidden": predictor.get("pred_hidden"),
@@ -119,11 +119,9 @@ def flatten_settings(settings: dict[str, Any]) -> dict[str, Any]:
             "joint_hidden": joint["jointnet"].get("joint_hidden"),
             "joint_activation": joint["jointnet"].get("activation"),
         }
-        if found["joint_activation"] not in ACTIVATIONS:
-            raise WeightsCorrupt(
-                f"joint.jointnet.activation={found['joint_activation']!r}", ", ".join(ACTIVATIONS)
-            )
-    return found
+        if flat["joint_activation"] not in ACTIVATIONS:
+            raise WeightsCorrupt(f"joint.jointnet.activation={flat['joint_activation']!r}", ", ".join(ACTIVATIONS))
+    return flat
 
 
 def _durations(settings: dict[str, Any]) -> list[int]:
@@ -135,7 +133,7 @@ def _durations(settings: dict[str, Any]) -> list[int]:
 
 
 class _member:
-    """A file inside the archive, open for reading."""
+    """File inside the archive, open for reading."""
 
     def __init__(self, archive: Path, name: str) -> None:
         self.archive, self.name = archive, name
@@ -150,9 +148,9 @@ class _member:
         except BROKEN as broken:
             self.tar.close()
             raise _corrupt(self.archive, f"it breaks off: {broken}") from broken
-        # Some were packed as ./name.
-        found = next((m for m in members if Path(m.name).name == self.name and m.isfile()), None)
-        file = self.tar.extractfile(found) if found else None
+        # Some archives hold the name as ./name.
+        member = next((m for m in members if Path(m.name).name == self.name and m.isfile()), None)
+        file = self.tar.extractfile(member) if member else None
         if file is None:
             self.tar.close()
             raise _corrupt(self.archive, f"it holds no {self.name}")

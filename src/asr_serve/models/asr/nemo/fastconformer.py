@@ -1,4 +1,4 @@
-"""FastConformer with caches: NeMo's streaming encoder, read by CTC, by a transducer, or by either.
+"""FastConformer with caches: NeMo's streaming encoder with a CTC head, a transducer, or both.
 
 Source  Noroozi et al. 2023 (arXiv:2312.17279), Rekesh et al. 2023 (arXiv:2305.05084); numbers match NeMo's
         ConformerEncoder, offline under its streaming mask and with cache_aware_stream_step.
@@ -88,7 +88,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     att_context_size: tuple[tuple[int, int], ...] = ((70, 13),)
     """Encoder frames to the left of a block, and in the block after its first. The first pair is used."""
     vocab_size: int = 1024
-    """Without the blank."""
+    """Number of tokens, without the blank."""
     heads: tuple[str, ...] = ("rnnt", "ctc")
     pred_hidden: int = 640
     pred_rnn_layers: int = 1
@@ -98,8 +98,8 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """From our config.json, or from what NeMo's model_config.yaml says. Raises WeightsCorrupt for a model that
-        is not computed here."""
+        """Reads our config.json, or the settings of NeMo's model_config.yaml. Raises WeightsCorrupt for an
+        unsupported model."""
         if "encoder" in settings:
             nemo_mel.check(settings.get("preprocessor") or {})
             settings = archive.flatten_settings(settings)
@@ -116,8 +116,8 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         return config
 
     def with_right_context(self, right: int) -> Config:
-        """With another of the contexts that the model was trained for: the one with `right` frames of look-ahead.
-        Raises OptionError."""
+        """Returns the settings with another of the contexts that the model was trained for: the one with `right`
+        frames of look-ahead. Raises OptionError."""
         for pair in self.att_context_size:
             if pair[1] == right:
                 others = tuple(other for other in self.att_context_size if other != pair)
@@ -129,7 +129,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests."""
+    """Returns the smallest model with every part, for tests."""
     return Config(
         feat_in=16,
         d_model=32,
@@ -146,10 +146,10 @@ def tiny() -> Config:
 
 
 class Model(StreamingModel):
-    """Encoder, and what reads it. See models/interfaces.py: StreamingModel, and Transducer.
+    """Encoder with its heads: StreamingModel of models/interfaces.py, with a `transducer` for rnnt and tdt.
 
-    State   stem.*: the last frame at the input of each subsampling layer; by layer keys.* and values.*, rings of
-            what attention looks back on, and conv.*, the last inputs of the depthwise convolution
+    State   stem.*: the last frame at the input of each subsampling layer; for each layer keys.* and values.*,
+            rings of the attention's left context, and conv.*, the last inputs of the depthwise convolution
     """
 
     def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
@@ -171,7 +171,7 @@ class Model(StreamingModel):
         )
         self.layers = [_FastConformerLayer(take, i) for i in range(config.n_layers)]
         self.angles: list[RelativePositionKeys] = []
-        """Of distances, by layer, for the longest chunk there was."""
+        """Relative position keys of each layer, for the longest chunk so far."""
         if "ctc" in self.heads:
             self.head = take.linear("ctc")
         if self.heads[0] != "ctc":
@@ -180,7 +180,8 @@ class Model(StreamingModel):
             )
 
     def count_frames(self, samples: int) -> int:
-        """Encoder frames of so many samples, the session over: as many as NeMo counts, and none of nothing."""
+        """Returns the encoder frames of a finished session of that many samples, as NeMo counts them; 0 for no
+        audio."""
         return self.stem.counts(samples // nemo_mel.HOP_SAMPLES)[-1] if samples else 0
 
     def audio_window(self, chunk: int) -> AudioWindow:
@@ -189,7 +190,7 @@ class Model(StreamingModel):
         return AudioWindow(before, chunk * self.frame_samples + past_last)
 
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
-        self._angles_for(chunk)  # before a step is recorded
+        self._angles_for(chunk)  # not inside a step: steps may be recorded
         config, dtype = self.config, self.device.dtype
         ring = (config.n_heads, self.left + chunk, config.d_model // config.n_heads)
         specs = self.stem.state()
@@ -200,14 +201,14 @@ class Model(StreamingModel):
 
     def step(self, chunk: StreamingChunk, state: State) -> Tensor:
         rows, frames, kernels = chunk.rows, chunk.frames, self.device.kernels
-        where = rows, chunk.start_frames, frames
+        positions = rows, chunk.start_frames, frames
         x = self._front(chunk.pcm, chunk.start_frames, chunk.total_samples, rows, state)
         mixed = torch.empty_like(x)
         for i, (layer, angles) in enumerate(zip(self.layers, self._angles_for(x.shape[1]), strict=True)):
             rings = state[f"keys.{i}"], state[f"values.{i}"]
             x, qkv = layer.attention_inputs(x)
             bias = angles.bias(qkv[0], self.left)
-            kernels.window_attention(*qkv, *rings, *where, bias, self.left, self.frame_block, mixed)
+            kernels.window_attention(*qkv, *rings, *positions, bias, self.left, self.frame_block, mixed)
             x, gated = layer.conv_input(x, mixed)
             taps, tail = (layer.depthwise, layer.depthwise_bias), state[f"conv.{i}"]
             kernels.causal_conv(gated, *taps, tail, rows, frames, mixed)
@@ -215,25 +216,25 @@ class Model(StreamingModel):
         return x
 
     def encode_utterance(self, pcm: Tensor) -> Tensor:
-        """A whole utterance (samples,) at once, without state, under the mask that steps make: (1, frames, width).
-        To compare with: memory grows with the square of its length."""
-        frames, at = self.count_frames(len(pcm)), self.device.torch_device
+        """Encodes a whole utterance (samples,) at once, without state, under the mask that steps imply: (1,
+        frames, width). Reference for tests: memory grows with the square of the length."""
+        frames, device = self.count_frames(len(pcm)), self.device.torch_device
         if not frames:
-            return torch.empty(1, 0, self.config.d_model, dtype=self.device.dtype, device=at)
+            return torch.empty(1, 0, self.config.d_model, dtype=self.device.dtype, device=device)
         window = self.audio_window(frames)
         end = window.samples - window.left_samples
-        wide = F.pad(pcm[:end].to(at), (window.left_samples, end - min(len(pcm), end)))[None]
-        zero, ends = torch.zeros(1, dtype=torch.int64, device=at), torch.tensor([len(pcm)], device=at)
-        tails = {k: torch.zeros(1, *s.shape, dtype=s.dtype, device=at) for k, s in self.stem.state().items()}
+        wide = F.pad(pcm[:end].to(device), (window.left_samples, end - min(len(pcm), end)))[None]
+        zero, ends = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([len(pcm)], device=device)
+        tails = {k: torch.zeros(1, *s.shape, dtype=s.dtype, device=device) for k, s in self.stem.state().items()}
         x = self._front(wide, zero, ends, zero, tails)
-        frame = torch.arange(frames, device=at)
+        frame = torch.arange(frames, device=device)
         begin = (frame // self.frame_block * self.frame_block)[:, None]
-        sees = (frame >= begin - self.left) & (frame < begin + self.frame_block)
+        visible = (frame >= begin - self.left) & (frame < begin + self.frame_block)
         for layer in self.layers:
             x, (q, k, v) = layer.attention_inputs(x)
             angles = layer.angles(distances(self.config.d_model, 0, frames))
             scores = torch.einsum("nqhd,nkhd->nhqk", q, k) + angles.bias(q, 0)
-            scores = (scores.float() * q.shape[3] ** -0.5).masked_fill(~sees, float("-inf"))
+            scores = (scores.float() * q.shape[3] ** -0.5).masked_fill(~visible, float("-inf"))
             weights = scores.softmax(dim=-1)
             mixed = torch.einsum("nhqk,nkhd->nqhd", weights.to(v.dtype), v).flatten(2)
             x, gated = layer.conv_input(x, mixed)
@@ -250,16 +251,16 @@ class Model(StreamingModel):
         return self.stem(mel, seen, ends // nemo_mel.HOP_SAMPLES, rows, tails)
 
     def _angles_for(self, steps: int) -> list[RelativePositionKeys]:
-        """For chunks of so many frames."""
-        held = self.angles[0].steps(self.left) if self.angles else 0
-        if held < steps:
+        """Returns the relative position keys of each layer for chunks of that many frames."""
+        steps_ready = self.angles[0].steps(self.left) if self.angles else 0
+        if steps_ready < steps:
             waves = distances(self.config.d_model, self.left, steps)
             self.angles = [layer.angles(waves) for layer in self.layers]
-        return self.angles if held == steps else [angles.cut(steps, self.left) for angles in self.angles]
+        return self.angles if steps_ready == steps else [angles.cut(steps, self.left) for angles in self.angles]
 
 
 class _FastConformerTensors:
-    """A checkpoint's tensors by name, laid out for the device."""
+    """Tensors of a checkpoint by name, laid out for the device."""
 
     def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
         self.config, self.tensors, self.device = config, tensors, device
@@ -273,7 +274,7 @@ class _FastConformerTensors:
         return tensor.to(self.device.torch_device, dtype or self.device.dtype).contiguous()
 
     def bias(self, name: str) -> Tensor | None:
-        """Of a layer that has one unless the checkpoint was trained without."""
+        """Returns a layer's bias; None where the checkpoint was trained without."""
         return self.get(f"{name}.bias") if self.config.use_bias else None
 
     def norm(self, name: str) -> tuple[Tensor, Tensor]:
@@ -286,7 +287,8 @@ class _FastConformerTensors:
 
 
 class _FastConformerLayer:
-    """Half a feed-forward, attention, convolution, half a feed-forward; what looks back is left to the caller."""
+    """Layer of half a feed-forward, attention, convolution, half a feed-forward; the caller computes attention and
+    depthwise convolution, which need state."""
 
     def __init__(self, take: _FastConformerTensors, index: int) -> None:
         at, config = f"encoder.layers.{index}", take.config
@@ -299,8 +301,8 @@ class _FastConformerLayer:
         self.up1, self.up2 = (take.linear(f"{at}.feed_forward{i}.linear1", biased=biased) for i in (1, 2))
         self.down1, self.down2 = (take.linear(f"{at}.feed_forward{i}.linear2", 0.5, biased) for i in (1, 2))
         attention = f"{at}.self_attn"
-        # What keys are asked with, u, goes into the query's bias; what distances are asked with, v, differs from
-        # that by the same for every frame.
+        # The bias u of the content scores is part of the query's bias; the bias v of the position scores differs
+        # from it by a constant for all frames.
         u, v = (take.get(f"{attention}.pos_bias_{kind}") for kind in "uv")
         biases = torch.zeros(3, self.width)
         if biased:
@@ -330,20 +332,20 @@ class _FastConformerLayer:
         )
 
     def angles(self, waves: Tensor) -> RelativePositionKeys:
-        """What a query finds at each distance."""
+        """Projects position encodings to the keys of this layer."""
         keys = F.linear(waves.to(self.of_distances), self.of_distances)
         keys = keys.view(-1, self.heads, self.width // self.heads).permute(1, 2, 0)
         dtype = self.norm_out[0].dtype
         return RelativePositionKeys(keys.contiguous().to(dtype), (self.query_bias[:, None] @ keys).to(dtype))
 
     def attention_inputs(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """x after the first half feed-forward; queries, keys and values (n, frames, heads, head_dim)."""
+        """Returns x after the first half feed-forward; queries, keys and values (n, frames, heads, head_dim)."""
         x = self.down1(F.silu(self.up1(_normed(x, self.norm1)), inplace=True), add=x)
         qkv = self.qkv(_normed(x, self.norm_look)).view(*x.shape[:2], 3, self.heads, -1)
         return x, (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
 
     def conv_input(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """x after attention; what the depthwise convolution takes."""
+        """Returns x after attention, and the input of the depthwise convolution."""
         x = self.out(mixed, add=x)
         return x, F.glu(self.into_gate(_normed(x, self.norm_gate)), dim=-1)
 
@@ -363,12 +365,13 @@ def _normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rename(key: str) -> str | None:
-    """A checkpoint's name as ours; None for what is no weight. Raises WeightsCorrupt for a part no Model has."""
+    """Converts a checkpoint's tensor name to ours; None for what is no weight. Raises WeightsCorrupt for an
+    unsupported part."""
     if key.startswith(("preprocessor.", "spec_augment", "encoder.pos_enc.")) or key.endswith(
         "num_batches_tracked"
     ):
         return None
-    # Behind the activation, and behind dropout where it was trained with that.
+    # The output layer's index is 2 where the model was trained with dropout, else 1.
     key = re.sub(r"^joint\.joint_net\.[12]\.", "joint.out.", key)
     key = re.sub(r"^(ctc_)?decoder\.decoder_layers\.0\.", "ctc.", key)
     if key.startswith(("encoder.pre_encode.", "encoder.layers.", "decoder.prediction.", "joint.", "ctc.")):
@@ -377,19 +380,20 @@ def rename(key: str) -> str | None:
 
 
 def is_package_folder(folder: Path) -> bool:
-    """Whether `folder` holds one archive of NeMo, or is one."""
+    """Whether `folder` holds one NeMo archive, or is one."""
     return archive.find_archive(folder) is not None
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write the archive at `source` as a checkpoint into `target`: config.json, pieces.json, model.safetensors."""
+    """Converts the archive at `source` into a checkpoint in `target`: config.json, pieces.json,
+    model.safetensors."""
     path = archive.find_archive(source)
     assert path is not None
     settings = archive.settings(path)
     config = {"model_type": "fastconformer", **msgspec.to_builtins(Config.of(settings))}
     (target / "config.json").write_text(json.dumps(config, indent=1))
     (target / "pieces.json").write_text(json.dumps(archive.pieces(settings), ensure_ascii=False))
-    # Layers may share a tensor: each gets its own.
+    # Layers may share a tensor: safetensors needs copies.
     ours = {
         ours: tensor.clone() for name, tensor in archive.tensors(path, target).items() if (ours := rename(name))
     }

@@ -1,4 +1,4 @@
-"""Predictor and joint network of transducers with an LSTM, as NeMo has them.
+"""Predictor and joint network of NeMo's transducers with an LSTM.
 
 Source  Graves 2012 (arXiv:1211.3711); with durations Xu et al. 2023 (arXiv:2304.06795). Numbers match NeMo's
         RNNTDecoder and RNNTJoint; tests/models/test_fastconformer.py.
@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
 }
-"""Between the sum of the joint network's halves and its output."""
+"""Activations between the sum of the joint network's halves and its output."""
 
 Tools = tuple[
     Callable[[str], Tensor], Callable[[Tensor, torch.dtype | None], Tensor], Callable[[Tensor, Tensor], Any]
@@ -28,10 +28,10 @@ Tools = tuple[
 
 
 class LstmTransducer:
-    """Predictor and joint network; see models/interfaces.Transducer. The blank is the last token.
+    """Predictor and joint network: `models.interfaces.Transducer`, whose blank is the last token.
 
-    tools   gets a checkpoint's float32 tensor by name (decoder.prediction.*, joint.*); puts a tensor on the
-            device, in a dtype or the device's own; makes a product of a weight (out, in) and a bias (out,)
+    tools   three functions: get a checkpoint's float32 tensor by name (decoder.prediction.*, joint.*); move a
+            tensor to the device, in a dtype or the device's own; make a linear layer of weight (out, in) and bias
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class LstmTransducer:
         get, put, linear = tools
         lstm = "decoder.prediction.dec_rnn.lstm"
         embedding = get("decoder.prediction.embed.weight").clone()
-        embedding[-1] = 0.0  # blank, and the start: nothing was said
+        embedding[-1] = 0.0  # blank, and the start of the sequence
         self.embedding = put(embedding, None)
-        # Input and memory side by side, so that a step is one product.
+        # Input and memory concatenated, so that a step is one product.
         self.cells = [
             linear(
                 torch.cat([get(f"{lstm}.weight_ih_l{i}"), get(f"{lstm}.weight_hh_l{i}")], dim=1),
@@ -63,8 +63,9 @@ class LstmTransducer:
         return {"predictor.h": StateSpec(shape), "predictor.c": StateSpec(shape)}
 
     def predict(self, tokens: Tensor, memory: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Out     the predictor's half of the joint network (n, joint width): the search asks for the sum with it
-        at frame after frame; and the memory after."""
+        """Steps the predictor by one token of each row. Returns the predictor's half of the joint network (n,
+        joint width), which the search adds to the encoder's half of frame after frame; and the memory after the
+        step."""
         x = self.embedding[tokens]
         h, c = memory["predictor.h"].unbind(1), memory["predictor.c"].unbind(1)
         after_h, after_c = [], []

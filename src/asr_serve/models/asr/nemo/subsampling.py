@@ -1,4 +1,4 @@
-"""Spectrogram to encoder frames, as streaming FastConformers do it: convolutions that do not look ahead."""
+"""Subsampling of mel spectrograms to encoder frames in streaming FastConformers: causal strided convolutions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ Count = TypeVar("Count", int, Tensor)
 
 
 class Subsampling:
-    """Convolutions of three by three with stride two, after the first depthwise, with a pointwise one behind.
+    """Convolutions of three by three with stride two; those after the first are depthwise, followed by a pointwise
+    one.
 
-    Each takes one frame of the past beside what comes in. Before the session and after its end every layer's input
-    is zero, not what the layer before makes of zeros.
+    Each reads one frame of the past beside its input. Before the session and after its end every layer's input is
+    zero, rather than the previous layer's output for zeros.
 
     In      mel (n, factor * frames, bins) float32: from frame factor * (seen - 1) + 1 of the session on
             seen (n,) int64: encoder frames before; counts (n,) int64: mel frames of the session; rows of the state
     Out     (n, frames, width)
     State   stem.*: the last frame at the input of each layer
-    Source  arXiv:2305.05084; numbers match NeMo's ConvSubsampling, causal dw_striding, told the lengths
+    Source  arXiv:2305.05084; numbers match NeMo's ConvSubsampling, causal dw_striding, with lengths
 
     tools   as in LstmTransducer; tensors are encoder.pre_encode.*
-    scale   of what comes out
+    scale   factor of the output
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Subsampling:
         def both(index: int) -> tuple[Tensor, Tensor]:
             return get(f"encoder.pre_encode.conv.{index}.weight"), get(f"encoder.pre_encode.conv.{index}.bias")
 
-        # NeMo's sequence: convolution, ReLU, then threes of depthwise, pointwise, ReLU. The first stays in
+        # NeMo's sequence: convolution, ReLU, then triples of depthwise, pointwise, ReLU. The first stays in
         # float32: log-mel has a wide range, and the product is small.
         first, *depthwise = (both(i) for i in (0, *range(2, 3 * layers - 1, 3)))
         self.convolutions = [
@@ -62,18 +63,18 @@ class Subsampling:
             linear(weight.flatten(1), bias) for weight, bias in (both(i) for i in range(3, 3 * layers, 3))
         ]
         out = get("encoder.pre_encode.out.weight").view(width, channels, self.bins[-1])
-        out = out.transpose(1, 2).flatten(1)  # ours has channels last
+        out = out.transpose(1, 2).flatten(1)  # channels are last here
         self.out = linear(out * scale, get("encoder.pre_encode.out.bias") * scale)
 
     def counts(self, mels: Count) -> list[Count]:
-        """Frames at the input of each layer, and behind the last, of so many mel frames."""
+        """Returns the frames at the input of each layer, and after the last, for that many mel frames."""
         counts = [mels]
         for _ in self.convolutions:
             counts.append(counts[-1] // 2 + 1)
         return counts
 
     def first(self, layer: int, seen: Tensor) -> Tensor:
-        """The session's number of the first frame that a chunk brings to a layer."""
+        """Returns the index in the session of the first frame that a chunk adds to a layer."""
         stride = self.factor >> layer
         return seen * stride - (stride - 1)
 

@@ -1,1 +1,1 @@
-"""wenet."""
+"""WeNet models."""

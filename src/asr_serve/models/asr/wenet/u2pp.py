@@ -1,9 +1,9 @@
-"""U2++: WeNet's streaming Conformer. CTC hears chunk by chunk; two attention decoders, one from left to right, one
-from right to left, judge at the end what it heard.
+"""U2++: WeNet's streaming Conformer. CTC decodes chunk by chunk; two attention decoders, one from left to right,
+one from right to left, rescore its hypotheses at the end.
 
-Attention has WeNet's relative positions without a shift: a query meets the place of a key, counted from the
-session's start, and not their distance. So a key can be kept with its place added, and what is left of the
-positions is one number for each key and head.
+Attention has WeNet's relative positions without a shift: a query is scored against the position of a key, counted
+from the session's start, and not against their distance. So a key can be cached with its position added, and the
+rest of the position term is one number for each key and head.
 
 Source  arXiv:2012.05481 (U2), arXiv:2106.05642 (U2++); numbers match WeNet's modules,
         tests/models/generate_u2pp.py.
@@ -29,7 +29,7 @@ from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.registry import AsrCard
 
 WAVELENGTHS = 10_000.0
-"""Sinusoids of positions go from 2 pi frames to so many times that."""
+"""Wavelengths of the position encoding range from 2 pi frames to that many times this."""
 
 _SHARED: dict[str, Any] = {
     "task": "asr",
@@ -66,10 +66,10 @@ CARDS = (
 
 
 class Config(AsrModelConfig, frozen=True, kw_only=True):
-    """Sizes. `convert` writes them, for WeNet keeps them in a train.yaml."""
+    """Sizes, as `convert` writes them: WeNet stores them in a train.yaml."""
 
     vocab: int
-    """With the blank, and with the start and end of a sentence."""
+    """Number of tokens, with the blank and the start and end of a sentence."""
     blank: int = 0
     sos: int
     eos: int
@@ -80,7 +80,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     layers: int = 12
     kernel: int = 15
     conv_norm: str = "layer_norm"
-    """Or batch_norm."""
+    """layer_norm or batch_norm."""
     subsampling: int = 4
     norm_eps: float = 1e-5
     decoder_heads: int = 4
@@ -89,17 +89,17 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     reverse_layers: int = 3
     decoder_norm_eps: float = 1e-5
     chunk: int = 16
-    """Encoder frames that see each other."""
+    """Encoder frames that attend to each other."""
     left_chunks: int = 4
-    """How many of them before its own a frame sees."""
+    """Chunks before its own that a frame attends to."""
     ctc_weight: float = 0.3
-    """Of CTC's score beside the decoders'."""
+    """Weight of the CTC score when hypotheses are rescored."""
     reverse_weight: float = 0.3
-    """Of the decoder from right to left; the other has the rest."""
+    """Weight of the right-to-left decoder; the left-to-right one has the rest."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """From a checkpoint's config.json. Raises WeightsCorrupt."""
+        """Reads a checkpoint's config.json. Raises WeightsCorrupt."""
         missing = [name for name in ("vocab", "sos", "eos") if settings.get(name) is None]
         if missing:
             raise WeightsCorrupt(f"config.json does not say {', '.join(missing)}", "convert writes it")
@@ -112,7 +112,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests."""
+    """Returns the smallest model with every part, for tests."""
     return Config(
         vocab=23,
         sos=22,
@@ -133,9 +133,9 @@ def tiny() -> Config:
 
 
 class Model(StreamingModel):
-    """Encoder, CTC head and decoders. See models/interfaces.StreamingModel.
+    """Encoder, CTC head and decoders: StreamingModel of models/interfaces.py.
 
-    State   of each layer: keys and values of the last chunks, and the last inputs of its convolution.
+    State   for each layer: keys and values of the last chunks, and the last inputs of its convolution.
     """
 
     heads = ("ctc",)
@@ -179,8 +179,8 @@ class Model(StreamingModel):
         config, dtype = self.config, self.device.dtype
         ring = StateSpec((config.heads, self.left + chunk, config.width // config.heads), dtype, None)
         tail = StateSpec((config.kernel - 1, config.width), dtype)
-        each = {"keys": ring, "values": ring, "tail": tail}
-        return {f"{name}.{i}": spec for i in range(config.layers) for name, spec in each.items()}
+        specs = {"keys": ring, "values": ring, "tail": tail}
+        return {f"{name}.{i}": spec for i in range(config.layers) for name, spec in specs.items()}
 
     def step(self, chunk: StreamingChunk, state: State) -> Tensor:
         kernels, left, block = self.device.kernels, self.left, self.frame_block
@@ -188,8 +188,8 @@ class Model(StreamingModel):
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
             mixed = torch.empty(*q.shape[:2], self.config.width, dtype=q.dtype, device=q.device)
             ring = state[f"keys.{i}"], state[f"values.{i}"]
-            places = chunk.rows, chunk.start_frames, chunk.frames
-            kernels.window_attention(q, k, v, *ring, *places, bias, left, block, mixed)
+            positions = chunk.rows, chunk.start_frames, chunk.frames
+            kernels.window_attention(q, k, v, *ring, *positions, bias, left, block, mixed)
             return mixed
 
         def convolve(i: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -201,14 +201,14 @@ class Model(StreamingModel):
         return self._layers(x, self.positions(chunk.start_frames, left, x.shape[1]), attend, convolve)
 
     def encode_utterance(self, pcm: Tensor) -> Tensor:
-        """A whole utterance (samples,) at once, under the mask that chunks make: (1, frames, width). To compare
-        with: memory grows with the square of its length."""
+        """Encodes a whole utterance (samples,) at once, under the mask that chunks imply: (1, frames, width).
+        Reference for tests: memory grows with the square of the length."""
         frames = self.count_frames(pcm.shape[0])
         if not frames:
             return torch.empty(1, 0, self.config.width, dtype=self.device.dtype, device=self.device.torch_device)
-        at = torch.arange(frames, device=self.device.torch_device)
-        first = at[:, None] // self.frame_block * self.frame_block
-        hidden = (at < first - self.left) | (at >= first + self.frame_block)
+        frame = torch.arange(frames, device=self.device.torch_device)
+        first = frame[:, None] // self.frame_block * self.frame_block
+        hidden = (frame < first - self.left) | (frame >= first + self.frame_block)
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
             query, key, value = (each.float().transpose(1, 2) for each in (q, k, v))
@@ -221,7 +221,7 @@ class Model(StreamingModel):
             return F.conv1d(wide, weight[:, None], bias, groups=len(weight)).transpose(1, 2)
 
         x = self.stem(self.fbank(pcm[None].to(self.device.torch_device)))
-        return self._layers(x, self.positions(at[:1], 0, frames), attend, convolve)
+        return self._layers(x, self.positions(frame[:1], 0, frames), attend, convolve)
 
     def ctc_logprobs(self, hidden: Tensor) -> Tensor:
         return F.log_softmax(self.ctc_head(hidden).float(), dim=-1)
@@ -231,8 +231,8 @@ class Model(StreamingModel):
         return self
 
     def rescore(self, hidden: Tensor, guesses: list[list[int]]) -> list[float]:
-        """What the decoders think of each of several transcripts of one utterance, natural log; the best has the
-        greatest sum of this and `ctc_weight` times what CTC thinks.
+        """Scores several transcripts of one utterance with the decoders, natural log; the best has the greatest
+        sum of this and `ctc_weight` times the CTC score.
 
         In      hidden (frames, width), at least one frame; guesses without start and end
         """
@@ -257,10 +257,11 @@ class Model(StreamingModel):
 
 
 class _RelativePositions:
-    """Where keys are: what every layer adds to its new keys, and to the scores of all.
+    """Position terms of the keys: shifts that each layer adds to its new keys, and biases of the scores of all
+    keys.
 
-    A score is (q + u) . k + (q + v) . p, p the layer's image of the key's place and u, v of the head. That is
-    (q + u) . (k + p) + (v - u) . p, whose last part no query changes.
+    A score is (q + u) . k + (q + v) . p, with p the layer's projection of the key's position and u, v of the head.
+    That is (q + u) . (k + p) + (v - u) . p, whose last part does not depend on the query.
     """
 
     def __init__(self, config: Config, take: wenet.WenetTensors) -> None:
@@ -270,19 +271,19 @@ class _RelativePositions:
         images, biases = [], []
         for i in range(config.layers):
             at = f"encoder.encoders.{i}.self_attn"
-            # WeNet has sines and cosines in turn; here are all sines, then all cosines.
+            # WeNet interleaves sines and cosines; here are all sines, then all cosines.
             image = take.get(f"{at}.linear_pos.weight")
             image = torch.cat([image[:, 0::2], image[:, 1::2]], dim=1)
             images.append(image)
-            apart = take.get(f"{at}.pos_bias_v") - take.get(f"{at}.pos_bias_u")
-            biases.append(torch.einsum("hd,hdw->hw", apart, image.view(*apart.shape, -1)))
+            bias_difference = take.get(f"{at}.pos_bias_v") - take.get(f"{at}.pos_bias_u")
+            biases.append(torch.einsum("hd,hdw->hw", bias_difference, image.view(*bias_difference.shape, -1)))
         self.image, self.dtype = take.device.linear(torch.cat(images)), take.device.dtype
         self.biases = torch.cat(biases).to(take.device.torch_device)
 
     def __call__(self, seen: Tensor, left: int, frames: int) -> tuple[Tensor, Tensor]:
-        """Of rows that stand at `seen` (n,): shifts (n, frames, layers * width) of their next keys, and biases
+        """Returns for rows at frame `seen` (n,): shifts (n, frames, layers * width) of their next keys, and biases
         (n, layers * heads, left + frames), the first of which belongs to frame seen - left."""
-        # A session may last for days, and float32 does not count that far: angles are added, in parts.
+        # A session may last for days, which float32 angles cannot resolve: angles are added, in parts.
         start = (seen - left).double()[:, None] * self.speeds
         steps = torch.arange(left + frames, dtype=torch.float64, device=seen.device)[:, None] * self.speeds
         sin, cos = start.sin().float()[:, None], start.cos().float()[:, None]
@@ -292,7 +293,7 @@ class _RelativePositions:
         return shifts, self.biases @ waves.transpose(1, 2)
 
     def split(self, shifts: Tensor, biases: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """By layer: shifts (n, frames, heads, head_dim), biases (n, heads, 1, left + frames)."""
+        """Splits by layer: shifts (n, frames, heads, head_dim), biases (n, heads, 1, left + frames)."""
         by_layer = shifts.view(*shifts.shape[:2], self.layers, self.heads, -1).unbind(2)
         return list(by_layer), list(biases.view(len(biases), self.layers, self.heads, 1, -1).unbind(1))
 
@@ -319,8 +320,8 @@ class _U2ppLayer:
         conv = f"{at}.conv_module"
         weight, bias = (take.get(f"{conv}.pointwise_conv1.{part}") for part in ("weight", "bias"))
         self.gated = take.device.linear(weight[:, :, 0], bias)
-        # WeNet pads before the gate: what lies before a session's start is not zero but the gate of zero. That
-        # much is taken off everything the convolution sees, and its sum is in the bias.
+        # WeNet pads before the gate: the input before a session's start is not zero but the gate of zero. That
+        # constant is subtracted from everything that the convolution reads, and its sum is in the bias.
         rest = F.glu(bias, dim=0)
         weight, bias = take.get(f"{conv}.depthwise_conv.weight")[:, 0], take.get(f"{conv}.depthwise_conv.bias")
         bias = bias + weight.sum(1) * rest
@@ -364,7 +365,7 @@ class _U2ppLayer:
 
 def _feed_forward(take: wenet.WenetTensors, at: str) -> tuple[Any, Any]:
     down, bias = take.get(f"{at}.w_2.weight"), take.get(f"{at}.w_2.bias")
-    return take.linear(f"{at}.w_1"), take.device.linear(down * 0.5, bias * 0.5)  # each is half of what is added
+    return take.linear(f"{at}.w_1"), take.device.linear(down * 0.5, bias * 0.5)  # each adds half of its output
 
 
 # --- WeNet's own form -----------------------------------------------------------------------------------
@@ -375,7 +376,7 @@ is_package_folder = wenet.is_package_folder
 
 
 def convert(source: Path, target: Path) -> None:
-    """An experiment of WeNet's, folder or archive, as a checkpoint in `target`. Raises WeightsCorrupt."""
+    """Converts an experiment of WeNet, folder or archive, into a checkpoint in `target`. Raises WeightsCorrupt."""
     wenet.convert(source, target, {"model_type": "u2pp"})
 
 

@@ -1,4 +1,4 @@
-"""What models of WeNet share: their weights by name, the attention decoder that rescores, and experiments on disk.
+"""Shared parts of WeNet models: weights by name, the attention decoder that rescores, and experiments on disk.
 
 Source  arXiv:2203.15455; numbers match WeNet's modules, tests/models/generate_u2pp.py.
 """
@@ -29,13 +29,13 @@ from asr_serve.errors import WeightsCorrupt
 
 
 class WenetTensors:
-    """A checkpoint's tensors by name, laid out for the device."""
+    """Tensors of a checkpoint by name, laid out for the device."""
 
     def __init__(self, tensors: dict[str, Tensor], device: Device) -> None:
         self.tensors, self.device = tensors, device
 
     def get(self, name: str) -> Tensor:
-        """In float32, where the checkpoint lies. Raises WeightsCorrupt."""
+        """Returns a tensor as float32, on the checkpoint's device. Raises WeightsCorrupt."""
         if name not in self.tensors:
             raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a model of WeNet with its config has it")
         return self.tensors[name].float()
@@ -51,17 +51,17 @@ class WenetTensors:
         return partial(F.layer_norm, normalized_shape=weight.shape, weight=weight, bias=bias, eps=eps)
 
     def linear(self, *names: str) -> Linear:
-        """One product for several matrices of the same input, stacked."""
+        """Stacks several matrices with the same input into one linear layer."""
         weights, biases = ([self.get(f"{name}.{part}") for name in names] for part in ("weight", "bias"))
         return self.device.linear(torch.cat(weights), torch.cat(biases))
 
 
 STRIDED = {4: ((3, 2), (3, 2)), 6: ((3, 2), (5, 3)), 8: ((3, 2), (3, 2), (3, 2))}
-"""Kernel and stride of the convolutions that make one encoder frame of so many feature frames."""
+"""Subsampling -> kernel and stride of its convolutions."""
 
 
 class WenetStem:
-    """Features, normed by the training data's mean and spread, to encoder frames."""
+    """Subsampling: features, normalized by the training data's mean and deviation, to encoder frames."""
 
     def __init__(self, take: WenetTensors, subsampling: int, mels: int, width: int) -> None:
         self.strided = STRIDED[subsampling]
@@ -77,9 +77,9 @@ class WenetStem:
             self.convs.append((weight.contiguous(memory_format=torch.channels_last), bias, stride, bands))
         name = "encoder.embed.out.0" if subsampling == 4 else "encoder.embed.linear"
         weight, bias = take.get(f"{name}.weight"), take.get(f"{name}.bias")
-        # The convolutions write channels side by side, WeNet's product reads bands side by side.
+        # The convolutions write channels last, WeNet's linear layer reads bands last.
         weight = weight.view(-1, width, bands).transpose(1, 2).flatten(1)
-        scale = math.sqrt(width)  # what positions are added to elsewhere is scaled here too
+        scale = math.sqrt(width)  # WeNet scales embeddings before it adds positions
         self.out = take.device.linear(weight * scale, bias * scale)
 
     def frames(self, features: int) -> int:
@@ -88,13 +88,13 @@ class WenetStem:
         return features
 
     def features(self, frames: int) -> int:
-        """How many feature frames make so many encoder frames."""
+        """Returns the feature frames that make that many encoder frames."""
         for kernel, stride in reversed(self.strided):
             frames = (frames - 1) * stride + kernel
         return frames
 
     def __call__(self, features: Tensor) -> Tensor:
-        """(n, features, mels) -> (n, frames, width)."""
+        """Converts features (n, features, mels) to encoder frames (n, frames, width)."""
         x = ((features - self.mean) * self.istd).to(self.dtype)[:, None]
         for weight, bias, stride, bands in self.convs:
             # oneDNN's bf16 by AMX (torch 2.13) writes garbage where strided convolutions make one band: two, then.
@@ -103,10 +103,10 @@ class WenetStem:
 
 
 class WenetDecoder:
-    """A Transformer decoder that reads several transcripts of one utterance at once and says how likely each is.
+    """Transformer decoder that scores several transcripts of one utterance at once.
 
     In      hidden (frames, width), the encoder's; sentences, without start and end
-    Out     (sentences,) float32, natural log of each sentence and of its end after it
+    Out     (sentences,) float32, natural log of each sentence with its end
     """
 
     def __init__(
@@ -121,18 +121,18 @@ class WenetDecoder:
     def __call__(self, hidden: Tensor, sentences: Sequence[Sequence[int]]) -> Tensor:
         device, width = self.embedding.device, self.embedding.shape[1]
         longest = max(len(sentence) for sentence in sentences) + 1
-        # Nobody looks ahead, so whatever comes after a sentence's end changes nothing before it.
+        # Attention is causal, so tokens after a sentence's end change nothing before it.
         padded = [[*sentence, *[self.eos] * (longest - len(sentence))] for sentence in sentences]
-        wanted = torch.tensor(padded, device=device)
-        read = F.pad(wanted[:, :-1], (1, 0), value=self.sos)
-        x = F.embedding(read, self.embedding) * math.sqrt(width) + sinusoids(longest, width).to(self.embedding)
+        targets = torch.tensor(padded, device=device)
+        inputs = F.pad(targets[:, :-1], (1, 0), value=self.sos)
+        x = F.embedding(inputs, self.embedding) * math.sqrt(width) + sinusoids(longest, width).to(self.embedding)
         for layer in self.layers:
             x = layer(x, hidden)
         logits = self.head(self.after_norm(x)).float()
-        found = logits.gather(2, wanted[:, :, None])[:, :, 0] - logits.logsumexp(dim=-1)
+        logprobs = logits.gather(2, targets[:, :, None])[:, :, 0] - logits.logsumexp(dim=-1)
         ends = torch.tensor([len(sentence) for sentence in sentences], device=device)
         counts = torch.arange(longest, device=device) <= ends[:, None]
-        return found.masked_fill(~counts, 0.0).sum(dim=1)
+        return logprobs.masked_fill(~counts, 0.0).sum(dim=1)
 
 
 class _WenetDecoderLayer:
@@ -149,7 +149,7 @@ class _WenetDecoderLayer:
     def __call__(self, x: Tensor, hidden: Tensor) -> Tensor:
         own, audio, last = self.norms
         x = self.own_out(self._attend(*self.qkv(own(x)).chunk(3, dim=-1), causal=True), add=x)
-        # One utterance, so its keys are made once and every sentence looks at the same.
+        # One utterance: its keys are computed once and shared by all sentences.
         key, value = (each.expand(len(x), -1, -1) for each in self.audio(hidden)[None].chunk(2, dim=-1))
         x = self.audio_out(self._attend(self.query(audio(x)), key, value, causal=False), add=x)
         out: Tensor = self.down(self.up(last(x)).relu_(), add=x)
@@ -161,7 +161,8 @@ class _WenetDecoderLayer:
 
 
 def sinusoids(positions: int, width: int) -> Tensor:
-    """(positions, width) float32 from position 0: a sine and a cosine in turn, each pair slower than the last.
+    """Returns (positions, width) float32 from position 0: sine and cosine alternate, each pair slower than the
+    last.
 
     Source: arXiv:1706.03762, section 3.5.
     """
@@ -178,7 +179,7 @@ LEAST_VARIANCE = 1e-20
 
 
 def rename(key: str) -> str | None:
-    """A tensor's name in WeNet's checkpoints as ours; None for what only training needs."""
+    """Converts a tensor's name in WeNet's checkpoints to ours; None for tensors that only training needs."""
     key = key.removeprefix("module.")
     if key.endswith("num_batches_tracked") or ".concat_linear" in key or ".pos_enc." in key:
         return None
@@ -202,17 +203,17 @@ def _weights(folder: Path) -> Path | None:
 
 
 def _units(folder: Path) -> Path | None:
-    named = [
+    candidates = [
         folder / "units.txt",
         *sorted(folder.glob("*units.txt")),
         folder / "lang_char.txt",
         folder / "words.txt",
     ]
-    return next((path for path in named if path.is_file()), None)
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def convert(source: Path, target: Path, extra: Mapping[str, Any]) -> None:
-    """Write config.json, `extra` in it, model.safetensors and pieces.json of an experiment into `target`.
+    """Converts an experiment into config.json with `extra`, model.safetensors and pieces.json in `target`.
 
     Raises WeightsCorrupt.
     """
@@ -245,14 +246,14 @@ def _unpacked(source: Path, beside: Path) -> Iterator[Path]:
         yield source
         return
     with tempfile.TemporaryDirectory(dir=beside) as name:
-        wanted = re.compile(
+        names = re.compile(
             rf"({re.escape(SETTINGS)}|{CMVN}|(\w.*)?units\.txt|lang_char\.txt|words\.txt|(final|avg_\d+)\.pt)"
         )
         try:
             with tarfile.open(archive, "r:gz") as packed:
                 for member in packed:
-                    base = Path(member.name).name  # whatever folder it names, it lands in ours
-                    if wanted.fullmatch(base) and (file := packed.extractfile(member)):
+                    base = Path(member.name).name  # folders in its name are ignored
+                    if names.fullmatch(base) and (file := packed.extractfile(member)):
                         with file, (Path(name) / base).open("wb") as out:
                             shutil.copyfileobj(file, out)
         except (tarfile.TarError, EOFError, OSError, KeyError) as failure:
@@ -262,18 +263,18 @@ def _unpacked(source: Path, beside: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError) as failure:
         raise WeightsCorrupt(f"{path} cannot be read: {failure}", "tensors by name and nothing else") from failure
-    if not isinstance(found, dict):
-        raise WeightsCorrupt(f"{path} holds a {type(found).__name__}", "tensors by name")
-    tensors = {new: each for key, each in found.items() if isinstance(each, Tensor) and (new := rename(key))}
+    if not isinstance(loaded, dict):
+        raise WeightsCorrupt(f"{path} holds a {type(loaded).__name__}", "tensors by name")
+    tensors = {new: each for key, each in loaded.items() if isinstance(each, Tensor) and (new := rename(key))}
     return {name: each.float().clone(memory_format=torch.contiguous_format) for name, each in tensors.items()}
 
 
 def cmvn(text: str) -> tuple[Tensor, Tensor]:
-    """Mean and inverse spread of each feature, float32, of a global_cmvn: WeNet's JSON, or Kaldi's text of sums,
-    their count, and sums of squares. Raises WeightsCorrupt."""
+    """Reads mean and inverse deviation of each feature, float32, from a global_cmvn: WeNet's JSON, or Kaldi's text
+    of sums, their count, and sums of squares. Raises WeightsCorrupt."""
     try:
         if text.lstrip().startswith("{"):
             stats = json.loads(text)
@@ -292,7 +293,7 @@ def cmvn(text: str) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(units: Path) -> list[str]:
-    """Text of each id; what stands in angle brackets is no text, but <space>."""
+    """Reads the text of each id; pieces in angle brackets are special tokens without text, but for <space>."""
     pieces: dict[int, str] = {}
     for line in units.read_text(encoding="utf-8").split("\n"):
         if line.strip():
@@ -330,10 +331,10 @@ KNOWN: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {
         "n_kv_head": (None, (None,)),
     },
 }
-"""What train.yaml may say where it changes the maths: the default of WeNet's code, and what is computed here."""
+"""Settings of train.yaml that change the computation: the default of WeNet's code, and the supported values."""
 INPUT_LAYERS = {"conv2d": 4, "conv2d6": 6, "conv2d8": 8}
 CHUNK, LEFT_CHUNKS = 16, 4
-"""Of models that were trained for any chunk: 0.64 s, and 2.56 s before it."""
+"""Defaults for models that were trained for any chunk: 0.64 s, and 2.56 s before it."""
 
 
 def _config(settings: dict[str, Any], pieces: int) -> dict[str, Any]:
@@ -346,9 +347,9 @@ def _config(settings: dict[str, Any], pieces: int) -> dict[str, Any]:
     for part, table in KNOWN.items():
         conf = settings.get(part) or {}
         checks += [(f"{part}.{name}", conf.get(name, usual), allowed) for name, (usual, allowed) in table.items()]
-    for name, came, allowed in checks:
-        if came not in allowed:
-            raise WeightsCorrupt(f"{SETTINGS} says {name}={came}", f"one of {allowed}")
+    for name, value, allowed in checks:
+        if value not in allowed:
+            raise WeightsCorrupt(f"{SETTINGS} says {name}={value}", f"one of {allowed}")
     static = 0 if encoder.get("use_dynamic_chunk") else encoder.get("static_chunk_size", 0)
     if not static and not encoder.get("use_dynamic_chunk"):
         raise WeightsCorrupt(
@@ -385,7 +386,7 @@ def _config(settings: dict[str, Any], pieces: int) -> dict[str, Any]:
 
 
 def _complete(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Raises WeightsCorrupt where tensors and settings are not of one model."""
+    """Checks that tensors and settings belong to one model. Raises WeightsCorrupt."""
     mels, vocab = config["mels"], config["vocab"]
     if "encoder.global_cmvn.mean" not in tensors:  # a model may have been trained without
         tensors["encoder.global_cmvn.mean"] = torch.zeros(mels)
@@ -397,6 +398,6 @@ def _complete(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         f"encoder.encoders.{last}.feed_forward.w_1.weight": (config["inner"], config["width"]),
         "decoder.left_decoder.decoders.0.feed_forward.w_1.weight": (config["decoder_inner"], config["width"]),
     }.items():
-        came = tuple(tensors[name].shape) if name in tensors else None
-        if came != shape:
-            raise WeightsCorrupt(f"{name} has the shape {came}", f"{shape}, by {SETTINGS} and units.txt")
+        actual = tuple(tensors[name].shape) if name in tensors else None
+        if actual != shape:
+            raise WeightsCorrupt(f"{name} has the shape {actual}", f"{shape}, by {SETTINGS} and units.txt")

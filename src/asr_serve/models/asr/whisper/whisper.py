@@ -1,4 +1,4 @@
-"""Whisper: encoder-decoder recognition and translation of 30 s windows, with tasks and times among the tokens.
+"""Whisper: encoder-decoder recognition and translation of 30 s windows, with tasks and times as tokens.
 
 Source  arXiv:2212.04356; numbers match transformers' WhisperForConditionalGeneration.
 """
@@ -29,7 +29,7 @@ from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, pa
 from asr_serve.models.registry import AsrCard, PackagedWeights
 
 PROMPT_TOKENS = 223
-"""Of the 448 positions of every published decoder, half a row less the mark before it."""
+"""Most tokens of a prompt: half of the 448 positions of every published decoder, less the token before it."""
 
 
 def _card(size: str, parameters: int, packaged: PackagedWeights | None = None, hub: str = "") -> AsrCard:
@@ -49,7 +49,7 @@ def _card(size: str, parameters: int, packaged: PackagedWeights | None = None, h
         packaged=packaged,
         max_segment_ms=30_000,
         min_segment_ms=100,
-        # Of the multilingual vocabulary a letter of some languages takes three.
+        # In some languages a letter takes three tokens of the multilingual vocabulary.
         tokens_per_s=10.0 if english else 24.0,
     )
 
@@ -77,7 +77,7 @@ CARDS = (
 
 
 class Config(AsrModelConfig, frozen=True, kw_only=True):
-    """Sizes, under the names a checkpoint's config.json uses."""
+    """Sizes, under the names of a checkpoint's config.json."""
 
     vocab_size: int = 51_865
     num_mel_bins: int = 80
@@ -92,24 +92,25 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
     max_target_positions: int = 448
     eos_token_id: int = ENGLISH_TEXT + 1
     alignment_heads: tuple[tuple[int, int], ...] = ()
-    """Layer and head, as generation_config.json has them. Empty: what is known of its size."""
+    """Layer and head, as in generation_config.json. Empty: the known heads of its size."""
     silence_stride: int = SILENCE_STRIDE
-    """See models/asr/whisper/encoder_window. 1: every position of the window is encoded, as in training."""
+    """Stride of models/asr/whisper/encoder_window. 1: every position of the window is encoded, as in training."""
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """From a checkpoint's config.json; keys that do not change the maths are skipped."""
+        """Reads a checkpoint's config.json; keys without effect on the computation are ignored. Raises
+        WeightsCorrupt."""
         if settings.get("activation_function", "gelu") != "gelu":
             raise WeightsCorrupt(f"activation_function={settings['activation_function']!r}", "gelu")
         if settings.get("scale_embedding"):
             raise WeightsCorrupt("scale_embedding=true", "no published Whisper does: false")
-        found = super().of(settings)
-        _ = found.special  # a vocabulary that is none of Whisper's is told now
-        return found
+        config = super().of(settings)
+        _ = config.special  # raises for a vocabulary that is not Whisper's
+        return config
 
     @property
     def special(self) -> SpecialTokens:
-        # Among the published vocabularies only the smallest is the English one, whatever their files say.
+        # Of the published vocabularies only the smallest is English; their files may hold another eos_token_id.
         text = {51_864: ENGLISH_TEXT, 51_865: ENGLISH_TEXT + 1, 51_866: ENGLISH_TEXT + 1}.get(
             self.vocab_size, self.eos_token_id
         )
@@ -117,7 +118,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests: 2 s windows, 64 text tokens, two languages."""
+    """Returns the smallest model with every part, for tests: 2 s windows, 64 text tokens, two languages."""
     return Config(
         vocab_size=64 + 2 + 2 + 6 + 101,
         num_mel_bins=80,
@@ -182,31 +183,32 @@ class Model(EncoderDecoderModel):
         )
 
     def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
-        """The tokens that an answer begins with: what was said before (the end of it, half a row at most), start,
-        language, task, and `no_timestamps` unless times are wanted. A prefix that the answer must begin with comes
-        after these.
+        """Returns the tokens that an answer begins with: previous text (the end of it, half a row at most), start,
+        language, task, and `no_timestamps` unless times are requested. A prefix that the answer must begin with
+        follows these.
 
-        Raises OptionError for a language the model has not, UnsupportedOption for a task.
+        Raises OptionError for an unknown language, UnsupportedOption for a task.
         """
         return self.special_tokens.prompt_tokens(options, self.max_tokens // 2 - 1)
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
-        """Encoder positions of a clip; `whole`: with all of the silence that fills its window. What is longer than
-        the window is cut."""
+        """Returns the encoder positions of a clip; `whole`: with all of the silence that fills its window. Audio
+        longer than the window is cut."""
         return self.window.count_frames(samples, whole)
 
     def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
-        """Hidden states of several clips end to end, each as if it were alone.
+        """Encodes several clips end to end; each result is the same as if encoded alone.
 
-        In      batch: clips (samples,) float32 in -1..1, 16 kHz; whole: which of them with all of the silence that
-                fills its window, none unless told
-        Out     hidden (packing.total, d_model + 1), of which the last number is the logarithm of how many
-                positions one stands for: clip i is hidden[packing.offsets[i] :][: packing.frames[i]]; what lies
-                past the last clip is noise
+        In      batch: clips (samples,) float32 in -1..1, 16 kHz; whole: for each clip, whether all of the silence
+                that fills its window is encoded; default: for none
+        Out     hidden (packing.total, d_model + 1), whose last number is the logarithm of the number of positions
+                that a row stands for: clip i is hidden[packing.offsets[i] :][: packing.frames[i]]; rows past the
+                last clip are noise
         """
-        wanted = whole or [False] * len(batch)
+        whole_clips = whole or [False] * len(batch)
         real = [
-            self.window.clip_positions(len(pcm), all_of_it) for pcm, all_of_it in zip(batch, wanted, strict=True)
+            self.window.clip_positions(len(pcm), whole_clip)
+            for pcm, whole_clip in zip(batch, whole_clips, strict=True)
         ]
         x, counts, packing = self.stem(batch, real, self.window)
         for layer in self.encoder:
@@ -214,48 +216,50 @@ class Model(EncoderDecoderModel):
         return torch.cat([F.layer_norm(x, x.shape[-1:], *self.encoder_norm), counts[:, None]], 1), packing
 
     def cross_keys_values(self, hidden: Tensor) -> Tensor:
-        """Keys and values of every decoder layer, (frames, layers, 2, heads * head_dim), of hidden (frames, .)."""
-        made = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
-        made[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
-        return made.flatten(3)
+        """Computes keys and values of every decoder layer, (frames, layers, 2, heads * head_dim), of hidden
+        (frames, .)."""
+        kv = self.cross_kv(hidden[:, :-1].contiguous()).view(-1, self.layers, 2, self.heads, self.head_dim)
+        kv[:, :, 0, :, -1] = hidden[:, -1, None, None] * (self.config.d_model // self.heads) ** 0.5
+        return kv.flatten(3)
 
     def decode(
         self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """One position of each row.
+        """Decodes one position of each row.
 
         In      tokens (rows,) int64; own: pages for the row's tokens, lengths counting this one; audio: pages
-                with the row's cross keys and values; wanted (n,) int64: of these rows, in this order; None: all
-        Out     logits (n, vocab_size), hidden (n, d_model) they were made from; of each layer that has alignment
-                heads what all rows ask of their audio (rows, heads * head_dim)
+                with the row's cross keys and values; wanted (n,) int64: rows to return, in this order; None: all
+        Out     logits (n, vocab_size), hidden (n, d_model) they were computed from; for each layer with alignment
+                heads the cross-attention queries of all rows (rows, heads * head_dim)
         State   writes this token's keys and values into `own`
         """
         positions = own.lengths - 1
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
-        asked = []
+        queries = []
         for i, layer in enumerate(self.decoder):
             x, query = layer(i, x, positions, own, audio, self.kernels)
-            asked += [query] if i in self.alignment.heads else []
+            queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
-        return self.head(x), x, *asked
+        return self.head(x), x, *queries
 
     def align(
         self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
     ) -> list[Tensor]:
-        """Where the alignment heads look while rows say what they have said, as in Moonshine."""
+        """Computes the alignment heads' scores over known tokens, as in Moonshine."""
         positions = packing.positions(tokens.device)
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
         return again.alignment_scores(self, x, packing, audio, frames)
 
 
 class _WhisperStem:
-    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions."""
+    """Log-mel frames, 100 a second; two convolutions, as products over windows of three, to 50 positions a
+    second."""
 
     def __init__(self, config: Config, take: WhisperTensors) -> None:
         self.device, self.most = take.device, config.max_source_positions
         self.mel = PackedLogMel(config.num_mel_bins, 2 * self.most, take.device.torch_device)
-        # The spectrogram in float32: bf16 keeps 8 bits.
+        # The spectrogram stays in float32: bf16 has 8 bits.
         self.first = take.device.linear(
             tap_matrix(take.get("encoder.conv1.weight")), take.get("encoder.conv1.bias"), dtype=torch.float32
         )
@@ -267,48 +271,53 @@ class _WhisperStem:
     def __call__(
         self, batch: Sequence[Tensor], real: list[int], window: WhisperWindow
     ) -> tuple[Tensor, Tensor, PackedBatch]:
-        """Positions, the logarithms of how many each stands for (total,), and how the clips lie: `real` of each
-        that stand for themselves, then of the silence what `window` encodes."""
+        """Returns positions, the logarithm of how many each stands for (total,), and the packing: the first `real`
+        of each clip one by one, then the silence as `window` encodes it."""
         x, offsets = self._convolved(batch, real)
-        taken, places, stands = [], [], []
+        sources, embeddings, span_sizes = [], [], []
         for offset, count in zip(offsets, real, strict=True):
-            taken.append(torch.arange(offset, offset + count))
-            places.append(self.positions[:count])
-            stands.append(torch.ones(count))
+            sources.append(torch.arange(offset, offset + count))
+            embeddings.append(self.positions[:count])
+            span_sizes.append(torch.ones(count))
             if count < self.most:
                 starts, sizes = window.silence_spans(count)
                 # Silence is the same everywhere, but for the window's last position: both were convolved.
                 silence = torch.full_like(starts, offset + count)
                 silence[-1] += 1
-                taken.append(silence)
-                # Of positions that are one the mean: it is nearer to all of them than any one is.
-                left = torch.arange(count, self.most, device=x.device)
-                places.append(F.embedding_bag(left, self.positions, (starts - count).to(x.device), mode="mean"))
-                stands.append(sizes)
+                sources.append(silence)
+                # Merged positions get the mean of their embeddings: it is nearer to all of them than any single
+                # one.
+                merged = torch.arange(count, self.most, device=x.device)
+                embeddings.append(
+                    F.embedding_bag(merged, self.positions, (starts - count).to(x.device), mode="mean")
+                )
+                span_sizes.append(sizes)
         packing = pack_clips([window.encoded(count) for count in real], self.device.frame_block)
         filler = packing.total - sum(packing.frames)
-        index = F.pad(torch.cat(taken), (0, filler)).to(x.device)
-        counts = F.pad(torch.cat(stands), (0, filler), value=1.0).log_().to(x.device, self.device.dtype)
-        return x[index] + F.pad(torch.cat(places), (0, 0, 0, filler)), counts, packing
+        index = F.pad(torch.cat(sources), (0, filler)).to(x.device)
+        counts = F.pad(torch.cat(span_sizes), (0, filler), value=1.0).log_().to(x.device, self.device.dtype)
+        return x[index] + F.pad(torch.cat(embeddings), (0, 0, 0, filler)), counts, packing
 
     def _convolved(self, batch: Sequence[Tensor], real: list[int]) -> tuple[Tensor, list[int]]:
-        """`real` positions of each clip; of one that does not fill the window two more, silence and the last."""
-        # Silence behind a clip goes on until nothing else is heard, and then comes the end: the padding's zeros.
+        """Convolves `real` positions of each clip; for clips that do not fill the window two more, silence and the
+        last."""
+        # Two positions after a clip suffice: silence beyond the receptive field, and the window's end with its
+        # zero padding.
         positions = [count if count == self.most else count + 2 for count in real]
-        seen = [2 * count for count in positions]
-        mels = torch.split(self.mel([clip[: self.mel.window_samples] for clip in batch], seen), seen)
+        mel_frames = [2 * count for count in positions]
+        mels = torch.split(self.mel([clip[: self.mel.window_samples] for clip in batch], mel_frames), mel_frames)
         counts = [2 * count + 1 for count in positions]
-        windows, spread = self._packed(counts, 3 * mels[0].shape[1], torch.float32)
-        for offset, count, clip in zip(spread.offsets, counts, mels, strict=True):
+        windows, mel_packing = self._packed(counts, 3 * mels[0].shape[1], torch.float32)
+        for offset, count, clip in zip(mel_packing.offsets, counts, mels, strict=True):
             padded = F.pad(clip, (0, 0, 1, count - len(clip)))
             width = padded.shape[1]
             windows[offset] = 0
             windows[offset + 1 : offset + count] = padded.as_strided((count - 1, 3 * width), (width, 1))
         x = self.first(windows, gelu=True).to(self.device.dtype)
-        x[spread.offsets] = 0  # the second convolution's padding
+        x[mel_packing.offsets] = 0  # the second convolution's padding
         width = x.shape[1]
         windows, packing = self._packed(positions, 3 * width, x.dtype)
-        for start, offset, count in zip(spread.offsets, packing.offsets, positions, strict=True):
+        for start, offset, count in zip(mel_packing.offsets, packing.offsets, positions, strict=True):
             view = x.as_strided((count, 3 * width), (2 * width, 1), x.storage_offset() + start * width)
             windows[offset : offset + count] = view
         return self.second(windows, gelu=True), packing.offsets
@@ -324,7 +333,7 @@ class _WhisperEncoderLayer:
         self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
         head_dim = len(self.norm1[0]) // heads
         self.extended = head_dim + take.extra
-        # The device scales scores by what it takes for the size of a head.
+        # The device scales scores by the extended size of a head.
         self.qkv = take.heads(
             heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"], scale=(self.extended / head_dim) ** 0.5
         )
@@ -372,25 +381,25 @@ class _WhisperDecoderLayer:
         return self.cross_attention(index, x, query, audio, kernels), query
 
     def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
-        """All positions of rows at once, up to what they ask of their audio."""
+        """Computes all positions of rows at once, up to their cross-attention queries."""
         qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, self.heads, -1)
         return self.own_out(self.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def cross_query(self, x: Tensor) -> Tensor:
-        """Queries, (rows, heads * head_dim)."""
+        """Computes queries of the cross-attention, (rows, heads * head_dim)."""
         return self.query(F.layer_norm(x, (x.shape[1],), *self.norm2))
 
     def cross_attention(
         self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
     ) -> Tensor:
-        """What the audio answers, and what is made of it."""
+        """Computes cross-attention and the feed-forward after it."""
         width, mixed = x.shape[1], torch.empty_like(query)
         kernels.attend(audio.pool, index, query, mixed, audio.block_tables, audio.lengths, self.scale)
         x = self.audio_out(mixed, add=x)
         return self.down(self.up(F.layer_norm(x, (width,), *self.norm3), gelu=True), add=x)
 
 
-# Checkpoints of other forms are read once.
+# Converters of checkpoints in other forms.
 rename = checkpoint_formats.rename
 is_package_folder = checkpoint_formats.is_package_folder
 convert = checkpoint_formats.convert

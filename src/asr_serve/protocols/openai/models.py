@@ -1,0 +1,73 @@
+"""OpenAI's list of models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """Model as OpenAI lists it, with further properties."""
+
+    id: str
+    created: int
+    """Start of this server, in Unix seconds."""
+    owned_by: str
+    state: str
+    """State: ready, restarting, failed, loading, unloading or not_loaded."""
+    languages: tuple[str, ...]
+    parameters: int
+    licence: str
+    aliases: list[str]
+    streaming: bool = False
+    """Whether it recognizes audio as it arrives, chunk by chunk; others recognize whole utterances. For a speech
+    model: whether audio of a sentence is sent before all of it is made."""
+    heads: tuple[str, ...] = ()
+    """Decoder heads, ctc, rnnt or tdt, if it has several; the first is used unless the server is configured
+    otherwise."""
+    chunk_ms: int | None = None
+    """Length of a chunk; null for whole utterances."""
+    lag_ms: int | None = None
+    """Longest delay of a word after its audio; null as above."""
+    prompts: bool = False
+    """Whether it takes text beside the audio: `prompt`."""
+    words: bool = False
+    """Whether it gives words with times; characters for Chinese and Japanese."""
+    hotwords: bool = False
+    """Whether given words can be made more likely: `hotwords`."""
+    speakers: bool = False
+    """Whether speakers can be given: `spk`. That takes further models, which are on this machine."""
+    itn: tuple[str, ...] = ()
+    """Languages with inverse text normalization: `itn`."""
+    speaks: bool = False
+    """Whether it synthesizes speech; others recognize it."""
+    voices: tuple[str, ...] = ()
+    """Built-in voices of a speech model."""
+    object: Literal["model"] = "model"
+
+
+class ModelRenewal(msgspec.Struct, frozen=True):
+    """Result of replacing a model's engine process by a new one."""
+
+    id: str
+    state: str
+    """State, as in ModelEntry."""
+    sessions: int
+    """Live sessions whose voice activity moved with its state."""
+    streams: int
+    """Live sessions of a streaming model that moved in the middle of speech, with their state."""
+    replayed: int
+    """Live sessions of a streaming model replayed from the start of their speech. Clients notice only a pause."""
+    repeated: int
+    """Requests that the old process did not finish within `drain_s`, and the new one started again."""
+    load_s: float
+    """Seconds until the new process was ready."""
+    total_s: float
+    """Seconds until the old one was gone."""
+    object: Literal["model.renewal"] = "model.renewal"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelEntry]
+    object: Literal["list"] = "list"

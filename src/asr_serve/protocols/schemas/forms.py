@@ -1,0 +1,236 @@
+"""JSON schemas of transcription forms, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from asr_serve.decoding.seq2seq import MAX_BEAMS
+from asr_serve.pipelines.options import MAX_SPEAKERS, LongForm
+from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
+from asr_serve.protocols import recognition_fields
+from asr_serve.protocols.openai import known_speakers
+from asr_serve.protocols.openai.chunking_strategy import MAX_PREFIX_PADDING_MS, MAX_SILENCE_MS, STRATEGY
+from asr_serve.protocols.openai.transcription_form import (
+    DIARIZED_JSON,
+    FORMATS_WITH_WORDS,
+    GRANULARITIES,
+    RESPONSE_FORMATS,
+    STREAMED_FORMATS,
+    TRANSLATION_FIELDS,
+    TRANSLATION_FORMATS,
+)
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string"}
+_NUMBER: Schema = {"type": "number"}
+_WHOLE: Schema = {"type": "integer"}
+_FILE: Schema = {
+    "type": "string",
+    "format": "binary",
+    "description": "The audio: wav, flac, mp3, m4a, ogg, opus, webm and whatever else ffmpeg reads. "
+    "Sent as a file, with a filename; never a path or an address. It is heard while it arrives.",
+}
+_PROMPT_MODELS_ONLY = "For models that `/v1/models` lists with `prompts`; others refuse it unless it is empty."
+
+
+def transcription_form_schema() -> Schema:
+    return _form(_openai_fields())
+
+
+def translation_form_schema() -> Schema:
+    fields = _openai_fields()
+    fields["response_format"] = {"type": "string", "enum": list(TRANSLATION_FORMATS), "default": "json"}
+    return _form({name: fields[name] for name in ("file", *TRANSLATION_FIELDS)})
+
+
+def _openai_fields() -> dict[str, Schema]:
+    return {
+        "file": _FILE,
+        "model": {"type": "string", "description": "A model, or an alias of one. Default: the server's."},
+        "language": _language(),
+        "response_format": {
+            "type": "string",
+            "enum": list(RESPONSE_FORMATS),
+            "default": "json",
+            "description": f"`{DIARIZED_JSON}` and `rttm` name speakers; `karaoke`, `ctm`, `textgrid` time words.",
+        },
+        "temperature": {
+            **_NUMBER,
+            "minimum": 0,
+            "maximum": 1,
+            "default": 0,
+            "description": "0: greedy, and sampled at rising temperatures where that is improbable. "
+            "Above 0: sampled at exactly this temperature.",
+        },
+        "stream": {
+            "type": "boolean",
+            "default": False,
+            "description": "Send text as server-sent events while the audio is heard; with the fields before the "
+            f"file, while it still arrives. For response_format {', '.join(STREAMED_FORMATS)}.",
+        },
+        GRANULARITIES: {
+            "type": "array",
+            "items": {"type": "string", "enum": ["segment", "word"]},
+            "description": f"Whose times are told. With response_format {', '.join(FORMATS_WITH_WORDS)}.",
+        },
+        "include[]": {
+            "type": "array",
+            "items": {"type": "string", "enum": ["logprobs"]},
+            "description": "With response_format=json.",
+        },
+        STRATEGY: {
+            "type": "string",
+            "description": '`auto`, or `{"type": "server_vad", "threshold": 0.5, "prefix_padding_ms": 250, '
+            '"silence_duration_ms": 800}`; or its members, each in a field of its own.',
+            "examples": ["auto", '{"type": "server_vad", "silence_duration_ms": 800}'],
+            "pattern": '^(auto|\\{.*"type".*\\})$',
+        },
+        f"{STRATEGY}[type]": {"type": "string", "enum": ["server_vad"]},
+        f"{STRATEGY}[threshold]": {
+            **_NUMBER,
+            "minimum": 0.001,
+            "maximum": 1,
+            "description": "Probability at which sound counts as speech.",
+        },
+        f"{STRATEGY}[prefix_padding_ms]": _ms(
+            "Audio before speech that belongs to a segment; up to a quarter of max_segment_ms.",
+            MAX_PREFIX_PADDING_MS,
+        ),
+        f"{STRATEGY}[silence_duration_ms]": _ms("Silence that ends a segment."),
+        "vad": {
+            "type": "boolean",
+            "default": True,
+            "description": "Ours. False: every sample is speech, cut only where the model's limit demands.",
+        },
+        "max_segment_ms": {
+            **_WHOLE,
+            "minimum": 1_000,
+            "description": "Ours. The longest segment, up to the model's own limit.",
+        },
+        "silence_schedule": {
+            "type": "string",
+            "description": "Ours. The silence that ends a segment, by its length: `5000:1500,20000:800,inf:300`.",
+            "examples": ["5000:1500,20000:800,inf:300"],
+            "pattern": "^([0-9]+:[0-9]+,)*inf:[0-9]+$",
+        },
+        "languages[]": {
+            "type": "array",
+            "items": _TEXT,
+            "maxItems": 1,
+            "description": "As `language`; several are refused: no model here tells languages apart.",
+        },
+        "prompt": {
+            **_TEXT,
+            "maxLength": MAX_PROMPT_CHARACTERS,
+            "description": "What was said before: names, spelling and style go on from it. Of a long one, its end "
+            f"is read. {_PROMPT_MODELS_ONLY}",
+            "examples": ["A talk about Kubernetes."],
+        },
+        "hotwords": _hotwords("FunASR's, and vLLM's. "),
+        "beam": {
+            **_WHOLE,
+            "minimum": 1,
+            "maximum": MAX_BEAMS,
+            "default": 1,
+            "description": "Ours. Hypotheses that a decoder follows at once, up to the server's max_beam; "
+            "1: greedy.",
+        },
+        "long_form": {
+            "type": "string",
+            "enum": list(get_args(LongForm)),
+            "default": "parallel",
+            "description": "Ours. `parallel`: segments that voice activity cuts, all at once. `sequential`: "
+            "windows one after the other, each heard knowing what was said before.",
+        },
+        **_speakers("FunASR's. "),
+        "itn": _itn(),
+        "keywords[]": {
+            "type": "array",
+            "items": _TEXT,
+            "description": "As `hotwords`, a word each; one of the two.",
+        },
+        known_speakers.NAMES_FIELD: {
+            "type": "array",
+            "items": {**_TEXT, "maxLength": known_speakers.MAX_SPEAKER_NAME_CHARACTERS},
+            "maxItems": known_speakers.MAX_KNOWN_SPEAKERS,
+            "description": "Speakers that are to be told by name.",
+        },
+        known_speakers.REFERENCES_FIELD: {
+            "type": "array",
+            "items": {**_TEXT, "maxLength": known_speakers.MAX_REFERENCE_BYTES, "pattern": "^data:.*,"},
+            "maxItems": known_speakers.MAX_KNOWN_SPEAKERS,
+            "description": "2 to 10 s of each of them, alone, as a data URL of an audio file.",
+        },
+    }
+
+
+def asr_form_schema() -> Schema:
+    return _form(
+        {
+            "file": _FILE,
+            "language": _language(),
+            "model": {"type": "string", "description": "Ours. A model of GET /v1/models. Default: the server's."},
+            "hotwords": _hotwords(),
+            **_speakers(),
+            "itn": _itn(),
+            "timestamp": {
+                "type": "boolean",
+                "default": True,
+                "description": "Words of segments, and their times; of Chinese and Japanese, characters.",
+            },
+        }
+    )
+
+
+def _form(fields: dict[str, Schema]) -> Schema:
+    return {
+        "type": "object",
+        "description": "An empty field is as good as none, `1` and `yes` as good as true, `0` and `no` as false.",
+        "properties": fields,
+        "required": ["file"],
+        "additionalProperties": False,
+    }
+
+
+def _language() -> Schema:
+    return {
+        "type": "string",
+        "description": "ISO 639-1 code or name: `en`, `English`. Default: the model's own.",
+        "examples": ["en"],
+    }
+
+
+def _hotwords(origin: str = "") -> Schema:
+    return {
+        **_TEXT,
+        "maxLength": recognition_fields.MAX_HOTWORDS_CHARACTERS,
+        "description": f"{origin}Words that may come, with commas between them, each with its weight where it has "
+        "one.",
+        "examples": ["Beckett,Godot:2"],
+    }
+
+
+def _speakers(origin: str = "") -> dict[str, Schema]:
+    number = {**_WHOLE, "minimum": 1, "maximum": MAX_SPEAKERS}
+    return {
+        "spk": {"type": "boolean", "default": False, "description": f"{origin}Tell who speaks."},
+        "num_speakers": {
+            **number,
+            "description": "Ours. How many there are, if that is known; asks who speaks, as spk does.",
+        },
+        "min_speakers": {**number, "description": "Ours. So many there are at least; as num_speakers."},
+        "max_speakers": {**number, "description": "Ours. So many there are at most; as num_speakers."},
+    }
+
+
+def _itn() -> Schema:
+    return {
+        "type": "boolean",
+        "default": False,
+        "description": "Ours. Write numbers, dates and money as one writes them.",
+    }
+
+
+def _ms(description: str, longest_ms: int = MAX_SILENCE_MS) -> Schema:
+    return {**_WHOLE, "minimum": 0, "maximum": longest_ms, "description": description}

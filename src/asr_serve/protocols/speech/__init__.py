@@ -1,1 +1,0 @@
-"""What clients send to be spoken, and what they get. No HTTP."""

@@ -1,0 +1,1 @@
+"""Messages of `/v1/stream` and `/v1/audio/speech/stream`."""

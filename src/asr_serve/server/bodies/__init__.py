@@ -1,1 +1,0 @@
-"""Request bodies, read as they arrive."""

@@ -1,0 +1,362 @@
+"""Registry of loaded models by name, each with its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from asr_serve.config import ServeConfig
+from asr_serve.engine.client import EngineClient
+from asr_serve.engine.process.client import ProcessBackend, process_backend
+from asr_serve.engine.process.messages import EngineSpec
+from asr_serve.engine.process.process import RingSize
+from asr_serve.engine.process.supervisor import HandoverResult
+from asr_serve.errors import (
+    EngineClosed,
+    ModelNotLoaded,
+    NotAllowed,
+    ProgramMissing,
+    UnknownModel,
+    WeightsMissing,
+    WrongModel,
+)
+from asr_serve.metrics import MIGRATIONS, ServerMetrics
+from asr_serve.models.registry import AUTO_VOICE, AnyCard, AsrCard, TtsCard
+from asr_serve.pipelines.tts.frontend import preload_frontend
+from asr_serve.text import tokenizers
+from asr_serve.text.tokenizers import Tokenizer
+from asr_serve.types import suggest_name
+
+log = logging.getLogger(__name__)
+
+
+class EngineParts(NamedTuple):
+    """Parts that a ModelEngine is built from."""
+
+    card: AnyCard
+    client: EngineClient
+    tokenizer: Tokenizer | None
+    """None for a synthesis model."""
+    cards: Mapping[str, AnyCard]
+    """Every known model, by name."""
+
+
+def open_engine(name: str, config: ServeConfig) -> EngineParts:
+    """Starts an engine process; blocks until its model is loaded. Raises EngineClosed, and errors of loading."""
+    spec = EngineSpec(
+        model=name,
+        device=config.device,
+        dtype=config.dtype,
+        weights=config.weights if name == config.model else None,
+        turn_model=config.turn_model,
+        threads=config.engine_threads,
+        listen=(config.host, config.encode_port),
+        peer_keys=config.peer_keys,
+    )
+    connect = process_backend(spec, RingSize(config.ring_slots, config.ring_payload_bytes))
+    # Peers have only the default model.
+    standalone = msgspec.structs.replace(config.engine, role="both", peers=())
+    client = EngineClient(config.engine if name == config.model else standalone, connect)
+    assert isinstance(client.backend, ProcessBackend)
+    ready = client.backend.ready
+    cards = {card.name: card for card in ready.cards}
+    if isinstance(ready.card, AsrCard):
+        return EngineParts(ready.card, client, tokenizers.load_tokenizer(Path(ready.folder)), cards)
+    try:
+        preload_frontend(ready.card)
+    except ProgramMissing:
+        client.close()
+        raise
+    return EngineParts(ready.card, client, None, cards)
+
+
+class ModelEngine:
+    """A loaded model: the `client` of its engine, its card and, for a recognition model, its `tokenizer`.
+
+    Belongs to the event loop's thread; `client`, the cards and `tokenizer` may be used from any. Properties of the
+    other kind of model raise WrongModel.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.card_of_any_kind, self.client, self._tokenizer, self.cards = parts
+        self._counted: dict[object, float] = {}
+        self._counting = threading.Lock()
+        self._draining = False
+        self._users = 0
+        self._no_users = asyncio.Event()
+        self._no_users.set()
+
+    @property
+    def name(self) -> str:
+        return self.card_of_any_kind.name
+
+    @property
+    def is_tts(self) -> bool:
+        return isinstance(self.card_of_any_kind, TtsCard)
+
+    @property
+    def card(self) -> AsrCard:
+        """Card of a recognition model. Raises WrongModel for a synthesis model."""
+        if isinstance(self.card_of_any_kind, AsrCard):
+            return self.card_of_any_kind
+        raise WrongModel(f"the model {self.name} speaks, and hears nothing", "a model that hears")
+
+    @property
+    def tts_card(self) -> TtsCard:
+        """Card of a synthesis model. Raises WrongModel for a recognition model."""
+        if isinstance(self.card_of_any_kind, TtsCard):
+            return self.card_of_any_kind
+        raise WrongModel(f"the model {self.name} hears, and has no voice", "a model that speaks")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        _ = self.card
+        assert self._tokenizer is not None
+        return self._tokenizer
+
+    @property
+    def state(self) -> str:
+        """State: ready, restarting, failed or closed; unloading while its last requests are answered."""
+        return "unloading" if self._draining else self.client.state
+
+    def observe(self, metrics: ServerMetrics) -> bytes:
+        """Updates the server's metrics of this engine; returns the engine's own, as text. Blocks."""
+        backend = self.client.backend
+        metrics.engine_up.labels(self.name).set(self.client.state == "ready")
+        metrics.live_turnaround.labels(self.name).set(self.client.partial_rate.turnaround_ms / 1_000)
+        if not isinstance(backend, ProcessBackend):
+            return b""
+        metrics.ring_slots.labels(self.name).set(backend.ring.slots)
+        metrics.ring_depth.labels(self.name).set(backend.ring_depth)
+        counters = {labels: metrics.migrations.labels(self.name, *labels) for labels in MIGRATIONS}
+        counts: list[tuple[object, Any, float]] = [
+            ("restarts", metrics.engine_restarts.labels(self.name), backend.restarts),
+            ("waits", metrics.ring_full_waits.labels(self.name), backend.ring_full_waits),
+            ("moving", metrics.migration_seconds.labels(self.name), backend.moved_s),
+            *((labels, counter, backend.moved[labels]) for labels, counter in counters.items()),
+        ]
+        with self._counting:  # concurrent calls would count the same increment twice
+            for key, counter, value in counts:
+                previous, self._counted[key] = self._counted.get(key, 0), value
+                # A new process's ring starts at 0.
+                counter.inc(value - previous if value >= previous else value)
+        report = backend.report()
+        return report.metrics if report else b""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context manager around a request's work, which `drain` waits for."""
+        self._users += 1
+        self._no_users.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._no_users.set()
+
+    async def drain(self, wait_s: float) -> None:
+        """Refuses new requests, and waits up to `wait_s` for those in progress."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._no_users.wait()
+        except TimeoutError:
+            log.warning("%s is unloaded under %d requests: they took over %g s", self.name, self._users, wait_s)
+
+
+class EngineRegistry:
+    """Loads, finds and unloads models. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, config: ServeConfig, open_engine: Callable[[str, ServeConfig], EngineParts] = open_engine
+    ) -> None:
+        self._config, self._open = config, open_engine
+        self._expected = [config.model, *config.more_models]
+        self._cards: dict[str, AnyCard] = {}
+        self._engines: dict[str, ModelEngine] = {}
+        self._default_tts: str | None = None
+        """Default synthesis model, once it is loaded."""
+        self.tts_expected = config.voice != "none" and config.engine.role != "encode"
+        """Whether the default synthesis model may still be loaded."""
+        self._loading: dict[str, asyncio.Task[ModelEngine]] = {}
+        self._unloading: dict[str, asyncio.Task[None]] = {}
+        self._renewing: set[asyncio.Task[HandoverResult]] = set()
+
+    async def start(self) -> None:
+        """Loads the configured models, one after another. Raises errors of loading; but where the voice is `auto`
+        and its weights or program are missing, goes on without speech synthesis."""
+        while self._expected:
+            await self.load(self._expected[0])
+            self._expected.pop(0)
+        if not self.tts_expected:
+            return
+        tts_models = [engine.name for engine in self if engine.is_tts]
+        self._default_tts = next((name for name in tts_models if self._config.voice in (AUTO_VOICE, name)), None)
+        try:
+            if self._default_tts is None:
+                self._default_tts = (await self._load(self._config.voice)).name
+        except (WeightsMissing, ProgramMissing) as error:
+            if self._config.voice != AUTO_VOICE:
+                raise
+            log.info("nothing speaks here: %s", error)
+        self.tts_expected = False
+
+    @property
+    def default_tts_model(self) -> str | None:
+        """The synthesis model of requests that name none."""
+        return self._default_tts
+
+    def __iter__(self) -> Iterator[ModelEngine]:
+        return iter(list(self._engines.values()))
+
+    def known_models(self) -> dict[str, AnyCard]:
+        """Cards of all models that can be loaded, by name. Engines report them: none until the first is loaded."""
+        return dict(self._cards)
+
+    def state(self, name: str) -> str:
+        """State of a known model: its engine's, `loading` or `not_loaded`."""
+        if name in self._engines:
+            return self._engines[name].state
+        return "loading" if name in self._loading or name in self._expected else "not_loaded"
+
+    def aliases(self, name: str) -> list[str]:
+        return [alias for alias, model in self._config.aliases.items() if model == name]
+
+    def resolve(self, name: str | None) -> str:
+        """Resolves an alias to the model's name; None: the default model. Raises UnknownModel, EngineClosed."""
+        if name is None:
+            return self._config.model
+        own = self._config.aliases.get(name, name)
+        known = self.known_models()
+        if own in known or own in self._expected:
+            return own
+        if not known:
+            raise EngineClosed("the server is still loading its models", todo="try again in a few seconds")
+        names = [*self._config.aliases, *sorted(known)]
+        raise UnknownModel(
+            f"there is no model {name[:100]!r}", f"models: {', '.join(names)}", suggest_name(name, names)
+        )
+
+    def get(self, name: str | None = None) -> ModelEngine:
+        """Returns the engine of a recognition model that takes requests. Raises UnknownModel, ModelNotLoaded,
+        WrongModel, EngineClosed."""
+        engine = self.get_any(name)
+        _ = engine.card
+        return engine
+
+    def get_tts(self, name: str | None = None) -> ModelEngine:
+        """Returns the engine of a synthesis model; None: the default one. Raises as `get` does."""
+        model = name or self._default_tts
+        if model is None:
+            model = next((engine.name for engine in self if engine.is_tts), None)
+        if model is None:
+            if self.tts_expected:
+                raise EngineClosed("the server is still loading its voice", todo="try again in a few seconds")
+            raise ModelNotLoaded(
+                "no model is loaded that speaks",
+                todo="start the server with --voice, and the weights of a voice: asr-serve models list",
+            )
+        engine = self.get_any(model)
+        _ = engine.tts_card
+        return engine
+
+    def get_any(self, name: str | None = None) -> ModelEngine:
+        """Returns the engine of a model of either kind. Raises UnknownModel, ModelNotLoaded, EngineClosed."""
+        own = self.resolve(name)
+        state = self.state(own)
+        if state in ("ready", "restarting"):  # requests wait for a restart
+            return self._engines[own]
+        if state in ("not_loaded", "unloading"):
+            ready = [engine.name for engine in self if engine.state == "ready"]
+            raise ModelNotLoaded(
+                f"the model {own} is not loaded",
+                f"loaded: {', '.join(ready) or 'none'}",
+                f"an administrator loads it with POST /v1/models/{own}/load",
+            )
+        raise EngineClosed(f"the engine of {own} is {state}", todo="try again in a few seconds")
+
+    async def load(self, name: str) -> ModelEngine:
+        """Waits until the model is loaded. Raises UnknownModel, NotAllowed (`max_models`), errors of loading."""
+        own = self.resolve(name)
+        if unloading := self._unloading.get(own):
+            await asyncio.shield(unloading)
+        if own in self._engines:
+            return self._engines[own]
+        if own not in self._loading:
+            loaded = len({*self._engines, *self._loading} - {self._default_tts, own})
+            if loaded >= self._config.max_models and own != self._default_tts:
+                raise NotAllowed(
+                    f"{loaded} models are loaded",
+                    f"max_models={self._config.max_models}",
+                    "unload one first",
+                )
+            self._loading[own] = asyncio.create_task(self._load(own))
+        # Shielded: the caller may be cancelled while others wait for the same load.
+        return await asyncio.shield(self._loading[own])
+
+    async def _load(self, own: str) -> ModelEngine:
+        try:
+            engine = ModelEngine(await asyncio.to_thread(self._open, own, self._config))
+            self._engines[engine.name] = engine
+            self._cards.update(engine.cards)
+            return engine
+        finally:
+            self._loading.pop(own, None)
+
+    async def unload(self, name: str) -> None:
+        """Waits up to `drain_s` for the model's requests, then closes its engine: requests still in it fail with
+        EngineClosed. Raises UnknownModel, ModelNotLoaded."""
+        own = self.resolve(name)
+        if own not in self._unloading:
+            if own not in self._engines:
+                raise ModelNotLoaded(f"the model {own} is not loaded", "only what is loaded can be unloaded")
+            self._unloading[own] = asyncio.create_task(self._unload(self._engines[own]))
+        await asyncio.shield(self._unloading[own])
+
+    async def _unload(self, engine: ModelEngine) -> None:
+        await engine.drain(self._config.drain_s)
+        await asyncio.to_thread(engine.client.close)
+        del self._engines[engine.name], self._unloading[engine.name]
+
+    async def renew(self, name: str) -> HandoverResult:
+        """Replaces a model's engine process while sessions run; waits until the old one ends, at most `drain_s`
+        after the new one is ready. Raises UnknownModel, ModelNotLoaded, NotAllowed (a renewal is in progress),
+        EngineClosed, and errors of loading; then the old one stays."""
+        backend = self.get_any(name).client.backend
+        assert isinstance(backend, ProcessBackend)
+        renewing = asyncio.create_task(asyncio.to_thread(backend.renew, self._config.drain_s))
+        self._renewing.add(renewing)
+        renewing.add_done_callback(self._finish_renewal)
+        return await asyncio.shield(renewing)  # continues if the caller is cancelled
+
+    def _finish_renewal(self, renewing: asyncio.Task[HandoverResult]) -> None:
+        self._renewing.discard(renewing)
+        error = None if renewing.cancelled() else renewing.exception()
+        if error is not None and not isinstance(error, NotAllowed):  # NotAllowed: it was not started
+            log.warning("a renewal failed: %s", error)
+
+    async def observe(self, metrics: ServerMetrics) -> list[bytes]:
+        """Calls `ModelEngine.observe` of every engine, and removes the metrics of models that are not loaded."""
+        reports = await asyncio.gather(*(asyncio.to_thread(engine.observe, metrics) for engine in self))
+        for name in self._cards.keys() - self._engines.keys():
+            metrics.remove_model(name)
+        return reports
+
+    def describe(self) -> dict[str, Any]:
+        """State of each loaded model, for /ready."""
+        return {engine.name: engine.state for engine in self}
+
+    async def close(self) -> None:
+        """Closes every engine; requests still in them fail with EngineClosed."""
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(engine.client.close) for engine in self))
+        await asyncio.gather(*self._renewing, return_exceptions=True)
+        self._engines.clear()

@@ -1,1 +1,0 @@
-"""What every request passes: visits, its life; replies, what is raised; gate, who may come in."""

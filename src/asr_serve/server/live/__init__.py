@@ -1,1 +1,0 @@
-"""Live conversations over a socket: what is said in which turn, and what waits to be sent. No ASGI app here."""

@@ -1,0 +1,1 @@
+"""Live recognition sockets: lifecycle, outgoing messages, listener; one package for each protocol."""

@@ -1,0 +1,160 @@
+"""Live session on the event loop: drives `pipelines/live/listen`, passes its events on and measures them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from asr_serve import units
+from asr_serve.engine.client import EngineClient
+from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.live.events import ListenOptions, LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
+from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.text.tokenizers import Tokenizer
+
+MARK_SAMPLES = units.ms_to_samples(100)
+"""Interval at which arrival times are recorded."""
+MAX_ARRIVAL_MARKS = 1_024
+"""Number of arrival times stored; the latency of older audio is not measured."""
+
+
+class ArrivalTimes:
+    """Arrival times of audio: sample positions to `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[int, float]] = deque(maxlen=MAX_ARRIVAL_MARKS)
+        self._next_samples = 0
+
+    def record(self, received_samples: int) -> None:
+        """Records that `received_samples` have arrived by now."""
+        if received_samples >= self._next_samples:
+            self._next_samples = received_samples + MARK_SAMPLES
+            self._marks.append((received_samples, time.perf_counter()))
+
+    def arrival_s(self, position_samples: int) -> float | None:
+        """Latest recorded time before the sample at that position arrived; forgets all records up to it. None when
+        it is not recorded any more."""
+        time_s = None
+        while self._marks and self._marks[0][0] < position_samples:
+            time_s = self._marks.popleft()[1]
+        return time_s
+
+
+class AsyncListener:
+    """Live session on the event loop. The engine wakes it from any thread; methods belong to the loop's thread."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        options: ListenOptions,
+        meter: LiveRouteMetrics,
+        lease: AbstractContextManager[None],
+        on_events: Callable[[list[LiveEvent]], None],
+    ) -> None:
+        """`on_events` receives new events. `lease` holds the engine until `close`. Raises as LiveSession does."""
+        self.language = client.card.language(options.language)
+        self._loop = asyncio.get_running_loop()
+        self._awake, self._changed = asyncio.Event(), asyncio.Event()
+        self._wake_scheduled = self._finished = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._meter, self._on_events = meter, on_events
+        self._arrivals = ArrivalTimes()
+        self._partial: LivePartial | None = None
+        self._partial_s: float | None = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lease)
+            self._session = LiveSession(client, tokenizer, options, self._wake)
+            self._resources = stack.pop_all()
+
+    @property
+    def received_samples(self) -> int:
+        return self._session.received_samples
+
+    @property
+    def full(self) -> bool:
+        """Whether to write no more before `wait_writable` has returned."""
+        return self._session.full
+
+    def write(self, pcm: np.ndarray) -> None:
+        """Writes `pcm` (n,) float32 at 16 kHz. Raises what ends the session."""
+        self._session.append_audio(pcm)
+        self._meter.audio.inc(units.samples_to_s(len(pcm)))
+        self._arrivals.record(self._session.received_samples)
+        self._advance()
+
+    def flush(self, name: str) -> None:
+        """Finalizes all audio so far; a `FlushDone` of that name follows. Raises AtCapacity."""
+        self._session.flush(name)
+        self._awake.set()
+
+    async def wait_writable(self) -> None:
+        """Waits for a change, after which `full` may be false."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    def finish(self) -> None:
+        """Ends the audio; `SessionFinished` follows."""
+        self._session.finish()
+        self._awake.set()
+
+    async def run(self) -> None:
+        """Runs until `SessionFinished` has been passed on. Raises what ends the session."""
+        while not self._finished:
+            await self._awake.wait()
+            self._awake.clear()
+            self._wake_scheduled = False  # before advancing: a wake-up from now on means something new
+            self._advance()
+
+    async def close(self) -> None:
+        """Releases everything; at any time, idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._session.close()
+        self._resources.close()
+
+    def _wake(self) -> None:
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
+            self._loop.call_soon_threadsafe(self._awake.set)
+
+    def _advance(self) -> None:
+        events = self._session.advance()
+        for event in events:
+            match event:
+                case LiveSegmentDone():
+                    self._note_final(event)
+                case LivePartial():
+                    self._note_partial(event)
+                case SessionFinished():
+                    self._finished = True
+                    self._awake.set()
+        if events:
+            self._on_events(events)
+        self._changed.set()
+        due_s = self._session.due_s
+        if due_s is not None and self._timer is None:
+            self._timer = self._loop.call_later(max(0.0, due_s - time.monotonic()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._awake.set()
+
+    def _note_final(self, done: LiveSegmentDone) -> None:
+        arrival_s = self._arrivals.arrival_s(done.decided_samples)
+        if arrival_s is not None:
+            self._meter.final.observe(time.perf_counter() - arrival_s)
+        if self._partial is not None and self._partial.start_samples < done.segment.end_samples:
+            self._partial = self._partial_s = None
+
+    def _note_partial(self, partial: LivePartial) -> None:
+        now_s, last = time.perf_counter(), self._partial
+        if last is not None and self._partial_s is not None and last.start_samples == partial.start_samples:
+            self._meter.interval.observe(now_s - self._partial_s)
+        self._partial, self._partial_s = partial, now_s

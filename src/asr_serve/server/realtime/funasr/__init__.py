@@ -1,0 +1,1 @@
+"""FunASR's WebSocket protocol: `/` and `/ws`."""

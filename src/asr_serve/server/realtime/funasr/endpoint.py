@@ -1,0 +1,144 @@
+"""FunASR's WebSockets: `/` answers while audio arrives, `/ws` after its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.routing import WebSocketRoute
+from starlette.types import Receive, Scope, Send
+
+from asr_serve.audio.silence_schedule import SilenceSchedule
+from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.live.events import ListenOptions
+from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS
+from asr_serve.pipelines.prompting import hotword_bias
+from asr_serve.pipelines.segments import SegmentNormalizer, check_diarization, resolve_language
+from asr_serve.protocols.form_fields import FormFields
+from asr_serve.protocols.funasr.websocket import FLAGS, FunAsrOptions
+from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
+from asr_serve.server.middleware.error_handlers import live_error_event
+from asr_serve.server.middleware.request_context import RequestContext, request_context
+from asr_serve.server.realtime.endpoint import LiveDependencies, run_conversation
+from asr_serve.server.realtime.funasr.conversation import FunAsrConversation, FunAsrSession
+from asr_serve.server.realtime.funasr.offline_session import FunAsrOfflineSession
+from asr_serve.server.realtime.funasr.realtime_session import FunAsrRealtimeSession
+from asr_serve.server.realtime.lifecycle import SessionLimits
+from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S, Outbox
+
+REALTIME_PATH, OFFLINE_PATH = "/", "/ws"
+QUERY = ("model", "api_key", *FLAGS, *SPEAKER_COUNT_FIELDS)
+REALTIME_QUERY = (*QUERY, "sentences", "partial_ms", "max_segment_ms", "silence_schedule")
+
+StartFunAsrSession = Callable[[ModelEngine, FunAsrOptions, Outbox], FunAsrSession]
+"""Starts a session of a route, with answers into that outbox."""
+
+
+class EngineFunAsrSessionFactory:
+    """Session factory of one socket: looks up the requested model for every session."""
+
+    def __init__(
+        self, engines: EngineRegistry, model: str | None, context: RequestContext, begin: StartFunAsrSession
+    ) -> None:
+        """Raises UnknownModel, ModelNotLoaded, EngineClosed."""
+        self._engines, self._model, self._visit, self._begin = engines, model, context, begin
+        self._engine()
+
+    def resolve_language(self, code: str | None) -> str:
+        return resolve_language(self._engine().client, code)
+
+    def validate(self, options: FunAsrOptions) -> None:
+        engine = self._engine()
+        hotword_bias(engine.client, engine.tokenizer, options.hotwords)
+        SegmentNormalizer(resolve_language(engine.client, options.language or None), itn=options.itn)
+        if options.spk:
+            check_diarization(engine.client)
+
+    def start(self, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+        return self._begin(self._engine(), options, outbox)
+
+    def _engine(self) -> ModelEngine:
+        engine = self._engines.get(self._model)
+        self._visit.model = engine.name
+        return engine
+
+
+def _realtime(
+    dependencies: LiveDependencies, fields: FormFields, context: RequestContext, meter: LiveRouteMetrics
+) -> StartFunAsrSession:
+    partial_ms = fields.integer("partial_ms", 100, 60_000)
+    schedule = fields.text("silence_schedule")
+    only_new = fields.choice("sentences", ("all", "new")) == "new"
+    options = ListenOptions(
+        partial_ms=ListenOptions().partial_ms if partial_ms is None else partial_ms,
+        max_segment_ms=fields.integer("max_segment_ms", 1_000, 86_400_000),
+        silence_schedule=None if schedule is None else SilenceSchedule.from_text(schedule),
+    )
+
+    def begin(engine: ModelEngine, requested: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+        chosen = msgspec.structs.replace(options, **requested.pipeline_options())
+        return FunAsrRealtimeSession(
+            engine.client, engine.tokenizer, chosen, outbox, meter, engine.in_use(), only_new=only_new
+        )
+
+    return begin
+
+
+def _offline(
+    dependencies: LiveDependencies, fields: FormFields, context: RequestContext, meter: LiveRouteMetrics
+) -> StartFunAsrSession:
+    def begin(engine: ModelEngine, options: FunAsrOptions, outbox: Outbox) -> FunAsrSession:
+        return FunAsrOfflineSession(
+            dependencies.executor, engine, dependencies.admission.reserve_work(), options, context, meter
+        )
+
+    return begin
+
+
+class FunAsrEndpoint:
+    """ASGI app of one route: its WebSockets, accepted already."""
+
+    def __init__(
+        self,
+        dependencies: LiveDependencies,
+        path: str,
+        session_s: float,
+        fields: Sequence[str],
+        begin: Callable[[LiveDependencies, FormFields, RequestContext, LiveRouteMetrics], StartFunAsrSession],
+    ) -> None:
+        """`fields`: names that are allowed in the query."""
+        self._dependencies, self._fields, self._begin = dependencies, fields, begin
+        self._meter = dependencies.metrics.live_route(path)
+        config = dependencies.config
+        self._limits = SessionLimits(config.session_idle_s, session_s, config.max_frame_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context, dependencies = request_context(scope), self._dependencies
+        query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        fields = FormFields(query, self._fields)
+        begin = self._begin(dependencies, fields, context, self._meter)
+        factory = EngineFunAsrSessionFactory(dependencies.engines, fields.text("model"), context, begin)
+        conversation = FunAsrConversation(
+            receive,
+            Outbox(send, OUTBOX_SEND_TIMEOUT_S),
+            factory,
+            self._limits,
+            partial(live_error_event, request_id=context.request_id),
+            FunAsrOptions.from_query(fields),
+        )
+        await run_conversation(conversation, dependencies.admission, context, receive, send)
+
+
+def routes(dependencies: LiveDependencies) -> list[WebSocketRoute]:
+    config = dependencies.config
+    return [
+        WebSocketRoute(
+            REALTIME_PATH,
+            FunAsrEndpoint(dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime),
+        ),
+        WebSocketRoute(
+            OFFLINE_PATH, FunAsrEndpoint(dependencies, OFFLINE_PATH, config.max_duration_s, QUERY, _offline)
+        ),
+    ]

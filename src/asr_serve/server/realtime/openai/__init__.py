@@ -1,0 +1,1 @@
+"""OpenAI's Realtime API: `/v1/realtime`."""

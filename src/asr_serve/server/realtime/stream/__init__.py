@@ -1,0 +1,1 @@
+"""`/v1/stream`: sessions that outlive their connections, over WebSocket and HTTP."""

@@ -1,0 +1,321 @@
+"""Transports of /v1/stream.
+
+WebSocket   binary messages are audio, texts are commands and events
+HTTP        the request's body is audio, its response server-sent events, both at once. Raw ASGI: Starlette's
+            StreamingResponse reads the request, to detect a disconnect, and discards what it reads
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, cast
+from urllib.parse import parse_qs
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import Receive, Scope, Send
+
+from asr_serve.errors import (
+    AtCapacity,
+    AudioTooLarge,
+    ClientGone,
+    MalformedRequest,
+    OptionError,
+    RequestTimeout,
+)
+from asr_serve.pipelines.live.events import LiveEvent
+from asr_serve.protocols.stream.client_messages import (
+    EXAMPLE,
+    MAX_MESSAGE_CHARACTERS,
+    PATH,
+    FlushCommand,
+    NewSessionRequest,
+    expects_start_message,
+    merge_start_message,
+    parse_command,
+    parse_flush_body,
+    parse_query,
+)
+from asr_serve.server import openapi
+from asr_serve.server.middleware.error_handlers import (
+    JSON,
+    TOO_BIG,
+    close_code,
+    close_websocket,
+    error_code,
+    live_error_event,
+)
+from asr_serve.server.middleware.request_context import ApiClient as Key
+from asr_serve.server.middleware.request_context import drain_body, request_context
+from asr_serve.server.realtime.async_listener import AsyncListener
+from asr_serve.server.realtime.endpoint import NO_CLOSE_CODE, LiveDependencies
+from asr_serve.server.realtime.lifecycle import SessionLimits
+from asr_serve.server.realtime.outbox import OUTBOX_SEND_TIMEOUT_S
+from asr_serve.server.realtime.stream.connection import StreamConnection
+from asr_serve.server.realtime.stream.session import StartListener, StreamSession
+from asr_serve.server.realtime.stream.session_manager import SessionOwner, StreamSessionManager
+from asr_serve.server.server_sent_events import KEEP_ALIVE, KEEP_ALIVE_S, with_error_event
+from asr_serve.units import samples_to_s
+
+NORMAL_CLOSURE = 1_000
+"""Close code of a client that ends its session for good."""
+SSE_HEADERS = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+)
+START_TIMEOUT_S = 10.0
+"""Time limit for the start message."""
+COMMAND_TIMEOUT_S = 10.0
+"""Time limit for the body of a command."""
+
+
+def create_session_manager(dependencies: LiveDependencies) -> StreamSessionManager:
+    """Creates the session manager of a server."""
+    config, meter = dependencies.config, dependencies.metrics.live_route(PATH)
+
+    def begin(owner: SessionOwner, request: NewSessionRequest) -> tuple[str, StartListener]:
+        engine = dependencies.engines.get(request.model)
+
+        @contextmanager
+        def lease() -> Iterator[None]:
+            with dependencies.admission.reserve_session(cast(Key, owner)), engine.in_use():
+                yield
+
+        def start_listener(on_events: Callable[[list[LiveEvent]], None]) -> AsyncListener:
+            return AsyncListener(engine.client, engine.tokenizer, request.options, meter, lease(), on_events)
+
+        return engine.name, start_listener
+
+    limits = SessionLimits(config.session_idle_s, config.max_session_s, config.max_frame_bytes)
+    return StreamSessionManager(limits, config.resume_s, config.max_live_sessions, dependencies.metrics, begin)
+
+
+@asynccontextmanager
+async def _connected(
+    sessions: StreamSessionManager,
+    scope: Scope,
+    read: Callable[[StreamSession, StreamConnection], Coroutine[Any, Any, int | None]],
+    *,
+    packets: bool,
+    query: dict[str, Any] | None = None,
+) -> AsyncIterator[tuple[StreamSession, StreamConnection, asyncio.Task[int | None]]]:
+    """Opens the session that this connection requests; meanwhile `read` reads from the client."""
+    context = request_context(scope)
+    assert context.client is not None
+    query = _query(scope) if query is None else query
+    to_event = partial(live_error_event, request_id=context.request_id, path=PATH)
+    with sessions.connect(context.client, parse_query(query, packets=packets), to_event) as (session, connection):
+        context.model, before_samples = session.info.model, session.received_samples
+        reader = asyncio.create_task(read(session, connection))
+        reader.add_done_callback(connection.stop_if_failed)
+        try:
+            yield session, connection, reader
+        finally:
+            context.audio_s = samples_to_s(session.received_samples - before_samples)
+            reader.cancel()
+            await asyncio.wait({reader})
+
+
+async def _read_start_message(receive: Receive) -> str:
+    """Reads the first message, a text. Raises MalformedRequest, RequestTimeout, ClientGone."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            message = await receive()
+    except TimeoutError:
+        raise RequestTimeout(f"no start came within {START_TIMEOUT_S:g} s", "", "send it first") from None
+    if message["type"] != "websocket.receive":
+        raise ClientGone("the client left before it said what it wants")
+    if (text := message.get("text")) is None:
+        raise MalformedRequest(
+            "audio came before the start", "with start=true the first message is a text, " + EXAMPLE
+        )
+    return cast(str, text)
+
+
+def _query(scope: Scope) -> dict[str, Any]:
+    return parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+
+
+class StreamWebSocket:
+    """ASGI app: one connection, accepted already."""
+
+    def __init__(self, sessions: StreamSessionManager, frame_bytes: int) -> None:
+        self._sessions, self._frame_bytes = sessions, frame_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = request_context(scope)
+        read = partial(self._read, receive)
+        query = _query(scope)
+        if expects_start_message(query):
+            query = merge_start_message(query, await _read_start_message(receive))
+        async with _connected(self._sessions, scope, read, packets=True, query=query) as (
+            session,
+            connection,
+            reader,
+        ):
+            await _write(send, connection)
+        client_code = None if reader.cancelled() or reader.exception() else reader.result()
+        if session.ending is not None:
+            context.end_reason = error_code(session.ending)
+            await close_websocket(receive, send, close_code(session.ending))
+        elif session.closed or client_code is None:
+            context.end_reason = "done"
+            await close_websocket(receive, send, NORMAL_CLOSURE)
+        else:
+            context.end_reason = "client_gone"
+            if client_code == NORMAL_CLOSURE:
+                self._sessions.abort(session, "was ended by its client")
+            if client_code == NO_CLOSE_CODE:
+                # Nothing but a close code reaches a client whose frame granian refused.
+                await close_websocket(receive, send, TOO_BIG)
+
+    async def _read(self, receive: Receive, session: StreamSession, connection: StreamConnection) -> int | None:
+        """Reads until the client closes; returns its close code. Raises AudioTooLarge to end the connection."""
+        while (message := await receive())["type"] == "websocket.receive":
+            try:
+                if (frame := message.get("bytes")) is not None:
+                    await self._audio(frame, session, connection)
+                else:
+                    if connection.congested:
+                        await connection.pause_reading(connection.wait_caught_up())
+                    _command(message.get("text") or "", session, connection)
+            except (MalformedRequest, OptionError, AtCapacity) as error:
+                connection.send_error(error)
+        connection.stop()
+        return message.get("code")
+
+    async def _audio(self, frame: bytes, session: StreamSession, connection: StreamConnection) -> None:
+        if len(frame) > self._frame_bytes:
+            raise AudioTooLarge(
+                f"a frame of {len(frame)} bytes came",
+                f"up to {self._frame_bytes} are allowed; nothing of this one was taken",
+                "go on with the session, and send audio in smaller frames, like 100 ms",
+            )
+        await session.write(connection, frame)
+
+
+def _command(text: str, session: StreamSession, connection: StreamConnection) -> None:
+    command = parse_command(text)
+    if isinstance(command, FlushCommand):
+        session.flush(command.id)
+    else:
+        session.end()
+
+
+async def _write(send: Send, connection: StreamConnection) -> None:
+    async for event in connection.events():
+        assert event is not None
+        try:
+            async with asyncio.timeout(OUTBOX_SEND_TIMEOUT_S):
+                await send({"type": "websocket.send", "text": event.json.decode()})
+        except TimeoutError:
+            raise ClientGone(f"the client took nothing for {OUTBOX_SEND_TIMEOUT_S:g} s") from None
+
+
+class StreamHttpExchange:
+    """ASGI app: one request is one connection."""
+
+    def __init__(self, sessions: StreamSessionManager) -> None:
+        self._sessions = sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        read = partial(_read, receive)
+        async with _connected(self._sessions, scope, read, packets=False) as (session, connection, reader):
+            # The body is read before the response starts, for clients that send it only once it is requested.
+            await asyncio.sleep(0)
+            await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
+            async with aclosing(_sse_chunks(connection)) as chunks:
+                async for chunk in with_error_event(chunks, scope, live=True):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if session.ending is not None:
+            request_context(scope).end_reason = error_code(session.ending)
+        if reader.cancelled():
+            # Over HTTP/2 a response that ends before its request resets the stream, and curl then discards
+            # what it has not printed yet.
+            await drain_body(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _read(receive: Receive, session: StreamSession, connection: StreamConnection) -> None:
+    """Reads the body, whose end ends the audio. Raises ClientGone when it breaks off."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left while it sent its audio")
+        await session.write(connection, message.get("body", b""))
+        if not message.get("more_body"):
+            break
+    if connection is session.connection:
+        session.end()
+
+
+async def _sse_chunks(connection: StreamConnection) -> AsyncGenerator[bytes, None]:
+    async for event in connection.events(KEEP_ALIVE_S):
+        yield KEEP_ALIVE if event is None else event.sse
+
+
+class AcceptedCommand(msgspec.Struct):
+    id: str
+
+
+async def _body(request: Request) -> bytes:
+    """Reads the body of a command. Raises MalformedRequest, RequestTimeout, ClientGone."""
+    body = b""
+    try:
+        async with asyncio.timeout(COMMAND_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_MESSAGE_CHARACTERS:
+                    raise MalformedRequest(
+                        f"a command of more than {MAX_MESSAGE_CHARACTERS} bytes came",
+                        'a command is like {"id":"1"}',
+                    )
+    except TimeoutError:
+        raise RequestTimeout(
+            f"the body did not come within {COMMAND_TIMEOUT_S:g} s", "a command is a few bytes"
+        ) from None
+    except ClientDisconnect:
+        raise ClientGone("the client left while it sent a command") from None
+    return body
+
+
+def routes(sessions: StreamSessionManager, frame_bytes: int) -> list[BaseRoute]:
+    return [
+        WebSocketRoute(PATH, StreamWebSocket(sessions, frame_bytes)),
+        Route(PATH, StreamHttpExchange(sessions), methods=["POST"]),
+    ]
+
+
+def commands(sessions: StreamSessionManager) -> APIRouter:
+    """Routes of the commands that a client sends beside the body of its session."""
+    router = APIRouter(tags=["Live"])
+
+    def get_session(request: Request, session_id: str) -> StreamSession:
+        context = request_context(request.scope)
+        assert context.client is not None
+        return sessions.get(context.client, session_id)
+
+    @router.post(
+        PATH + "/{session_id}/flush", status_code=202, summary="Make final what was said", **openapi.FLUSH
+    )
+    async def flush_session(request: Request, session_id: str) -> Response:
+        """Finalizes all audio so far: `flushed` comes among the session's events when its words are final."""
+        command = parse_flush_body(await _body(request))
+        get_session(request, session_id).flush(command.id)
+        return Response(msgspec.json.encode(AcceptedCommand(command.id)), 202, media_type=JSON)
+
+    @router.post(PATH + "/{session_id}/end", status_code=202, summary="End a live session", **openapi.END)
+    async def end_session(request: Request, session_id: str) -> Response:
+        """Ends the audio: the rest of the text and `end` come among the session's events."""
+        await _body(request)
+        get_session(request, session_id).end()
+        return Response(b"{}", 202, media_type=JSON)
+
+    return router

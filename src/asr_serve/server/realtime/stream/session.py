@@ -1,0 +1,305 @@
+"""Live session of /v1/stream, with one connection at a time or none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from asr_serve.audio.stream_decoder import LiveAudioDecoder
+from asr_serve.errors import (
+    AsrServeError,
+    AudioError,
+    AudioTooLong,
+    IdleTimeout,
+    MalformedRequest,
+    OutOfTurn,
+    TakenOver,
+)
+from asr_serve.metrics import LiveRouteMetrics
+from asr_serve.pipelines.live.events import LiveEvent
+from asr_serve.pipelines.live.listen import MAX_PENDING_FLUSHES
+from asr_serve.protocols.stream.client_messages import PACKETS
+from asr_serve.protocols.stream.server_events import (
+    AckEvent,
+    EncodedEvent,
+    EndEvent,
+    PartialEvent,
+    SegmentEvent,
+    SessionEvent,
+    StreamEventEncoder,
+)
+from asr_serve.server.realtime.async_listener import AsyncListener
+from asr_serve.server.realtime.lifecycle import SessionLimits
+from asr_serve.server.realtime.stream.connection import FormatStreamError, StreamConnection
+from asr_serve.server.realtime.stream.event_log import EventLog
+from asr_serve.units import RATE_HZ, samples_to_s
+
+log = logging.getLogger(__name__)
+
+SLICE_BYTES = 4_096
+"""Bytes of audio, up to some seconds of it, that are decoded before `full` is checked again."""
+
+StartListener = Callable[[Callable[[list[LiveEvent]], None]], AsyncListener]
+"""Creates a listener that passes its events to that callback."""
+
+
+class StreamSessionInfo(msgspec.Struct, frozen=True):
+    """Constant properties of a session."""
+
+    session_id: str
+    model: str
+    encoding: str
+    resume_s: float
+    words: bool = False
+    """Whether segments have words."""
+
+
+class StreamSession:
+    """Audio in, numbered events into a log. It continues with the audio it has while it has no connection.
+
+    Belongs to the event loop's thread.
+    """
+
+    def __init__(
+        self,
+        info: StreamSessionInfo,
+        decoder: LiveAudioDecoder,
+        limits: SessionLimits,
+        meter: LiveRouteMetrics,
+        begin: StartListener,
+        on_closed: Callable[[StreamSession], None],
+    ) -> None:
+        """`on_closed` is called once the session is closed. Raises as `begin` does."""
+        self.info, self.log = info, EventLog()
+        self._decoder, self._limits, self._meter, self._on_closed = decoder, limits, meter, on_closed
+        self._encoder = StreamEventEncoder(words=info.words)
+        self._partial: EncodedEvent | None = None
+        self.received_bytes = self._acked_samples = 0
+        self.finishing = self.closed = False
+        """No more audio is accepted; no more events come."""
+        self.ending: AsrServeError | None = None
+        """Error for which the server ended the session before its client did."""
+        self.failure: BaseException | None = None
+        self._stopped_listening = False
+        self._flushes: deque[tuple[str, int]] = deque(maxlen=MAX_PENDING_FLUSHES)
+        """Last flushes: name, position in bytes."""
+        self.connection: StreamConnection | None = None
+        self._loop = asyncio.get_running_loop()
+        self._watch: asyncio.TimerHandle | None = None
+        self._listener = begin(self._on_events)
+        self._length = self._loop.call_later(limits.session_s, lambda: self.end(self._too_long()))
+        self._work = self._loop.create_task(self._run())
+        self._work.add_done_callback(self._on_task_done)
+
+    @property
+    def received_samples(self) -> int:
+        return self._listener.received_samples
+
+    # --- connections -----------------------------------------------------------------------------------
+
+    def attach(self, after: int, format_error: FormatStreamError, *, resumed: bool) -> StreamConnection:
+        """Attaches a new connection, in place of any other. Raises EventsExpired, OptionError."""
+        self.log.check_available(after)
+        if self.connection is not None:
+            self.connection.stop(
+                TakenOver(
+                    "another connection goes on with this session",
+                    "one at a time",
+                    "go on there, or begin a new session",
+                )
+            )
+        self.connection = connection = StreamConnection(self.log, after, format_error)
+        connection.send(self._opened(resumed))
+        connection.show_partial(self._partial)
+        if resumed and self.ending is not None:
+            connection.send_error(self.ending)  # it may not have arrived before
+        if self.closed:
+            connection.finish(self.failure)
+        else:
+            self._watch_idle()
+        return connection
+
+    def detach(self, connection: StreamConnection) -> bool:
+        """Detaches a connection that is closed. False: another one has replaced it."""
+        connection.stop()
+        if connection is not self.connection:
+            return False
+        self.connection = None
+        return True
+
+    def _opened(self, resumed: bool) -> SessionEvent:
+        return SessionEvent(
+            session_id=self.info.session_id,
+            resumed=resumed,
+            model=self.info.model,
+            language=self._listener.language,
+            encoding=self.info.encoding,
+            rate_hz=self._decoder.rate_hz,
+            received_bytes=self.received_bytes,
+            last_seq=self.log.last_seq,
+            resume_s=self.info.resume_s,
+        )
+
+    # --- audio and commands ----------------------------------------------------------------------------
+
+    async def write(self, connection: StreamConnection, audio: bytes) -> None:
+        """Decodes audio as there is room. Audio of a connection that was replaced meanwhile is dropped."""
+        connection.last_received_s = self._loop.time()
+        if self.finishing and audio and self.ending is None and not self._stopped_listening:
+            self._stopped_listening = True
+            connection.send_error(OutOfTurn("audio came after the end", "it is dropped; this is said once"))
+        remaining = memoryview(audio)
+        size = len(remaining) if self.info.encoding == PACKETS else SLICE_BYTES
+        while remaining and not self.finishing and connection is self.connection:
+            if self._listener.full:
+                await connection.pause_reading(self._listener.wait_writable())
+            elif connection.congested:
+                await connection.pause_reading(connection.wait_caught_up())
+            else:
+                self._decode(remaining[:size])
+                remaining = remaining[size:]
+
+    def _decode(self, audio: memoryview) -> None:
+        self.received_bytes += len(audio)
+        try:
+            pcm = self._decoder.decode(audio)
+        except AudioError as error:
+            self._close(error)
+            return
+        if not self._write_pcm(pcm):
+            return
+        if self.received_samples - self._acked_samples >= RATE_HZ:
+            self._acknowledge()
+        if samples_to_s(self.received_samples) > self._limits.session_s:
+            self.end(self._too_long())
+
+    def flush(self, name: str) -> None:
+        """Finalizes all audio so far. The same name at the same position is one flush: a client that reconnects
+        cannot know whether it arrived. Raises AtCapacity, OutOfTurn."""
+        flush = name, self.received_bytes
+        if flush in self._flushes:
+            return
+        if self.finishing:
+            raise OutOfTurn("a flush came after the end", "everything will be final")
+        if self._write_pcm(self._decoder.drain_resampler()):
+            self._listener.flush(name)
+            self._flushes.append(flush)
+
+    def end(self, reason: AsrServeError | None = None) -> None:
+        """Ends the audio: the rest of the text follows, and the end. `reason`: the reason if not the client's."""
+        if self.finishing:
+            return
+        if self._decoder.has_pending_bytes and self.connection is not None:
+            warning = MalformedRequest("the audio ends in the middle of a sample or page", "that piece is dropped")
+            self.connection.send_error(warning)
+        try:
+            pcm = self._decoder.finish()
+        except AudioError as error:
+            self._close(reason or error)
+            return
+        if self._write_pcm(pcm):
+            self._close(reason)
+
+    def _write_pcm(self, pcm: np.ndarray) -> bool:
+        """Passes samples to the listener. False: it failed, and the session ends."""
+        try:
+            self._listener.write(pcm)
+        except AsrServeError as error:
+            self.finishing, self.failure = True, error
+            self._work.cancel()
+            return False
+        return True
+
+    def _close(self, reason: AsrServeError | None) -> None:
+        self.finishing, self.ending = True, reason
+        if reason is not None and self.connection is not None:
+            self.connection.send_error(reason)
+        self._acknowledge()
+        self._length.cancel()
+        self._listener.finish()
+
+    def _acknowledge(self) -> None:
+        self._acked_samples = self.received_samples
+        if self.connection is not None:
+            received_s = samples_to_s(self._acked_samples)
+            self.connection.acknowledge(AckEvent(received_bytes=self.received_bytes, received_s=received_s))
+
+    def _watch_idle(self) -> None:
+        """Ends the session if its client is idle for too long, or schedules the next check."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        connection, now_s = self.connection, self._loop.time()
+        if connection is None or self.finishing:
+            return
+        if connection.blocked:
+            connection.last_received_s = now_s  # the client waits for the server
+        due_s = connection.last_received_s + self._limits.idle_s
+        if now_s >= due_s:
+            self.end(IdleTimeout(f"nothing came for {self._limits.idle_s:g} s", "a silent microphone sends, too"))
+        else:
+            self._watch = self._loop.call_at(max(due_s, now_s + 1e-3), self._watch_idle)
+
+    def _too_long(self) -> AudioTooLong:
+        return AudioTooLong(
+            "the session has become too long",
+            f"up to {self._limits.session_s:g} s, of audio and of time",
+            "begin another",
+        )
+
+    # --- events ----------------------------------------------------------------------------------------
+
+    def _on_events(self, events: list[LiveEvent]) -> None:
+        previous, last_seq = self._partial, self.log.last_seq
+        for event in events:
+            for message in self._encoder.encode_events(event):
+                if isinstance(message, PartialEvent):
+                    self._show(message)
+                else:
+                    self.log.append(message)
+                    self._partial = None if isinstance(message, SegmentEvent | EndEvent) else self._partial
+        connection = self.connection
+        if connection is None:
+            return
+        if self._partial is not previous and not connection.show_partial(self._partial):
+            self._meter.dropped.inc()
+        if self.log.last_seq > last_seq:
+            connection.notify()
+
+    def _show(self, partial: PartialEvent) -> None:
+        encoded = partial.encode()
+        if encoded != self._partial and (partial.text or self._partial is not None):
+            self._partial = encoded
+
+    async def _run(self) -> None:
+        try:
+            await self._listener.run()
+        finally:
+            await self._listener.close()
+
+    def _on_task_done(self, work: asyncio.Task[None]) -> None:
+        self.closed = self.finishing = True
+        self._length.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        self._partial = None
+        if not work.cancelled():
+            self.failure = work.exception()
+        if self.connection is not None:
+            self.connection.finish(self.failure)
+        elif self.failure is not None:
+            log.error("a session failed while no client was there", exc_info=self.failure)
+        self._on_closed(self)
+
+    def abort(self) -> None:
+        """Cancels the session: no client will resume it."""
+        self._work.cancel()
+
+    async def wait_aborted(self) -> None:
+        self._work.cancel()
+        await asyncio.wait({self._work})

@@ -1,0 +1,1 @@
+"""HTTP routes: transcriptions, speech, models, health."""

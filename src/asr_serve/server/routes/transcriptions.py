@@ -1,0 +1,380 @@
+"""POST /v1/audio/transcriptions, /v1/audio/translations, /asr: transcription of uploads while they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.background import BackgroundTask
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from asr_serve.audio.reader import AudioLimits
+from asr_serve.config import ServeConfig
+from asr_serve.errors import AsrServeError, ClientGone, EngineClosed, ModelNotLoaded, OptionError
+from asr_serve.pipelines.offline.transcribe import SegmentDone
+from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.protocols.funasr.asr import parse_asr_form, render_asr_answer
+from asr_serve.protocols.openai import transcription_form, transcription_response
+from asr_serve.protocols.openai.known_speakers import MAX_KNOWN_SPEAKERS, MAX_REFERENCE_BYTES, REFERENCES_FIELD
+from asr_serve.protocols.recognition_fields import MAX_HOTWORDS, MAX_HOTWORDS_CHARACTERS
+from asr_serve.server import openapi
+from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
+from asr_serve.server.middleware.error_handlers import JSON
+from asr_serve.server.middleware.request_context import RequestContext, request_context
+from asr_serve.server.server_sent_events import with_error_event, with_keep_alive
+from asr_serve.server.transcription_job import TranscriptionExecutor, TranscriptionJob
+from asr_serve.server.uploads.upload import Upload, UploadLimits
+from asr_serve.types import Transcript
+
+FIELD_LIMITS: dict[str, Any] = {
+    "max_repeats": {"keywords[]": MAX_HOTWORDS + 1},  # one more, so that the parser of hot words refuses it
+    "max_bytes_by_field": {
+        "hotwords": 4 * MAX_HOTWORDS_CHARACTERS,
+        REFERENCES_FIELD.removesuffix("[]"): MAX_REFERENCE_BYTES,
+    },
+    "max_text_bytes": 4 * MAX_HOTWORDS_CHARACTERS + MAX_KNOWN_SPEAKERS * MAX_REFERENCE_BYTES + (1 << 20),
+}
+"""Limits of the fields beside the file."""
+
+
+class ParsedForm(Protocol):
+    """Parsed options of a form."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def options(self) -> TranscribeOptions: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def option_to_field(self) -> Mapping[str, str]:
+        """Option -> name of its field, where they differ."""
+
+
+RequestT = TypeVar("RequestT", bound=ParsedForm)
+RequestT_co = TypeVar("RequestT_co", bound=ParsedForm, covariant=True)
+
+
+class FormParser(Protocol[RequestT_co]):
+    """Parser of a form. Until it is `complete`, errors that a later field can correct are ignored."""
+
+    def __call__(self, sent: Mapping[str, Sequence[str]], *, complete: bool) -> RequestT_co: ...
+
+
+class TranscriptionDependencies(NamedTuple):
+    """Dependencies of these routes."""
+
+    engines: EngineRegistry
+    executor: TranscriptionExecutor
+    uploads: UploadLimits
+    audio: AudioLimits
+    max_beam: int
+
+    @classmethod
+    def create(
+        cls, config: ServeConfig, engines: EngineRegistry, jobs: TranscriptionExecutor
+    ) -> TranscriptionDependencies:
+        uploads = UploadLimits(
+            max_bytes=config.max_body_bytes,
+            idle_timeout_s=config.upload_idle_s,
+            min_bytes_per_s=config.upload_min_bytes_per_s,
+            **FIELD_LIMITS,
+        )
+        return cls(engines, jobs, uploads, AudioLimits(max_duration_s=config.max_duration_s), config.max_beam)
+
+
+class UploadTranscription(Generic[RequestT]):
+    """One upload and its transcription job: started while bytes arrive, with the fields before the file, and
+    restarted if a later field changes the request.
+
+    `engine` is the one that transcribes. The async context `open` stops everything at its end, and waits for it.
+    """
+
+    transcript: Transcript
+
+    def __init__(
+        self,
+        dependencies: TranscriptionDependencies,
+        context: RequestContext,
+        upload: Upload,
+        parse: FormParser[RequestT],
+        upload_trace: contextlib.ExitStack,
+        engine_use: contextlib.ExitStack,
+    ) -> None:
+        """`upload_trace`: closed when the upload is complete. `engine_use`: held as long as this exists.
+        Raises OptionError, UnknownModel, ModelNotLoaded, EngineClosed."""
+        self._dependencies, self._context, self._upload, self._read = dependencies, context, upload, parse
+        self._upload_trace, self._engine_use = upload_trace, engine_use
+        self.request = _parse_fields(upload, parse)
+        self._text_sent = False
+        self._use(dependencies.engines.get(self.request.model))
+        self._job = self._start_job()
+        self._form_task: asyncio.Task[None] | None = None
+        if upload.complete:
+            upload_trace.close()
+        else:
+            self._form_task = asyncio.create_task(self._finish_form())
+            self._form_task.add_done_callback(self._on_form_done)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(
+        cls, dependencies: TranscriptionDependencies, request: Request, parse: FormParser[RequestT]
+    ) -> AsyncIterator[UploadTranscription[RequestT]]:
+        """Starts reading the request's body. Raises what `__init__` and `Upload.start` do."""
+        context, headers = request_context(request.scope), request.headers
+        length = headers.get("content-length", "")
+        async with contextlib.AsyncExitStack() as resources:
+            upload_trace = resources.enter_context(contextlib.ExitStack())
+            upload_trace.enter_context(context.trace.upload())
+            engine_use = resources.enter_context(contextlib.ExitStack())
+            upload = await Upload.start(
+                _body(request.receive),
+                headers.get("content-type", ""),
+                int(length) if length.isdecimal() else None,
+                dependencies.uploads,
+                gone=ClientGone,
+            )
+            resources.push_async_callback(_end, upload)
+            parsed = _parse_fields(upload, parse)
+            resources.enter_context(_errors_named_by_field(parsed.option_to_field))
+            model_named = parsed.model is not None
+            try:
+                work = cls(dependencies, context, upload, parse, upload_trace, engine_use)
+            except (OptionError, ModelNotLoaded, EngineClosed):
+                if model_named or upload.complete:
+                    raise
+                engine_use.close()
+                await upload.finish()  # a suitable model may be named after the file
+                work = cls(dependencies, context, upload, parse, upload_trace, engine_use)
+            resources.push_async_callback(work._close)
+            yield work
+
+    async def wait_form(self) -> None:
+        """Waits until the whole form is read, and `request` is final. Raises what is wrong with the form."""
+        if self._form_task is not None:
+            await self._form_task
+
+    async def segments(self) -> AsyncIterator[SegmentDone]:
+        """Yields segments as they are recognized, once; sets `transcript`. Raises errors of form and audio."""
+        while True:
+            job = self._job
+            async for event in job:
+                if job is not self._job:
+                    break  # recognized with other options than requested
+                self._text_sent = True
+                if event.phases is not None:
+                    self._context.trace.engine_phases(event.phases)
+                yield event
+            await self.wait_form()
+            if job is self._job:
+                self.transcript = await job.transcript
+                self._context.audio_s = self.transcript.duration_s
+                return
+
+    async def transcribe(self) -> Transcript:
+        """Returns the whole transcript. Raises what `segments` does."""
+        async for _ in self.segments():
+            pass
+        return self.transcript
+
+    def _use(self, engine: ModelEngine) -> None:
+        """Sets `engine`, and holds this one, and no other, in use."""
+        previous = self._engine_use.pop_all()
+        self._engine_use.enter_context(engine.in_use())
+        previous.close()
+        self.engine = engine
+
+    def _start_job(self) -> TranscriptionJob:
+        self._context.model = self.engine.name
+        options = msgspec.structs.replace(self.request.options, limits=self._dependencies.audio)
+        return self._dependencies.executor.start(
+            self.engine, self._upload.open_audio(), options, self._upload.filename
+        )
+
+    async def _finish_form(self) -> None:
+        """Reads the form to its end; restarts the job if later fields change the request."""
+        finishing = asyncio.create_task(self._upload.finish())
+        try:
+            tasks: set[asyncio.Future[Any]] = {finishing, self._job.transcript}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not finishing.done() and self._job.failed and self._upload.failure is None:
+                self._job.transcript.result()  # raises: no later field can help
+            await finishing
+        finally:
+            finishing.cancel()
+            self._upload_trace.close()
+        previous, self.request = self.request, _parse_fields(self._upload, self._read)
+        engines = self._dependencies.engines
+        # The engine is not looked up again: it may be unloading by now, but still serves this request.
+        same = engines.resolve(self.request.model) == self.engine.name
+        if self._text_sent and not (same and self._output_options(self.request) == self._output_options(previous)):
+            raise OptionError(
+                "a field after the file changes what was asked, and text was sent already",
+                "a stream is as the fields before the file say",
+                "send the file last",
+            )
+        if same and self._options(self.request) == self._options(previous):
+            return
+        engine = self.engine if same else engines.get(self.request.model)
+        self._job.cancel()
+        await self._job.wait_closed()
+        self._use(engine)
+        self._job = self._start_job()
+
+    def _options(self, request: RequestT) -> TranscribeOptions:
+        """Options with language and longest segment as this engine takes them by default."""
+        card, options = self.engine.card, request.options
+        options = msgspec.structs.replace(options, language=card.language(options.language))
+        if options.long_form == "sequential":  # its windows are the model's
+            return options
+        return msgspec.structs.replace(options, max_segment_ms=options.max_segment_ms or card.max_segment_ms)
+
+    def _output_options(self, request: Any) -> dict[str, Any]:
+        """All that determines the output, except the model, which may be named by any alias."""
+        return {**msgspec.structs.asdict(request), "model": None, "options": self._options(request)}
+
+    def _on_form_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception():
+            self._job.cancel()  # so that the reader of its segments gets the error
+
+    async def _close(self) -> None:
+        self._job.cancel()
+        self._upload.close()  # ends the job's wait for bytes
+        if self._form_task is not None:
+            self._form_task.cancel()
+            await asyncio.wait({self._form_task})
+        await self._job.wait_closed()
+
+
+def _parse_fields(upload: Upload, parse: FormParser[RequestT]) -> RequestT:
+    """Parses the fields that have arrived. Raises OptionError."""
+    if upload.complete and not upload.has_file:
+        raise OptionError("no file came", "audio, in the field file", "curl -F file=@audio.wav", param="file")
+    if upload.has_file and upload.filename is None:
+        raise OptionError(
+            "the field file came as text, without a filename",
+            "the audio itself: nothing is fetched from paths or addresses",
+            "curl -F file=@audio.wav, with the @",
+            param="file",
+        )
+    return parse(upload.fields, complete=upload.complete)
+
+
+@contextlib.contextmanager
+def _errors_named_by_field(params: Mapping[str, str]) -> Iterator[None]:
+    """Replaces the option in an OptionError by the name of its field."""
+    try:
+        yield
+    except OptionError as error:
+        if error.param is not None:
+            error.param = params.get(error.param, error.param)
+        raise
+
+
+async def _end(upload: Upload) -> None:
+    upload.close()
+    with contextlib.suppress(AsrServeError):
+        await upload.finish()  # so that its reader has released the connection
+
+
+async def _body(receive: Receive) -> AsyncIterator[bytes]:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client left while it sent its request")
+        yield message.get("body", b"")
+        if not message.get("more_body"):
+            return
+
+
+class TranscriptEventStream(Response):
+    """Server-sent events, with the text of each segment once recognized. Closes `stack`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, work: UploadTranscription[transcription_form.TranscriptionRequest], stack: contextlib.AsyncExitStack
+    ) -> None:
+        self.status_code = 200
+        self.background: BackgroundTask | None = None
+        self._transcription, self._resources = work, stack
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with (
+            self._resources,
+            contextlib.aclosing(with_keep_alive(self._events(request_context(scope)))) as pieces,
+        ):
+            first = await anext(pieces)  # an error so far is answered with its own status
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for piece in with_error_event(pieces, scope):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, context: RequestContext) -> AsyncGenerator[bytes, None]:
+        work = self._transcription
+        encoder: transcription_response.TranscriptEventEncoder | None = None
+        async for event in work.segments():
+            # Not before the first segment: until then a later field may still change the request.
+            encoder = encoder or transcription_response.TranscriptEventEncoder(
+                work.request, work.engine.tokenizer.decode
+            )
+            context.mark_first_text()
+            yield encoder.encode_segment(event.segment)
+        encoder = encoder or transcription_response.TranscriptEventEncoder(
+            work.request, work.engine.tokenizer.decode
+        )
+        yield encoder.encode_done(work.transcript)
+
+
+def _answer(
+    request: Request, transcript: Transcript, work: UploadTranscription[transcription_form.TranscriptionRequest]
+) -> Response:
+    request_context(request.scope).mark_first_text()
+    body = transcription_response.render_transcription(transcript, work.request, work.engine.tokenizer.decode)
+    return Response(body, media_type=transcription_form.RESPONSE_FORMATS[work.request.response_format])
+
+
+def routes(dependencies: TranscriptionDependencies) -> APIRouter:
+    router = APIRouter(tags=["Transcription"])
+    parse = partial(transcription_form.parse_transcription_form, max_beam=dependencies.max_beam)
+    parse_translation = partial(transcription_form.parse_translation_form, max_beam=dependencies.max_beam)
+
+    @router.post("/v1/audio/transcriptions", summary="Transcribe audio", **openapi.TRANSCRIPTIONS)
+    async def transcriptions(request: Request) -> Response:
+        """OpenAI's route. Audio is transcribed while it arrives; with `stream=true` before the file, its text is
+        returned meanwhile, too."""
+        async with contextlib.AsyncExitStack() as resources:
+            work = await resources.enter_async_context(UploadTranscription.open(dependencies, request, parse))
+            if not work.request.stream:
+                await work.wait_form()
+            if work.request.stream:
+                return TranscriptEventStream(work, resources.pop_all())
+            return _answer(request, await work.transcribe(), work)
+
+    @router.post("/v1/audio/translations", summary="Translate audio into English", **openapi.TRANSLATIONS)
+    async def translations(request: Request) -> Response:
+        """OpenAI's route, for models that translate. Other models are refused by name."""
+        async with UploadTranscription.open(dependencies, request, parse_translation) as work:
+            await work.wait_form()
+            return _answer(request, await work.transcribe(), work)
+
+    @router.post("/asr", summary="Transcribe audio, as FunASR does", **openapi.ASR)
+    async def asr(request: Request) -> Response:
+        """FunASR's route. Its options that no model here supports are refused by name."""
+        context = request_context(request.scope)
+        async with UploadTranscription.open(dependencies, request, parse_asr_form) as work:
+            await work.wait_form()
+            transcript = await work.transcribe()
+            context.mark_first_text()
+            return Response(render_asr_answer(transcript, work.request, context.elapsed_s()), media_type=JSON)
+
+    return router

@@ -1,1 +1,0 @@
-"""/v1/stream: sessions that outlive their connections, over WebSocket and over HTTP."""

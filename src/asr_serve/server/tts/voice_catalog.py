@@ -1,0 +1,88 @@
+"""Catalog of voices: speech models, and their voices under every name that clients use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asr_serve.errors import UnknownVoice
+from asr_serve.models.registry import TtsCard
+from asr_serve.protocols.form_fields import quote_for_message
+from asr_serve.protocols.openai.speech import VoiceEntry
+from asr_serve.server.engine_registry import EngineRegistry, ModelEngine
+from asr_serve.types import suggest_name
+from asr_serve.voices.voice_store import VoiceStore
+
+OPENAI_MODELS = ("tts-1", "tts-1-hd", "gpt-4o-mini-tts", "gpt-4o-mini-tts-2025-12-15")
+"""OpenAI's names of speech models: here they mean the server's own, unless an alias exists."""
+OPENAI_VOICES = {
+    "alloy": "alloy",
+    "echo": "echo",
+    "fable": "fable",
+    "nova": "nova",
+    "onyx": "onyx",
+    "ash": "adam",
+    "ballad": "fable",
+    "cedar": "michael",
+    "coral": "bella",
+    "marin": "heart",
+    "sage": "sarah",
+    "shimmer": "aoede",
+    "verse": "liam",
+}
+"""OpenAI's voices, each with the nearest of ours. A model without that one uses its first voice."""
+MAX_LISTED_VOICES = 50
+"""Cloned voices that an error message lists."""
+
+
+class VoiceCatalog:
+    """Speech models and voices by name. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, engines: EngineRegistry, store: VoiceStore, models: Mapping[str, str], aliases: Mapping[str, str]
+    ) -> None:
+        """`store`: cloned voices. `models`: alias -> model. `aliases`: alias -> voice; a voice's own name has
+        priority."""
+        self._engines, self._store, self._models, self._aliases = engines, store, models, aliases
+
+    def engine(self, model: str | None) -> ModelEngine:
+        """Engine of the model of that name, or the server's own. Raises UnknownModel, ModelNotLoaded, WrongModel,
+        EngineClosed."""
+        if model in OPENAI_MODELS and model not in self._engines.known_models() and model not in self._models:
+            model = None
+        return self._engines.get_tts(model)
+
+    def voice(self, card: TtsCard, name: str | None) -> str:
+        """Resolves a voice to its own name. Reads a folder if the model supports cloning. Raises UnknownVoice."""
+        if name is None:
+            return card.voices[0]
+        own = self._aliases.get(name, name)
+        for candidate in (name, own):
+            if candidate in card.voices:
+                return candidate
+        cloned = self._cloned(card)
+        for candidate in (name, own):
+            if candidate in cloned:
+                return candidate
+        if name in OPENAI_VOICES and name not in self._aliases:
+            return OPENAI_VOICES[name] if OPENAI_VOICES[name] in card.voices else card.voices[0]
+        raise UnknownVoice(
+            f"{card.name} has no voice {quote_for_message(name)}",
+            f"voices: {', '.join((*card.voices, *cloned[:MAX_LISTED_VOICES]))}",
+            suggest_name(name, [*card.voices, *cloned, *self._aliases, *OPENAI_VOICES])
+            or "GET /v1/audio/voices lists them",
+            param="voice",
+        )
+
+    def list_voices(self) -> list[VoiceEntry]:
+        """Voices of the loaded models, in the order of loading. Reads a folder."""
+        return [
+            VoiceEntry(name, name, engine.name, name == engine.tts_card.voices[0], name not in own)
+            for engine in self._engines
+            if engine.is_tts
+            for own in [engine.tts_card.voices]
+            for name in (*own, *self._cloned(engine.tts_card))
+        ]
+
+    def _cloned(self, card: TtsCard) -> list[str]:
+        """Names of the voices cloned for the model."""
+        return [voice.name for voice in self._store.cards() if voice.model == card.name] if card.clones else []

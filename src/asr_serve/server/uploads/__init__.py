@@ -1,0 +1,1 @@
+"""Request bodies, parsed while they arrive."""

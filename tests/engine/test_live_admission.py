@@ -1,0 +1,299 @@
+"""Admission of live callers who connect in a burst, on a virtual clock."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_moonshine import CARD
+
+from asr_serve.audio.endpointing import WINDOW_SAMPLES
+from asr_serve.config import EngineConfig
+from asr_serve.engine.client import EngineClient, VadSession
+from asr_serve.engine.partial_rate import (
+    MIN_RESERVATIONS,
+    MIN_SAMPLES,
+    OVERLOADED_MS,
+    PROOF_MS,
+    PROVEN_FOR_MS,
+    RESERVATION_MS,
+    LiveAdmission,
+    PartialRateController,
+)
+from asr_serve.errors import AtCapacity, EngineClosed
+
+SECOND = 31 * WINDOW_SAMPLES
+"""About a second of audio in whole windows."""
+
+
+class ScriptedBackend:
+    """Engine that answers when the test says so."""
+
+    card, turn_card, speakers, state = CARD, None, True, "ready"
+
+    def __init__(self) -> None:
+        self.chunks: list[Any] = []
+        self.requests: list[Any] = []
+
+    def open_vad_session(self, session: int, live: bool) -> None: ...
+    def close_session(self, session: int) -> None: ...
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def diarize_window(self, *_: object) -> None: ...
+    def submit_vad_chunk(self, chunk: Any) -> None:
+        self.chunks.append(chunk)
+
+    def submit(self, request: Any) -> None:
+        self.requests.append(request)
+
+    def answer(self, probability: float = 0.9) -> None:
+        """Answer all voice activity that waits."""
+        chunks, self.chunks = self.chunks, []
+        for chunk in chunks:
+            chunk.future.set_result(np.full(chunk.window_count, probability, np.float32))
+
+
+class Engine:
+    """Client of a scripted backend, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+        self.backend = ScriptedBackend()
+
+        def connect(_: EngineConfig, __: object, stopped: Callable[[], None]) -> ScriptedBackend:
+            self.stopped = stopped
+            return self.backend
+
+        self.client = EngineClient(EngineConfig(), connect, lambda: self.now_s)
+
+    def burst(self, callers: int) -> tuple[list[VadSession], list[int]]:
+        """Callers who connect in one instant: the sessions of those admitted, the retry times of the others."""
+        sessions, retries = [], []
+        for _ in range(callers):
+            try:
+                sessions.append(self.client.open_vad_session(live=True))
+            except AtCapacity as error:
+                retries.append(error.retry_after_ms)
+        return sessions, retries
+
+    def speak(
+        self, sessions: list[VadSession], seconds: int, *, probability: float = 0.9, late_s: float = 0
+    ) -> None:
+        """Each caller sends audio in real time, and all of it is answered `late_s` after it was sent."""
+        for _ in range(seconds):
+            for session in sessions:
+                session.submit_windows(np.zeros(SECOND, np.float32))
+            self.now_s += late_s
+            self.backend.answer(probability)
+            self.now_s += 1 - late_s
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_a_burst_is_bounded_and_the_others_are_told_when_to_try_again(engine: Engine) -> None:
+    sessions, retries = engine.burst(300)
+    assert len(sessions) == MIN_RESERVATIONS
+    assert len(retries) == 300 - MIN_RESERVATIONS
+    assert min(retries) > 0
+    assert engine.client.describe()["sessions"] == MIN_RESERVATIONS
+    engine.client.open_vad_session().close()  # a recording needs no reservation
+
+
+def test_a_caller_who_leaves_returns_the_reservation(engine: Engine) -> None:
+    sessions, _ = engine.burst(300)
+    for session in sessions[:5]:
+        session.close()
+        session.close()
+    assert len(engine.burst(300)[0]) == 5
+
+
+def test_the_next_burst_may_double_what_was_answered_on_time(engine: Engine) -> None:
+    sessions: list[VadSession] = []
+    for expected in (32, 64, 128, 256):
+        sessions += engine.burst(300)[0]
+        assert len(sessions) == expected
+        assert not engine.burst(1)[0]
+        engine.speak(sessions, PROOF_MS // 1_000 + 1)
+    for session in sessions:
+        session.close()
+    assert len(engine.burst(300)[0]) == MIN_RESERVATIONS, "callers who have left prove nothing"
+
+
+def test_audio_sent_at_once_is_no_proof_before_its_time(engine: Engine) -> None:
+    sessions, _ = engine.burst(300)
+    for _ in range(5):
+        for session in sessions:
+            session.submit_windows(np.zeros(SECOND, np.float32))
+    engine.backend.answer()
+    engine.now_s += PROOF_MS / 1_000 - 0.001
+    assert not engine.burst(1)[0]
+    engine.now_s += 0.002
+    assert len(engine.burst(300)[0]) == MIN_RESERVATIONS
+
+
+@pytest.mark.parametrize("sends_silence", [False, True])
+def test_silent_callers_hold_a_reservation_for_a_fixed_time_and_prove_nothing(
+    engine: Engine, sends_silence: bool
+) -> None:
+    sessions, _ = engine.burst(300)
+    seconds = RESERVATION_MS // 1_000
+    engine.speak(sessions if sends_silence else [], seconds - 1, probability=0.1)
+    assert not engine.burst(1)[0]
+    engine.now_s += 1
+    sessions += engine.burst(300)[0]
+    assert len(sessions) == 2 * MIN_RESERVATIONS
+    engine.speak(sessions, PROOF_MS // 1_000 + 1)  # at last
+    assert len(engine.burst(300)[0]) == 2 * MIN_RESERVATIONS
+
+
+def test_late_answers_prove_nothing(engine: Engine) -> None:
+    sessions, _ = engine.burst(300)
+    engine.speak(sessions, 5, late_s=0.5)
+    sessions += engine.burst(32)[0]
+    assert len(sessions) == 64
+    for _ in range(3):
+        for session in sessions:
+            session.submit_windows(np.zeros(SECOND, np.float32))
+        engine.now_s += 2
+        engine.backend.answer()
+    assert not engine.burst(1)[0]
+
+
+def test_words_that_nobody_has_answered_yet_count_as_late(engine: Engine) -> None:
+    """Voice activity on time says little while requests for the words wait."""
+    sessions, _ = engine.burst(300)
+    tickets = [engine.client.submit(np.zeros(16_000, np.float32), priority="live") for _ in range(MIN_SAMPLES)]
+    engine.speak(sessions, RESERVATION_MS // 1_000)
+    with pytest.raises(AtCapacity, match="10000 ms for their words") as refused:
+        engine.client.open_vad_session(live=True)
+    assert refused.value.retry_after_ms > 0
+    assert len(tickets) == len(engine.backend.requests)
+    for request in engine.backend.requests:
+        request.future.cancel()
+    assert len(engine.burst(300)[0]) == MIN_RESERVATIONS
+
+
+def test_an_engine_that_closes_keeps_no_reservation(engine: Engine) -> None:
+    def closed(*_: object) -> None:
+        raise EngineClosed("closed")
+
+    opens, engine.backend.open_vad_session = engine.backend.open_vad_session, closed
+    for _ in range(2 * MIN_RESERVATIONS):
+        with pytest.raises(EngineClosed):
+            engine.client.open_vad_session(live=True)
+    engine.backend.open_vad_session = opens
+    assert len(engine.burst(300)[0]) == MIN_RESERVATIONS
+
+
+@pytest.mark.parametrize("places", ["sessions", "diarization windows"])
+def test_who_waits_for_a_place_hears_that_the_engine_closed(engine: Engine, places: str) -> None:
+    client = engine.client
+
+    def closed(*_: object) -> None:
+        raise EngineClosed("closed")
+
+    def stop() -> None:
+        engine.backend.open_vad_session = engine.backend.diarize_window = closed
+        engine.stopped()
+
+    def fill() -> None:
+        for _ in range(100_000):
+            if places == "sessions":
+                client.open_vad_session(wait=True, check=waits.set)
+            else:
+                client.diarize_window(np.zeros(WINDOW_SAMPLES, np.float32), wait=True, check=waits.set)
+
+    waits = threading.Event()  # `check` runs under the lock, before the wait that `stop` ends
+    stopper = threading.Thread(target=lambda: (waits.wait(10), stop()))
+    stopper.start()
+    with pytest.raises(EngineClosed):
+        fill()
+    stopper.join(10)
+    assert waits.is_set()
+
+
+# --- the rule alone ---------------------------------------------------------------------------------
+
+
+def test_a_proof_is_forgotten_after_a_while_and_renewed_by_speech() -> None:
+    admission, now = LiveAdmission(), 0.0
+    for caller in range(MIN_RESERVATIONS):
+        admission.admit(caller, now)
+    for caller in range(MIN_RESERVATIONS):
+        admission.record_answer(caller, PROOF_MS, 0.0, PROOF_MS)
+    for caller in range(100, 100 + MIN_RESERVATIONS):
+        admission.admit(caller, PROOF_MS)
+        admission.record_answer(caller, PROOF_MS, 0.0, PROOF_MS)
+    now = PROOF_MS + PROVEN_FOR_MS
+    assert admitted(admission, now) == 2 * MIN_RESERVATIONS
+    now += RESERVATION_MS
+    assert admitted(admission, now) == MIN_RESERVATIONS
+    now += RESERVATION_MS
+    for caller in (*range(MIN_RESERVATIONS), *range(100, 105)):
+        admission.record_answer(caller, 32.0, OVERLOADED_MS, now)
+    assert admitted(admission, now) == MIN_RESERVATIONS + 5
+
+
+def admitted(admission: LiveAdmission, now_ms: float) -> int:
+    """Callers of a burst of 300 who are admitted; their numbers are of no other caller."""
+    found = 0
+    for number in range(300):
+        try:
+            admission.admit(int(1_000 * now_ms) + 1_000 + number, now_ms)
+        except AtCapacity:
+            continue
+        found += 1
+    return found
+
+
+actions = st.tuples(st.sampled_from(["admit", "answer", "silence", "late", "leave", "wait"]), st.integers(0, 400))
+
+
+@given(st.lists(actions, max_size=150))
+def test_new_callers_are_never_more_than_the_proven_or_the_start_value(steps: list[tuple[str, int]]) -> None:
+    admission, now, numbers = LiveAdmission(), 0.0, itertools.count()
+    on_line: dict[int, float] = {}
+    for action, number in steps:
+        if action == "admit":
+            for caller in itertools.islice(numbers, number):
+                try:
+                    admission.admit(caller, now)
+                except AtCapacity:
+                    break
+                on_line[caller] = now
+                new = sum(now - since < PROOF_MS for since in on_line.values())
+                assert new <= max(MIN_RESERVATIONS, len(on_line) - new)
+        elif action == "leave":
+            for caller in list(on_line)[:number]:
+                admission.release(caller)
+                del on_line[caller]
+        elif action == "wait":
+            now += 40 * number
+        else:
+            for caller in list(on_line)[:number]:
+                wait_ms = 2 * OVERLOADED_MS if action == "late" else 0.0
+                admission.record_answer(caller, 0.0 if action == "silence" else 1_000.0, wait_ms, now)
+
+
+def test_few_requests_that_wait_are_no_overload() -> None:
+    controller = PartialRateController()
+    for request in range(MIN_SAMPLES - 1):
+        controller.record_request(request, 0.0)
+    controller.check_overload(60_000.0)
+    controller.record_request(MIN_SAMPLES, 59_000.0)
+    controller.check_overload(60_000.0)
+    with pytest.raises(AtCapacity):
+        controller.check_overload(60_001.0)
+    controller.record_end(0)
+    controller.record_end(0)
+    controller.check_overload(60_001.0)

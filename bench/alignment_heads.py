@@ -95,7 +95,7 @@ def look(name: str, words: dict[str, list[tuple[str, float]]]) -> tuple[Any, lis
     model.alignment = AlignmentHeads({layer: tuple(range(model.heads)) for layer in range(model.layers)})
     runner = DecodeRunner(model, parts.device, 8, 256 << 20, model.frames(28 * RATE_HZ))
     encoder, aligner = EncodeRunner(model, parts.device), TokenAligner(runner)
-    special = getattr(model, "special", None)
+    special = model.special_tokens
     options = SearchOptions(words=True, language="en" if special and special.multilingual else "")
     found = []
     for path, reference in words.items():

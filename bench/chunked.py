@@ -67,7 +67,7 @@ def packaged(name: str, device: Any) -> Any:
     found = AsrCheckpoint.find(name, None)
     from safetensors.torch import load_file
 
-    return found.kind.Model(found.config, load_file(found.folder / "model.safetensors"), device)
+    return found.file.Model(found.config, load_file(found.folder / "model.safetensors"), device)
 
 
 def load(spec: str, device: Any) -> Any:

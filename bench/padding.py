@@ -135,14 +135,14 @@ class Heard:
         start = self._start(step)
         limit = 4 + int(len(clip) / clips.RATE_HZ * self.card.tokens_per_s)
         hypothesis = Hypothesis(ONCE, model.eos, min(limit, model.max_tokens - len(start)), self.text)
-        hypothesis.words_below = model.special.eot
+        hypothesis.words_below = model.special_tokens.eot
         token, finish, margin = start[-1], None, math.inf
         ahead = list(draft)
         while finish is None:
             logits = step([token, *ahead])
-            logits[:, list(model.suppress)] = -math.inf
+            logits[:, list(model.special_tokens.suppress)] = -math.inf
             if not hypothesis.tokens:
-                logits[0, list(model.suppress_first)] = -math.inf
+                logits[0, list(model.special_tokens.suppress_first)] = -math.inf
             best = logits.log_softmax(1).topk(2)
             for place, (values, (token, _)) in enumerate(
                 zip(best.values.tolist(), best.indices.tolist(), strict=True)
@@ -158,7 +158,7 @@ class Heard:
         assert settled is not None
         return Answer(
             settled.tokens,
-            self.text([token for token in settled.tokens if token < model.special.eot]),
+            self.text([token for token in settled.tokens if token < model.special_tokens.eot]),
             least,
             margin,
             not hypothesis.rejected,
@@ -170,10 +170,10 @@ class Heard:
     def _start(self, step: Row) -> tuple[int, ...]:
         """Fed but for its last token. The language is heard where the model has several."""
         model, language = self.model, "en"
-        if model.special.multilingual:
-            names = list(model.special.languages)
-            logits = step([model.special.sot])[0]
-            language = names[int(logits[list(model.special.languages.values())].argmax())]
+        if model.special_tokens.multilingual:
+            names = list(model.special_tokens.languages)
+            logits = step([model.special_tokens.sot])[0]
+            language = names[int(logits[list(model.special_tokens.languages.values())].argmax())]
         start: tuple[int, ...] = model.start(SearchOptions(language=language))
         step(start[step.fed : -1])
         return start

@@ -77,6 +77,27 @@ need to the lower one, and add nothing."""
 MODEL_FILE_NAMES = {"Config", "Model"}
 """Every model file defines these two (models/registry.py), so they repeat within models/."""
 
+DYNAMIC_ATTRIBUTES = {
+    ("engine/process/messages.py", "getattr(error, 'retry_after_ms', 0)"),  # errors of one kind have it
+    ("engine/process/messages.py", "getattr(errors, self.kind)"),  # an error's class by the name that was sent
+    ("engine/remote/handshake.py", "getattr(asker, name)"),  # each field of two records is compared
+    ("engine/remote/handshake.py", "getattr(worker, name)"),
+    ("engine/seq2seq/decode_batch.py", "getattr(options, name)"),  # each field of a request's options
+    ("engine/seq2seq/decode_batch.py", "getattr(NO_OPTIONS, name)"),
+    ("engine/tts/request.py", "getattr(stretch, name)"),  # each field of a phoneme span
+}
+"""Attributes that the engine and searches read by a name that is data. None of them is a model's: what a model can
+do is a field of models/interfaces.py."""
+
+UNTYPED_NAMES = {
+    ("engine/builder.py", "options"),  # keyword arguments handed on
+    ("engine/streaming/incremental_encoder.py", "sleep"),
+    ("engine/process/in_flight.py", "value"),  # a future's result, whatever was asked
+    ("engine/request.py", "value"),
+    ("engine/streaming/executor.py", "found"),
+}
+"""Parameters and fields of the engine and of searches whose type is Any. None of them holds a model."""
+
 
 def name_of(path: Path) -> str:
     """A file's path as the map writes it: relative to src/asr_serve, or to src where it is one of the tools."""
@@ -224,6 +245,21 @@ def test_broad_except_stands_where_it_may() -> None:
                 if caught & {"all", "Exception", "BaseException"}:
                     broad.add(name_of(path))
     assert broad == BROAD_EXCEPT
+
+
+def test_the_engine_asks_models_for_nothing_but_their_contract() -> None:
+    dynamic, untyped = set(), set()
+    for path in (path for path in SOURCES if name_of(path).startswith(("engine/", "decoding/"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(func=ast.Name(id="getattr" | "hasattr" | "vars")):
+                    dynamic.add((name_of(path), ast.unparse(node)))
+                case ast.arg(arg=name, annotation=ast.Name(id="Any")):
+                    untyped.add((name_of(path), name))
+                case ast.AnnAssign(target=target, annotation=ast.Name(id="Any")):
+                    untyped.add((name_of(path), ast.unparse(target)))
+    assert dynamic == DYNAMIC_ATTRIBUTES
+    assert untyped == UNTYPED_NAMES
 
 
 def test_only_config_reads_the_environment() -> None:

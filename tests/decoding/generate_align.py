@@ -37,7 +37,7 @@ def hear() -> None:
     folder = Path(str(importlib.resources.files("moonshine_voice"))) / "assets"
     pcm = read_audio(folder / "two_cities.wav")[: SECONDS * 16_000]
     found = AsrCheckpoint.find(MODEL, None)
-    model = found.kind.Model(found.config, load_file(found.folder / "model.safetensors"), device(torch.float32))
+    model = found.file.Model(found.config, load_file(found.folder / "model.safetensors"), device(torch.float32))
     with torch.inference_mode():
         logprobs = model.ctc(model.masked(torch.from_numpy(pcm)))[0].half().numpy()
     best, blank = logprobs.argmax(-1).tolist(), model.blank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from asr_serve.decoding.token_rules import GIVEN, MAX_INITIAL, PLAIN, UNTIMED, T
 
 EOT, NO_TIMESTAMPS, TIMES = 40, 47, 48
 VOCABULARY = TIMES + 80
-SPECIAL = SimpleNamespace(eot=EOT, no_timestamps=NO_TIMESTAMPS, timestamp_begin=TIMES, no_speech=46)
 NEVER, NOT_FIRST = (3, 17, *range(EOT + 1, NO_TIMESTAMPS)), (5, EOT)
-RULES = TokenRules(SPECIAL, NEVER, NOT_FIRST, VOCABULARY, torch.device("cpu"))
+SPECIAL: Any = SimpleNamespace(
+    eot=EOT, no_timestamps=NO_TIMESTAMPS, timestamp_begin=TIMES, suppress=NEVER, suppress_first=NOT_FIRST
+)
+RULES = TokenRules(SPECIAL, VOCABULARY, torch.device("cpu"))
 
 text = st.integers(0, EOT - 1)
 times = st.integers(TIMES, VOCABULARY - 1)
@@ -105,5 +108,5 @@ def test_the_plain_rule_is_what_every_step_does(dtype):
 
 
 def test_the_first_timestamp_of_a_short_vocabulary():
-    short = TokenRules(SPECIAL, NEVER, NOT_FIRST, TIMES + 10, torch.device("cpu"))
+    short = TokenRules(SPECIAL, TIMES + 10, torch.device("cpu"))
     assert short.after([], True).high == TIMES + 9

@@ -197,7 +197,11 @@ def wrapper_saved(name: str, blocks: int = 1) -> SessionSnapshot:
 def test_a_session_with_hot_words_goes_on_where_its_graph_was(name: str, plain: str) -> None:
     def made() -> ChunkedModelRunner:
         network = model(name)
-        biased = CtcPrefixBeam(network, 4, boost=3.0) if plain == "ctc" else TransducerBeam(network, 3, boost=3.0)
+        biased = (
+            CtcPrefixBeam(network, 4, boost=3.0)
+            if plain == "ctc"
+            else TransducerBeam(network.transducer, 3, boost=3.0)
+        )
         search = BiasingSearchRouter(SEARCHES[plain](network), biased)
         chunk = 2 * network.frame_block
         return ChunkedModelRunner(network, search, network.device, slots=4, chunk=chunk, poison=True)

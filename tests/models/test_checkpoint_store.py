@@ -60,7 +60,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         time.sleep(0.05)
         (target / "model.safetensors").write_bytes(b"tensors")
 
-    monkeypatch.setattr(moonshine, "convert", convert)
+    monkeypatch.setattr(moonshine, "CONVERTER", moonshine.CONVERTER._replace(convert=convert))
     return ran
 
 
@@ -106,7 +106,7 @@ def test_a_conversion_that_fails_leaves_nothing(
         (target / "config.json").write_text("{}")
         raise OSError("disk full")
 
-    monkeypatch.setattr(moonshine, "convert", broken)
+    monkeypatch.setattr(moonshine, "CONVERTER", moonshine.CONVERTER._replace(convert=broken))
     with pytest.raises(OSError, match="disk full"):
         store.resolve(packaged[0])
     assert list((cache / "made-up").iterdir()) == []

@@ -183,7 +183,8 @@ def test_ctc_equals_nemo(build: Any, name: str) -> None:
 
 def fresh(model: Model, rows: int) -> dict[str, Tensor]:
     return {
-        k: torch.zeros(rows, *spec.shape, dtype=spec.dtype) for k, spec in model.predictor_state_specs().items()
+        k: torch.zeros(rows, *spec.shape, dtype=spec.dtype)
+        for k, spec in model.transducer.predictor_state_specs().items()
     }
 
 
@@ -191,15 +192,15 @@ def fresh(model: Model, rows: int) -> dict[str, Tensor]:
 def test_predictor_and_joint_network_equal_nemo(build: Any, name: str) -> None:
     model = build(name)
     theirs = HELD[f"{name}.joint"]
-    projected = model.project_encoder(HELD[f"{name}.0.1.hidden"][None])[0]
+    projected = model.transducer.project_encoder(HELD[f"{name}.0.1.hidden"][None])[0]
     memory = fresh(model, 1)
     for frame, token in enumerate([model.blank_id, *HELD[f"{name}.tokens"].tolist()]):
         before = {key: value.clone() for key, value in memory.items()}
-        predicted, after = model.predict(torch.tensor([token]), memory)
+        predicted, after = model.transducer.predict(torch.tensor([token]), memory)
         assert all(torch.equal(before[key], memory[key]) for key in before)
-        ours = model.joint(projected[frame : frame + 1], predicted)
+        ours = model.transducer.joint(projected[frame : frame + 1], predicted)
         assert ours.dtype == torch.float32
-        assert ours.shape[1] == model.vocab_size + len(model.durations)
+        assert ours.shape[1] == model.vocab_size + len(model.transducer.durations)
         torch.testing.assert_close(ours[0], theirs[frame], **CLOSE)
         memory = after
 
@@ -208,9 +209,11 @@ def test_predictor_rows_are_alone(build: Any) -> None:
     model = build("rnnt")
     tokens = torch.tensor([3, 17, model.blank_id])
     memory = {key: torch.rand_like(value) for key, value in fresh(model, 3).items()}
-    together, after = model.predict(tokens, memory)
+    together, after = model.transducer.predict(tokens, memory)
     for row in range(3):
-        alone, own = model.predict(tokens[row : row + 1], {k: v[row : row + 1] for k, v in memory.items()})
+        alone, own = model.transducer.predict(
+            tokens[row : row + 1], {k: v[row : row + 1] for k, v in memory.items()}
+        )
         torch.testing.assert_close(together[row : row + 1], alone, **SAME)
         for key, value in own.items():
             torch.testing.assert_close(after[key][row : row + 1], value, **SAME)
@@ -218,22 +221,22 @@ def test_predictor_rows_are_alone(build: Any) -> None:
 
 def greedy(model: Model, hidden: Tensor) -> list[int]:
     """Frame by frame, at most five tokens of each."""
-    projected = model.project_encoder(hidden[None])[0]
-    predicted, memory = model.predict(torch.tensor([model.blank_id]), fresh(model, 1))
+    projected = model.transducer.project_encoder(hidden[None])[0]
+    predicted, memory = model.transducer.predict(torch.tensor([model.blank_id]), fresh(model, 1))
     found: list[int] = []
     frame = 0
     while frame < len(projected):
         skip = said = 0
         while not skip and said < 5:
-            logits = model.joint(projected[frame : frame + 1], predicted)[0]
+            logits = model.transducer.joint(projected[frame : frame + 1], predicted)[0]
             token = int(logits[: model.vocab_size].argmax())
-            if model.durations:
-                skip = model.durations[int(logits[model.vocab_size :].argmax())]
+            if model.transducer.durations:
+                skip = model.transducer.durations[int(logits[model.vocab_size :].argmax())]
             if token == model.blank_id:
                 break
             said += 1
             found.append(token)
-            predicted, memory = model.predict(torch.tensor([token]), memory)
+            predicted, memory = model.transducer.predict(torch.tensor([token]), memory)
         frame += max(1, skip)
     return found
 
@@ -330,9 +333,9 @@ def test_bf16_is_near(build: Any) -> None:
     assert (ours.float() - wanted).square().mean().sqrt() < 0.05 * wanted.std()
     logits = rounded.ctc_logprobs(ours[None])
     assert logits.dtype == torch.float32
-    predicted, memory = rounded.predict(torch.tensor([3]), fresh(rounded, 1))
+    predicted, memory = rounded.transducer.predict(torch.tensor([3]), fresh(rounded, 1))
     assert all(value.dtype == torch.float32 for value in memory.values())
-    joint = rounded.joint(rounded.project_encoder(ours[None])[0, :1], predicted)
+    joint = rounded.transducer.joint(rounded.transducer.project_encoder(ours[None])[0, :1], predicted)
     assert joint.dtype == torch.float32
 
 

@@ -85,9 +85,9 @@ def said(model: whisper.Model, clip: np.ndarray) -> list[int]:
         row.after(token)
     while found[-1] != model.eos and len(found) < MOST_TOKENS:
         logits = row.after(found[-1])
-        logits[list(model.suppress)] = float("-inf")
+        logits[list(model.special_tokens.suppress)] = float("-inf")
         if len(found) == len(model.prompt_tokens(Asked())):
-            logits[list(model.suppress_first)] = float("-inf")
+            logits[list(model.special_tokens.suppress_first)] = float("-inf")
         found.append(int(logits.argmax()))
     return found
 
@@ -138,8 +138,8 @@ def test_words_and_numbers_are_transformers(published: Published, clips: list[An
     for clip in clips:
         mine = said(model, clip)
         logits = published.their_logits(clip, mine[:-1])
-        logits[:, list(model.suppress)] = float("-inf")
-        logits[1, list(model.suppress_first)] = float("-inf")
+        logits[:, list(model.special_tokens.suppress)] = float("-inf")
+        logits[1, list(model.special_tokens.suppress_first)] = float("-inf")
         assert mine[2:] == logits[1:].argmax(-1).tolist()
         row = Row(model, clip)
         ours = torch.stack([row.after(token) for token in mine[:-1]]).log_softmax(-1)

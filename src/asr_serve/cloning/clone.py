@@ -39,7 +39,7 @@ from asr_serve.models.auxiliary import ge2e
 from asr_serve.models.checkpoints import store as weights
 from asr_serve.models.interfaces import Vocoder
 from asr_serve.models.registry import TtsCard as ModelCard
-from asr_serve.models.registry import model_modules, tts_card
+from asr_serve.models.registry import tts_card, vocoder_file
 from asr_serve.models.tts.fastpitch_network import LN10_20
 from asr_serve.units import RATE_HZ as HEARD_HZ
 from asr_serve.voices.cloned_voice import ClonedVoiceCard
@@ -182,8 +182,7 @@ def _codec(named: str) -> Vocoder | None:
         card, folder = find_codec(named)
     except WeightsMissing:
         return None
-    vocoder: Vocoder = model_modules("codec")[card.kind].load(folder, card, devices.make_device("cpu", "fp32"))
-    return vocoder
+    return vocoder_file(card.kind).load(folder, card, devices.make_device("cpu", "fp32"))
 
 
 def _card(

@@ -6,7 +6,7 @@ Source  two-pass decoding: U2, arXiv:2012.05481
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Annotated, Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from asr_serve.decoding.biasing_list import BiasingSearch, StreamingBiasingList
 from asr_serve.models.interfaces import (
     NBestHypothesis,
+    RescoringModel,
     SearchResult,
     SearchToken,
     State,
@@ -34,16 +35,6 @@ class _SavedRescoring(NamedTuple):
     width: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
     dtype: Literal["fp32", "bf16"]
     fixed: list[SearchToken]
-
-
-class RescoringModel(Protocol):
-    """Model with a second decoder."""
-
-    ctc_weight: float
-
-    def rescore(self, hidden: Tensor, guesses: list[list[int]]) -> list[float]:
-        """Returns the natural-log probability of each token sequence of `guesses`, given a session's encoder
-        output `hidden` (frames, width) of at least one frame."""
 
 
 class RescoringSearch:

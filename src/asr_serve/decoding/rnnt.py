@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,14 +43,6 @@ RESERVED = {BEGUN, PREDICTED, SCORE, SKIP, KEY, LENGTH, *TAIL, "spot", "gain"}
 """State names reserved for searches; all others are the predictor's."""
 
 
-class TransducerModel(Transducer, Protocol):
-    """Streaming model with a transducer, as searches use it."""
-
-    vocab_size: int
-    """Vocabulary size with the blank."""
-    blank_id: int
-
-
 class PredictorStart(NamedTuple):
     """Initial predictor state of every session: its output and memory after the blank."""
 
@@ -61,7 +53,7 @@ class PredictorStart(NamedTuple):
 
 
 @torch.inference_mode()
-def start_predictor(model: TransducerModel, device: torch.device) -> PredictorStart:
+def start_predictor(model: Transducer, device: torch.device) -> PredictorStart:
     fresh = {
         name: torch.full((1, *spec.shape), spec.initial_value or 0.0, dtype=spec.dtype, device=device)
         for name, spec in model.predictor_state_specs().items()
@@ -141,7 +133,7 @@ class TransducerGreedy:
             emitted at a frame need not be saved.
     """
 
-    def __init__(self, model: TransducerModel, max_symbols: int = 10, device: torch.device | str = "cpu") -> None:
+    def __init__(self, model: Transducer, max_symbols: int = 10, device: torch.device | str = "cpu") -> None:
         """`device`: device of the state. Raises OptionError."""
         validate_max_symbols(max_symbols)
         self.model, self.max_symbols = model, max_symbols

@@ -30,7 +30,6 @@ from asr_serve.decoding.rnnt import (
     SCORE,
     SKIP,
     TAIL,
-    TransducerModel,
     load_rows,
     save_rows,
     start_predictor,
@@ -44,6 +43,7 @@ from asr_serve.models.interfaces import (
     State,
     StateSpec,
     StreamingChunk,
+    Transducer,
 )
 
 SPOT, GAIN = "spot", "gain"
@@ -98,7 +98,7 @@ class TransducerBeam:
 
     def __init__(
         self,
-        model: TransducerModel,
+        model: Transducer,
         beam: int = 4,
         max_symbols: int = 2,
         device: torch.device | str = "cpu",

@@ -10,10 +10,12 @@ Source  the paper's section 4.5 (arXiv:2212.04356), and the additions of openai-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from asr_serve.models.interfaces import SpecialTokenIds
 
 FREE, SAID, FIRST = 0, 1, 2
 """Levels of suppression: FREE none, since the token is given; SAID tokens that are never generated; FIRST also
@@ -38,22 +40,14 @@ GIVEN, PLAIN = TokenRule(FREE), TokenRule(SAID)
 
 
 class TokenRules:
-    """Token rules of one model. `special`: ids by name, of which `eot no_timestamps timestamp_begin` matter here:
-    text is below the first, and from the last on each id is 20 ms later. `suppress`, `suppress_first`: ids."""
+    """Token rules of one model. `vocabulary`: width of its logits."""
 
-    def __init__(
-        self,
-        special: Any,
-        suppress: Sequence[int],
-        suppress_first: Sequence[int],
-        vocabulary: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, special: SpecialTokenIds, vocabulary: int, device: torch.device) -> None:
         self.eot, self.no_timestamps, self.times_from = special.eot, special.no_timestamps, special.timestamp_begin
         self.last = vocabulary - 1
         self.times = torch.arange(special.timestamp_begin, vocabulary, device=device)
-        self.never = torch.tensor(sorted(suppress), dtype=torch.int64, device=device)
-        self.not_first = torch.tensor(sorted(suppress_first), dtype=torch.int64, device=device)
+        self.never = torch.tensor(sorted(special.suppress), dtype=torch.int64, device=device)
+        self.not_first = torch.tensor(sorted(special.suppress_first), dtype=torch.int64, device=device)
 
     def after(self, said: Sequence[int], timestamps: bool) -> TokenRule:
         """Returns the rule of the position after `said`, the answer so far without the given tokens.

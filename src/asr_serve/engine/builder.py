@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,10 +41,18 @@ from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
 from asr_serve.engine.tts.builder import VoiceCheckpoint, build_tts_executor
 from asr_serve.engine.vad_runner import VadCache, VadRunner
-from asr_serve.errors import OptionError, WeightsCorrupt
+from asr_serve.errors import ModelError, OptionError, WeightsCorrupt
 from asr_serve.models.auxiliary import silero
 from asr_serve.models.checkpoints import store as model_weights
-from asr_serve.models.interfaces import StreamingSearch
+from asr_serve.models.interfaces import (
+    EncoderDecoderModel,
+    IncrementalEncoderDecoderModel,
+    StreamingEncoder,
+    StreamingModel,
+    StreamingSearch,
+    TtsModel,
+)
+from asr_serve.models.model_files import AsrModel, AsrModelConfig, AsrModelFile, SpeechModel
 from asr_serve.models.registry import (
     AUTO_VOICE,
     AnyCard,
@@ -53,8 +60,8 @@ from asr_serve.models.registry import (
     TimestampTokens,
     TtsCard,
     asr_card,
+    asr_model_file,
     engine_card,
-    model_modules,
 )
 from asr_serve.text import tokenizers
 from asr_serve.text.tokenizers import Tokenizer
@@ -88,8 +95,8 @@ class AsrCheckpoint(NamedTuple):
 
     card: AsrCard
     folder: Path
-    kind: ModuleType
-    config: Any
+    file: AsrModelFile
+    config: AsrModelConfig
     tokenizer: Tokenizer
 
     @classmethod
@@ -98,22 +105,18 @@ class AsrCheckpoint(NamedTuple):
         WeightsCorrupt."""
         card = asr_card(model)
         folder = model_weights.resolve(card, weights)
-        kind = model_modules()[card.kind]
+        file = asr_model_file(card.kind)
         try:
-            config = kind.Config.of(json.loads((folder / "config.json").read_text()))
+            config = file.Config.of(json.loads((folder / "config.json").read_text()))
         except json.JSONDecodeError as failure:
             raise WeightsCorrupt(f"{folder / 'config.json'} is no JSON: {failure}") from failure
-        return cls(card, folder, kind, config, tokenizers.load_tokenizer(folder))
+        return cls(card, folder, file, config, tokenizers.load_tokenizer(folder))
 
     def with_lookahead(self, frames: int | None) -> AsrCheckpoint:
         """Returns a copy with another look-ahead, in encoder frames, out of those that a streaming model was
         trained for; itself for None or a model that is not streaming. Raises OptionError."""
         if frames is None or not self.card.streaming:
             return self
-        if not hasattr(self.config, "with_right_context"):
-            raise OptionError(
-                f"lookahead_frames={frames}", f"{self.card.name} has no choice of them", param="lookahead_frames"
-            )
         return self._replace(config=self.config.with_right_context(frames))
 
     def build(self, device: str, dtype: str, quantize: Quantize = "none") -> EngineComponents:
@@ -129,7 +132,7 @@ class AsrCheckpoint(NamedTuple):
             tensors = load_file(self.folder / "model.safetensors")
         except SafetensorError as failure:
             raise WeightsCorrupt(f"{self.folder / 'model.safetensors'} cannot be read: {failure}") from failure
-        model, tokenizer = self.kind.Model(self.config, tensors, target), self.tokenizer
+        model, tokenizer = self.file.Model(self.config, tensors, target), self.tokenizer
         return EngineComponents(model, silero.load(), target, tokenizer.decode, encode_text=tokenizer.encode)
 
     def fingerprint(self) -> int:
@@ -177,15 +180,19 @@ def build_loop(
     probabilities. `meeting`: settings for handshakes with other engines. Raises OptionError, DiskFailed."""
     model, vad, device, *_ = parts
     stats = stats or EngineStats()
-    if isinstance(chosen, TtsCard):
-        tts_executor = build_tts_executor(parts, chosen, config, on_done, on_start)
+    validate_card(chosen, model)
+    if isinstance(model, TtsModel):
+        assert isinstance(chosen, TtsCard)
+        tts_executor = build_tts_executor(model, parts.codec, device, chosen, config, on_done, on_start)
         return Loop(tts_executor, None, config.vad_step_windows, on_stop, stats=stats)
+    assert isinstance(chosen, AsrCard)
     assert vad is not None
     peers: PeerPool | None = None
     if roles.uses_peers(config):
         roles.validate_roles(chosen, config)
         if meeting is None:
             raise OptionError(f"role={config.role} and {len(config.peers)} peers", "asr-serve serve has them")
+        assert isinstance(model, EncoderDecoderModel), "roles are for these alone"
         peers = roles.build_peer_pool(model, device, chosen, config, meeting, stats.metrics)
     with contextlib.ExitStack() as on_failure:
         tiers = (
@@ -195,17 +202,17 @@ def build_loop(
         )
         if tiers is not None:
             on_failure.callback(tiers.close)
-        if chosen.streaming:
+        if isinstance(model, StreamingModel):
             wrapper, offload = build_chunked(model, chosen, device, config), offload_options(config, tiers)
             executor: ModelExecutor = StreamingExecutor(
                 wrapper, config.shares, on_done, on_start, **offload, spell=stream_biasing(parts, model.vocab_size)
             )
         elif config.role == "encode" and meeting is not None:
             executor = roles.build_encode_worker(model, device, chosen, config, meeting)
-        elif chosen.incremental_encoder:
-            executor = build_incremental(parts, chosen, config, on_done, on_start, tiers)
+        elif isinstance(model, IncrementalEncoderDecoderModel) and chosen.incremental_encoder:
+            executor = build_incremental(model, parts, chosen, config, on_done, on_start, tiers)
         else:
-            executor = build_seq2seq(parts, chosen, config, on_done, on_start, peers, tiers)
+            executor = build_seq2seq(model, parts, chosen, config, on_done, on_start, peers, tiers)
         loop = Loop(
             executor,
             VadRunner(vad, config.max_sessions),
@@ -232,13 +239,33 @@ def stream_biasing(parts: EngineComponents, vocab: int) -> Callable[[str], Strea
     return None if encode is None else lambda bias: StreamingBiasingList(bias, encode, text, vocab)
 
 
-def card_of_loaded(chosen: AnyCard, model: Any) -> AnyCard:
+def validate_card(chosen: AnyCard, model: AsrModel | SpeechModel) -> None:
+    """Raises ModelError where the model is none of what its card declares."""
+    declared = (
+        TtsModel
+        if isinstance(chosen, TtsCard)
+        else StreamingModel
+        if chosen.streaming
+        else IncrementalEncoderDecoderModel
+        if chosen.incremental_encoder
+        else EncoderDecoderModel
+    )
+    if not isinstance(model, declared):
+        raise ModelError(
+            f"{type(model).__module__}.{type(model).__name__} is no {declared.__name__}",
+            f"the card of {chosen.name} declares one",
+        )
+
+
+def card_of_loaded(chosen: AnyCard, model: AsrModel | SpeechModel) -> AnyCard:
     """Card of the loaded model: a user's checkpoint may have other frames, heads, voices or another rate than the
     published one."""
-    if isinstance(chosen, TtsCard):
-        voices = tuple(getattr(model, "voices", chosen.voices))
-        return msgspec.structs.replace(chosen, voices=voices, rate_hz=model.rate_hz)
-    if chosen.incremental_encoder:
+    validate_card(chosen, model)
+    if isinstance(model, TtsModel):
+        assert isinstance(chosen, TtsCard)
+        return msgspec.structs.replace(chosen, voices=model.voices, rate_hz=model.rate_hz)
+    assert isinstance(chosen, AsrCard)
+    if isinstance(model, IncrementalEncoderDecoderModel) and chosen.incremental_encoder:
         frame_samples = model.encoder.frame_samples
         longest_ms = int(units.samples_to_ms(model.longest_frames * frame_samples))
         return msgspec.structs.replace(
@@ -247,8 +274,8 @@ def card_of_loaded(chosen: AnyCard, model: Any) -> AnyCard:
             past_samples=_past(model.encoder),
             max_segment_ms=min(chosen.max_segment_ms, longest_ms),
         )
-    if not chosen.streaming:
-        special = getattr(model, "special", None)
+    if isinstance(model, EncoderDecoderModel):
+        special = model.special_tokens
         times = TimestampTokens(special.timestamp_begin, special.eot) if special else None
         return msgspec.structs.replace(chosen, times=times)
     return msgspec.structs.replace(
@@ -260,16 +287,17 @@ def card_of_loaded(chosen: AnyCard, model: Any) -> AnyCard:
     )
 
 
-def _past(model: Any) -> int:
-    window = model.audio_window(model.frame_block)
-    return int(window.samples - window.left_samples - model.frame_block * model.frame_samples)
+def _past(encoder: StreamingEncoder) -> int:
+    window = encoder.audio_window(encoder.frame_block)
+    return window.samples - window.left_samples - encoder.frame_block * encoder.frame_samples
 
 
-def _whole_blocks(chunk: int, model: Any) -> int:
-    return int(-(-chunk // model.frame_block) * model.frame_block)
+def _whole_blocks(chunk: int, encoder: StreamingEncoder) -> int:
+    return -(-chunk // encoder.frame_block) * encoder.frame_block
 
 
 def build_incremental(
+    model: IncrementalEncoderDecoderModel,
     parts: EngineComponents,
     chosen: AsrCard,
     config: EngineConfig,
@@ -279,17 +307,17 @@ def build_incremental(
 ) -> IncrementalEncoderExecutor:
     """Builds the executor for whole utterances and for utterances that are encoded while they are spoken, over one
     page pool."""
-    model, _, device, *_ = parts
-    seq2seq = build_seq2seq(parts, chosen, config, on_done, on_start, None, tiers)
+    seq2seq = build_seq2seq(model, parts, chosen, config, on_done, on_start, None, tiers)
     max_frames = min(model.longest_frames, model.count_frames(units.ms_to_samples(chosen.max_segment_ms)))
     frame_store = EncoderFrameStore(model, seq2seq.decode_runner, config.max_sessions, max_frames)
-    wrapper = _wrapper(model.encoder, frame_store, chosen, device, config)
+    wrapper = _wrapper(model.encoder, frame_store, chosen, parts.device, config)
     return IncrementalEncoderExecutor(
         wrapper, frame_store, seq2seq, config.shares, on_done, on_start, **offload_options(config, tiers)
     )
 
 
 def build_seq2seq(
+    model: EncoderDecoderModel,
     parts: EngineComponents,
     chosen: AsrCard,
     config: EngineConfig,
@@ -298,7 +326,7 @@ def build_seq2seq(
     peers: PeerPool | None = None,
     tiers: TieredStore | None = None,
 ) -> Seq2SeqExecutor:
-    model, _, device, text, *_ = parts
+    device, text = parts.device, parts.decode_text
     max_frames = model.count_frames(units.ms_to_samples(chosen.max_segment_ms))
     runner = DecodeRunner(model, device, config.max_decode_rows, config.kv_bytes, max_frames)
     encoder_cache: EncoderCache | None = None
@@ -337,7 +365,7 @@ def build_seq2seq(
 
 
 def build_chunked(
-    model: Any, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
+    model: StreamingModel, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
 ) -> ChunkedModelRunner:
     """Builds a runner for as many sessions as fit in memory, up to `config.max_sessions`. Raises OptionError for a
     chunk or a head that the model does not have."""
@@ -349,19 +377,24 @@ def build_chunked(
 
 
 def _wrapper(
-    model: Any, search: StreamingSearch, chosen: AsrCard, device: Device, config: EngineConfig, **options: Any
+    encoder: StreamingEncoder,
+    search: StreamingSearch,
+    chosen: AsrCard,
+    device: Device,
+    config: EngineConfig,
+    **options: Any,
 ) -> ChunkedModelRunner:
-    chunk = config.chunk_frames or _whole_blocks(chosen.chunk, model)
-    chunk_ms = units.samples_to_ms(chunk * model.frame_samples)
-    if chunk % model.frame_block or chunk_ms > LONGEST_CHUNK_MS:
+    chunk = config.chunk_frames or _whole_blocks(chosen.chunk, encoder)
+    chunk_ms = units.samples_to_ms(chunk * encoder.frame_samples)
+    if chunk % encoder.frame_block or chunk_ms > LONGEST_CHUNK_MS:
         raise OptionError(
             f"chunk_frames={chunk}, {chunk_ms:g} ms",
-            f"{chosen.name} hears {model.frame_block} frames at once: a multiple of that, "
+            f"{chosen.name} hears {encoder.frame_block} frames at once: a multiple of that, "
             f"up to {LONGEST_CHUNK_MS} ms",
             param="chunk_frames",
         )
     return ChunkedModelRunner(
-        model,
+        encoder,
         search,
         device,
         kv_bytes=config.kv_bytes,
@@ -375,14 +408,19 @@ def _wrapper(
     )
 
 
-def _search(model: Any, head: str, beam: int, device: Device) -> StreamingSearch:
+def _search(model: StreamingModel, head: str, beam: int, device: Device) -> StreamingSearch:
     if head == "ctc":
         plain = CtcGreedy(model) if beam == 1 else CtcPrefixBeam(model, beam)
         routed = BiasingSearchRouter(plain, CtcPrefixBeam(model, max(beam, HOT_CTC_BEAM), boost=CTC_BOOST))
-        return RescoringSearch(routed, model) if beam > 1 and hasattr(model, "rescore") else routed
-    target = device.torch_device
-    greedy = TransducerGreedy(model, device=target) if beam == 1 else TransducerBeam(model, beam, device=target)
+        return RescoringSearch(routed, model.rescorer) if beam > 1 and model.rescorer is not None else routed
+    target, transducer = device.torch_device, model.transducer
+    assert transducer is not None, f"a model with the head {head}, and no transducer"
+    greedy = (
+        TransducerGreedy(transducer, device=target)
+        if beam == 1
+        else TransducerBeam(transducer, beam, device=target)
+    )
     wide = max(beam, HOT_RNNT_BEAM)
     return BiasingSearchRouter(
-        greedy, TransducerBeam(model, wide, device=target, boost=RNNT_BOOST, tokens=HOT_TOKENS)
+        greedy, TransducerBeam(transducer, wide, device=target, boost=RNNT_BOOST, tokens=HOT_TOKENS)
     )

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from asr_serve.engine.stats import EngineStats
 from asr_serve.errors import AsrServeError, WeightsCorrupt, WeightsMissing
 from asr_serve.models.auxiliary import eres2net, pyannote
 from asr_serve.models.checkpoints import store
+from asr_serve.models.interfaces import SpeakerEmbedder, SpeakerSegmentationModel
 
 CLIP_LENGTHS_SAMPLES = tuple(units.ms_to_samples(each) for each in (1_000, 1_500, 2_000, 2_500, 3_000, 5_000))
 """Lengths of clips from which embeddings are computed."""
@@ -43,12 +44,6 @@ def models_available() -> bool:
     return all(store.locate(module.CARDS[0]) is not None for module in (pyannote, eres2net))
 
 
-class SpeakerEmbedder(Protocol):
-    """Model that computes the speaker embeddings of clips (rows, samples): (rows, width) float32, unit length."""
-
-    def embed(self, clips: np.ndarray) -> np.ndarray: ...
-
-
 class SpeakerClip(NamedTuple):
     """Audio from which the embedding of one local speaker is computed."""
 
@@ -63,7 +58,7 @@ class SpeakerClip(NamedTuple):
 class WindowDiarizer:
     """Segmentation and embedding models on one device."""
 
-    def __init__(self, segmentation: Any, network: SpeakerEmbedder, device: Device) -> None:
+    def __init__(self, segmentation: SpeakerSegmentationModel, network: SpeakerEmbedder, device: Device) -> None:
         self._segmentation, self._network = segmentation, network
         self._parts = device.threads if device.name == "cpu" else 1
         self._threads = ThreadPoolExecutor(self._parts, "speakers", lambda: device.set_threads(1))
@@ -121,8 +116,7 @@ class WindowDiarizer:
         """Speaker probabilities of windows of one length, see pyannote.Segmentation.speaker_probabilities."""
         parts = min(self._parts, len(windows))
         if parts == 1:
-            probabilities: np.ndarray = self._segmentation.speaker_probabilities(np.stack(windows))
-            return probabilities
+            return self._segmentation.speaker_probabilities(np.stack(windows))
         batches = np.array_split(windows, parts)
         return np.concatenate(list(self._threads.map(self._segmentation.speaker_probabilities, batches)))
 

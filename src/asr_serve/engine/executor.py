@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from asr_serve.engine.request import RecognitionRequest, VadScheduler
     from asr_serve.engine.stats import EngineStats
     from asr_serve.models.auxiliary.silero import Silero
+    from asr_serve.models.interfaces import Vocoder
+    from asr_serve.models.model_files import AsrModel, SpeechModel
 
 
 CHECKS_PER_IDLE, MAX_CHECKS = 32, 8_192
@@ -42,12 +44,12 @@ class LoopContext(Protocol):
 class EngineComponents(NamedTuple):
     """Components of an engine: model, voice activity, device, tokenizer functions."""
 
-    model: Any
+    model: AsrModel | SpeechModel
     vad: Silero | None
     """None for a speech synthesis model."""
     device: Device
     decode_text: Callable[[list[int]], str]
-    codec: Any = None
+    codec: Vocoder | None = None
     """Vocoder of a model that generates acoustic frames."""
     encode_text: Callable[[str], list[int]] | None = None
     """Encodes text as tokens, for models whose hot words are spelt in them."""

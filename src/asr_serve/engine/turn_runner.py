@@ -12,14 +12,15 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from asr_serve.devices.interface import Device
 from asr_serve.errors import AsrServeError, EngineClosed, StepFailed, WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.store import verified_published_folder
-from asr_serve.models.registry import TurnCard, model_modules, turn_card, turn_cards
+from asr_serve.models.interfaces import TurnModel
+from asr_serve.models.registry import TurnCard, turn_card, turn_cards, turn_model_file
 
 if TYPE_CHECKING:
     from asr_serve.engine.stats import EngineStats
@@ -32,8 +33,7 @@ CORES_PER_THREAD = 4
 
 class LoadedTurnModel(NamedTuple):
     card: TurnCard
-    model: Any
-    """Model whose `finished(pcm)` returns a probability."""
+    model: TurnModel
 
 
 def load_turn_model(wanted: str) -> LoadedTurnModel | None:
@@ -57,7 +57,7 @@ def load_turn_model(wanted: str) -> LoadedTurnModel | None:
 
 
 def _load(card: TurnCard) -> LoadedTurnModel:
-    return LoadedTurnModel(card, model_modules("turn")[card.kind].Model(verified_published_folder(card)))
+    return LoadedTurnModel(card, turn_model_file(card.kind).Model(verified_published_folder(card)))
 
 
 class TurnRunner:
@@ -85,7 +85,7 @@ class TurnRunner:
 
     def _predict(self, pcm: np.ndarray) -> float:
         started = time.perf_counter()
-        probability: float = self._model.finished(pcm)
+        probability = self._model.finished(pcm)
         with self._lock:
             self._stats.record_step("turn", time.perf_counter() - started, 1, 1.0)
         return probability

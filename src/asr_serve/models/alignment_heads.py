@@ -10,7 +10,8 @@ Source  Whisper's, but for the two named below: openai-whisper, `_ALIGNMENT_HEAD
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -103,11 +104,39 @@ def _of(
     return AlignmentHeads(by_layer, ms_to_samples(shift_ms))
 
 
+class AlignmentLayer(Protocol):
+    """Decoder layer that can be gone through without pages of its own."""
+
+    scale: float
+    """Factor of products of queries and keys."""
+
+    def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
+        """Causal self-attention of whole rows: x (packing.total, width), with the residual."""
+
+    def cross_query(self, x: Tensor) -> Tensor:
+        """Cross-attention queries (packing.total, heads * head_dim)."""
+
+    def cross_attention(
+        self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
+    ) -> Tensor:
+        """The rest of the layer, with the residual; `index` is the layer's number in the pages."""
+
+
+class AlignmentDecoder(Protocol):
+    """Decoder as `alignment_scores` goes through it."""
+
+    heads: int
+    kernels: ModuleType
+    alignment: AlignmentHeads
+
+    @property
+    def decoder(self) -> Sequence[AlignmentLayer]: ...
+
+
 def alignment_scores(
-    model: Any, x: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
+    model: AlignmentDecoder, x: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
 ) -> list[Tensor]:
-    """Computes cross-attention scores of the alignment heads over known tokens; no cache is written. A decoder
-    layer offers `self_attention` (without pages), `cross_query` and `cross_attention`.
+    """Computes cross-attention scores of the alignment heads over known tokens; no cache is written.
 
     In      x (packing.total, width): embedded tokens of each row end to end, its start before them; audio: pages
             with each row's cross keys; frames: encoder frames of each row
@@ -116,7 +145,7 @@ def alignment_scores(
     spread, last = audio.expand_rows(packing), max(model.alignment.heads)
     scores: list[list[Tensor]] = [[] for _ in frames]
     for index, layer in enumerate(model.decoder[: last + 1]):
-        x = layer.self_attention(x, packing, model)
+        x = layer.self_attention(x, packing)
         query = layer.cross_query(x)
         if heads := model.alignment.heads.get(index):
             layer_scores = audio.attention_scores(

@@ -1,243 +1,550 @@
-"""What a streaming recogniser offers: state that is declared, and one step that takes a chunk of many sessions.
+"""Contracts of models: what the engine may rely on, with shapes, dtypes, units and errors.
 
-A session's audio is cut into encoder frames of `frame_samples`. A step takes the same number of frames, a
-chunk, of every session in it, wherever each of them stands. What a session must remember between steps lies in
-its row of tensors that somebody else owns (`engine/state_cache`): a step reads and writes rows in place, and keeps
-nothing.
+A model's class names its contract as a base class, so one that lacks a method cannot be built. What only some
+models can do is a declared field with a default (`special_tokens`, `pads_to_window`, `transducer`, `rescorer`):
+the engine reads the field and never probes. What the engine itself supplies or swaps, such as searches, is a
+protocol.
+
+Audio is mono, float32 in -1..1, at 16 kHz unless a contract says otherwise. Tensors lie on the model's device;
+floating-point tensors have the device's dtype unless a contract says otherwise. A model's constructor raises
+WeightsCorrupt for tensors that do not fit its config. All calls come from the engine's thread, but for `encode`
+and `cross_keys_values`, which encoder threads call too, and those that say so.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asr_serve.errors import OptionError, UnknownVoice
+from asr_serve.models.alignment_heads import AlignmentHeads
+from asr_serve.models.packing import PackedBatch, PagedKeyValues
 from asr_serve.types import NBestHypothesis as NBestHypothesis
 from asr_serve.types import SearchResult as SearchResult
 from asr_serve.types import SearchToken as SearchToken
 from asr_serve.types import Sentence, suggest_name
 
 UNBOUNDED_SAMPLES = 1 << 62
-"""Length in samples of a session that goes on."""
+"""Length in samples of a session that has not ended."""
+
+# --- encoder-decoder models -------------------------------------------------------------------------------
+
+
+class PromptOptions(Protocol):
+    """Options of a request that decide its prompt; `decoding.seq2seq.SearchOptions` has them."""
+
+    @property
+    def task(self) -> str:
+        """transcribe or translate."""
+
+    @property
+    def language(self) -> str:
+        """Code of the spoken language; empty while the model is still to detect it."""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Tokens of earlier text, which the answer continues."""
+
+    @property
+    def timestamps(self) -> bool:
+        """Whether the answer holds timestamp tokens."""
+
+
+class SpecialTokenIds(Protocol):
+    """Ids of tokens that are not text, in a vocabulary with languages, tasks and timestamps.
+
+    Ids below `eot` are text. Ids from `timestamp_begin` to the end of the vocabulary are timestamps, each 20 ms
+    later than the one before.
+
+    Source: Whisper, arXiv:2212.04356, section 2.3.
+    """
+
+    @property
+    def eot(self) -> int:
+        """End of the answer."""
+
+    @property
+    def sot(self) -> int:
+        """Start of the answer; the logits after it tell the language and whether there is speech."""
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """Language tokens by language code."""
+
+    @property
+    def no_speech(self) -> int:
+        """Token whose probability after `sot` is that of silence."""
+
+    @property
+    def no_timestamps(self) -> int:
+        """Last token of a prompt whose answer has no timestamps."""
+
+    @property
+    def timestamp_begin(self) -> int:
+        """Timestamp of the start of the audio."""
+
+    @property
+    def multilingual(self) -> bool:
+        """Whether prompts name a language and a task."""
+
+    @property
+    def suppress(self) -> Sequence[int]:
+        """Tokens that never occur in an answer."""
+
+    @property
+    def suppress_first(self) -> Sequence[int]:
+        """Tokens that cannot be the first of an answer."""
+
+
+class EncoderDecoderModel(ABC):
+    """Encoder and autoregressive decoder that recognise whole utterances (Whisper, Moonshine).
+
+    The engine encodes several clips in one packed batch, stores the cross-attention keys and values of their
+    encoder frames in pages, and decodes one token of every row in a step. The model keeps nothing between calls:
+    pages belong to the engine, which lends them to each call.
+
+    Source: Whisper, arXiv:2212.04356; paged keys and values, arXiv:2309.06180.
+    """
+
+    frame_samples: int
+    """Samples from one encoder frame to the next."""
+    vocab_size: int
+    """Width of the logits, special tokens included."""
+    bos: int
+    """Token that fills rows of a batch that no request uses."""
+    eos: int
+    """Token that ends an answer."""
+    max_tokens: int
+    """Decoder positions of a row, those of its prompt included."""
+    layers: int
+    """Decoder layers."""
+    heads: int
+    """Attention heads of a decoder layer: its keys, values and cross-attention queries have as many."""
+    head_dim: int
+    """Numbers of one head's key in a page."""
+    attention_scale: float
+    """Factor by which cross-attention multiplies products of queries and keys."""
+    head_weight: Tensor | None
+    """Output projection (vocab_size, width) with which near ties between logits are decided in higher precision;
+    None where logits come in float32 and need no second look."""
+    alignment: AlignmentHeads
+    """Cross-attention heads that follow the audio, from which times of words come."""
+    special_tokens: SpecialTokenIds | None = None
+    """Ids of the tokens that are not text. None: a prompt is one token, and all tokens but `eos` are text;
+    requests with a task, a prompt or timestamps are refused."""
+    pads_to_window: bool = False
+    """Whether the encoder fills a window of fixed length with silence (Whisper: 30 s), part of which it leaves out
+    unless a clip is `whole`. False: `whole` changes nothing."""
+
+    @abstractmethod
+    def prompt_tokens(self, options: PromptOptions) -> tuple[int, ...]:
+        """Tokens that precede an answer, one at least; a prefix that the answer must begin with comes after them.
+
+        Raises OptionError for a language that the model lacks, UnsupportedOption for a task.
+        """
+
+    @abstractmethod
+    def count_frames(self, samples: int, whole: bool = False) -> int:
+        """Number of encoder frames that `encode` makes of a clip."""
+
+    @abstractmethod
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
+        """Encode clips end to end, each as if it were alone.
+
+        Args:
+            batch: clips (samples,) float32, on the host.
+            whole: for each clip whether its window is encoded with all of its silence; () for none.
+
+        Returns: encoder frames (packing.total, width), and the packing: those of clip i are
+            hidden[packing.offsets[i] :][: packing.frames[i]]. Rows past the last clip hold arbitrary numbers.
+        """
+
+    @abstractmethod
+    def cross_keys_values(self, hidden: Tensor) -> Tensor:
+        """Cross-attention keys and values (frames, layers, 2, heads * head_dim) of encoder frames (frames,
+        width)."""
+
+    @abstractmethod
+    def decode(
+        self, tokens: Tensor, own: PagedKeyValues, audio: PagedKeyValues, wanted: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Decode one position of each row, and write its keys and values into `own`.
+
+        Rows may share pages: several positions of one sequence are as many rows, each of which sees those before
+        it.
+
+        Args:
+            tokens: (rows,) int64.
+            own: pages of each row's tokens; lengths count this one.
+            audio: pages of each row's cross-attention keys and values.
+            wanted: (n,) int64, rows to return logits of, in this order; None for all.
+
+        Returns: logits (n, vocab_size); hidden (n, width) that the output projection was given; then, for each
+            layer in `alignment.heads`, cross-attention queries (rows, heads * head_dim) of all rows.
+        """
+
+    @abstractmethod
+    def align(
+        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
+    ) -> list[Tensor]:
+        """Cross-attention scores of the alignment heads for answers that are known; writes no pages.
+
+        Args:
+            tokens: (packing.total,) int64, prompt and answer of each row end to end.
+            audio: pages of each row's cross-attention keys and values.
+            frames: for each row how many of its encoder frames are scored.
+
+        Returns: for each row (alignment heads, packing.frames[row], frames[row]) float32, before the softmax.
+        """
+
+
+# --- streaming models -------------------------------------------------------------------------------------
 
 
 class StateSpec(NamedTuple):
-    """One tensor of state: `shape` of a session's row."""
+    """One tensor of streaming state, for one session."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     initial_value: float | None = 0.0
-    """What a new session's row is filled with. None: with nothing, for no step reads what the session itself has
-    not written."""
+    """Value that fills a new session's row; None: nothing does, since no step reads what the session has not
+    written."""
     on_host: bool = False
-    """It lies in the host's memory, whatever the device."""
+    """Whether the tensor lies in the host's memory whatever the device."""
 
 
 State = Mapping[str, Tensor]
-"""By name (slots + 1, *shape). The last row belongs to nobody: rows that only fill up a batch point there."""
+"""State of all sessions: tensors (slots + 1, *shape) by name. The last row belongs to no session; rows that only
+fill a batch point there."""
 
 
 class StreamingChunk(NamedTuple):
-    """The input of a step: n rows."""
+    """Input of one step: one chunk of each of n sessions."""
 
     pcm: Tensor
-    """(n, window_samples) float32. Zeros where the session has no audio: before its start, and after its end."""
+    """(n, window samples) float32; zeros before a session's start and after its end."""
     rows: Tensor
-    """(n,) int64: each session's row of the state."""
+    """(n,) int64: the session's row of the state."""
     start_frames: Tensor
     """(n,) int64: encoder frames of the session before this chunk."""
     frames: Tensor
-    """(n,) int64: how many of the chunk's frames the session has. Fewer than the chunk only at its end."""
+    """(n,) int64: encoder frames of the chunk that the session has; fewer than the chunk only at its end."""
     total_samples: Tensor
-    """(n,) int64: length of the session's audio in samples, FOREVER while it goes on."""
+    """(n,) int64: length of the session's audio in samples, UNBOUNDED_SAMPLES until it ends."""
 
 
 class AudioWindow(NamedTuple):
-    """Which samples a chunk that begins with encoder frame s needs: `samples` of them, from s * frame_samples -
-    `before` on."""
+    """Audio that a chunk needs: `samples` of it, the first of which lies `left_samples` before the chunk's first
+    encoder frame."""
 
     left_samples: int
     samples: int
 
 
-class StreamingModel(Protocol):
-    """`Model` of a streaming model file. Made as Model(config, tensors, device), as other recognisers are."""
+class StreamingEncoder(ABC):
+    """Encoder that takes many sessions chunk by chunk, with state of fixed size.
+
+    Audio is cut into encoder frames of `frame_samples`. A step takes one chunk, the same number of frames, of
+    every session in it, wherever each stands. State between steps lies in the session's row of tensors that the
+    engine owns: a step reads and writes rows in place, and the model keeps nothing. A session's encoder frames do
+    not depend on the size of its chunks nor on the sessions beside it.
+    """
 
     frame_samples: int
-    """From one encoder frame to the next."""
+    """Samples from one encoder frame to the next."""
     frame_block: int
-    """Encoder frames that see each other. Chunks are multiples of it: the numbers are the same for any."""
-    vocab_size: int
-    """With the blank."""
-    blank_id: int
-    heads: tuple[str, ...]
-    """Of ctc, rnnt, tdt: the first is the one to use unless told."""
+    """Encoder frames that attend to each other; chunks are multiples of it."""
+    heads: tuple[str, ...] = ()
+    """Ways to decode the frames, of ctc, rnnt and tdt, the default first; () where an attention decoder reads
+    them."""
 
+    @abstractmethod
     def count_frames(self, samples: int) -> int:
-        """Encoder frames of so many samples, the session over."""
+        """Number of encoder frames of a session that ended after so many samples."""
 
+    @abstractmethod
     def audio_window(self, chunk: int) -> AudioWindow:
-        """For a chunk of so many encoder frames."""
+        """Audio that a chunk of `chunk` encoder frames needs."""
 
+    @abstractmethod
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
-        """What the encoder remembers, when no step is longer than `chunk`."""
+        """Tensors of state by name, for steps of at most `chunk` encoder frames."""
 
+    @abstractmethod
     def step(self, chunk: StreamingChunk, state: State) -> Tensor:
-        """Encoder output (n, chunk, width); past a row's `frames` it may be anything. Rows of one step differ, but
-        for those that point at the last row of the state."""
+        """Encode one chunk of each session, and update its row of `state`.
 
-    def ctc_logprobs(self, hidden: Tensor) -> Tensor:
-        """(n, frames, width) -> natural-log probabilities (n, frames, vocab) float32, contiguous."""
+        Rows of a step differ, but for those that point at the last row of the state.
+
+        Returns: encoder frames (n, chunk, width); past a session's `frames` they hold arbitrary numbers.
+        """
+
+    @property
+    def session_layout(self) -> tuple[object, ...]:
+        """Facts beside the state's shapes that a saved session depends on; their `repr` is compared when it is
+        restored."""
+        return self.frame_samples, self.heads
 
 
 class Transducer(Protocol):
-    """What a streaming model with the head rnnt or tdt has besides: predictor and joint network."""
+    """Predictor and joint network of the heads rnnt and tdt.
 
+    Source: Graves, arXiv:1211.3711; durations, arXiv:2304.06795.
+    """
+
+    vocab_size: int
+    """Tokens, the blank included."""
+    blank_id: int
     durations: tuple[int, ...]
-    """tdt: frames that a token may last. rnnt: ()."""
+    """Encoder frames that a token may last, for tdt; () for rnnt."""
 
     def predictor_state_specs(self) -> dict[str, StateSpec]:
-        """What the predictor remembers."""
+        """Tensors of the predictor's state by name."""
 
     def predict(self, tokens: Tensor, memory: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """One token of each row further: tokens (n,) int64, blank for the start; memory by name (n, *shape).
-        Returns the predictor's output (n, width) and the memory after; what was passed in is left as it was."""
+        """Advance the predictor of each row by one token.
+
+        Args:
+            tokens: (n,) int64; the blank starts a hypothesis.
+            memory: state by name (n, *shape), which is left as it was.
+
+        Returns: the predictor's output (n, width), and the state after the token.
+        """
 
     def project_encoder(self, hidden: Tensor) -> Tensor:
-        """The encoder's half of the joint network, (n, frames, width) -> (n, frames, joint width)."""
+        """Encoder half of the joint network: (n, frames, width) -> (n, frames, joint width)."""
 
     def joint(self, projected: Tensor, predicted: Tensor) -> Tensor:
-        """Row i of each: `projected` (n, joint width), `predicted` (n, width) -> logits (n, vocab + durations)
-        float32; tokens first."""
+        """Join row i of `projected` (n, joint width) with row i of `predicted` (n, width).
+
+        Returns: logits (n, vocab_size + durations) float32, tokens first.
+        """
+
+
+class RescoringModel(Protocol):
+    """Attention decoder that scores hypotheses of a whole session.
+
+    Source: U2, arXiv:2012.05481.
+    """
+
+    ctc_weight: float
+    """Weight of the search's own log-probability beside the decoder's."""
+
+    def rescore(self, hidden: Tensor, guesses: list[list[int]]) -> list[float]:
+        """Natural-log probability of each hypothesis: `hidden` (frames, width) are the session's encoder frames,
+        one at least; `guesses` are token ids without start and end."""
+
+
+class StreamingModel(StreamingEncoder):
+    """Streaming encoder whose frames a CTC or transducer search decodes."""
+
+    vocab_size: int
+    """Tokens, the blank included."""
+    blank_id: int
+    transducer: Transducer | None = None
+    """Predictor and joint network; None unless `heads` has rnnt or tdt."""
+
+    @property
+    def rescorer(self) -> RescoringModel | None:
+        """Decoder that reorders the n-best list when a session ends; None where the model has none."""
+        return None
+
+    @abstractmethod
+    def ctc_logprobs(self, hidden: Tensor) -> Tensor:
+        """Natural-log probabilities (n, frames, vocab_size) float32, contiguous, of encoder frames (n, frames,
+        width). Called only where `heads` has ctc."""
+
+    @property
+    def session_layout(self) -> tuple[object, ...]:
+        durations = self.transducer.durations if self.transducer is not None else ()
+        return *super().session_layout, self.vocab_size, self.blank_id, durations
+
+
+class IncrementalEncoderDecoderModel(EncoderDecoderModel):
+    """Encoder-decoder model whose encoder also takes an utterance chunk by chunk while it is spoken (Moonshine
+    Streaming, arXiv:2602.12241)."""
+
+    encoder: StreamingEncoder
+    """Encoder of sessions. Of the same audio, `add_positions` of its frames equals what `encode` returns."""
+    longest_frames: int
+    """Encoder frames of the longest utterance that the decoder can read."""
+
+    @abstractmethod
+    def add_positions(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """Encoder frames (frames, width) of `encoder` as `cross_keys_values` takes them; `positions` (frames,)
+        int64: place of each in its utterance, below `longest_frames`."""
 
 
 class StreamingSearch(Protocol):
-    """Encoder output to tokens, chunk by chunk. What it remembers of a session lies in rows of state too."""
+    """Search that turns encoder frames into tokens chunk by chunk, with state in the session's row."""
 
     def state_specs(self) -> dict[str, StateSpec]:
-        """What it remembers of a session: a fixed size, however long that lasts."""
+        """Tensors of the search's state by name; their size does not grow with the session."""
 
     def step(self, hidden: Tensor, chunk: StreamingChunk, state: State) -> list[SearchResult]:
-        """`hidden` (n, frames, width) of `chunk`; one SearchResult for each row of it."""
+        """Search one chunk: `hidden` (n, frames, width) are its encoder frames. Returns a result for each row."""
 
     def finish(self, row: int, state: State) -> list[NBestHypothesis]:
-        """The session at that row is over: what may still be said after all that was fixed, best first, at least
-        one."""
+        """Hypotheses for what follows the fixed tokens of a session that has ended, best first, one at least."""
 
 
 @runtime_checkable
 class StatefulSearch(StreamingSearch, Protocol):
-    """A search that keeps more of a session than its row holds, for what it keeps grows."""
+    """Search that keeps state which grows with a session, beside the session's row."""
 
     def export_state(self, row: int) -> tuple[bytes, Tensor]:
-        """That, as numbers of its own and one tensor."""
+        """Returns that state of the session at `row`: numbers in a form of the search's own, and one tensor."""
 
     def import_state(self, row: int, numbers: bytes, tensor: bytes, seen: int, device: torch.device) -> None:
-        """The inverse, of a session that has so many frames behind it. Raises ValueError."""
+        """Restore what `export_state` returned, for a session with `seen` encoder frames behind it. Raises
+        ValueError for data that does not fit."""
 
     def free(self, row: int) -> None:
-        """The session at that row is gone."""
+        """Drop that state when the session at `row` is closed."""
 
+
+# --- speech synthesis -------------------------------------------------------------------------------------
 
 MELS = 80
-"""Of a frame: the natural logs of HiFi-GAN's mel bands (22.05 kHz, n_fft 1024, hop 256, Slaney, 0 to 8 kHz,
-clamped at 1e-5)."""
+"""Mel bands of an acoustic frame: natural logs of HiFi-GAN's bands (22.05 kHz, n_fft 1024, hop 256, Slaney, 0 to
+8 kHz, clamped at 1e-5)."""
 FRAME_WIDTH = MELS + 1
-"""Of a frame: the bands, and F0 in Hz, 0 where unvoiced."""
+"""Numbers of an acoustic frame: the bands, then F0 in Hz, 0 where unvoiced."""
 
 
 class SynthesizedSentence(NamedTuple):
-    """A sentence that was said as a whole."""
+    """Audio of a whole sentence."""
 
     pcm: np.ndarray
-    """(n,) float32 in -1..1, at the card's rate."""
+    """(n,) float32 in -1..1, at the model's rate."""
     phoneme_ends_samples: tuple[int, ...]
-    """The sample at which each phoneme ends."""
+    """Sample at which each phoneme ends."""
 
 
-class TtsModel(Protocol):
-    """What both kinds have. Belongs to the engine's thread."""
+class TtsModel(ABC):
+    """Speech synthesis: sentences of phonemes to audio."""
 
     rate_hz: int
+    """Sample rate of the audio."""
 
+    @property
+    @abstractmethod
+    def voices(self) -> tuple[str, ...]:
+        """Names of the voices that a sentence may ask for."""
+
+    @abstractmethod
     def validate(self, sentence: Sentence) -> None:
-        """Raises OptionError for what it cannot say, with the phonemes that it does not know; UnknownVoice."""
+        """Raises OptionError for phonemes that the model does not know, UnsupportedOption for a manner of speaking
+        that it lacks, UnknownVoice."""
+
+    def register_voice(self, name: str, path: Path) -> None:
+        """Add a cloned voice from its file, or read the file again when it has changed. Called only where the card
+        has `clones`. Raises WeightsCorrupt; UnknownVoice for a file that belongs to other weights."""
+        raise UnknownVoice(f"voice {name!r}: this model cannot learn voices", f"voices: {', '.join(self.voices)}")
 
 
-@runtime_checkable
-class WholeSentenceTtsModel(TtsModel, Protocol):
-    """Says a sentence at once."""
+class WholeSentenceTtsModel(TtsModel):
+    """Speech synthesis of a whole sentence in one call."""
 
+    @abstractmethod
     def synthesize(self, sentence: Sentence) -> SynthesizedSentence:
-        """The same sentence gives the same samples."""
+        """Audio of a sentence; the same sentence gives the same samples."""
 
 
 class EncodedSentence(Protocol):
-    """A sentence that is about to be said. Its tensors are the model's own affair."""
+    """Sentence that is ready for synthesis; its tensors are the model's own."""
 
     @property
     def frames(self) -> int:
-        """How long it is."""
+        """Acoustic frames of the sentence, `lead_frames` included."""
 
     @property
     def lead_frames(self) -> int:
-        """Frames at its start that are made because of what follows them, and are not heard."""
+        """Frames at the start that are computed for the sake of those after them and are not played."""
 
     @property
     def phoneme_ends_samples(self) -> Sequence[int]:
-        """The sample at which each phoneme ends, of those that are heard."""
+        """Sample at which each phoneme ends, counted from the first that is played."""
 
 
-@runtime_checkable
-class StreamingTtsModel(TtsModel, Protocol):
-    """Says sentences chunk by chunk: what it needs of the past is a fixed size."""
+E = TypeVar("E", bound=EncodedSentence)
+
+
+class StreamingTtsModel(TtsModel, Generic[E]):
+    """Acoustic model that makes frames chunk by chunk, of many sentences in a step, with state of fixed size."""
 
     chunk_frames: int
-    """Frames of a step."""
+    """Acoustic frames of a step."""
     hop_samples: int
-    """Samples of a frame."""
+    """Samples of an acoustic frame."""
     frame_width: int
-    """Numbers of a frame: WIDTH."""
+    """Numbers of an acoustic frame: FRAME_WIDTH."""
 
+    @abstractmethod
     def state_specs(self) -> dict[str, StateSpec]:
-        """What it remembers of a sentence."""
+        """Tensors of a sentence's state by name."""
 
-    def encode(self, sentences: Sequence[Sentence]) -> Sequence[EncodedSentence]:
-        """In one batch; each as if it were alone."""
+    @abstractmethod
+    def encode(self, sentences: Sequence[Sentence]) -> Sequence[E]:
+        """Encode sentences in one batch, each as if it were alone."""
 
-    def step(self, encoded: Sequence[EncodedSentence], rows: Tensor, seen: Tensor, state: State) -> Tensor:
-        """A chunk of each: `rows` (n,) int64, each one's row of the state; `seen` (n,) int64, its frames before
-        this chunk. Out (n, chunk, width) float32; past a sentence's end it may be anything."""
+    @abstractmethod
+    def step(self, encoded: Sequence[E], rows: Tensor, seen: Tensor, state: State) -> Tensor:
+        """Make the next chunk of each sentence, and update its row of `state`.
+
+        Args:
+            encoded: n sentences as `encode` returned them.
+            rows: (n,) int64, each sentence's row of the state.
+            seen: (n,) int64, its frames before this chunk.
+
+        Returns: acoustic frames (n, chunk_frames, frame_width) float32; past a sentence's end, arbitrary numbers.
+        """
 
 
-class Vocoder(Protocol):
-    """Frames to sound, chunk by chunk or all at once, with the same samples."""
+class Vocoder(ABC):
+    """Vocoder (the codec of a card): acoustic frames to audio, chunk by chunk or at once, with the same
+    samples."""
 
     rate_hz: int
+    """Sample rate of the audio."""
     hop_samples: int
+    """Samples of an acoustic frame."""
     delay_frames: int
-    """Frames that it must see ahead."""
+    """Frames that it must see ahead of those that it makes audio of."""
 
+    @abstractmethod
     def state_specs(self, chunk: int) -> dict[str, StateSpec]:
-        """What it remembers of a sentence, in steps of so many frames."""
+        """Tensors of a sentence's state by name, for steps of `chunk` frames."""
 
+    @abstractmethod
     def step(
         self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
     ) -> Tensor:
-        """`frames` (n, chunk, width) of n sentences; `rows`, `seen` as above; `ends` (n,) int64: frames of the
-        sentence, those past it are ignored; `seeds` (n,) int64. Out (n, chunk * hop) float32 in -1..1: sample 0
-        belongs to frame seen - delay."""
+        """Make audio of one chunk of each sentence, and update its row of `state`.
 
+        Args:
+            frames: (n, chunk, FRAME_WIDTH) float32.
+            rows: (n,) int64, each sentence's row of the state.
+            seen: (n,) int64, its frames before this chunk.
+            ends: (n,) int64, frames of the whole sentence; those past them are ignored.
+            seeds: (n,) int64, seed of what is random in a sentence.
+
+        Returns: (n, chunk * hop_samples) in -1..1; sample 0 belongs to frame `seen - delay_frames`.
+        """
+
+    @abstractmethod
     def vocode(self, frames: Tensor) -> Tensor:
-        """(1, frames, width) -> (1, frames * hop)."""
+        """Audio (n, frames * hop_samples) of whole sentences (n, frames, FRAME_WIDTH) of one length."""
 
 
 def validate_phonemes(sentence: Sentence, known: Container[str], model: str, alphabet: str) -> None:
-    """Raises OptionError with those that are none of `known`."""
+    """Raises OptionError with the phonemes that are not in `known`."""
     strange = dict.fromkeys(each for each in sentence.phonemes if each not in known)
     if strange:
         shown = " ".join(f"{each!r} (U+{ord(each):04X})" for each in list(strange)[:8])
@@ -249,7 +556,7 @@ def validate_phonemes(sentence: Sentence, known: Container[str], model: str, alp
 
 
 def validate_voice(sentence: Sentence, voices: Iterable[str], model: str) -> None:
-    """Raises UnknownVoice with the nearest name."""
+    """Raises UnknownVoice with the nearest name where the sentence's voice is not in `voices`."""
     names = list(voices)
     if sentence.voice not in names:
         raise UnknownVoice(
@@ -258,3 +565,29 @@ def validate_voice(sentence: Sentence, voices: Iterable[str], model: str) -> Non
             suggest_name(sentence.voice, names),
             param="voice",
         )
+
+
+# --- auxiliary models -------------------------------------------------------------------------------------
+
+
+class TurnModel(Protocol):
+    """Prediction of whether a speaker has finished. Any number of threads may call it."""
+
+    def finished(self, pcm: np.ndarray) -> float:
+        """Probability that the turn whose last samples are `pcm` (samples,) float32 is over; one sample at least,
+        and of more than the card's `hears_ms` the last ones are read."""
+
+
+class SpeakerSegmentationModel(Protocol):
+    """Detection of the local speakers of a window, who may overlap. Any number of threads may call it."""
+
+    def speaker_probabilities(self, pcm: np.ndarray) -> np.ndarray:
+        """Probability that each speaker speaks in each frame: windows (n, samples) float32 -> (n, frames,
+        speakers) uint8, 255 standing for 1."""
+
+
+class SpeakerEmbedder(Protocol):
+    """Speaker embedding. Any number of threads may call it."""
+
+    def embed(self, clips: np.ndarray) -> np.ndarray:
+        """Voices in clips (rows, samples) float32: (rows, width) float32, each of length 1."""

@@ -1,9 +1,9 @@
 """Model cards, and the registry that finds model files.
 
-A model file holds CARDS, one for each published size. A file of task `asr` also has Config, Model, rename and
-tiny, and is_package_folder and convert where published weights have another form than ours; one of task `turn` has
-Model; one of task `tts` has load, which returns a model of models/interfaces. There is no list to edit: a file
-with CARDS in the folder of its task is a model.
+A model file holds CARDS, one for each published size, and what models/model_files.py says of its task. There is no
+list to edit: a file with CARDS in the folder of its task is a model, and so is a module that an installed package
+names in the entry point group `asr_serve.models`. An entry point reaches the engine's process too, which a call in
+the caller's process would not.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
 from asr_serve import units
-from asr_serve.errors import UnknownModel
+from asr_serve.errors import ModelError, UnknownModel
+
+if TYPE_CHECKING:
+    from asr_serve.models.model_files import (
+        AsrModelFile,
+        GatheredModelFile,
+        TtsModelFile,
+        TurnModelFile,
+        VocoderFile,
+    )
 
 
 class PackagedWeights(msgspec.Struct, frozen=True):
@@ -180,14 +190,17 @@ _FOLDERS = {
     "speaker": "auxiliary",
 }
 """Task -> folder of its model files under models/."""
+ENTRY_POINTS = "asr_serve.models"
+"""Entry point group in which an installed package names its model files, one module each."""
 
 
 @cache
 def model_modules(task: str = "asr") -> dict[str, ModuleType]:
-    """Finds the model files of a task: modules of its folder, and of the families in it, that have CARDS of the
-    task.
+    """Finds the model files of a task: modules with CARDS of the task, in its folder, in the families in it, and
+    among the entry points of installed packages.
 
-    Returns: modules by file name, which is the `kind` of their cards. A file that cannot be imported raises here.
+    Returns: modules by the `kind` of their cards, which is the file name of one in the folder.
+    Raises ModelError for two files of one kind. A file that cannot be imported raises here.
     """
     modules: dict[str, ModuleType] = {}
     folders = [importlib.import_module(f"asr_serve.models.{_FOLDERS[task]}")]
@@ -197,9 +210,43 @@ def model_modules(task: str = "asr") -> dict[str, ModuleType]:
             module = importlib.import_module(f"{folder.__name__}.{info.name}")
             if info.ispkg:
                 folders.append(module)
-            elif any(card.task == task for card in getattr(module, "CARDS", ())):
+            elif any(card.task == task for card in vars(module).get("CARDS", ())):
                 modules[info.name] = module
+    for entry in entry_points(group=ENTRY_POINTS):
+        module = entry.load()
+        for kind in {card.kind for card in module.CARDS if card.task == task}:
+            if kind in modules:
+                raise ModelError(
+                    f"the entry point {entry.name} of {ENTRY_POINTS} has a model file of kind {kind!r}",
+                    f"a kind that no other has, unlike {modules[kind].__name__}",
+                )
+            modules[kind] = module
     return modules
+
+
+def asr_model_file(kind: str) -> AsrModelFile:
+    """The model file of a recogniser's card."""
+    return model_modules("asr")[kind]
+
+
+def tts_model_file(kind: str) -> TtsModelFile:
+    """The model file of a voice model's card."""
+    return model_modules("tts")[kind]
+
+
+def vocoder_file(kind: str) -> VocoderFile:
+    """The model file of a codec's card."""
+    return model_modules("codec")[kind]
+
+
+def turn_model_file(kind: str) -> TurnModelFile:
+    """The model file of a turn model's card."""
+    return model_modules("turn")[kind]
+
+
+def gathered_model_file(card: ModelCard) -> GatheredModelFile:
+    """The model file of a card without `packaged` and `shipped`, which collects its weights itself."""
+    return model_modules(card.task)[card.kind]
 
 
 def asr_cards() -> dict[str, AsrCard]:

@@ -387,7 +387,7 @@ def test_compression_is_judged_by_the_words_alone(begin):
 def test_an_english_model_hears_no_language(begin):
     client = begin()
     runner = client.backend.loop.executor.decode_runner
-    runner.model.special = runner.prompts.special = SPECIAL._replace(multilingual=False)
+    runner.model.special_tokens = runner.prompts.special = SPECIAL._replace(multilingual=False)
     for timestamps, first in ((False, (SPECIAL.sot, SPECIAL.no_timestamps)), (True, (SPECIAL.sot,))):
         came = ask(client, 1, timestamps=timestamps)
         assert came.language == ""

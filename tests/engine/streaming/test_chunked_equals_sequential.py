@@ -15,7 +15,7 @@ import torch
 from tiny_streaming import Company, Said, clips, model
 
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner
-from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingEncoder
 
 MODELS = {
     "fastconformer 8,1": ("ctc", "ctc beam", "rnnt", "rnnt beam"),
@@ -240,7 +240,7 @@ def test_recorded_steps_say_the_same(search: str):
         assert [t[:2] for t in got[number].tokens] == [t[:2] for t in each.tokens]
 
 
-class Elsewhere:
+class Elsewhere(StreamingEncoder):
     """A device that is not the host, with a model that says nothing there."""
 
     frame_block, frame_samples, vocab_size, blank_id, heads, encode_frames = 1, 320, 3, 2, ("ctc",), 64

@@ -29,7 +29,7 @@ def model(request: pytest.FixtureRequest) -> Any:
     if locate(asr_card(NAME)) is None:
         pytest.skip("armspeech is not installed: pip install --no-deps --ignore-requires-python armspeech==0.1.4")
     found = AsrCheckpoint.find(NAME, None)
-    return found.kind.Model(found.config, load_file(found.folder / "model.safetensors"), device(request.param))
+    return found.file.Model(found.config, load_file(found.folder / "model.safetensors"), device(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -129,8 +129,8 @@ SEARCHES: dict[str, Callable[[Any], Any]] = {
     "none": Silent,
     "ctc": CtcGreedy,
     "ctc beam": lambda model: CtcPrefixBeam(model, 4),
-    "rnnt": TransducerGreedy,
-    "rnnt beam": lambda model: TransducerBeam(model, 3),
+    "rnnt": lambda model: TransducerGreedy(model.transducer),
+    "rnnt beam": lambda model: TransducerBeam(model.transducer, 3),
 }
 
 

@@ -21,7 +21,15 @@ from asr_serve.engine.thread_backend import thread_backend
 from asr_serve.engine.tts.chunked_runner import fade_in
 from asr_serve.engine.tts.executor import to_int16
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.interfaces import FRAME_WIDTH, State, StateSpec, validate_phonemes, validate_voice
+from asr_serve.models.interfaces import (
+    FRAME_WIDTH,
+    State,
+    StateSpec,
+    StreamingTtsModel,
+    Vocoder,
+    validate_phonemes,
+    validate_voice,
+)
 from asr_serve.models.registry import TtsCard
 from asr_serve.types import PhonemeSpan, Sentence, SentenceAudio
 
@@ -60,7 +68,7 @@ class Encoded(NamedTuple):
     phoneme_ends_samples: tuple[int, ...]
 
 
-class Voice:
+class Voice(StreamingTtsModel[Encoded]):
     """Frames of a recurrent network: what it remembers is one vector."""
 
     rate_hz, chunk_frames, hop_samples, frame_width = RATE_HZ, CHUNK, HOP, FRAME_WIDTH
@@ -120,7 +128,7 @@ class Voice:
         return torch.stack(frames, 1)
 
 
-class Codec:
+class Codec(Vocoder):
     """Sound of a frame, the one before it and two after; and noise, by place and seed."""
 
     rate_hz, hop_samples, delay_frames = RATE_HZ, HOP, DELAY

@@ -65,7 +65,7 @@ def doctor(
     ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> int:
-    """What this machine is, what will run where, and what is missing with the command that gets it.
+    """Show what this machine is, what will run where, and what is missing with the command that gets it.
 
     Exit code 1 when something is missing that transcription cannot do without.
 

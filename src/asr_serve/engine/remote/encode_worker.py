@@ -85,12 +85,11 @@ class EncodeWorker:
         most = max(MAX_REQUEST_SAMPLES, self._samples[1])
         limits = PeerDescription(self._identity, transports.available_transports(), MAX_REQUESTS, most)
         model = self.runner.model
-        windowed = hasattr(model, "window")
 
         def frames(length: int, whole: bool) -> int:
-            if whole and not windowed:
+            if whole and not model.pads_to_window:
                 raise MalformedRequest("an utterance with all of its window", "this model has none")
-            return int(model.count_frames(length, *[True] * whole))
+            return model.count_frames(length, whole)
 
         service = EncodeService(
             self._identity,
@@ -98,7 +97,7 @@ class EncodeWorker:
             limits,
             self._samples,
             frames,
-            max(frames(self._samples[1], whole) for whole in {False, windowed}),
+            max(frames(self._samples[1], whole) for whole in {False, model.pads_to_window}),
             self._frame_bytes,
             self._timeout_s,
             on_request=lambda request: keeper.call(lambda: self._on_request(request)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from asr_serve.engine.remote.peer_pool import PeerPool, PeerPoolSettings
 from asr_serve.engine.seq2seq.encoder import EncodeRunner
 from asr_serve.errors import OptionError
 from asr_serve.metrics import EngineMetrics
+from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.models.registry import AsrCard, asr_cards
 
 
@@ -71,7 +72,7 @@ class EncoderFacts(NamedTuple):
 
 @torch.inference_mode()
 def measure_encoder(
-    model: Any, device: Device, chosen: AsrCard, config: EngineConfig, weights: str
+    model: EncoderDecoderModel, device: Device, chosen: AsrCard, config: EngineConfig, weights: str
 ) -> EncoderFacts:
     """Measures the shapes by encoding a second of silence."""
     samples = (units.ms_to_samples(chosen.min_segment_ms), units.ms_to_samples(chosen.max_segment_ms))
@@ -82,8 +83,7 @@ def measure_encoder(
     identity = EncoderIdentity(
         chosen.name, weights, device.dtype_name, config.quantize, hidden=shapes["hidden"], cross=shapes["cross"]
     )
-    window_arguments: list[list[bool]] = [[], [True]] if hasattr(model, "window") else [[]]
-    longest = max(model.count_frames(samples[1], *whole) for whole in window_arguments)
+    longest = max(model.count_frames(samples[1], whole) for whole in (False, True))
     return EncoderFacts(
         identity,
         {payload: prod(shape) * hidden.element_size() for payload, shape in shapes.items()},
@@ -93,7 +93,11 @@ def measure_encoder(
 
 
 def build_encode_worker(
-    model: Any, device: Device, chosen: AsrCard, config: EngineConfig, meeting: HandshakeSettings
+    model: EncoderDecoderModel,
+    device: Device,
+    chosen: AsrCard,
+    config: EngineConfig,
+    meeting: HandshakeSettings,
 ) -> EncodeWorker:
     """Builds the executor of an engine that encodes for others. Raises OptionError."""
     encoder = measure_encoder(model, device, chosen, config, meeting.weights)
@@ -103,7 +107,7 @@ def build_encode_worker(
 
 
 def build_peer_pool(
-    model: Any,
+    model: EncoderDecoderModel,
     device: Device,
     chosen: AsrCard,
     config: EngineConfig,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from asr_serve.devices.interface import Device
 from asr_serve.engine.cache.page_pool import PagePool
 from asr_serve.errors import OptionError, UnsupportedOption
 from asr_serve.kernels import PAGE
+from asr_serve.models.interfaces import EncoderDecoderModel
 
 DRAFT_RESYNC_TOKENS = 4
 """Draft tokens that are searched for a token that differs from the draft."""
@@ -206,7 +206,9 @@ class ForwardInputs:
 class DecodeBatch:
     """Rows and their tables, without gaps: the last row moves into the gap of one that leaves."""
 
-    def __init__(self, model: Any, device: Device, max_rows: int, kv_bytes: int, longest_frames: int) -> None:
+    def __init__(
+        self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
+    ) -> None:
         self.device, self.max_rows = device, max_rows
         shape = (model.layers, 2, model.heads, model.head_dim * PAGE)
         page_bytes = int(np.prod(shape)) * device.dtype.itemsize
@@ -374,22 +376,20 @@ class DecoderPrompts:
     """Prompts and token rules of one model. `special`: ids of its special tokens; None: a row begins with one
     token, and its answer is text until it ends."""
 
-    def __init__(self, model: Any, device: Device) -> None:
-        self._model = model
-        self.vocab_size = len(model.embedding)
-        self.special: Any = getattr(model, "special", None)
+    def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
+        self._model, self.vocab_size, self.special = model, model.vocab_size, model.special_tokens
         self.rules: TokenRules | None = None
         self.languages: list[str] = []
         if self.special is not None:
             target = device.torch_device
-            self.rules = TokenRules(self.special, model.suppress, model.suppress_first, self.vocab_size, target)
+            self.rules = TokenRules(self.special, self.vocab_size, target)
             self.languages = list(self.special.languages)
             self.language_ids = torch.tensor(list(self.special.languages.values()), device=target)
         self._cached_prompt = lru_cache(MAX_CACHED_PROMPTS)(self._build_prompt)
 
     def detects_language(self, options: SearchOptions) -> bool:
         """Whether the model detects the language."""
-        return self.special is not None and bool(self.special.multilingual) and not options.language
+        return self.special is not None and self.special.multilingual and not options.language
 
     def prompt_tokens(self, options: SearchOptions) -> tuple[int, ...]:
         """Prompt of a row; before its language is detected, one of the same length. Raises OptionError."""
@@ -401,12 +401,11 @@ class DecoderPrompts:
         return self._cached_prompt(options, language)
 
     def _build_prompt(self, options: SearchOptions, language: str) -> tuple[int, ...]:
-        prompt: tuple[int, ...] = self._model.prompt_tokens(msgspec.structs.replace(options, language=language))
-        return prompt
+        return self._model.prompt_tokens(msgspec.structs.replace(options, language=language))
 
     def positions_needed(self, options: SearchOptions, max_tokens: int) -> int:
         """Positions of a row with an answer of `max_tokens` at most, the last of which is never fed."""
-        prompt_length, max_positions = len(self.prompt_tokens(options)), int(self._model.max_tokens)
+        prompt_length, max_positions = len(self.prompt_tokens(options)), self._model.max_tokens
         return prompt_length - 1 + min(max_tokens, max_positions - prompt_length)
 
     def validate(self, options: SearchOptions) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from asr_serve.engine.seq2seq.decode_batch import (
 from asr_serve.engine.seq2seq.encoder import BorrowedPages, EncoderResult, OwnedPages
 from asr_serve.errors import OptionError
 from asr_serve.kernels import PAGE
+from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.models.packing import PagedKeyValues
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class AlignmentQueries:
     shares the copy only with such rows, so all copies together never hold more than the batch's rows at their
     greatest length."""
 
-    def __init__(self, model: Any, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
+    def __init__(self, model: EncoderDecoderModel, layers: Sequence[Tensor], wanted: Tensor | None) -> None:
         """`layers`: queries (positions, heads * head_dim) of each layer with alignment heads; `wanted`: positions
         with logits; None: all."""
         self._model, self._layers, self._logit_positions = model, layers, wanted
@@ -79,7 +80,7 @@ class ForwardOutputs(NamedTuple):
     no_speech_logprobs: Tensor | None = None
 
 
-def forward_outputs(model: Any, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
+def forward_outputs(model: EncoderDecoderModel, wanted: Tensor | None, *made: Tensor) -> ForwardOutputs:
     """`made`: outputs in order: tokens, logprobs, logits, hidden; queries of each alignment layer; no-speech log
     probabilities, if any."""
     tokens, logprobs, logits, hidden, *extra = made
@@ -97,7 +98,9 @@ MAX_VERIFY_POSITIONS = 256
 class DecodeRunner:
     """Decodes up to `max_rows` sequences, one token each per step; they join and leave between any two steps."""
 
-    def __init__(self, model: Any, device: Device, max_rows: int, kv_bytes: int, longest_frames: int) -> None:
+    def __init__(
+        self, model: EncoderDecoderModel, device: Device, max_rows: int, kv_bytes: int, longest_frames: int
+    ) -> None:
         self.model, self.device, self.max_rows = model, device, max_rows
         self.batch = DecodeBatch(model, device, max_rows, kv_bytes, longest_frames)
         self.rows, self.page_pool, self.kv_cache = self.batch.rows, self.batch.page_pool, self.batch.kv_cache
@@ -332,6 +335,7 @@ class DecodeRunner:
     def _detect_languages(self, rows: Sequence[DecodeRow]) -> None:
         """Sets each row's language and prompt: the likeliest language after start-of-transcript alone."""
         prompts, count = self.prompts, len(rows)
+        assert prompts.special is not None
         outputs = self._run_forward(
             self.batch.prefill_inputs(rows, [(prompts.special.sot,)] * count, [1] * count), [GIVEN] * count
         )
@@ -451,6 +455,7 @@ class DecodeRunner:
         """Forward pass with a rule for each position. `timed`: some rules concern timestamps; `begun`: positions
         may include start-of-transcript."""
         assert self.prompts.rules is not None
+        assert self.prompts.special is not None
         logits, hidden, *queries = self._decode(*given)
         no_speech: tuple[Tensor, ...] = ()
         if begun:
@@ -468,13 +473,12 @@ class DecodeRunner:
         audio_lengths: Tensor,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = self.model.decode(
+        return self.model.decode(
             tokens,
             PagedKeyValues(self.kv_cache, own, own_lengths),
             PagedKeyValues(self.kv_cache, audio, audio_lengths),
             wanted,
         )
-        return outputs
 
     def _argmax(self, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         picked = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from asr_serve.devices.interface import Device
 from asr_serve.engine.remote.connection import EncodeClip, EncodedBatch, PeerConnection, RemoteBatch
 from asr_serve.engine.remote.peer_pool import PeerPool
 from asr_serve.errors import AsrServeError, PeerGone, RoadTimeout, Torn
+from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.models.packing import PackedBatch
 from asr_serve.types import Priority
 
@@ -54,7 +55,7 @@ class OwnedPages(NamedTuple):
 class EncodeRunner:
     """Encodes utterances in one batch."""
 
-    def __init__(self, model: Any, device: Device) -> None:
+    def __init__(self, model: EncoderDecoderModel, device: Device) -> None:
         self.model, self.device = model, device
 
     @torch.inference_mode()
@@ -73,7 +74,7 @@ class EncodeRunner:
         """Returns the hidden frames alone, clips end to end, from which `model.cross_keys_values` makes the rest,
         here or in another engine."""
         clips = [tensor_from_array(pcm) for pcm in batch]
-        return self.model.encode(clips, whole) if any(whole) else self.model.encode(clips)  # type: ignore[no-any-return]
+        return self.model.encode(clips, whole)
 
 
 def tensor_from_array(array: np.ndarray) -> Tensor:
@@ -240,9 +241,7 @@ class EncoderPool:
         full_windows = whole or [False] * len(pcm)
         classes = batch.classes or [("interactive", None)] * len(pcm)
         clips = [
-            EncodeClip(
-                samples, model.count_frames(len(samples), *[True] * full_window), full_window, priority, within_ms
-            )
+            EncodeClip(samples, model.count_frames(len(samples), full_window), full_window, priority, within_ms)
             for samples, full_window, (priority, within_ms) in zip(pcm, full_windows, classes, strict=True)
         ]
         started = self._peers.submit_batch(clips, lambda came: self._on_peer_result(batch, came))

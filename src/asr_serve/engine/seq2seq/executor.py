@@ -29,6 +29,7 @@ from asr_serve.engine.seq2seq.request_table import RequestTable
 from asr_serve.engine.seq2seq.rescoring import HotwordRescorer
 from asr_serve.engine.seq2seq.scheduler import LIVE_RESERVE_FRACTION, Seq2SeqScheduler
 from asr_serve.errors import Cancelled, OptionError
+from asr_serve.models.interfaces import EncoderDecoderModel
 
 if TYPE_CHECKING:
     from asr_serve.engine.remote.peer_pool import PeerPool
@@ -52,7 +53,7 @@ class Seq2SeqExecutor:
 
     def __init__(
         self,
-        model: Any,
+        model: EncoderDecoderModel,
         encode: EncodeRunner,
         decode: DecodeRunner,
         config: EngineConfig,

@@ -95,7 +95,7 @@ class TokenAligner:
         for layer, heads in model.alignment.heads.items():
             keys = audio.keys(layer, heads, 0, frames)
             layer_query = query[first : first + len(heads)]
-            scores.append(layer_query.float() @ keys.float() * model.decoder[layer].scale)
+            scores.append(layer_query.float() @ keys.float() * model.attention_scale)
             first += len(heads)
         return torch.cat(scores)
 
@@ -127,8 +127,7 @@ class TokenAligner:
 
     def _frames(self, each: FinishedRow) -> int:
         """Frames of its audio, without the silence that fills a window."""
-        frame_samples: int = self._runner.model.frame_samples
-        return min(each.row.frames, max(1, -(-each.samples // frame_samples)))
+        return min(each.row.frames, max(1, -(-each.samples // self._runner.model.frame_samples)))
 
     def _audio(self, ended: Sequence[FinishedRow]) -> PagedKeyValues:
         pool = self._runner.kv_cache

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ from asr_serve.engine.seq2seq.decoder import DecodeRunner
 from asr_serve.engine.seq2seq.encoder import BorrowedPages
 from asr_serve.engine.seq2seq.scheduler import ScheduledRequest
 from asr_serve.engine.stats import EngineStats
+from asr_serve.models.interfaces import EncoderDecoderModel
 from asr_serve.types import EngineTimestamps, Priority
 
 
@@ -37,7 +38,7 @@ class RequestTable:
 
     def __init__(
         self,
-        model: Any,
+        model: EncoderDecoderModel,
         runner: DecodeRunner,
         window: str,
         text: Callable[[list[int]], str],
@@ -47,7 +48,7 @@ class RequestTable:
     ) -> None:
         """`window`: see EngineConfig."""
         self._model, self._runner = model, runner
-        self._window = window if hasattr(model, "window") else "packed"
+        self._window = window if model.pads_to_window else "packed"
         self.text, self._tokens_per_s = text, tokens_per_s
         self._on_done, self.on_start = on_done, on_start
         self.open: dict[int, RecognitionRequest] = {}
@@ -117,8 +118,8 @@ class RequestTable:
     # --- resources ----------------------------------------------------------------------------------------
 
     def resources_needed(self, utterance: RecognitionRequest) -> ResourceNeed:
-        pcm, whole = utterance.pcm, [True] * utterance.full_window
-        frames = 0 if pcm is None else self._model.count_frames(len(pcm), *whole)
+        pcm = utterance.pcm
+        frames = 0 if pcm is None else self._model.count_frames(len(pcm), utterance.full_window)
         limit, options = self._max_tokens(utterance.samples), utterance.options
         return ResourceNeed(frames, rows_for(options), self._runner.pages_needed(frames, limit, options))
 
@@ -144,9 +145,9 @@ class RequestTable:
         """Whether silence was left out of its window, and it may still be encoded with all of it."""
         pcm = None if self._window != "checked" or utterance.full_window else utterance.pcm
         count = self._model.count_frames
-        return pcm is not None and bool(count(len(pcm)) < count(len(pcm), True))
+        return pcm is not None and count(len(pcm)) < count(len(pcm), True)
 
     def _max_tokens(self, samples: int) -> int:
         """Bound above what anybody says in that time, within the model's positions, the first being BOS."""
         bound = 4 + int(units.samples_to_s(samples) * self._tokens_per_s)
-        return min(int(self._model.max_tokens) - 1, bound)
+        return min(self._model.max_tokens - 1, bound)

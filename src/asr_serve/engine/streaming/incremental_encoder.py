@@ -28,7 +28,14 @@ from asr_serve.engine.streaming.executor import StreamingExecutor
 from asr_serve.engine.streaming.model_runner import ChunkedModelRunner, StreamingSession
 from asr_serve.engine.streaming.request import StreamRequest
 from asr_serve.kernels import PAGE
-from asr_serve.models.interfaces import NBestHypothesis, SearchResult, State, StateSpec, StreamingChunk
+from asr_serve.models.interfaces import (
+    IncrementalEncoderDecoderModel,
+    NBestHypothesis,
+    SearchResult,
+    State,
+    StateSpec,
+    StreamingChunk,
+)
 from asr_serve.types import Priority
 
 RESERVED_SLOTS = 4
@@ -40,7 +47,9 @@ EMPTY_RECOGNITION = Recognition(tokens=(), avg_logprob=0.0, temperature=0.0, fin
 class EncoderFrameStore:
     """Store of each session's encoder frames; takes the place of the runner's search."""
 
-    def __init__(self, model: Any, runner: DecodeRunner, slots: int, longest: int) -> None:
+    def __init__(
+        self, model: IncrementalEncoderDecoderModel, runner: DecodeRunner, slots: int, longest: int
+    ) -> None:
         """`longest`: maximum frames of an utterance; later ones are dropped."""
         self._model, self._runner = model, runner
         self.max_frames = pages_for(longest)

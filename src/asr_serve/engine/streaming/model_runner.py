@@ -29,6 +29,7 @@ from asr_serve.models.interfaces import (
     StatefulSearch,
     StateSpec,
     StreamingChunk,
+    StreamingEncoder,
     StreamingModel,
     StreamingSearch,
 )
@@ -132,7 +133,7 @@ class ChunkedModelRunner:
 
     def __init__(
         self,
-        model: StreamingModel,
+        model: StreamingEncoder,
         search: StreamingSearch,
         device: Device,
         *,
@@ -154,7 +155,11 @@ class ChunkedModelRunner:
         assert chunk % model.frame_block == 0, (
             f"chunks of {chunk} frames, where {model.frame_block} see each other"
         )
-        self.model, self.search, self.device, self._aligns = model, search, device, aligns
+        self.model, self.search, self.device = model, search, device
+        self._ctc: StreamingModel | None = None
+        if aligns:
+            assert isinstance(model, StreamingModel), "tokens are aligned by the head ctc"
+            self._ctc = model
         self.chunked, self.wait_ms = use_chunked_inference, wait_ms
         self.sizes = (chunk, max(1, BULK_FRAMES // chunk) * chunk)
         self._windows = {size: model.audio_window(size).samples for size in self.sizes}
@@ -168,9 +173,8 @@ class ChunkedModelRunner:
         self.max_rows = min(max_rows, slots) if self.chunked else 1
         self._bulk_rows = max(1, (bulk_frames or device.encode_frames) // self.sizes[-1])
         self.states = StateCacheManager(specs, slots, device.torch_device, poison=poison)
-        names = ("frame_samples", "heads", "vocab_size", "blank_id", "durations")
-        values = [getattr(model, name, None) for name in names]
-        facts = [type(model).__module__, type(search).__name__, values, self._windows, list(specs.items())]
+        names = type(model).__module__, type(search).__name__
+        facts = [*names, model.session_layout, self._windows, list(specs.items())]
         self._layout = hashlib.blake2b(repr(facts).encode(), digest_size=16).digest()
         self._search_keeps_state = search if isinstance(search, StatefulSearch) else None
         self._expecting = search if isinstance(search, BiasingSearch) else None
@@ -438,8 +442,8 @@ class ChunkedModelRunner:
         if not aligned_rows:
             return
         posteriors = (
-            compact_posteriors(self.model.ctc_logprobs(hidden[aligned_rows]), self.model.blank_id)
-            if self._aligns
+            compact_posteriors(self._ctc.ctc_logprobs(hidden[aligned_rows]), self._ctc.blank_id)
+            if self._ctc is not None
             else None
         )
         for i, row in enumerate(aligned_rows):

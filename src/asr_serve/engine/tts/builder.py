@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from asr_serve import devices
 from asr_serve.config import EngineConfig, voices_dir
+from asr_serve.devices.interface import Device
 from asr_serve.engine.executor import EngineComponents
 from asr_serve.engine.tts.chunked_runner import ChunkedTtsRunner
 from asr_serve.engine.tts.custom_voices import CustomVoiceLoader
@@ -17,7 +18,16 @@ from asr_serve.engine.tts.executor import TtsExecutor
 from asr_serve.engine.tts.runner import TtsRunner, WholeTtsRunner
 from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.checkpoints import store as model_weights
-from asr_serve.models.registry import TtsCard, VocoderCard, model_modules, vocoder_card, vocoder_cards
+from asr_serve.models.interfaces import Vocoder, WholeSentenceTtsModel
+from asr_serve.models.model_files import SpeechModel
+from asr_serve.models.registry import (
+    TtsCard,
+    VocoderCard,
+    tts_model_file,
+    vocoder_card,
+    vocoder_cards,
+    vocoder_file,
+)
 from asr_serve.transfer.checksum import checksum, file_checksum
 from asr_serve.types import Quantize
 
@@ -50,9 +60,9 @@ class VoiceCheckpoint(NamedTuple):
         audio of a sentence does not depend on its batch."""
         target = devices.make_device(device, "fp32" if dtype == "auto" else dtype, quantize)
         codec = None
-        if self.codec is not None:
-            codec = model_modules("codec")[self.codec.kind].load(self.codec_folder, self.codec, target)
-        model = model_modules("tts")[self.card.kind].load(self.folder, self.card, target)
+        if self.codec is not None and self.codec_folder is not None:
+            codec = vocoder_file(self.codec.kind).load(self.codec_folder, self.codec, target)
+        model = tts_model_file(self.card.kind).load(self.folder, self.card, target)
         return EngineComponents(model, None, target, lambda _: "", codec)
 
     def fingerprint(self) -> int:
@@ -94,7 +104,9 @@ def find_codec(named: str) -> tuple[VocoderCard, Path]:
 
 
 def build_tts_executor(
-    parts: EngineComponents,
+    model: SpeechModel,
+    codec: Vocoder | None,
+    device: Device,
     chosen: TtsCard,
     config: EngineConfig,
     on_done: Callable[[int], None],
@@ -107,16 +119,18 @@ def build_tts_executor(
             "role=both and no peers: a model that speaks has nothing to encode for others",
             param="role",
         )
-    voices = CustomVoiceLoader(parts.model, chosen, voices_dir(config.voices_dir))
-    runner: TtsRunner[Any] = WholeTtsRunner(parts.model, voices)
-    if parts.codec is not None:
+    voices = CustomVoiceLoader(model, chosen, voices_dir(config.voices_dir))
+    if isinstance(model, WholeSentenceTtsModel):
+        runner: TtsRunner[Any] = WholeTtsRunner(model, voices)
+    else:
+        assert codec is not None, "an acoustic model, and no vocoder"
         runner = ChunkedTtsRunner(
-            parts.model,
-            parts.codec,
+            model,
+            codec,
             voices,
-            parts.device,
+            device,
             rows=config.max_speaking_rows,
             step_rows=config.max_decode_rows,
             kv_bytes=config.kv_bytes,
         )
-    return TtsExecutor(runner, parts.device, on_done, on_start)
+    return TtsExecutor(runner, device, on_done, on_start)

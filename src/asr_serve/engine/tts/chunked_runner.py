@@ -8,6 +8,7 @@ frame; samples before its first and after its last are cut here, and so is its l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class ChunkedTtsRunner:
 
     def __init__(
         self,
-        model: StreamingTtsModel,
+        model: StreamingTtsModel[Any],
         codec: Vocoder,
         voices: CustomVoiceLoader,
         device: Device,

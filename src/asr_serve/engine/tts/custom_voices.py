@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from asr_serve.errors import UnknownVoice
+from asr_serve.models.interfaces import TtsModel
 from asr_serve.models.registry import TtsCard
 from asr_serve.types import Sentence, suggest_name
 
@@ -18,10 +18,9 @@ SUFFIX = ".safetensors"
 class CustomVoiceLoader:
     """Loader of cloned voices from a folder that other processes write to. Belongs to the loop's thread."""
 
-    def __init__(self, model: Any, card: TtsCard, folder: Path) -> None:
-        """`model`: has `register_voice(name, path)`, if its card has `clones`."""
+    def __init__(self, model: TtsModel, card: TtsCard, folder: Path) -> None:
         self._model, self._card, self._folder = model, card, folder
-        self._built_in = tuple(getattr(model, "voices", card.voices))
+        self._built_in = model.voices
 
     def ensure_for_sentence(self, sentence: Sentence) -> None:
         """Loads the sentence's voice and validates the sentence. Raises UnknownVoice, WeightsCorrupt,

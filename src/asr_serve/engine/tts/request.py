@@ -37,7 +37,7 @@ class TtsRequest(msgspec.Struct):
     future: Future[int]
     """Number of samples of the sentence, once all were delivered."""
     slack_ms: int | None = None
-    """How much later the first audio may come than `priority` asks."""
+    """Time by which the first audio may come later than `priority` asks."""
     skip_samples: int = 0
     """Samples at its start that were delivered by an engine that is gone: they are generated, and not delivered
     again."""

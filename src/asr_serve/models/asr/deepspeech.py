@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +28,8 @@ from asr_serve.audio.features.mfcc import Mfcc, MfccShape
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.checkpoints import tflite_graph
-from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingModel
+from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.registry import AsrCard, PackagedWeights
 
 CARDS = (
@@ -65,7 +65,7 @@ GATES = "ifgo"
 """Input, forget, cell, output: order of the gates in an LSTM's weights here, and in torch."""
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes of the network and its features."""
 
     vocab_size: int = 29
@@ -81,11 +81,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     coefficients: int = 26
     low_hz: float = 20.0
     high_hz: float = 8_000.0
-
-    @classmethod
-    def of(cls, settings: dict[str, Any]) -> Config:
-        """Reads a checkpoint's config.json; unknown keys are ignored."""
-        return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
 
     @property
     def features(self) -> MfccShape:
@@ -119,7 +114,7 @@ def tiny() -> Config:
     return Config(vocab_size=7, hidden_size=24, cell_size=16, context_frames=2, mels=20, coefficients=6)
 
 
-class Model:
+class Model(StreamingModel):
     """StreamingModel (models/interfaces.py) with the head ctc.
 
     Out     input of the output layer (n, chunk, hidden_size), in the device's dtype
@@ -254,6 +249,9 @@ def convert(source: Path, target: Path) -> None:
     save_file(
         {name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}, target / "model.safetensors"
     )
+
+
+CONVERTER = WeightsConverter(is_package_folder, convert)
 
 
 def _tensors(graph: tflite_graph.TfliteGraph) -> dict[str, np.ndarray]:

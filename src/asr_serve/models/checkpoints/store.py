@@ -28,7 +28,8 @@ from asr_serve.models.registry import (
     ModelCard,
     PackagedWeights,
     TtsCard,
-    model_modules,
+    asr_model_file,
+    gathered_model_file,
     tts_card,
     vocoder_card,
 )
@@ -107,8 +108,8 @@ def hub_converted_folder(card: AsrCard) -> Path:
 
 def is_foreign(card: AsrCard, path: Path) -> bool:
     """Whether a path holds weights in another form that the model file converts."""
-    recognises: Callable[[Path], bool] | None = getattr(model_modules()[card.kind], "is_package_folder", None)
-    return recognises is not None and path.exists() and recognises(path)
+    converter = asr_model_file(card.kind).CONVERTER
+    return converter is not None and path.exists() and converter.recognizes(path)
 
 
 def resolve(
@@ -183,7 +184,7 @@ def published_folder(card: ModelCard) -> Path | None:
         return folder if all((folder / name).is_file() for name in card.files) else None
     if card.packaged is None:
         folder = cache_dir() / card.name
-        return folder if model_modules(card.task)[card.kind].complete(folder) else None
+        return folder if gathered_model_file(card).complete(folder) else None
     for place in (cache_dir() / card.name, package_folder(card)):
         if place is not None and all((place / name).is_file() for name in card.packaged.sha256):
             return place
@@ -271,11 +272,13 @@ def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Pa
     """Runs the model file's converter once; the checkpoint appears whole or not at all."""
     if is_checkpoint(target):
         return target
+    converter = asr_model_file(card.kind).CONVERTER
+    assert converter is not None, "weights in another form, and no converter"
     progress(f"converting {card.name} once into {target}")
     target.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
     try:
-        model_modules()[card.kind].convert(source, building)
+        converter.convert(source, building)
         sums = {path.name: sha256_of(path) for path in files_of(source)}
         (building / "source-sha256.json").write_text(json.dumps(sums, indent=1))
         building.chmod(0o755)  # a temporary folder is private to its owner, a cache may be shared
@@ -305,7 +308,7 @@ def fetch(card: ModelCard, progress: Progress = lambda _: None) -> Path:
 
 def _gather(card: ModelCard, progress: Progress) -> Path:
     """Collects the files from packages that the model file knows, or else from the hub."""
-    module, target = model_modules(card.task)[card.kind], cache_dir() / card.name
+    module, target = gathered_model_file(card), cache_dir() / card.name
     building = target.with_name(f".fetching-{card.name}-{card.revision}")
     building.parent.mkdir(parents=True, exist_ok=True)
     try:

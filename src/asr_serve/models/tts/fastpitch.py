@@ -30,7 +30,15 @@ from torch import Tensor
 from asr_serve.audio.features.slaney_mel import HOP_SAMPLES, RATE_HZ
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import UnknownVoice, WeightsCorrupt
-from asr_serve.models.interfaces import FRAME_WIDTH, MELS, State, StateSpec, validate_phonemes, validate_voice
+from asr_serve.models.interfaces import (
+    FRAME_WIDTH,
+    MELS,
+    State,
+    StateSpec,
+    StreamingTtsModel,
+    validate_phonemes,
+    validate_voice,
+)
 from asr_serve.models.registry import TtsCard
 from asr_serve.models.tts.fastpitch_layers import LoraChanges
 from asr_serve.models.tts.fastpitch_network import (
@@ -144,8 +152,8 @@ class FastPitchSentence(NamedTuple):
     phoneme_ends_samples: tuple[int, ...]
 
 
-class Model:
-    """FastPitch: StreamingTtsModel of models/interfaces.py."""
+class Model(StreamingTtsModel[FastPitchSentence]):
+    """FastPitch, with its own voices and registered ones."""
 
     hop_samples, frame_width, rate_hz = HOP_SAMPLES, FRAME_WIDTH, RATE_HZ
 

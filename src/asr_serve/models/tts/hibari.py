@@ -22,7 +22,12 @@ import numpy as np
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.onnx_session import OnnxSession
-from asr_serve.models.interfaces import SynthesizedSentence, validate_phonemes, validate_voice
+from asr_serve.models.interfaces import (
+    SynthesizedSentence,
+    WholeSentenceTtsModel,
+    validate_phonemes,
+    validate_voice,
+)
 from asr_serve.models.registry import PackagedWeights, TtsCard
 from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
@@ -61,8 +66,8 @@ PAUSE = 0
 """Id before the first phoneme and after the last."""
 
 
-class Model:
-    """Network with its weights: WholeSentenceTtsModel of models/interfaces.py."""
+class Model(WholeSentenceTtsModel):
+    """Network with its weights."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
         """Loads the graph. Raises WeightsMissing when a package that it needs is not installed, WeightsCorrupt."""
@@ -73,8 +78,12 @@ class Model:
         except (OSError, json.JSONDecodeError) as failure:
             raise WeightsCorrupt(f"{folder / VOCABULARY} cannot be read: {failure}") from failure
 
+    @property
+    def voices(self) -> tuple[str, ...]:
+        return self._card.voices
+
     def validate(self, sentence: Sentence) -> None:
-        validate_voice(sentence, self._card.voices, self._card.name)
+        validate_voice(sentence, self.voices, self._card.name)
         validate_phonemes(sentence, self._ids, self._card.name, self._card.alphabet)
 
     def synthesize(self, sentence: Sentence) -> SynthesizedSentence:

@@ -29,7 +29,12 @@ import numpy as np
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.onnx_session import OnnxGraphEditor, OnnxSession
-from asr_serve.models.interfaces import SynthesizedSentence, validate_phonemes, validate_voice
+from asr_serve.models.interfaces import (
+    SynthesizedSentence,
+    WholeSentenceTtsModel,
+    validate_phonemes,
+    validate_voice,
+)
 from asr_serve.models.registry import TtsCard
 from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
@@ -93,8 +98,8 @@ IDS = {
 """Symbol -> its number, as in training."""
 
 
-class Model:
-    """Network with its weights, and the voices: WholeSentenceTtsModel of models/interfaces.py."""
+class Model(WholeSentenceTtsModel):
+    """Network with its weights, and the voices."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
         """Loads the model. Raises WeightsMissing when a package that it needs is not installed, or a file;

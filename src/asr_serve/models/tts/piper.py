@@ -23,7 +23,12 @@ import numpy as np
 from asr_serve.devices.interface import Device
 from asr_serve.errors import UnsupportedOption, WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.onnx_session import OnnxGraphEditor, OnnxSession
-from asr_serve.models.interfaces import SynthesizedSentence, validate_phonemes, validate_voice
+from asr_serve.models.interfaces import (
+    SynthesizedSentence,
+    WholeSentenceTtsModel,
+    validate_phonemes,
+    validate_voice,
+)
 from asr_serve.models.registry import PackagedWeights, TtsCard
 from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
@@ -90,8 +95,8 @@ class Config(msgspec.Struct, frozen=True):
         return (self.dataset,) if self.dataset else ()
 
 
-class Model:
-    """Network with its weights: WholeSentenceTtsModel of models/interfaces.py."""
+class Model(WholeSentenceTtsModel):
+    """Network with its weights."""
 
     def __init__(self, card: TtsCard, folder: Path) -> None:
         """Loads a voice. Raises WeightsMissing when a package that it needs is not installed, or a file;
@@ -99,8 +104,12 @@ class Model:
         graph = _graph(folder)
         self._card, self.config = card, _config(graph.with_name(f"{graph.name}.json"))
         self.rate_hz, self._ids = self.config.audio.sample_rate, self.config.phoneme_id_map
-        self.voices = self.config.voices or (graph.stem,)
+        self._voices = self.config.voices or (graph.stem,)
         self._graph = OnnxSession(graph, change=_from_outside)
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        return self._voices
 
     def validate(self, sentence: Sentence) -> None:
         validate_voice(sentence, self.voices, self._card.name)

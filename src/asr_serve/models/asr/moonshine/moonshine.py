@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import moonshine_alignment
 from asr_serve.models.checkpoints import onnx_graph
+from asr_serve.models.interfaces import EncoderDecoderModel
+from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
 from asr_serve.models.registry import AsrCard, PackagedWeights
 
@@ -66,7 +69,7 @@ CARDS = (
 )
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes, under the names of a checkpoint's config.json."""
 
     vocab_size: int = 32_768
@@ -118,7 +121,7 @@ def tiny() -> Config:
     )
 
 
-class Model:
+class Model(EncoderDecoderModel):
     """Encoder and decoder, connected by `cross_keys_values` alone: its result is all that the decoder needs of a
     clip.
 
@@ -135,6 +138,7 @@ class Model:
             config.decoder_num_attention_heads,
             config.head_dim,
         )
+        self.attention_scale = config.head_dim**-0.5
         self.kernels = device.kernels
         take = MoonshineTensors(config, weights, device)
         self.stem = _MoonshineStem(take)
@@ -150,12 +154,12 @@ class Model:
                 for kind in "kv"
             ]
         )
-        self.decoder = [MoonshineDecoderLayer(take, i) for i in range(config.decoder_num_hidden_layers)]
-        self.decoder_norm = take.vector("model.decoder.norm.weight")
         half = config.rotary_half(config.decoder_num_attention_heads)
-        self.decoder_angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
+        angles = rotary_angles(config.rope_theta, 2 * half, self.max_tokens, device)
+        self.decoder = [MoonshineDecoderLayer(take, i, angles) for i in range(config.decoder_num_hidden_layers)]
+        self.decoder_norm = take.vector("model.decoder.norm.weight")
         self.embedding, self.head = take.vocabulary()
-        self.head_weight = self.head.weight
+        self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.frame_samples = STEM_STRIDE
         self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
@@ -163,12 +167,12 @@ class Model:
         """Returns the tokens that every answer begins with, whatever the options."""
         return (self.bos,)
 
-    def count_frames(self, samples: int) -> int:
+    def count_frames(self, samples: int, whole: bool = False) -> int:
         """Returns the encoder frames of a clip; clips shorter than SHORTEST_SAMPLES have one."""
         first = (max(samples, SHORTEST_SAMPLES) - 127) // 64 + 1
         return ((first - 7) // 3 + 1 - 3) // 2 + 1
 
-    def encode(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
         """Encodes several clips end to end, without padding; each result is the same as if encoded alone.
 
         In      batch: clips (samples,) float32 in -1..1, 16 kHz
@@ -201,7 +205,7 @@ class Model:
         x = self.embedding.embed(tokens)
         queries = []
         for i, layer in enumerate(self.decoder):
-            x, query = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            x, query = layer(i, x, positions, own, audio, self.kernels)
             queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
@@ -343,8 +347,9 @@ class _MoonshineEncoderLayer:
 class MoonshineDecoderLayer:
     """One position of each row: self-attention, then cross-attention; Moonshine Streaming uses it too."""
 
-    def __init__(self, take: MoonshineTensors, index: int) -> None:
+    def __init__(self, take: MoonshineTensors, index: int, angles: tuple[Tensor, Tensor]) -> None:
         at = f"model.decoder.layers.{index}"
+        self.device, self.angles = take.device, angles
         self.heads = take.config.decoder_num_attention_heads
         self.scale = take.config.head_dim**-0.5
         self.norm1 = take.vector(f"{at}.input_layernorm.weight")
@@ -363,12 +368,11 @@ class MoonshineDecoderLayer:
         positions: Tensor,
         own: PagedKeyValues,
         audio: PagedKeyValues,
-        angles: tuple[Tensor, Tensor],
-        kernels: Any,
+        kernels: ModuleType,
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))
-        kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *angles)
+        kernels.rope(qkv.view(rows, 3, self.heads, -1), positions, *self.angles)
         qkv = qkv.view(rows, 3, width)
         kernels.append(own.pool, index, qkv, own.block_tables, positions)
         mixed = torch.empty_like(x)
@@ -377,17 +381,19 @@ class MoonshineDecoderLayer:
         query = self.cross_query(x)
         return self.cross_attention(index, x, query, audio, kernels), query
 
-    def self_attention(self, x: Tensor, packing: PackedBatch, model: Any) -> Tensor:
+    def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
         """Computes all positions of rows at once, up to their cross-attention queries."""
         qkv = self.qkv(F.layer_norm(x, (x.shape[1],), self.norm1)).view(len(x), 3, self.heads, -1)
-        model.kernels.rope(qkv, packing.positions(x.device), *model.decoder_angles)
-        return self.own_out(model.device.causal_attention(qkv, packing, self.scale), add=x)
+        self.device.kernels.rope(qkv, packing.positions(x.device), *self.angles)
+        return self.own_out(self.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def cross_query(self, x: Tensor) -> Tensor:
         """Computes queries of the cross-attention, (rows, heads * head_dim)."""
         return self.query(F.layer_norm(x, (x.shape[1],), self.norm2))
 
-    def cross_attention(self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: Any) -> Tensor:
+    def cross_attention(
+        self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
+    ) -> Tensor:
         """Computes cross-attention and the feed-forward after it."""
         width = x.shape[1]
         mixed = torch.empty_like(x)
@@ -459,6 +465,9 @@ def convert(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(settings, indent=1))
     _tokenizer(source, target)
     save_file({k: torch.from_numpy(np.array(v)) for k, v in tensors.items()}, target / "model.safetensors")
+
+
+CONVERTER = WeightsConverter(is_package_folder, convert)
 
 
 def _tokenizer(source: Path, target: Path) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +21,8 @@ from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import moonshine_alignment
 from asr_serve.models.asr.moonshine import moonshine
 from asr_serve.models.asr.moonshine.window_encoder import WindowEncoder, WindowEncoderConfig
+from asr_serve.models.interfaces import IncrementalEncoderDecoderModel
+from asr_serve.models.model_files import AsrModelConfig
 from asr_serve.models.packing import PackedBatch, PagedKeyValues
 from asr_serve.models.registry import AsrCard
 
@@ -63,7 +64,7 @@ CARDS = (
 )
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes, under the names of a checkpoint's config.json: the decoder's, and the encoder's in a section."""
 
     vocab_size: int = 32_768
@@ -157,17 +158,22 @@ def tiny() -> Config:
     )
 
 
+CONVERTER = None
+
+
 def rename(key: str) -> str | None:
     """Returns a checkpoint's key unchanged; None for what is no weight of ours."""
     return key if key.startswith(("model.", "proj_out.")) else None
 
 
-class Model:
+class Model(IncrementalEncoderDecoderModel):
     """Encoder and decoder, connected by `cross_keys_values` alone: its result is all that the decoder needs of a
     clip.
 
     State   the encoder's, of sessions: rows of `encoder.state_specs`. The decoder's: pages, as Moonshine's.
     """
+
+    encoder: WindowEncoder
 
     def __init__(self, config: Config, weights: dict[str, Tensor], device: Device) -> None:
         self.config, self.device, self.kernels = config, device, device.kernels
@@ -179,6 +185,7 @@ class Model:
             config.num_attention_heads,
             config.head_dim,
         )
+        self.attention_scale = config.head_dim**-0.5
         take = moonshine.MoonshineTensors(decoder_config, weights, device)
         self.encoder = WindowEncoder(config.encoder_config, take)
         self.positions = take.vector("model.decoder.pos_emb.weight")
@@ -188,11 +195,11 @@ class Model:
         self.narrow = take.linear("model.decoder.proj") if wide else None
         kinds = [f"{i}.encoder_attn.{kind}_proj" for i in range(self.layers) for kind in "kv"]
         self.cross_kv = take.linear(*[f"model.decoder.layers.{kind}" for kind in kinds])
-        self.decoder = [moonshine.MoonshineDecoderLayer(take, i) for i in range(self.layers)]
+        angles = moonshine.rotary_angles(config.rope_theta, config.rotary, self.max_tokens, device)
+        self.decoder = [moonshine.MoonshineDecoderLayer(take, i, angles) for i in range(self.layers)]
         self.decoder_norm = take.vector("model.decoder.norm.weight")
-        self.decoder_angles = moonshine.rotary_angles(config.rope_theta, config.rotary, self.max_tokens, device)
         self.embedding, self.head = take.vocabulary()
-        self.head_weight = self.head.weight
+        self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.frame_samples = self.encoder.frame_samples
         self.alignment = moonshine_alignment(self.layers, self.heads, config.hidden_size, config.alignment_heads)
 
@@ -200,11 +207,11 @@ class Model:
         """Returns the tokens that every answer begins with, whatever the options."""
         return (self.bos,)
 
-    def count_frames(self, samples: int) -> int:
+    def count_frames(self, samples: int, whole: bool = False) -> int:
         """Returns the encoder frames of a clip."""
         return self.encoder.count_frames(samples)
 
-    def encode(self, batch: Sequence[Tensor]) -> tuple[Tensor, PackedBatch]:
+    def encode(self, batch: Sequence[Tensor], whole: Sequence[bool] = ()) -> tuple[Tensor, PackedBatch]:
         """Encodes several clips end to end, with their positions; each result is the same as if encoded alone.
 
         In      batch: clips (samples,) float32 in -1..1, 16 kHz
@@ -233,7 +240,7 @@ class Model:
         x = self.embedding.embed(tokens)
         queries = []
         for i, layer in enumerate(self.decoder):
-            x, query = layer(i, x, positions, own, audio, self.decoder_angles, self.kernels)
+            x, query = layer(i, x, positions, own, audio, self.kernels)
             queries += [query] if i in self.alignment.heads else []
         x = x if wanted is None else x[wanted]
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingEncoder
 from asr_serve.models.packing import PackedBatch, pack_clips
 
 TAPS, STRIDE = 5, 2
@@ -29,8 +30,8 @@ NOTHING = -1e30
 class CheckpointTensors(Protocol):
     """Tensors of a checkpoint by name. Raises WeightsCorrupt for a missing one."""
 
-    device: Any
-    """Target device (devices/interface.Device)."""
+    device: Device
+    """Target device."""
 
     def get(self, name: str) -> Tensor:
         """Returns a tensor as float32, on the device where it was loaded."""
@@ -38,8 +39,8 @@ class CheckpointTensors(Protocol):
     def vector(self, name: str) -> Tensor:
         """Returns a tensor on the target device, in its dtype."""
 
-    def linear(self, *names: str, bias: bool = False) -> Any:
-        """Stacks several matrices with the same input into one devices/interface.Linear."""
+    def linear(self, *names: str, bias: bool = False) -> Linear:
+        """Stacks several matrices with the same input into one product."""
 
 
 class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,8 +83,8 @@ class WindowEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         return [(back - 1, max(ahead - 1, 0)) for back, ahead in self.sliding_windows]
 
 
-class WindowEncoder:
-    """Encoder for an attention decoder: StreamingModel of models/interfaces.py.
+class WindowEncoder(StreamingEncoder):
+    """Encoder for an attention decoder: StreamingEncoder of models/interfaces.py.
 
     Layers with look-ahead delay their output: in a step, a layer's input runs ahead of the step's frames by its
     own and all later layers' look-ahead, and its output by that of the later layers. A session's first step
@@ -94,11 +95,6 @@ class WindowEncoder:
             their look-ahead.
     """
 
-    heads: tuple[str, ...] = ()
-    attention = True
-    """Marks an encoder for an attention decoder."""
-    recordable = False
-    """Whether steps can be recorded as a CUDA graph: a step reads the positions of its rows on the host."""
     frame_block = 1
 
     def __init__(self, config: WindowEncoderConfig, take: CheckpointTensors) -> None:

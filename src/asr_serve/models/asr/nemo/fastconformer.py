@@ -24,7 +24,8 @@ from asr_serve.models.asr.nemo import archive
 from asr_serve.models.asr.nemo.lstm_transducer import LstmTransducer
 from asr_serve.models.asr.nemo.relative_attention import RelativePositionKeys, distances
 from asr_serve.models.asr.nemo.subsampling import Subsampling
-from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingModel
+from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.registry import AsrCard
 
 _SHARED: dict[str, Any] = {
@@ -70,7 +71,7 @@ CARDS = (
 )
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes, under the names of a checkpoint's section `encoder` where they come from there."""
 
     feat_in: int = 80
@@ -144,8 +145,8 @@ def tiny() -> Config:
     )
 
 
-class Model:
-    """Encoder with its heads: StreamingModel and Transducer of models/interfaces.py.
+class Model(StreamingModel):
+    """Encoder with its heads: StreamingModel of models/interfaces.py, with a `transducer` for rnnt and tdt.
 
     State   stem.*: the last frame at the input of each subsampling layer; for each layer keys.* and values.*,
             rings of the attention's left context, and conv.*, the last inputs of the depthwise convolution
@@ -156,7 +157,7 @@ class Model:
         self.frame_samples = nemo_mel.HOP_SAMPLES * config.subsampling_factor
         self.left, self.frame_block = config.att_context_size[0][0], config.att_context_size[0][1] + 1
         self.vocab_size, self.blank_id = config.vocab_size + 1, config.vocab_size
-        self.heads, self.durations = config.heads, config.durations
+        self.heads = config.heads
         take = _FastConformerTensors(config, weights, device)
         self.mel = nemo_mel.NemoMel(config.feat_in, device.torch_device)
         tools = take.get, take.to_device, device.linear
@@ -174,12 +175,9 @@ class Model:
         if "ctc" in self.heads:
             self.head = take.linear("ctc")
         if self.heads[0] != "ctc":
-            self.transducer = LstmTransducer(tools, config.pred_rnn_layers, config.joint_activation)
-            self.predictor_state_specs, self.predict = (
-                self.transducer.predictor_state_specs,
-                self.transducer.predict,
+            self.transducer = LstmTransducer(
+                tools, config.pred_rnn_layers, config.joint_activation, self.vocab_size, config.durations
             )
-            self.project_encoder, self.joint = self.transducer.project_encoder, self.transducer.joint
 
     def count_frames(self, samples: int) -> int:
         """Returns the encoder frames of a finished session of that many samples, as NeMo counts them; 0 for no
@@ -400,3 +398,6 @@ def convert(source: Path, target: Path) -> None:
         ours: tensor.clone() for name, tensor in archive.tensors(path, target).items() if (ours := rename(name))
     }
     save_file(ours, target / "model.safetensors")
+
+
+CONVERTER = WeightsConverter(is_package_folder, convert)

@@ -28,13 +28,16 @@ Tools = tuple[
 
 
 class LstmTransducer:
-    """Predictor and joint network: `models.interfaces.Transducer` without the durations.
+    """Predictor and joint network: `models.interfaces.Transducer`, whose blank is the last token.
 
     tools   three functions: get a checkpoint's float32 tensor by name (decoder.prediction.*, joint.*); move a
             tensor to the device, in a dtype or the device's own; make a linear layer of weight (out, in) and bias
     """
 
-    def __init__(self, tools: Tools, layers: int, activation: str) -> None:
+    def __init__(
+        self, tools: Tools, layers: int, activation: str, vocab_size: int, durations: tuple[int, ...]
+    ) -> None:
+        self.vocab_size, self.blank_id, self.durations = vocab_size, vocab_size - 1, durations
         get, put, linear = tools
         lstm = "decoder.prediction.dec_rnn.lstm"
         embedding = get("decoder.prediction.embed.weight").clone()

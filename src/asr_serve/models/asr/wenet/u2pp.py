@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,7 +24,8 @@ from asr_serve.audio.features.kaldi_fbank import Fbank, FbankOptions
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.models.asr.wenet import wenet
-from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk
+from asr_serve.models.interfaces import AudioWindow, State, StateSpec, StreamingChunk, StreamingModel
+from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.registry import AsrCard
 
 WAVELENGTHS = 10_000.0
@@ -65,7 +65,7 @@ CARDS = (
 )
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes, as `convert` writes them: WeNet stores them in a train.yaml."""
 
     vocab: int
@@ -103,7 +103,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         missing = [name for name in ("vocab", "sos", "eos") if settings.get(name) is None]
         if missing:
             raise WeightsCorrupt(f"config.json does not say {', '.join(missing)}", "convert writes it")
-        config = cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+        config = super().of(settings)
         if config.subsampling not in wenet.STRIDED:
             raise WeightsCorrupt(f"subsampling={config.subsampling}", f"one of {sorted(wenet.STRIDED)}")
         if config.conv_norm not in ("layer_norm", "batch_norm"):
@@ -132,7 +132,7 @@ def tiny() -> Config:
     )
 
 
-class Model:
+class Model(StreamingModel):
     """Encoder, CTC head and decoders: StreamingModel of models/interfaces.py.
 
     State   for each layer: keys and values of the last chunks, and the last inputs of its convolution.
@@ -225,6 +225,10 @@ class Model:
 
     def ctc_logprobs(self, hidden: Tensor) -> Tensor:
         return F.log_softmax(self.ctc_head(hidden).float(), dim=-1)
+
+    @property
+    def rescorer(self) -> Model:
+        return self
 
     def rescore(self, hidden: Tensor, guesses: list[list[int]]) -> list[float]:
         """Scores several transcripts of one utterance with the decoders, natural log; the best has the greatest
@@ -374,3 +378,6 @@ is_package_folder = wenet.is_package_folder
 def convert(source: Path, target: Path) -> None:
     """Converts an experiment of WeNet, folder or archive, into a checkpoint in `target`. Raises WeightsCorrupt."""
     wenet.convert(source, target, {"model_type": "u2pp"})
+
+
+CONVERTER = WeightsConverter(is_package_folder, convert)

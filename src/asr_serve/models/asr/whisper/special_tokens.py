@@ -6,9 +6,10 @@ Source  arXiv:2212.04356, section 2.3; tests/models/test_whisper_special_tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from asr_serve.errors import OptionError, UnsupportedOption, WeightsCorrupt
+from asr_serve.models.interfaces import PromptOptions
 
 _CODES = (
     "en zh de es ru ko fr ja pt tr pl ca nl ar sv it id hi fi vi he uk el ms cs ro da hu ta no th ur "
@@ -127,19 +128,6 @@ NON_SPEECH: tuple[int, ...] = (
 """Tokens of brackets, notes, dashes and the like: annotations of subtitles that are not spoken."""
 
 
-class PromptOptions(Protocol):
-    """Options of a request that decide how its answer begins; `decoding.attention.SearchOptions` has them."""
-
-    @property
-    def task(self) -> str: ...
-    @property
-    def language(self) -> str: ...
-    @property
-    def prompt(self) -> tuple[int, ...]: ...
-    @property
-    def timestamps(self) -> bool: ...
-
-
 class SpecialTokens(NamedTuple):
     """Ids by name. Ids below `eot` are text; from `timestamp_begin` on, each id is 20 ms later."""
 
@@ -200,7 +188,7 @@ class SpecialTokens(NamedTuple):
         return (BLANK, self.eot) if self.eot > BLANK else (self.eot,)
 
     def prompt_tokens(self, options: PromptOptions, longest_prompt: int) -> tuple[int, ...]:
-        """Returns the tokens that an answer begins with. See `models/asr/whisper/whisper.Model.prompt_tokens`."""
+        """Returns the tokens that an answer begins with. See `EncoderDecoderModel.prompt_tokens`."""
         self.validate(options)
         prompt = options.prompt[-longest_prompt:] if options.prompt else ()
         begin = (self.sot_prev, *prompt, self.sot) if prompt else (self.sot,)

@@ -6,6 +6,7 @@ Source  arXiv:2212.04356; numbers match transformers' WhisperForConditionalGener
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -20,8 +21,10 @@ from asr_serve.models import alignment_heads as again
 from asr_serve.models.alignment_heads import whisper_alignment
 from asr_serve.models.asr.whisper import checkpoint_formats
 from asr_serve.models.asr.whisper.encoder_window import POSITION_SAMPLES, SILENCE_STRIDE, WhisperWindow
-from asr_serve.models.asr.whisper.special_tokens import ENGLISH_TEXT, LANGUAGES, PromptOptions, SpecialTokens
+from asr_serve.models.asr.whisper.special_tokens import ENGLISH_TEXT, LANGUAGES, SpecialTokens
 from asr_serve.models.asr.whisper.tensors import WhisperTensors
+from asr_serve.models.interfaces import EncoderDecoderModel, PromptOptions
+from asr_serve.models.model_files import AsrModelConfig, WeightsConverter
 from asr_serve.models.packing import PackedBatch, PagedKeyValues, pack_clips, packed_buffer, tap_matrix
 from asr_serve.models.registry import AsrCard, PackagedWeights
 
@@ -73,7 +76,7 @@ CARDS = (
 )
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
+class Config(AsrModelConfig, frozen=True, kw_only=True):
     """Sizes, under the names of a checkpoint's config.json."""
 
     vocab_size: int = 51_865
@@ -101,7 +104,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise WeightsCorrupt(f"activation_function={settings['activation_function']!r}", "gelu")
         if settings.get("scale_embedding"):
             raise WeightsCorrupt("scale_embedding=true", "no published Whisper does: false")
-        config = cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+        config = super().of(settings)
         _ = config.special  # raises for a vocabulary that is not Whisper's
         return config
 
@@ -132,32 +135,26 @@ def tiny() -> Config:
     )
 
 
-class Model:
-    """Encoder and decoder, with the interface of Moonshine's: `count_frames encode cross_keys_values decode`, `eos
-    max_tokens layers heads head_dim head_weight`. Additions for the search:
-
-        prompt_tokens    tokens that a row begins with; `decode` reads them one after another, or as several rows
-                         of one step, and the answer follows the last of them. Without a language, those of a
-                         multilingual model end with `sot`: the next token is a language; call again with it
-        special          ids by name: eot sot languages {code: id} translate transcribe sot_lm sot_prev no_speech
-                         no_timestamps timestamp_begin; `multilingual`. Token t >= timestamp_begin is
-                         (t - timestamp_begin) * 20 ms. The probability of `no_speech` is read after `sot`
-        suppress         ids that are never generated; suppress_first: nor as the first token of an answer
-        max_tokens       positions of a row, those of `prompt_tokens` among them
+class Model(EncoderDecoderModel):
+    """Encoder and decoder of 30 s windows. Without a language, a multilingual model's prompt ends with `sot`, and
+    the likeliest language token comes next.
 
     State   the decoder's: keys and values of earlier tokens and of the encoder's frames, in pages that the
             caller owns and lends at every step.
     """
 
+    special_tokens: SpecialTokens
+    pads_to_window = True
+
     def __init__(self, config: Config, tensors: dict[str, Tensor], device: Device) -> None:
         self.config, self.device, self.kernels = config, device, device.kernels
-        self.special = config.special
-        self.bos, self.eos = self.special.sot, self.special.eot
-        self.suppress, self.suppress_first = self.special.suppress, self.special.suppress_first
+        self.special_tokens = config.special
+        self.bos, self.eos = config.special.sot, config.special.eot
         self.max_tokens = config.max_target_positions
         self.layers, self.heads = config.decoder_layers, config.decoder_attention_heads
         take = WhisperTensors(tensors, device)
         self.head_dim = config.d_model // self.heads + take.extra
+        self.attention_scale = (config.d_model // self.heads) ** -0.5
         self.window = WhisperWindow(config.max_source_positions, config.silence_stride)
         self.stem = _WhisperStem(config, take)
         self.encoder = [
@@ -179,7 +176,7 @@ class Model:
         self.decoder_norm = take.norm("decoder.layer_norm")
         self.positions = take.vector("decoder.embed_positions.weight")
         self.embedding = self.head = device.vocabulary(take.get("decoder.embed_tokens.weight"))
-        self.head_weight = self.head.weight
+        self.vocab_size, self.head_weight = len(self.embedding), self.head.weight
         self.frame_samples = POSITION_SAMPLES
         self.alignment = whisper_alignment(
             config.vocab_size, self.layers, self.heads, config.d_model, config.alignment_heads
@@ -192,7 +189,7 @@ class Model:
 
         Raises OptionError for an unknown language, UnsupportedOption for a task.
         """
-        return self.special.prompt_tokens(options, self.max_tokens // 2 - 1)
+        return self.special_tokens.prompt_tokens(options, self.max_tokens // 2 - 1)
 
     def count_frames(self, samples: int, whole: bool = False) -> int:
         """Returns the encoder positions of a clip; `whole`: with all of the silence that fills its window. Audio
@@ -354,6 +351,7 @@ class _WhisperEncoderLayer:
 
 class _WhisperDecoderLayer:
     def __init__(self, take: WhisperTensors, at: str, heads: int) -> None:
+        self.device, self.heads = take.device, heads
         self.norm1 = take.norm(f"{at}.self_attn_layer_norm")
         self.scale = (len(self.norm1[0]) // heads) ** -0.5
         self.qkv = take.heads(heads, *[f"{at}.self_attn.{p}_proj" for p in "qkv"])
@@ -365,7 +363,13 @@ class _WhisperDecoderLayer:
         self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
 
     def __call__(
-        self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: Any
+        self,
+        index: int,
+        x: Tensor,
+        positions: Tensor,
+        own: PagedKeyValues,
+        audio: PagedKeyValues,
+        kernels: ModuleType,
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(rows, 3, -1)
@@ -376,16 +380,18 @@ class _WhisperDecoderLayer:
         query = self.cross_query(x)
         return self.cross_attention(index, x, query, audio, kernels), query
 
-    def self_attention(self, x: Tensor, packing: PackedBatch, model: Model) -> Tensor:
+    def self_attention(self, x: Tensor, packing: PackedBatch) -> Tensor:
         """Computes all positions of rows at once, up to their cross-attention queries."""
-        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, model.heads, -1)
-        return self.own_out(model.device.causal_attention(qkv, packing, self.scale), add=x)
+        qkv = self.qkv(F.layer_norm(x, (x.shape[1],), *self.norm1)).view(len(x), 3, self.heads, -1)
+        return self.own_out(self.device.causal_attention(qkv, packing, self.scale), add=x)
 
     def cross_query(self, x: Tensor) -> Tensor:
         """Computes queries of the cross-attention, (rows, heads * head_dim)."""
         return self.query(F.layer_norm(x, (x.shape[1],), *self.norm2))
 
-    def cross_attention(self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: Any) -> Tensor:
+    def cross_attention(
+        self, index: int, x: Tensor, query: Tensor, audio: PagedKeyValues, kernels: ModuleType
+    ) -> Tensor:
         """Computes cross-attention and the feed-forward after it."""
         width, mixed = x.shape[1], torch.empty_like(query)
         kernels.attend(audio.pool, index, query, mixed, audio.block_tables, audio.lengths, self.scale)
@@ -397,3 +403,4 @@ class _WhisperDecoderLayer:
 rename = checkpoint_formats.rename
 is_package_folder = checkpoint_formats.is_package_folder
 convert = checkpoint_formats.convert
+CONVERTER = WeightsConverter(is_package_folder, convert)

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from asr_serve.audio.features.slaney_mel import RATE_HZ
 from asr_serve.devices.interface import Device, Linear
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.interfaces import State, StateSpec
+from asr_serve.models.interfaces import State, StateSpec, Vocoder
 from asr_serve.models.registry import PackagedWeights, VocoderCard
 
 CARDS = (
@@ -208,8 +208,8 @@ class UpsamplingStage(NamedTuple):
     width: int
 
 
-class Model:
-    """Vocoder of models/interfaces.py.
+class Model(Vocoder):
+    """Network with its weights.
 
     In      frames (n, T, at least 80): natural-log mel of audio/features/slaney_mel; the rest is not read
     Out     (n, 256 T) float32 in -1..1, 22.05 kHz

@@ -33,7 +33,7 @@ from asr_serve.audio.features.slaney_mel import AROUND_SAMPLES, HIGH_HZ, HOP_SAM
 from asr_serve.audio.features.whisper_log_mel import mel_filters
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt
-from asr_serve.models.interfaces import State, StateSpec
+from asr_serve.models.interfaces import State, StateSpec, Vocoder
 from asr_serve.models.registry import VocoderCard
 from asr_serve.models.tts.vocoders.excitation import VOICED_HZ, pulses, white_noise
 
@@ -197,8 +197,8 @@ class SpectralEnvelope(NamedTuple):
     """(n, frames, 2, KNOTS), natural logarithm: gain within the window, of pulses and of noise."""
 
 
-class Model:
-    """Vocoder of models/interfaces.py.
+class Model(Vocoder):
+    """Network with its weights.
 
     In      frames (n, T, 81): natural-log mel of audio/features/slaney_mel, F0 in Hz, 0 where unvoiced
     Out     (n, 256 T) float32 in -1..1, 22.05 kHz

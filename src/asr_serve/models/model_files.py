@@ -1,0 +1,108 @@
+"""Contracts of model files: what a module that holds a model defines, and how its weights come to it.
+
+Modules are found by `models/registry.py`: in the folders below `models`, and in installed packages by the entry
+point group `asr_serve.models`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
+
+import msgspec
+from torch import Tensor
+
+from asr_serve.devices.interface import Device
+from asr_serve.errors import OptionError
+from asr_serve.models.interfaces import (
+    EncoderDecoderModel,
+    StreamingModel,
+    StreamingTtsModel,
+    TurnModel,
+    Vocoder,
+    WholeSentenceTtsModel,
+)
+from asr_serve.models.registry import AsrCard, ModelCard, TtsCard, TurnCard, VocoderCard
+
+AsrModel = EncoderDecoderModel | StreamingModel
+SpeechModel = WholeSentenceTtsModel | StreamingTtsModel[Any]
+
+
+class AsrModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a recogniser. A model file's `Config` is a subclass whose fields are named as in config.json."""
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Self:
+        """Config from a checkpoint's config.json; keys that are not fields are skipped. Raises WeightsCorrupt for
+        a model that the file does not compute."""
+        return cls(**{name: settings[name] for name in cls.__struct_fields__ if settings.get(name) is not None})
+
+    def with_right_context(self, right: int) -> Self:
+        """Config with another look-ahead of those that the model was trained for, in encoder frames. Raises
+        OptionError."""
+        raise OptionError(
+            f"lookahead_frames={right}", "this model has no choice of them", param="lookahead_frames"
+        )
+
+
+class WeightsConverter(NamedTuple):
+    """Conversion of weights, in the form that their authors publish, into a checkpoint folder."""
+
+    recognizes: Callable[[Path], bool]
+    """Whether a folder or file holds weights in that form."""
+    convert: Callable[[Path, Path], None]
+    """Write config.json, model.safetensors and a tokenizer from the first path into the second, a folder. Raises
+    WeightsCorrupt."""
+
+
+class AsrModelFile(Protocol):
+    """Module that holds a recogniser; `Model` is an EncoderDecoderModel, an IncrementalEncoderDecoderModel or a
+    StreamingModel, as the cards say."""
+
+    CARDS: Sequence[AsrCard]
+    Config: type[AsrModelConfig]
+    Model: Callable[[Any, dict[str, Tensor], Device], AsrModel]
+    """Model(config, tensors, device): `config` is the module's own Config, `tensors` are those of
+    model.safetensors, on the host."""
+    CONVERTER: WeightsConverter | None
+    """None where weights are published as checkpoint folders only."""
+
+
+class TtsModelFile(Protocol):
+    """Module that holds a speech-synthesis model."""
+
+    CARDS: Sequence[TtsCard]
+
+    def load(self, folder: Path, card: TtsCard, device: Device) -> SpeechModel:
+        """Model from its files as they are published. Raises WeightsMissing, WeightsCorrupt."""
+
+
+class VocoderFile(Protocol):
+    """Module that holds a vocoder."""
+
+    CARDS: Sequence[VocoderCard]
+
+    def load(self, folder: Path, card: VocoderCard, device: Device) -> Vocoder:
+        """Vocoder from its files as they are published. Raises WeightsCorrupt."""
+
+
+class TurnModelFile(Protocol):
+    """Module that holds a turn model."""
+
+    CARDS: Sequence[TurnCard]
+    Model: Callable[[Path], TurnModel]
+    """Model(folder): from its files as they are published. Raises WeightsMissing, WeightsCorrupt."""
+
+
+class GatheredModelFile(Protocol):
+    """Module whose card names neither a package nor a folder that ships with us: the module itself collects the
+    files."""
+
+    CARDS: Sequence[ModelCard]
+
+    def complete(self, folder: Path) -> bool:
+        """Whether a folder holds all files."""
+
+    def gather(self, into: Path, progress: Callable[[str], None]) -> None:
+        """Collect the files from package registries into a new folder. Raises WeightsMissing."""

@@ -93,7 +93,7 @@ def look(name: str, words: dict[str, list[tuple[str, float]]]) -> tuple[Any, lis
     parts = checkpoint.build("cpu", "auto")
     model = parts.model
     model.alignment = AlignmentHeads({layer: tuple(range(model.heads)) for layer in range(model.layers)})
-    runner = DecodeRunner(model, parts.device, 8, 256 << 20, model.frames(28 * RATE_HZ))
+    runner = DecodeRunner(model, parts.device, 8, 256 << 20, model.count_frames(28 * RATE_HZ))
     encoder, aligner = EncodeRunner(model, parts.device), TokenAligner(runner)
     special = model.special_tokens
     options = SearchOptions(words=True, language="en" if special and special.multilingual else "")

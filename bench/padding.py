@@ -130,7 +130,7 @@ class Heard:
         began = time.thread_time()
         hidden, packing = model.encode([torch.from_numpy(clip)])
         frames = packing.frames[0]
-        step = Row(model, self.pool, model.cross(hidden[:frames]))
+        step = Row(model, self.pool, model.cross_keys_values(hidden[:frames]))
         encoded = time.thread_time()
         start = self._start(step)
         limit = 4 + int(len(clip) / clips.RATE_HZ * self.card.tokens_per_s)

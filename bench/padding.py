@@ -174,7 +174,7 @@ class Heard:
             names = list(model.special_tokens.languages)
             logits = step([model.special_tokens.sot])[0]
             language = names[int(logits[list(model.special_tokens.languages.values())].argmax())]
-        start: tuple[int, ...] = model.start(SearchOptions(language=language))
+        start: tuple[int, ...] = model.prompt_tokens(SearchOptions(language=language))
         step(start[step.fed : -1])
         return start
 

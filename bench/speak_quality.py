@@ -73,7 +73,7 @@ class Ours:
             self._runner.free_sequence(row)
         places = np.cumsum([0, *(len(piece.pcm) for piece in pieces)])[:-1]
         (encoded,) = self._model.encode([sentence])
-        whole = self._codec.whole(self._model.whole(encoded))[0, encoded.lead * self._codec.hop_samples :]
+        whole = self._codec.vocode(self._model.whole(encoded))[0, encoded.lead_frames * self._codec.hop_samples :]
         pcm = np.concatenate([piece.pcm for piece in pieces])
         return Reading(pcm, fade_in(whole.float().cpu().numpy()), places.tolist())
 

@@ -56,12 +56,7 @@ def main() -> None:
                 "within": WITHIN.get(name.split()[0], ""),
             }
         )
-    found = {
-        "bench": "breakdown",
-        "machine": machine.describe(facts["threads"]),
-        "dtype": facts["dtype"],
-        "rows": rows,
-    }
+    found = {"bench": "breakdown", "machine": machine.describe(facts["threads"]), "dtype": facts["dtype"], "rows": rows}
     machine.tell(args.json, found)
 
 

@@ -39,10 +39,7 @@ def fastconformer(right: int, head: str, size: str, device: Any) -> Any:
 
     from asr_serve.models.asr.nemo.fastconformer import Config, Model
 
-    sizes: dict[str, dict[str, Any]] = {
-        "large": {},
-        "medium": {"d_model": 256, "n_heads": 4, "n_layers": 16},
-    }
+    sizes: dict[str, dict[str, Any]] = {"large": {}, "medium": {"d_model": 256, "n_heads": 4, "n_layers": 16}}
     config = msgspec.structs.replace(Config(), att_context_size=((70, right),), heads=(head,), **sizes[size])
     tensors = weights(config)
     if head == "ctc":
@@ -203,11 +200,7 @@ def ratios(found: list[Row]) -> list[Row]:
     key = ("model", "dtype", "search", "sessions")
     alone = {tuple(row[k] for k in key): row for row in found if row["mode"] == "sequential"}
     return [
-        {
-            **{k: row[k] for k in key},
-            "mode": row["mode"],
-            "times_sequential": round(row["audio_s_per_s"] / base, 2),
-        }
+        {**{k: row[k] for k in key}, "mode": row["mode"], "times_sequential": round(row["audio_s_per_s"] / base, 2)}
         for row in found
         if row["mode"] != "sequential" and (base := alone.get(tuple(row[k] for k in key), {}).get("audio_s_per_s"))
     ]

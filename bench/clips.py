@@ -47,9 +47,7 @@ def spread(count: int, wanted: int | None) -> list[int]:
 
 def load(folder: Path, wanted: int | None = None) -> list[Clip]:
     pairs = read_transcripts(folder)
-    return [
-        Clip(path, decode(folder / path), text) for path, text in (pairs[i] for i in spread(len(pairs), wanted))
-    ]
+    return [Clip(path, decode(folder / path), text) for path, text in (pairs[i] for i in spread(len(pairs), wanted))]
 
 
 def without_text(folder: Path, wanted: int | None = None, longest_s: float = 30.0) -> list[Clip]:
@@ -58,8 +56,7 @@ def without_text(folder: Path, wanted: int | None = None, longest_s: float = 30.
     if not files:
         raise SystemExit(f"{folder}: no FLAC file in it")
     found = [
-        Clip(str(path.relative_to(folder)), decode(path), "")
-        for path in (files[i] for i in spread(len(files), wanted))
+        Clip(str(path.relative_to(folder)), decode(path), "") for path in (files[i] for i in spread(len(files), wanted))
     ]
     return [clip for clip in found if 0 < len(clip.audio) <= longest_s * RATE_HZ and clip.audio.any()]
 

@@ -125,12 +125,8 @@ def measured(args: argparse.Namespace, speakers: Sequence[Speaker]) -> Iterator[
                 yield {"system": SYSTEM, "speaker": speaker.name, "failed": trouble}
                 continue
             strangers = [pair for name, pair in heard.items() if name != speaker.name]
-            floor = np.concatenate(
-                [*(each for pair in strangers for each in pair), *([others] if len(others) else [])]
-            )
-            own, stock = (
-                read(args, folder, texts, voice) for voice in (f"bench-{number}", report["card"]["start"])
-            )
+            floor = np.concatenate([*(each for pair in strangers for each in pair), *([others] if len(others) else [])])
+            own, stock = (read(args, folder, texts, voice) for voice in (f"bench-{number}", report["card"]["start"]))
             learnt, held_out = heard[speaker.name]
             yield {
                 "system": SYSTEM,
@@ -220,9 +216,7 @@ def voices_of(said: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack([encoder.embed(ge2e.normalize_clip(resample_clip(pcm, RATE_HZ, HEARD_HZ))) for pcm in said])
 
 
-def alike(
-    learnt: np.ndarray, held_out: np.ndarray, said: np.ndarray, stock: np.ndarray, others: np.ndarray
-) -> Row:
+def alike(learnt: np.ndarray, held_out: np.ndarray, said: np.ndarray, stock: np.ndarray, others: np.ndarray) -> Row:
     """Cosines to what was held out, each (clips, 256): of the recordings that were learnt from, of what the voice
     says, of what the stock voice says that it began as, and of other speakers."""
     ceiling, similarity = pairs(held_out, learnt), pairs(held_out, said)
@@ -260,23 +254,15 @@ def brief(row: Row) -> str:
 def table(rows: Sequence[Row]) -> str:
     cells = [[shown(row.get(key)) for key in KEYS] for row in rows]
     widths = [max(map(len, column)) for column in zip(KEYS, *cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [KEYS, *cells]
-    ]
-    return "\n".join(
-        [*lines, *(f"{row['speaker']}: {row['failed']}" for row in rows if "failed" in row)],
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [KEYS, *cells]]
+    return "\n".join([*lines, *(f"{row['speaker']}: {row['failed']}" for row in rows if "failed" in row)])
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
-        "--data",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="holds librispeech-test-other, and others for the floor",
+        "--data", type=Path, required=True, metavar="DIR", help="holds librispeech-test-other, and others for the floor"
     )
     add("--ljspeech", type=Path, metavar="DIR", help="LJ*.wav of the LJSpeech corpus")
     add("--speakers", type=int, metavar="N", help="only the first so many")

@@ -100,12 +100,7 @@ def arranged(how: Arrangement, model: str, dtype: str, cores: list[int]) -> Iter
         threads = 1 if how.apart else CORES
         first, last = ({cores[0]}, {cores[1]}) if how.apart else (both, both)
         stack.enter_context(closing(engine(model, dtype, threads, first, port, role="encode")))
-        asks = {
-            "role": "decode",
-            "peers": (f"127.0.0.1:{port}",),
-            "peer_road": how.road,
-            "peer_carries": how.carries,
-        }
+        asks = {"role": "decode", "peers": (f"127.0.0.1:{port}",), "peer_road": how.road, "peer_carries": how.carries}
         client = stack.enter_context(closing(engine(model, dtype, threads, last, 0, **asks)))
         end_s = time.monotonic() + READY_S
         while not counted(client, "asr_serve_peers", 'state="ready"'):
@@ -156,9 +151,7 @@ def load(client: EngineClient, speech: list[np.ndarray], at_once: int) -> tuple[
     return time.perf_counter() - started, times, said
 
 
-def measure(
-    how: Arrangement, model: str, args: argparse.Namespace, speech: list[np.ndarray]
-) -> list[dict[str, Any]]:
+def measure(how: Arrangement, model: str, args: argparse.Namespace, speech: list[np.ndarray]) -> list[dict[str, Any]]:
     """One round at every load."""
     rows = []
     with arranged(how, model, args.dtype, args.cores) as client:
@@ -187,9 +180,7 @@ def summed_up(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Medians over the rounds, and how many clips are said otherwise than together."""
     rows = []
     keys = list(dict.fromkeys((row["model"], row["arrangement"], row["at_once"]) for row in rounds))
-    plain = {
-        row["model"]: row["said"] for row in rounds if row["arrangement"] == "together" and row["at_once"] == 1
-    }
+    plain = {row["model"]: row["said"] for row in rounds if row["arrangement"] == "together" and row["at_once"] == 1}
     for model, arrangement, at_once in keys:
         same = [r for r in rounds if (r["model"], r["arrangement"], r["at_once"]) == (model, arrangement, at_once)]
         row = {"model": model, "arrangement": arrangement, "at_once": at_once}

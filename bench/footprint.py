@@ -35,10 +35,7 @@ def memory(speech: Sequence[Clip], device: str, env: dict[str, str], hours: floa
         _, errors = process.communicate()
         wall_s, peak_mib = time.perf_counter() - started, watch.stop()
         if process.returncode:
-            return {
-                **report.blank("asr-serve memory"),
-                "failed": last_line(errors) or f"exit {process.returncode}",
-            }
+            return {**report.blank("asr-serve memory"), "failed": last_line(errors) or f"exit {process.returncode}"}
         rate = wer([said], [heard.read_text(encoding="utf-8")])
     return {
         "name": "asr-serve memory",
@@ -66,13 +63,7 @@ def startup(speech: Clip, device: str, env: dict[str, str], repeats: int, folder
     rows: list[dict[str, Any]] = []
     for name, some in (("cold", runs[:1]), ("warm", runs[1:])):
         failed = next((why for _, _, why in some if why), None)
-        made = {
-            "name": f"asr-serve startup {name}",
-            "rtfx": None,
-            "wer": None,
-            "wall_s": None,
-            "audio_s": audio_s,
-        }
+        made = {"name": f"asr-serve startup {name}", "rtfx": None, "wer": None, "wall_s": None, "audio_s": audio_s}
         if failed:
             rows.append({**made, "failed": failed})
             continue

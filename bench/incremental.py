@@ -130,9 +130,7 @@ def ratios(found: list[Row]) -> list[Row]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seconds", type=lambda text: [float(s) for s in text.split(",")], default=[4.0, 8.0, 16.0]
-    )
+    parser.add_argument("--seconds", type=lambda text: [float(s) for s in text.split(",")], default=[4.0, 8.0, 16.0])
     parser.add_argument("--callers", type=lambda text: [int(s) for s in text.split(",")], default=[1, 8])
     parser.add_argument("--partial-ms", type=int, default=480)
     parser.add_argument("--dtype", default="fp32")

@@ -163,9 +163,7 @@ def models(names: Sequence[str], modes: Sequence[str], args: argparse.Namespace)
                 if way != TIMED:
                     if not has_text:
                         continue
-                    texts = {
-                        mode: heard(model, audio, options) for mode, model in loaded.items() if mode != "fp32"
-                    }
+                    texts = {mode: heard(model, audio, options) for mode, model in loaded.items() if mode != "fp32"}
                 for mode in texts:
                     rows.append(
                         {
@@ -250,9 +248,7 @@ def weight_bytes(name: str, dtype: str, quantize: Quantize) -> int:
     found = [each for each in parts_of(model) if not isinstance(each, Tensor)]
     own = {id(value) for each in found for value in vars(each).values() if isinstance(value, Tensor)}
     tensors = {
-        each.data_ptr(): each.nbytes
-        for each in parts_of(model)
-        if isinstance(each, Tensor) and id(each) not in own
+        each.data_ptr(): each.nbytes for each in parts_of(model) if isinstance(each, Tensor) and id(each) not in own
     }
     return int(sum(each.nbytes for each in found)) + sum(tensors.values())
 
@@ -295,13 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--clips", type=int, default=50, metavar="N", help="of --data at most (50)")
     add("--speech-clips", type=int, default=60, metavar="N", help="of --speech at most (60)")
     add("--rounds", type=int, metavar="N", help="turns of each (5; of models 1); 0: texts only")
-    add(
-        "--threads",
-        type=int,
-        default=1,
-        metavar="N",
-        help="for the products; models use what the engine takes (1)",
-    )
+    add("--threads", type=int, default=1, metavar="N", help="for the products; models use what the engine takes (1)")
     add("--no-products", action="store_true", help="whole models only")
     add("--json", type=Path, metavar="FILE", help="where the result goes")
     args = parser.parse_args(argv)

@@ -57,9 +57,7 @@ class Bench:
         self.args, self.folder = args, folder
         self.env = offline.environment(args.threads)
         self.speech = clips.load(args.data, args.clips)
-        self.pcm = [
-            np.clip(np.rint(clip.audio * 32_768), -32_768, 32_767).astype(np.int16) for clip in self.speech
-        ]
+        self.pcm = [np.clip(np.rint(clip.audio * 32_768), -32_768, 32_767).astype(np.int16) for clip in self.speech]
         self.pause = round(args.pause * RATE_HZ)
         self.saved = folder / "clips.npz"
         live_speech.save(self.saved, self.pcm)
@@ -272,23 +270,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=60.0, metavar="S", help="how long each speaks, about (60)")
     add("--pause", type=float, default=2.5, metavar="S", help="silence between clips (2.5)")
     add(
-        "--protocol",
-        type=offline.named(NAMES),
-        default=["funasr"],
-        metavar="A,B",
-        help="funasr,openai,stream (funasr)",
+        "--protocol", type=offline.named(NAMES), default=["funasr"], metavar="A,B", help="funasr,openai,stream (funasr)"
     )
-    add(
-        "--silence-ms",
-        type=int,
-        metavar="MS",
-        help="the pause that ends a sentence; default: the streaming table's",
-    )
-    add(
-        "--at-once",
-        action="store_true",
-        help="all connect in one instant; those refused are counted, not measured",
-    )
+    add("--silence-ms", type=int, metavar="MS", help="the pause that ends a sentence; default: the streaming table's")
+    add("--at-once", action="store_true", help="all connect in one instant; those refused are counted, not measured")
     add("--peers", type=offline.named(live_peers.MAKERS), default=[], metavar="A,B", help="moonshine-voice,vosk")
     add("--only-peers", action="store_true", help="leave asr-serve out")
     add("--find-max", action="store_true", help="look for the most callers that each system holds")

@@ -54,11 +54,7 @@ class Line:
         clock = asyncio.get_running_loop()
         await asyncio.sleep(self.begins_s - CONNECT_S - clock.time())
         await self.call()
-        while (
-            self.error == REFUSED
-            and not self.job["at_once"]
-            and clock.time() - self.begins_s < self.job["grace_s"]
-        ):
+        while self.error == REFUSED and not self.job["at_once"] and clock.time() - self.begins_s < self.job["grace_s"]:
             await asyncio.sleep(RETRY_S)
             self.error = None
             await self.call()

@@ -145,17 +145,10 @@ def summarize(rows: Sequence[Row]) -> list[Row]:
         its = [made for made in rows if (made["system"], made["protocol"]) == (system, protocol)]
         measured = [made for made in its if "skipped" not in made]
         broken = min((made["callers"] for made in measured if not holds(made)), default=None)
-        held = [
-            made["callers"] for made in measured if holds(made) and (broken is None or made["callers"] < broken)
-        ]
+        held = [made["callers"] for made in measured if holds(made) and (broken is None or made["callers"] < broken)]
         if measured:
             found.append(
-                {
-                    "system": system,
-                    "protocol": protocol,
-                    "held_callers": max(held, default=0),
-                    "broken_callers": broken,
-                }
+                {"system": system, "protocol": protocol, "held_callers": max(held, default=0), "broken_callers": broken}
             )
     return found
 
@@ -181,9 +174,7 @@ def table(rows: Sequence[Row]) -> str:
         errors = " ".join(f"{kind}:{count}" for kind, count in (made["errors"] or {}).items())
         cells.append([report.shown(value) for value in ({**made, "errors": errors or None}[key] for key in keys)])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells
-    ]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
     troubles = [
         f"{made['system']} {made['callers']}: {kind}: {made[kind]}"
         for made in rows

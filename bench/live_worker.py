@@ -46,10 +46,7 @@ def offline(clips: Sequence[Pcm], callers: Sequence[Caller], device: str, model:
             yield live_speech.stream(caller, clips).astype(np.float32) / 32_768
 
     with asr_serve.load(model, device=device, engine=EngineConfig(prefix_bytes=0)) as loaded:
-        return {
-            "texts": [transcript.text for transcript in loaded.transcribe(streams())],
-            "facts": loaded.describe(),
-        }
+        return {"texts": [transcript.text for transcript in loaded.transcribe(streams())], "facts": loaded.describe()}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

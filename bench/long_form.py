@@ -145,9 +145,7 @@ def judged(
             counts[misheard] += sum(worse)
             if misheard or not any(worse):
                 continue
-            near = next(
-                (heard_at + at - said_at for said_at, heard_at in reversed(found.shifts) if said_at <= at), at
-            )
+            near = next((heard_at + at - said_at for said_at, heard_at in reversed(found.shifts) if said_at <= at), at)
             bad.append(
                 {
                     "after_clip": number,
@@ -213,8 +211,7 @@ def beside(speech: Sequence[Clip], joined: Joined, threads: int) -> list[dict[st
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else None,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__.splitlines()[0] if __doc__ else None, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--data", type=Path, required=True, help="folder with transcripts.tsv")
     parser.add_argument("--clips", type=int, help="so many of them, evenly spread; all")
@@ -231,9 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     speech = clips.load(args.data, args.clips)
     joined = join(speech, args.minutes, args.seed)
     engine = EngineConfig(**{"prefix_bytes": 0} | args.engine)  # the same recording again is heard again
-    with asr_serve.load(
-        args.model, weights=args.weights, device=args.device, dtype=args.dtype, engine=engine
-    ) as model:
+    with asr_serve.load(args.model, weights=args.weights, device=args.device, dtype=args.dtype, engine=engine) as model:
         told = model.describe()
         rows = measure(model, speech, joined)
     if args.peer:

@@ -111,21 +111,16 @@ class Maker:
             begin += self._chance.randrange(0, max(1, int(0.6 * (position - begin))))
         return laid
 
-    def _talk(
-        self, chosen: Sequence[Voice], kind: str
-    ) -> list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]:
+    def _talk(self, chosen: Sequence[Voice], kind: str) -> list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]:
         chance = self._chance
         rounds = 6 if kind == "long" else 1
         left = [
-            [piece for _ in range(rounds) for piece in zip(each.pieces, each.speech, strict=True)]
-            for each in chosen
+            [piece for _ in range(rounds) for piece in zip(each.pieces, each.speech, strict=True)] for each in chosen
         ]
         laid, position, last = [], int(chance.uniform(0, 1) * RATE), -1
         overlapping = chance.choice((0.05, 0.2, 0.4))
         while any(left):
-            who = chance.choice(
-                [n for n, each in enumerate(left) if each and (n != last or sum(map(bool, left)) == 1)]
-            )
+            who = chance.choice([n for n, each in enumerate(left) if each and (n != last or sum(map(bool, left)) == 1)])
             turn = chance.choice((1, 1, 2, 3))
             gap = -chance.uniform(0.1, 1.5) if chance.random() < overlapping else chance.uniform(0.05, 1.2)
             start = max(0, position + int(gap * RATE))
@@ -155,9 +150,7 @@ class Maker:
             pcm = pcm[: end - start]
             fade = np.minimum(1, np.arange(len(pcm)) / FADE_SAMPLES)
             tracks[who, start:end] += pcm * fade * fade[::-1] * 10 ** (gain_db / 20)
-            turns.setdefault(who, []).extend(
-                (start + a, min(end, start + b)) for a, b in speech if start + a < end
-            )
+            turns.setdefault(who, []).extend((start + a, min(end, start + b)) for a, b in speech if start + a < end)
             return end
 
         position, last = 0, -1
@@ -226,9 +219,7 @@ class Maker:
         noise = np.fft.irfft(spectrum, samples)
         return np.asarray(noise / np.sqrt(np.square(noise).mean()), np.float32)
 
-    def _heard(
-        self, name: str, kind: str, laid: list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]
-    ) -> Meeting:
+    def _heard(self, name: str, kind: str, laid: list[tuple[int, int, np.ndarray, list[tuple[int, int]]]]) -> Meeting:
         chance = self._chance
         people = max(who for who, *_ in laid) + 1
         length = max(start + len(pcm) for _, start, pcm, _ in laid) + RATE // 2
@@ -250,9 +241,7 @@ class Maker:
         out += noise * (level * 10 ** (-snr_db / 20) / float(np.sqrt(np.square(noise).mean())))
         out *= 0.5 / max(1e-6, float(np.abs(out).max()))
         told = [
-            SpeakerTurn(f"person{who}", start, end)
-            for who, spans in turns.items()
-            for start, end in _joined(spans)
+            SpeakerTurn(f"person{who}", start, end) for who, spans in turns.items() for start, end in _joined(spans)
         ]
         return Meeting(name, kind, out.astype(np.float32), tuple(sorted(told, key=lambda t: t.start_samples)))
 
@@ -265,9 +254,7 @@ class Maker:
         tail *= self._chance.uniform(*((0.8, 2.0) if far else (0.3, 1.0))) / float(np.sqrt(np.square(tail).sum()))
         tail[0] = 1.0
         size = 1 << (len(track) + samples - 1).bit_length()
-        return np.fft.irfft(np.fft.rfft(track, size) * np.fft.rfft(tail, size), size)[: len(track)].astype(
-            np.float32
-        )
+        return np.fft.irfft(np.fft.rfft(track, size) * np.fft.rfft(tail, size), size)[: len(track)].astype(np.float32)
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -280,9 +267,7 @@ def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def meetings(
-    folder: Path, each: int, seed: int = 7, kinds: Sequence[str] = KINDS, people: int = 251
-) -> list[Meeting]:
+def meetings(folder: Path, each: int, seed: int = 7, kinds: Sequence[str] = KINDS, people: int = 251) -> list[Meeting]:
     vad = silero.load()
     voices = [voice(vad, path) for path in sorted((folder / FOLDER).glob("*.flac"))[:people]]
     maker = Maker([v for v in voices if v.pieces], seed)

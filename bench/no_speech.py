@@ -235,8 +235,7 @@ def packets(audio: Audio, samples: int = 1_600) -> Iterator[Audio]:
 
 def rows(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
     sounds: dict[str, Callable[[], Audio]] = {
-        kind: lambda kind=kind: made(kind, 60 * arguments.minutes, arguments.seed)
-        for kind in arguments.kinds or KINDS
+        kind: lambda kind=kind: made(kind, 60 * arguments.minutes, arguments.seed) for kind in arguments.kinds or KINDS
     }
     if arguments.sounds:
         files = sorted(path for path in arguments.sounds.iterdir() if path.is_file())

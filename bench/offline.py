@@ -201,12 +201,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--beams", type=named(("2", "5", "8")), default=[], metavar="A,B", help="2, 5, 8: a row each")
     add("--device", choices=tuple(BATCHES), default="cpu")
     add("--dtypes", type=named(("fp32", "bf16")), default=["fp32", "bf16"], metavar="A,B")
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="where the result goes; without it only the table is printed",
-    )
+    add("--json", type=Path, metavar="FILE", help="where the result goes; without it only the table is printed")
     add("--repeats", type=int, default=3, metavar="N", help="rounds (3)")
     add("--clips", type=int, metavar="N", help="only N clips, spread evenly over the set")
     add("--threads", type=int, default=machine.cores(), metavar="N", help="for every system (all cores)")
@@ -214,14 +209,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--memory", action="store_true", help="peak memory over a generated three-hour file")
     add("--startup", action="store_true", help="seconds to the first text, cold and warm")
     add("--texts", type=Path, metavar="FILE", help="write every system's text for every clip")
-    add(
-        "--engine",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=N",
-        help="an EngineConfig setting",
-    )
+    add("--engine", type=setting, action="append", default=[], metavar="NAME=N", help="an EngineConfig setting")
     add("--limit-s", type=float, default=3_600, metavar="S", help="longest a single run may take (3600)")
     args = parser.parse_args(argv)
     args.engine = dict(args.engine)

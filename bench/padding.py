@@ -31,12 +31,7 @@ from torch import Tensor
 from asr_serve.decoding.seq2seq import Hypothesis, SearchOptions
 from asr_serve.engine.builder import AsrCheckpoint
 from asr_serve.kernels import PAGE
-from asr_serve.models.asr.whisper.encoder_window import (
-    AFTER_POSITIONS,
-    END_POSITIONS,
-    SILENCE_STRIDE,
-    WhisperWindow,
-)
+from asr_serve.models.asr.whisper.encoder_window import AFTER_POSITIONS, END_POSITIONS, SILENCE_STRIDE, WhisperWindow
 from asr_serve.models.packing import PagedKeyValues
 from asr_serve_tools.evaluate.wer import cer, normalize, wer
 
@@ -59,9 +54,7 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         return (
-            "whole"
-            if self.stride == 1
-            else f"stride {self.stride}, {self.after} after, {self.before_end} at the end"
+            "whole" if self.stride == 1 else f"stride {self.stride}, {self.after} after, {self.before_end} at the end"
         )
 
 
@@ -118,9 +111,7 @@ class Heard:
         self.model, self.device = parts.model, parts.device
         self.positions = int(self.model.config.max_source_positions)
         most = -(-self.model.max_tokens // PAGE) + -(-self.positions // PAGE)
-        self.pool = self.device.allocate(
-            1 + most, self.model.layers, 2, self.model.heads, self.model.head_dim * PAGE
-        )
+        self.pool = self.device.allocate(1 + most, self.model.layers, 2, self.model.heads, self.model.head_dim * PAGE)
 
     @torch.inference_mode()
     def answer(self, clip: Audio, variant: Variant, draft: Sequence[int] = ()) -> Answer:
@@ -144,9 +135,7 @@ class Heard:
             if not hypothesis.tokens:
                 logits[0, list(model.special_tokens.suppress_first)] = -math.inf
             best = logits.log_softmax(1).topk(2)
-            for place, (values, (token, _)) in enumerate(
-                zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            ):
+            for place, (values, (token, _)) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
                 margin = min(margin, values[0] - values[1])
                 finish = hypothesis.append_token(token, values[0])
                 if finish or place == len(ahead) or token != ahead[place]:
@@ -276,14 +265,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             say(f"{folder.name}, {variant.name}: {row['same']} of {row['clips']} the same, {row['frames']} frames")
     checked: list[Table] = []
     for folder in args.data:
-        loaded_clips = [
-            clip for clip in clips.load(folder, args.clips) if len(clip.audio) <= LONGEST_S * clips.RATE_HZ
-        ]
+        loaded_clips = [clip for clip in clips.load(folder, args.clips) if len(clip.audio) <= LONGEST_S * clips.RATE_HZ]
         whole = [model.answer(clip.audio, WHOLE) for clip in loaded_clips]
         packed = [model.answer(c.audio, DEFAULT, w.tokens) for c, w in zip(loaded_clips, whole, strict=True)]
         sure = [
-            mine if mine.accepted and mine.margin >= args.margin else b
-            for mine, b in zip(packed, whole, strict=True)
+            mine if mine.accepted and mine.margin >= args.margin else b for mine, b in zip(packed, whole, strict=True)
         ]
         named = {"whole": whole, "packed": packed, f"packed, again below {args.margin}": sure}
         again = sum(mine is not first for mine, first in zip(sure, packed, strict=True))

@@ -59,9 +59,7 @@ class Ours:
     def frames(self, batch: Sequence[Audio]) -> list[Tensor]:
         """Encoder frames (frames, width) of each clip, all in one batch."""
         hidden, packing = self.network.encode([torch.from_numpy(clip) for clip in batch])
-        return [
-            hidden[offset : offset + count] for offset, count in zip(packing.offsets, packing.frames, strict=True)
-        ]
+        return [hidden[offset : offset + count] for offset, count in zip(packing.offsets, packing.frames, strict=True)]
 
     @torch.inference_mode()
     def logits(self, frames: Sequence[Tensor], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -101,9 +99,7 @@ class Ours:
         pages = 1 + torch.arange(rows * (wide + deep), dtype=torch.int32).view(rows, wide + deep)
         own, audio = pages[:, :wide].contiguous(), pages[:, wide:].contiguous()
         for table, clip in zip(audio, frames, strict=True):
-            self.device.kernels.store(
-                pool, net.cross_keys_values(clip), table[: -(-len(clip) // PAGE)].contiguous()
-            )
+            self.device.kernels.store(pool, net.cross_keys_values(clip), table[: -(-len(clip) // PAGE)].contiguous())
         lengths = torch.tensor([len(clip) for clip in frames])
         return PagedKeyValues(pool, own, torch.ones(rows, dtype=torch.int64)), PagedKeyValues(pool, audio, lengths)
 
@@ -113,9 +109,7 @@ class Graphs(OnnxLoop):
 
     def frames(self, audio: Audio) -> Tensor:
         mask = np.ones((1, len(audio)), np.int64)
-        return torch.from_numpy(
-            self.encoder.run(None, {"input_values": audio[None], "attention_mask": mask})[0][0]
-        )
+        return torch.from_numpy(self.encoder.run(None, {"input_values": audio[None], "attention_mask": mask})[0][0])
 
     def picks(self, audio: Audio, frames: Tensor, given: Sequence[int] | None = None) -> list[int]:
         """The best next token after BOS and each that follows: its own picks, up to EOS, or `given` ones."""

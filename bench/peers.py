@@ -77,9 +77,7 @@ class AsrServe(Peer):
             self.facts["engine"] = engine
 
     def transcribe(self, prepared: Sequence[Any]) -> list[str]:
-        return [
-            transcript.text for transcript in self.model.transcribe(list(prepared), vad=self.vad, beam=self.beam)
-        ]
+        return [transcript.text for transcript in self.model.transcribe(list(prepared), vad=self.vad, beam=self.beam)]
 
     def close(self) -> None:
         self.model.close()
@@ -137,9 +135,7 @@ class OnnxLoop(Peer):
             for name in ("encoder_model", "decoder_model_merged")
         )
         self.past = {
-            i.name: (i.shape[1], i.shape[3])
-            for i in self.decoder.get_inputs()
-            if i.name.startswith("past_key_values")
+            i.name: (i.shape[1], i.shape[3]) for i in self.decoder.get_inputs() if i.name.startswith("past_key_values")
         }
         self.present = [o.name.replace("present", "past_key_values") for o in self.decoder.get_outputs()[1:]]
         self.vocabulary = read_vocabulary((folder / "tokenizer.bin").read_bytes())

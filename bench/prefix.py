@@ -176,9 +176,7 @@ def clients(args: argparse.Namespace, models: dict[str, Any], recording: clips.A
 
 def together(count: int, model: Any, audio: clips.Audio) -> None:
     texts: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: texts.append(model.transcribe([audio])[0].text)) for _ in range(count)
-    ]
+    threads = [threading.Thread(target=lambda: texts.append(model.transcribe([audio])[0].text)) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -256,9 +254,7 @@ def different(args: argparse.Namespace, models: dict[str, Any], speech: Sequence
         "with_s": round(statistics.median(walls["with"]), 4),
         "without_s": round(statistics.median(walls["without"]), 4),
         "least_with_over_least_without": round(min(walls["with"][1:]) / min(walls["without"][1:]), 4),
-        "processor_ratio": round(
-            statistics.median(spent["with"][1:]) / statistics.median(spent["without"][1:]), 4
-        ),
+        "processor_ratio": round(statistics.median(spent["with"][1:]) / statistics.median(spent["without"][1:]), 4),
         "median_ratio": round(statistics.median(ratios), 4),
         "quartiles": [round(ratios[len(ratios) // 4], 4), round(ratios[-1 - len(ratios) // 4], 4)],
     }

@@ -89,36 +89,12 @@ def bench(machine: dict[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
 
 def table(rows: Sequence[Row]) -> str:
     """For people: one line a row."""
-    head = (
-        "name",
-        "x real time",
-        "best",
-        "vs onnx",
-        "WER %",
-        "wall s",
-        "cpu s",
-        "first text s",
-        "peak MiB",
-        "dtype",
-    )
-    keys = (
-        "name",
-        "rtfx",
-        "best_rtfx",
-        "vs_onnx",
-        "wer",
-        "wall_s",
-        "cpu_s",
-        "first_text_s",
-        "peak_mib",
-        "dtype",
-    )
+    head = ("name", "x real time", "best", "vs onnx", "WER %", "wall s", "cpu s", "first text s", "peak MiB", "dtype")
+    keys = ("name", "rtfx", "best_rtfx", "vs_onnx", "wer", "wall_s", "cpu_s", "first_text_s", "peak_mib", "dtype")
     lines = [head, *(tuple(shown(made.get(key)) for key in keys) for made in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     text = "\n".join(
-        "  ".join(
-            cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in pairs
-        ).rstrip()
+        "  ".join(cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in pairs).rstrip()
         for line in lines
         for pairs in [list(enumerate(zip(line, widths, strict=True)))]
     )

@@ -28,9 +28,7 @@ LEAST_LETTERS = 4
 
 def dictionary(path: Path, common: frozenset[str]) -> list[str]:
     """Its rare words, sorted."""
-    first = (
-        line.split()[0].partition("(")[0].lower() for line in path.read_text("utf-8").splitlines() if line.split()
-    )
+    first = (line.split()[0].partition("(")[0].lower() for line in path.read_text("utf-8").splitlines() if line.split())
     return sorted({word for word in first if word.isalpha() and len(word) >= LEAST_LETTERS and word not in common})
 
 

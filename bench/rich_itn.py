@@ -23,9 +23,7 @@ CASES = Path(__file__).parent / "itn_cases.tsv"
 
 
 def cases() -> list[tuple[str, str, str]]:
-    rows = (
-        line.split("\t") for line in CASES.read_text("utf-8").splitlines() if line and not line.startswith("#")
-    )
+    rows = (line.split("\t") for line in CASES.read_text("utf-8").splitlines() if line and not line.startswith("#"))
     return [(language, said, wanted) for language, said, wanted in rows]
 
 

@@ -100,9 +100,7 @@ def at_once(url: str, recordings: Sequence[np.ndarray], way: str) -> list[Delays
     """A caller for each recording."""
     begins_s = time.perf_counter() + 0.5
     with ThreadPoolExecutor(len(recordings)) as pool:
-        calls = [
-            pool.submit(call, url, pcm, way, begins_s + number * APART_S) for number, pcm in enumerate(recordings)
-        ]
+        calls = [pool.submit(call, url, pcm, way, begins_s + number * APART_S) for number, pcm in enumerate(recordings)]
         return [each.result() for each in calls]
 
 
@@ -137,9 +135,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--model", default="moonshine-tiny-en")
     parser.add_argument("--callers", default="1,8", metavar="N,N")
-    parser.add_argument(
-        "--recordings", type=int, default=8, help="of half a minute each; at least the most callers"
-    )
+    parser.add_argument("--recordings", type=int, default=8, help="of half a minute each; at least the most callers")
     parser.add_argument("--rounds", type=int, default=1, help="of each recording, both ways")
     parser.add_argument("--quick", action="store_true", help="two recordings, one caller and two: does it run?")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -259,9 +259,7 @@ def resemblyzer() -> Hear:
         ]
         if len(places) < 2:
             return [SpeakerTurn("0", start, end) for start, end in places]
-        level = [
-            pcm[a:b] * (ge2e.LEVEL / max(1e-6, float(np.sqrt(np.square(pcm[a:b]).mean())))) for a, b in places
-        ]
+        level = [pcm[a:b] * (ge2e.LEVEL / max(1e-6, float(np.sqrt(np.square(pcm[a:b]).mean())))) for a, b in places]
         voices = np.stack([encoder.embed(each) for each in level])
         labels = SpectralClusterer(min_clusters=1, max_clusters=8, fallback_options=few).predict(voices)
         return [SpeakerTurn(str(who), a, min(b, a + step)) for (a, b), who in zip(places, labels, strict=True)]
@@ -367,10 +365,7 @@ def evaluate(model: Model, data: Path, parts: Sequence[str]) -> Row:
     if "cost" in parts:
         made = meetings.meetings(data, 8, kinds=("meeting",), people=60)
         recording = np.concatenate([each.pcm for each in made])
-        for name, pcm in {
-            "cost": recording,
-            "cost, listened to closely": recording[: CLOSE_SAMPLES - RATE_HZ],
-        }.items():
+        for name, pcm in {"cost": recording, "cost, listened to closely": recording[: CLOSE_SAMPLES - RATE_HZ]}.items():
             found[name] = cost(model, pcm)
             print(name, found[name], flush=True)
     return found

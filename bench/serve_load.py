@@ -53,9 +53,7 @@ def request(file: Path, host: str, path: str, fields: dict[str, str]) -> bytes:
     """POST of one file as multipart/form-data, headers included."""
     parts = [f'Content-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n' for name, value in fields.items()]
     kind = KINDS.get(file.suffix, "application/octet-stream")
-    parts.append(
-        f'Content-Disposition: form-data; name="file"; filename="{file.name}"\r\nContent-Type: {kind}\r\n\r\n'
-    )
+    parts.append(f'Content-Disposition: form-data; name="file"; filename="{file.name}"\r\nContent-Type: {kind}\r\n\r\n')
     opening = "".join(f"--{BOUNDARY}\r\n{part}" for part in parts).encode()
     body = b"".join([opening, file.read_bytes(), f"\r\n--{BOUNDARY}--\r\n".encode()])
     head = (

@@ -37,9 +37,7 @@ TARGET_CLIENTS = 32
 """The number of clients that the summary speaks of, where it was measured."""
 
 
-def row(
-    system: str, clients: int, rounds: Sequence[Row], references: Sequence[str], lengths_s: Sequence[float]
-) -> Row:
+def row(system: str, clients: int, rounds: Sequence[Row], references: Sequence[str], lengths_s: Sequence[float]) -> Row:
     """The round whose `rps` is the median one, with the errors of all of them and the worst error rate."""
     for found in rounds:
         for trouble in ("skipped", "failed"):
@@ -53,9 +51,7 @@ def row(
         **measured[middle],
         "errors": dict(sum((Counter(made["errors"]) for made in measured), Counter())),
         "wer": max((rate for pairs in heard if (rate := error_rate(references, pairs)) is not None), default=None),
-        "unsteady_clips": sum(
-            len(said) > 1 for said in by_clip([pair for pairs in heard for pair in pairs]).values()
-        ),
+        "unsteady_clips": sum(len(said) > 1 for said in by_clip([pair for pairs in heard for pair in pairs]).values()),
         "rps_rounds": [made["rps"] for made in measured],
         "p99_ms_rounds": [made["p99_ms"] for made in measured],
     }
@@ -215,18 +211,11 @@ def table(rows: Sequence[Row]) -> str:
     cells: list[tuple[str, ...]] = [(*speeds, "WER %", "server cpu s", "client cpu s", "RSS MiB")]
     for made in rows:
         errors = " ".join(f"{status}:{count}" for status, count in (made["errors"] or {}).items())
-        cells.append(
-            tuple(report.shown(value) for value in ({**made, "errors": errors or None}[key] for key in KEYS))
-        )
+        cells.append(tuple(report.shown(value) for value in ({**made, "errors": errors or None}[key] for key in KEYS)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells
-    ]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
     troubles = {
-        f"{made['system']}: {kind}: {made[kind]}"
-        for made in rows
-        for kind in ("skipped", "failed")
-        if kind in made
+        f"{made['system']}: {kind}: {made[kind]}" for made in rows for kind in ("skipped", "failed") if kind in made
     }
     return "\n".join([*text, *sorted(troubles)])
 

@@ -179,11 +179,7 @@ async def long_speech(server: Server, heard: Sequence[Clip], args: argparse.Name
 
 
 async def beside(
-    server: Server,
-    heard: Sequence[Clip],
-    what: Callable[[], Awaitable[Row]],
-    callers: int = 4,
-    seconds: float = 40.0,
+    server: Server, heard: Sequence[Clip], what: Callable[[], Awaitable[Row]], callers: int = 4, seconds: float = 40.0
 ) -> Row:
     """While others do `what`, these speak, in real time, twice: first alone. Their text must be the same."""
     streams = [speech(heard, seconds, random.Random(100 + n))[0] for n in range(callers)]
@@ -256,9 +252,7 @@ def frame(kind: int, payload: bytes) -> bytes:
     """A client's WebSocket frame, masked with zeros."""
     length = len(payload)
     head = (
-        bytes([0x80 | kind, 0x80 | length])
-        if length < 126
-        else bytes([0x80 | kind, 0xFE]) + length.to_bytes(2, "big")
+        bytes([0x80 | kind, 0x80 | length]) if length < 126 else bytes([0x80 | kind, 0xFE]) + length.to_bytes(2, "big")
     )
     return head + bytes(4) + payload
 
@@ -296,12 +290,7 @@ def one(name: str, heard: Sequence[Clip], args: argparse.Namespace, folder: Path
                 row = await SCENARIOS[name](server, heard, args)
             finally:
                 sampling.cancel()
-            return {
-                "name": name,
-                **row,
-                "wall_s": round(time.monotonic() - begun_s, 1),
-                "left": await server.held(),
-            }
+            return {"name": name, **row, "wall_s": round(time.monotonic() - begun_s, 1), "left": await server.held()}
 
         try:
             return {**asyncio.run(live()), **server.memory()}

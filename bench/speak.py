@@ -179,9 +179,7 @@ def measure(run: Run) -> Row:
         else [speak_report.row(OURS, way, count, found) | {"notes": notes} for (way, count), found in ours.items()]
     )
     said = {peer.name: peer.notes for peer in peers}
-    rows += [
-        speak_report.row(name, "talk", n, found) | {"notes": said[name]} for (name, n), found in theirs.items()
-    ]
+    rows += [speak_report.row(name, "talk", n, found) | {"notes": said[name]} for (name, n), found in theirs.items()]
     return {"rows": [*rows, *(largest(run, peers) if args.find_max else [])]}
 
 
@@ -278,13 +276,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--callers", type=counts, default=[1, 8, 32], metavar="A,B", help="who talk at once (1,8,32); '' for none")
     add("--together", type=counts, default=[], metavar="A,B", help="callers that all ask at one moment")
-    add(
-        "--arrivals",
-        type=counts,
-        default=[],
-        metavar="A,B",
-        help="sentences asked for a second, at random moments",
-    )
+    add("--arrivals", type=counts, default=[], metavar="A,B", help="sentences asked for a second, at random moments")
     add("--find-max", action="store_true", help="also the most callers that talk at once without a gap")
     add("--most", type=int, default=MOST_CALLERS, metavar="N", help=f"and no more than these ({MOST_CALLERS})")
     add("--within", type=float, default=1_000.0, metavar="MS", help="and hear the first sound so soon, p95 (1000)")
@@ -308,16 +300,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--server", type=shlex.split, default=[], metavar="ARGS", help="more arguments for asr-serve serve")
     add("--limit-s", type=float, default=300.0, metavar="S", help="for a start, and for the end of a level (300)")
     add("--peer-venvs", type=Path, default=serve_peers.ENVIRONMENTS, metavar="DIR", help="the peers' environments")
-    add(
-        "--quality", action="store_true", help="also: is it understood, how like its teacher is it, do chunks join"
-    )
+    add("--quality", action="store_true", help="also: is it understood, how like its teacher is it, do chunks join")
     add("--quality-sentences", type=int, default=100, metavar="N", help="read for that (100)")
     add(
-        "--teachers",
-        type=names,
-        default=["heart"],
-        metavar="A,B",
-        help="voices that are compared with who taught them",
+        "--teachers", type=names, default=["heart"], metavar="A,B", help="voices that are compared with who taught them"
     )
     add("--recogniser", default="whisper-base", metavar="NAME", help="that listens (whisper-base)")
     add("--spectrogram", type=Path, metavar="FILE", help="a PNG of one sentence, the teacher's and ours")

@@ -44,9 +44,7 @@ class Clip(NamedTuple):
     """(1, T, 81): mel and F0."""
 
 
-def measure(
-    texts: Sequence[str], listener: measures.EvaluationRecognizer, say: Callable[[str], None]
-) -> list[Row]:
+def measure(texts: Sequence[str], listener: measures.EvaluationRecognizer, say: Callable[[str], None]) -> list[Row]:
     """A row for the teachers' own speech, and one for each codec. Raises WeightsMissing."""
     clips = recorded(texts)
     say(f"codecs  {len(clips)} clips of {len(ENGLISH.split()) + 1} voices")
@@ -95,9 +93,7 @@ def loaded(name: str) -> Vocoder:
 def spoken(codec: Vocoder, frames: torch.Tensor) -> np.ndarray:
     """In steps of one row, as a caller alone is served."""
     count = frames.shape[1]
-    state = {
-        name: torch.zeros(1, *spec.shape, dtype=spec.dtype) for name, spec in codec.state_specs(CHUNK).items()
-    }
+    state = {name: torch.zeros(1, *spec.shape, dtype=spec.dtype) for name, spec in codec.state_specs(CHUNK).items()}
     padded = torch.nn.functional.pad(frames, (0, 0, 0, -(count + codec.delay_frames) % CHUNK + codec.delay_frames))
     row, ends, seeds = (torch.tensor([value]) for value in (0, count, 0))
     parts = [
@@ -108,9 +104,7 @@ def spoken(codec: Vocoder, frames: torch.Tensor) -> np.ndarray:
     return torch.cat(parts, 1)[0, late : late + count * codec.hop_samples].float().numpy()
 
 
-def row(
-    name: str, clips: Sequence[Clip], said: Sequence[np.ndarray], listener: measures.EvaluationRecognizer
-) -> Row:
+def row(name: str, clips: Sequence[Clip], said: Sequence[np.ndarray], listener: measures.EvaluationRecognizer) -> Row:
     """`similarity`: mean cosine of each clip's voice to its original's."""
     errors = wer([clip.text for clip in clips], listener.transcribe(said, RATE_HZ))
     speaker = ge2e.load()

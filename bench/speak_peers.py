@@ -79,9 +79,7 @@ class KokoroOnnx:
         from kokoro_onnx import Kokoro
 
         folder, archive = Path(job["kokoro"]), Path(job["folder"]) / "voices.npz"
-        styles = {
-            path.stem: np.fromfile(path, np.float32).reshape(-1, 1, 256) for path in folder.glob("voices/*.bin")
-        }
+        styles = {path.stem: np.fromfile(path, np.float32).reshape(-1, 1, 256) for path in folder.glob("voices/*.bin")}
         np.savez(archive, **styles)
         self._voice = Kokoro(str(folder / "onnx/model_quantized.onnx"), str(archive))
 

@@ -85,9 +85,7 @@ class Teacher:
         """Raises WeightsMissing."""
         self._card = tts_card("hibari" if name == "heart" else "kokoro")
         folder = store.verified_published_folder(self._card)
-        self._model: WholeSentenceTtsModel = model_modules("tts")[self._card.kind].load(
-            folder, self._card, CpuDevice()
-        )
+        self._model: WholeSentenceTtsModel = model_modules("tts")[self._card.kind].load(folder, self._card, CpuDevice())
         self._voice = next(each for each in self._card.voices if each.rpartition("_")[2] == name)
         self.rate_hz = self._model.rate_hz
 
@@ -149,14 +147,10 @@ def one(
         if picture is not None and min(map(len, pair)) > DRAWN_S * RATE_HZ:
             draw(picture, text, *pair)
             picture = None
-    heard, heard_theirs = (
-        listener.transcribe(said, ours.card.rate_hz),
-        listener.transcribe(theirs, teacher.rate_hz),
-    )
+    heard, heard_theirs = (listener.transcribe(said, ours.card.rate_hz), listener.transcribe(theirs, teacher.rate_hz))
     errors, errors_theirs = wer(texts, heard), wer(texts, heard_theirs)
     found = {
-        key: rounded(value)
-        for key, value in msgspec.structs.asdict(measures.mean_voice_distance(likeness)).items()
+        key: rounded(value) for key, value in msgspec.structs.asdict(measures.mean_voice_distance(likeness)).items()
     }
     return {
         "voice": name,
@@ -209,9 +203,7 @@ def draw(path: Path, text: str, ours: np.ndarray, teacher: np.ndarray) -> None:
         with torch.inference_mode():
             bands = mel(torch.from_numpy(pcm)[None])[0].numpy().T
         length_s = len(pcm) / RATE_HZ
-        axes.imshow(
-            bands, origin="lower", aspect="auto", extent=(0, length_s, 0, len(bands)), cmap="magma", vmin=-9
-        )
+        axes.imshow(bands, origin="lower", aspect="auto", extent=(0, length_s, 0, len(bands)), cmap="magma", vmin=-9)
         heights = track_pitch(pcm)
         times_s = (np.arange(len(heights)) + 0.5) * length_s / len(heights)
         pitch = axes.twinx()

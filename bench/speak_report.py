@@ -106,32 +106,14 @@ def brief(made: Row) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """For people: one line a row."""
-    named = (
-        "system",
-        "way",
-        "callers",
-        "p50 ms",
-        "p95 ms",
-        "max ms",
-        "rtf/core",
-        "gaps",
-        "starved ms",
-        "sentences",
-    )
+    named = ("system", "way", "callers", "p50 ms", "p95 ms", "max ms", "rtf/core", "gaps", "starved ms", "sentences")
     cells: list[tuple[str, ...]] = [(*named, "errors", "RSS MiB")]
     for made in rows:
         errors = " ".join(f"{status}:{count}" for status, count in (made["errors"] or {}).items())
-        cells.append(
-            tuple(report.shown(value) for value in ({**made, "errors": errors or None}[key] for key in KEYS))
-        )
+        cells.append(tuple(report.shown(value) for value in ({**made, "errors": errors or None}[key] for key in KEYS)))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells
-    ]
+    text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in cells]
     troubles = {
-        f"{made['system']}: {kind}: {made[kind]}"
-        for made in rows
-        for kind in ("skipped", "failed")
-        if kind in made
+        f"{made['system']}: {kind}: {made[kind]}" for made in rows for kind in ("skipped", "failed") if kind in made
     }
     return "\n".join([*text, *sorted(troubles)])

@@ -85,9 +85,7 @@ def table(report: dict[str, Any]) -> str:
         worst = each["slowest"][0]
         name = worst["test"].rsplit("::", 1)[-1].partition("[")[0]
         wall_s = each["wall_s"]
-        lines.append(
-            f"| `make {each['name']}` | {each['tests']:,} | {wall_s:,.0f} | `{name}` | {worst['s']:.0f} |"
-        )
+        lines.append(f"| `make {each['name']}` | {each['tests']:,} | {wall_s:,.0f} | `{name}` | {worst['s']:.0f} |")
     return "\n".join([*lines, END])
 
 
@@ -119,11 +117,7 @@ def main() -> int:
         if args.tiers:
             subprocess.run(["make", "setup"], cwd=ROOT, stdout=sys.stderr, check=True)
         facts = machine.describe(machine.cores())
-        report = {
-            "bench": "test-times",
-            "machine": facts,
-            "rows": measure((args.tiers or "").split(","), args.paths),
-        }
+        report = {"bench": "test-times", "machine": facts, "rows": measure((args.tiers or "").split(","), args.paths)}
         machine.tell(args.json, report)
     else:
         report = json.loads((args.json or RESULTS).read_text())

@@ -178,10 +178,7 @@ def main() -> int:
     facts = machine.describe(threads=2)
     try:
         rows = [
-            row
-            for name in names
-            if name in transports.available_transports()
-            for row in measure(name, args.rounds)
+            row for name in names if name in transports.available_transports() for row in measure(name, args.rounds)
         ]
     except (AsrServeError, EOFError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

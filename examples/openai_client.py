@@ -11,9 +11,7 @@ MODEL = "moonshine-tiny-en"
 
 async def transcribe(client, path):
     try:
-        answer = await client.audio.transcriptions.create(
-            model=MODEL, file=Path(path), response_format="verbose_json"
-        )
+        answer = await client.audio.transcriptions.create(model=MODEL, file=Path(path), response_format="verbose_json")
     except openai.APIStatusError as error:
         print(f"{path}: {error.message} (request {error.request_id})", file=sys.stderr)
         return

@@ -14,9 +14,7 @@ class BothWays(httpx.BaseTransport):
 
     def handle_request(self, request):
         connection = http.client.HTTPConnection(request.url.host, request.url.port)
-        connection.putrequest(
-            request.method, request.url.raw_path.decode(), skip_host=True, skip_accept_encoding=True
-        )
+        connection.putrequest(request.method, request.url.raw_path.decode(), skip_host=True, skip_accept_encoding=True)
         for name, value in request.headers.raw:
             connection.putheader(name, value)
         connection.endheaders()
@@ -52,9 +50,7 @@ with openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none", http_cli
             model="moonshine-tiny-en",
             file=Path(path),
             stream=True,
-            extra_body={
-                "silence_schedule": "10000:800,inf:400"
-            },  # shorter segments than usual: text comes earlier
+            extra_body={"silence_schedule": "10000:800,inf:400"},  # shorter segments than usual: text comes earlier
         )
         for event in events:
             if event.type == "transcript.text.delta":

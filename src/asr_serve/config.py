@@ -278,9 +278,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     otel_endpoint: Url | None = None
     """OpenTelemetry collector that receives a trace of every request, like http://127.0.0.1:4318."""
 
-    ring_slots: Annotated[
-        int, Meta(ge=2, le=1 << 20, description="a whole number, 2 to 1048576, a power of two")
-    ] = 1_024
+    ring_slots: Annotated[int, Meta(ge=2, le=1 << 20, description="a whole number, 2 to 1048576, a power of two")] = (
+        1_024
+    )
     """Slots for audio in the shared memory between server and engine."""
     ring_payload_bytes: Annotated[
         int, Meta(ge=64, le=1 << 28, multiple_of=64, description="a whole number, 64 to 268435456, of whole 64s")

@@ -10,14 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
-from prometheus_client import (
-    CONTENT_TYPE_PLAIN_0_0_4,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 """Media type of the text that `render_exposition` returns."""
@@ -68,10 +61,7 @@ class EngineMetrics:
         )
         self.step = {stage: step.labels(model, stage) for stage in STAGES}
         rows = histogram(
-            "asr_serve_batch_rows",
-            "Callers or utterances in one step.",
-            ("model", "stage"),
-            buckets=BATCH_ROWS_BUCKETS,
+            "asr_serve_batch_rows", "Callers or utterances in one step.", ("model", "stage"), buckets=BATCH_ROWS_BUCKETS
         )
         self.batch_rows = {stage: rows.labels(model, stage) for stage in STAGES}
         fill = histogram(
@@ -89,15 +79,11 @@ class EngineMetrics:
         self.pages_used = gauge(
             "asr_serve_pages_used", "Pages of decoder memory that are lent out.", ("model",)
         ).labels(model)
-        self.sessions = gauge("asr_serve_sessions", "Voice-activity sessions that are open.", ("model",)).labels(
-            model
-        )
+        self.sessions = gauge("asr_serve_sessions", "Voice-activity sessions that are open.", ("model",)).labels(model)
         requests = gauge("asr_serve_engine_requests", "Utterances or sentences in the engine.", ("model", "state"))
         self.requests = {state: requests.labels(model, state) for state in STATES}
 
-        self.audio_seconds = counter("asr_serve_audio_seconds_total", "Audio recognised.", ("model",)).labels(
-            model
-        )
+        self.audio_seconds = counter("asr_serve_audio_seconds_total", "Audio recognised.", ("model",)).labels(model)
         self.first_sound = histogram(
             "asr_serve_first_sound_seconds",
             "Time from admission of a sentence to its first sound; the count is of sentences.",
@@ -106,9 +92,7 @@ class EngineMetrics:
         ).labels(model)
         self.spoken_seconds = counter("asr_serve_spoken_seconds_total", "Speech made.", ("model",)).labels(model)
         self.tokens = counter("asr_serve_tokens_total", "Tokens decoded.", ("model",)).labels(model)
-        drafts = counter(
-            "asr_serve_draft_tokens_total", "Tokens of drafts: held, or dropped.", ("model", "verdict")
-        )
+        drafts = counter("asr_serve_draft_tokens_total", "Tokens of drafts: held, or dropped.", ("model", "verdict"))
         self.draft_tokens = {verdict: drafts.labels(model, verdict) for verdict in ("held", "dropped")}
         self.fallbacks = counter(
             "asr_serve_fallbacks_total",
@@ -138,9 +122,9 @@ class EngineMetrics:
 
         peers = gauge("asr_serve_peers", "Engines that this one asks to encode.", ("model", "state"))
         self.peers = {state: peers.labels(model, state) for state in PEER_STATES}
-        self.peer_batches = counter(
-            "asr_serve_peer_batches_total", "Batches that peers encoded.", ("model",)
-        ).labels(model)
+        self.peer_batches = counter("asr_serve_peer_batches_total", "Batches that peers encoded.", ("model",)).labels(
+            model
+        )
         self.peer_bytes = counter(
             "asr_serve_peer_bytes_total", "Bytes that came of them, by shared memory or a network.", ("model",)
         ).labels(model)
@@ -223,9 +207,7 @@ class ServerMetrics:
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
 
-        self.requests = counter(
-            "asr_serve_requests_total", "HTTP requests answered.", ("route", "method", "status")
-        )
+        self.requests = counter("asr_serve_requests_total", "HTTP requests answered.", ("route", "method", "status"))
         self.requests_in_flight = gauge(
             "asr_serve_requests_in_flight", "HTTP requests begun and not yet answered.", ("route",)
         )
@@ -261,12 +243,9 @@ class ServerMetrics:
             "code of an error.",
             ("route", "end"),
         )
-        self.live_audio_seconds = counter(
-            "asr_serve_live_audio_seconds_total", "Audio of live sessions.", ("route",)
-        )
+        self.live_audio_seconds = counter("asr_serve_live_audio_seconds_total", "Audio of live sessions.", ("route",))
         self.live_waiting = gauge(
-            "asr_serve_live_waiting_sessions",
-            "Sessions of /v1/stream that lost their connection and wait for another.",
+            "asr_serve_live_waiting_sessions", "Sessions of /v1/stream that lost their connection and wait for another."
         )
         self.resumes = counter(
             "asr_serve_live_resumes_total",

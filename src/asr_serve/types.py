@@ -208,12 +208,9 @@ Host = Annotated[
         description="a host name or an IP address, without port or scheme",
     ),
 ]
-ApiKey = Annotated[
-    str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of visible ASCII, without spaces or commas")
-]
+ApiKey = Annotated[str, Meta(pattern=r"\A[!-+\--~]+\Z", description="a key of visible ASCII, without spaces or commas")]
 PeerKey = Annotated[
-    str,
-    Meta(pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas"),
+    str, Meta(pattern=r"\A[!-+\--~]{16,}\Z", description="16 or more of visible ASCII, without spaces or commas")
 ]
 Quantize = Literal["none", "int8", "dynamic"]
 Window = Literal["packed", "checked", "whole"]
@@ -269,9 +266,7 @@ def describe_allowed(kind: inspect.Type) -> str:
         case inspect.Metadata():
             return str((kind.extra_json_schema or {})["description"])
         case inspect.UnionType():
-            return (
-                f"{describe_allowed(next(t for t in kind.types if not isinstance(t, inspect.NoneType)))}; or none"
-            )
+            return f"{describe_allowed(next(t for t in kind.types if not isinstance(t, inspect.NoneType)))}; or none"
         case inspect.IntType():
             return f"a whole number, {describe_range(kind)}"
         case inspect.FloatType():

@@ -66,9 +66,7 @@ class Model:
             next(frontend_for(checkpoint.card).passages("One."))
         keep_memory()
         link = thread_backend(checkpoint.card, lambda: checkpoint.build(device, dtype, config.quantize), turn)
-        return cls(
-            EngineClient(config, link), checkpoint.tokenizer if isinstance(checkpoint, AsrCheckpoint) else None
-        )
+        return cls(EngineClient(config, link), checkpoint.tokenizer if isinstance(checkpoint, AsrCheckpoint) else None)
 
     def transcribe(self, inputs: Source | Iterable[Source], **options: Any) -> list[Transcript]:
         """Returns the transcripts of `inputs`, in their order: paths, bytes, binary streams, arrays at 16 kHz or
@@ -135,12 +133,7 @@ class Model:
         yield from stream
 
     def speak(
-        self,
-        text: Text,
-        *,
-        language: str | None = None,
-        lexicon: Mapping[str, str] | None = None,
-        **options: Any,
+        self, text: Text, *, language: str | None = None, lexicon: Mapping[str, str] | None = None, **options: Any
     ) -> Speech:
         """Synthesizes `text`, with a speech synthesis model. Read it with `for` or `async for`, each chunk as soon
         as it is made, or all of it at once. Nothing happens before.

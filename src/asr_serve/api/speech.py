@@ -55,9 +55,7 @@ class Speech:
             raise OptionError(
                 f"a {type(self._text).__name__} is an asynchronous text", "plain iterables", "use `async for`"
             )
-        with contextlib.closing(
-            speak(self._client, self._front, self._text, self._options, self._canceller)
-        ) as chunks:
+        with contextlib.closing(speak(self._client, self._front, self._text, self._options, self._canceller)) as chunks:
             for chunk in chunks:
                 self.words += chunk.words
                 yield chunk
@@ -209,6 +207,4 @@ def _feeder(taker: TextSink, text: Text, wake: Callable[[], None]) -> TextFeeder
     """Returns a feeder for a text in pieces; None for a whole text."""
     if isinstance(text, str):
         return None
-    return (
-        _AsyncTextFeeder(taker, text, wake) if isinstance(text, AsyncIterable) else TextFeeder(taker, text, wake)
-    )
+    return _AsyncTextFeeder(taker, text, wake) if isinstance(text, AsyncIterable) else TextFeeder(taker, text, wake)

@@ -171,11 +171,7 @@ class StreamRun:
     """Recognition of one source, advanced by its reader."""
 
     def __init__(
-        self,
-        client: EngineClient,
-        tokenizer: Tokenizer,
-        options: StreamOptions,
-        wake: Callable[[], None],
+        self, client: EngineClient, tokenizer: Tokenizer, options: StreamOptions, wake: Callable[[], None]
     ) -> None:
         self._rollback, self._partial_s = options.rollback_chars, options.listen.partial_ms / 1_000
         self._itn = options.listen.itn

@@ -86,8 +86,7 @@ class EndpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return
         if self.max_segment_ms < MIN_MAX_SEGMENT_MS:
             raise OptionError(
-                f"max_segment_ms is {self.max_segment_ms}",
-                f"it must be at least {MIN_MAX_SEGMENT_MS}, or None",
+                f"max_segment_ms is {self.max_segment_ms}", f"it must be at least {MIN_MAX_SEGMENT_MS}, or None"
             )
         if 2 * (self.pad_before_ms + self.pad_after_ms) > self.max_segment_ms:
             raise OptionError(
@@ -264,9 +263,7 @@ class Endpointer:
             self._alone_from = self._enough_at(self._pause)
             self._close(self._pause, self._now, closed)
             return
-        cut = (
-            (longest.start_samples + longest.end_samples) // 2 if longest.samples > 0 else self._quietest(earliest)
-        )
+        cut = (longest.start_samples + longest.end_samples) // 2 if longest.samples > 0 else self._quietest(earliest)
         closed.append(Span(self._start, cut))
         self._floor = cut
         self._begin(cut, droppable=False)

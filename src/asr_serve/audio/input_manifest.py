@@ -185,9 +185,7 @@ def _kaldi(where: ManifestLine, line: str) -> InputItem:
         where.refuse(f"{line!r} has a key and no path", "`key path`, a space or a tab between")
     key, written = parts
     if written.endswith("|"):
-        where.refuse(
-            "a command to run", "a path to an audio file", "run the command yourself and list what it wrote"
-        )
+        where.refuse("a command to run", "a path to an audio file", "run the command yourself and list what it wrote")
     if _ARCHIVE.search(written):
         where.refuse(f"{written!r} points into an archive", "a path to an audio file", "extract it first")
     return where.item(path_key(key), written)

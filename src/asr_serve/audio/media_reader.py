@@ -282,9 +282,7 @@ class MediaFile:
         if self._wav is not None:
             if self._wav.data_bytes is None:
                 return False
-            read_bytes = (
-                self._source.size_bytes if self._source.size_bytes is not None else self._source.read_bytes
-            )
+            read_bytes = self._source.size_bytes if self._source.size_bytes is not None else self._source.read_bytes
             return read_bytes + RIFF_SLACK_BYTES < self._wav.data_start_bytes + self._wav.data_bytes
         if self.announced_samples is None:
             return False
@@ -314,9 +312,7 @@ class MediaFile:
             f"{self._source.label} is cut off: {why}", "a whole file is needed", "copy or record it again"
         )
 
-    def _corrupt(
-        self, why: str, allowed: str = f"up to {MAX_REFUSED_SHARE:.0%} of its packets may be"
-    ) -> CorruptAudio:
+    def _corrupt(self, why: str, allowed: str = f"up to {MAX_REFUSED_SHARE:.0%} of its packets may be") -> CorruptAudio:
         return CorruptAudio(f"{self._source.label} is damaged: {why}", allowed, "copy or convert it again")
 
 

@@ -199,9 +199,7 @@ class OggOpusDecoder:
         allowed = "an Ogg stream with nothing but Opus in it is allowed"
         todo = "record Opus, or decode it and send s16le"
         if self._expects is not OggOpusState.STREAM:
-            raise UnsupportedAudio(
-                "Ogg with several streams in it came", allowed, "take the Opus out: ffmpeg -map"
-            )
+            raise UnsupportedAudio("Ogg with several streams in it came", allowed, "take the Opus out: ffmpeg -map")
         if not head.startswith(b"OpusHead"):
             came = next((name for magic, name in _OTHERS if head.startswith(magic)), "something unknown")
             raise UnsupportedAudio(f"Ogg with {came} in it came", allowed, todo)

@@ -137,9 +137,7 @@ def _open_array(samples: np.ndarray, rate_hz: int, max_samples: int | None) -> A
     length_samples = resampled_samples(planes.shape[1], rate_hz)
     _expect_allowed(length_samples, max_samples)
     to_mono(planes[:, :0])  # raises for an unsupported sample type
-    pieces = (
-        (rate_hz, to_mono(planes[:, at : at + CHUNK_SAMPLES])) for at in range(0, planes.shape[1], CHUNK_SAMPLES)
-    )
+    pieces = ((rate_hz, to_mono(planes[:, at : at + CHUNK_SAMPLES])) for at in range(0, planes.shape[1], CHUNK_SAMPLES))
     return AudioStream(pieces, length_samples, max_samples)
 
 

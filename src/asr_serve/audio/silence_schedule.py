@@ -26,9 +26,7 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise OptionError(
-                "the silence schedule is empty", "it needs at least one row, the last up to inf", _TODO
-            )
+            raise OptionError("the silence schedule is empty", "it needs at least one row, the last up to inf", _TODO)
         above = 0.0
         for up_to_ms, silence_ms in self.rows:
             if not up_to_ms > above:
@@ -43,9 +41,7 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
                 )
             above = up_to_ms
         if above != math.inf:
-            raise OptionError(
-                f"the silence schedule ends at {above:g} ms", "its last row must reach up to inf", _TODO
-            )
+            raise OptionError(f"the silence schedule ends at {above:g} ms", "its last row must reach up to inf", _TODO)
 
     @classmethod
     def parse(cls, rows: Iterable[tuple[float, float]]) -> SilenceSchedule:
@@ -58,15 +54,11 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
                 whole_ms = int(silence_ms)
             except (TypeError, ValueError, OverflowError) as error:
                 raise OptionError(
-                    f"{row!r} is no row of a silence schedule",
-                    "a row is two numbers, the second finite",
-                    _TODO,
+                    f"{row!r} is no row of a silence schedule", "a row is two numbers, the second finite", _TODO
                 ) from error
             if whole_ms != silence_ms:
                 raise OptionError(
-                    f"the silence schedule asks for {silence_ms} ms of silence",
-                    "whole milliseconds only",
-                    _TODO,
+                    f"the silence schedule asks for {silence_ms} ms of silence", "whole milliseconds only", _TODO
                 )
             checked.append((up_to_ms, whole_ms))
         return cls(tuple(checked))
@@ -87,9 +79,7 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
                 up_to_ms, silence_ms = (float(number) for number in numbers)
             except ValueError as error:
                 raise OptionError(
-                    f"{part.strip()!r} is no row of a silence schedule",
-                    "a row is LENGTH_MS:SILENCE_MS",
-                    _TODO,
+                    f"{part.strip()!r} is no row of a silence schedule", "a row is LENGTH_MS:SILENCE_MS", _TODO
                 ) from error
             rows.append((up_to_ms, silence_ms))
         return cls.parse(rows)
@@ -106,26 +96,11 @@ class SilenceSchedule(msgspec.Struct, frozen=True):
 OFFLINE_SCHEDULE = SilenceSchedule(
     # The source gives "200-400 ms" for 45-60 s. Read here as a ramp between its neighbours, 600 before and
     # 100 after: 400 for the first half, 200 for the second. Long segments lose fewer words at their edges.
-    (
-        (10_000, 2_000),
-        (20_000, 1_000),
-        (30_000, 800),
-        (45_000, 600),
-        (52_500, 400),
-        (60_000, 200),
-        (math.inf, 100),
-    )
+    ((10_000, 2_000), (20_000, 1_000), (30_000, 800), (45_000, 600), (52_500, 400), (60_000, 200), (math.inf, 100))
 )
 """Schedule for whole files, which keeps segments long."""
 
 STREAMING_SCHEDULE = SilenceSchedule(
-    (
-        (5_000, 2_000),
-        (10_000, 1_500),
-        (15_000, 1_000),
-        (30_000, 800),
-        (45_000, 400),
-        (math.inf, 100),
-    )
+    ((5_000, 2_000), (10_000, 1_500), (15_000, 1_000), (30_000, 800), (45_000, 400), (math.inf, 100))
 )
 """Schedule for live audio, which finalizes text soon."""

@@ -104,9 +104,7 @@ class WatermarkEmbedder:
         bands = self._bands
         if math.sqrt(float(np.square(block).mean())) < SILENT:
             return block
-        pcm = (
-            block[: bands.length] if len(block) >= bands.length else np.pad(block, (0, bands.length - len(block)))
-        )
+        pcm = block[: bands.length] if len(block) >= bands.length else np.pad(block, (0, bands.length - len(block)))
         spectrum = np.fft.rfft(bands.window * pcm)
         changed, gains = spectrum, np.zeros(BANDS)
         cost = (np.abs(spectrum) ** 2 @ bands.spread) ** LOUD + 1e-12

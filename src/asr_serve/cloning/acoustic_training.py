@@ -22,13 +22,7 @@ from torch.nn import functional as F
 from asr_serve.audio.features.slaney_mel import SlaneyMel
 from asr_serve.cloning.voice_corpus import FULL_SCALE, VoiceRecording
 from asr_serve.models.tts.fastpitch_layers import LoraChanges
-from asr_serve.models.tts.fastpitch_network import (
-    F0_SCALE,
-    FastPitchNetwork,
-    FastPitchSizes,
-    PhonemeProsody,
-    places,
-)
+from asr_serve.models.tts.fastpitch_network import F0_SCALE, FastPitchNetwork, FastPitchSizes, PhonemeProsody, places
 
 WEIGHTS = {"mel": 1.0, "f0": 0.3, "voice": 0.1, "duration": 0.2, "pitch": 0.1, "voiced": 0.1, "energy": 0.1}
 
@@ -125,9 +119,7 @@ def compute_norms(items: Sequence[AcousticItem], speakers: Sequence[str]) -> Aco
     return AcousticNorms((float(mel.mean()), float(mel.std())), (float(energy.mean()), float(energy.std())), pitch)
 
 
-def collate(
-    items: Sequence[AcousticItem], norms: AcousticNorms, speakers: Sequence[str], chunk: int
-) -> AcousticBatch:
+def collate(items: Sequence[AcousticItem], norms: AcousticNorms, speakers: Sequence[str], chunk: int) -> AcousticBatch:
     rows, phonemes = len(items), max(len(each.ids) for each in items)
     total = -(-max(len(each.mel) for each in items) // chunk) * chunk
 
@@ -241,9 +233,7 @@ class AcousticLearner(nn.Module):
                 log_durations, pitch, voiced, energy, network.decode(x, b.frames, changes), index, numbers
             )
 
-    def losses(
-        self, b: AcousticBatch, norms: AcousticNorms, changes: LoraChanges | None = None
-    ) -> dict[str, Tensor]:
+    def losses(self, b: AcousticBatch, norms: AcousticNorms, changes: LoraChanges | None = None) -> dict[str, Tensor]:
         """Computes the losses between predictions and recorded features."""
         log_durations, pitch, voiced, energy, out, index, numbers = self(b, changes)
         mask = b.phoneme_mask

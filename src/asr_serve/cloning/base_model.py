@@ -79,11 +79,7 @@ class CloningBaseModel:
 
     @torch.no_grad()
     def synthesize_prosody(
-        self,
-        phonemes: str,
-        speaker: int,
-        changes: LoraChanges | None = None,
-        pitch: tuple[float, float] | None = None,
+        self, phonemes: str, speaker: int, changes: LoraChanges | None = None, pitch: tuple[float, float] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Synthesizes mel (frames, 80), F0 in Hz (frames,) and frames of each phoneme. `pitch`: statistics of a
         speaker who is none of the model's own."""

@@ -123,9 +123,7 @@ def split_recording(item: InputItem, text: str | None, ear: ClipRecognizer) -> I
         return
     seconds = len(pcm) / RATE_HZ
     if text is not None and seconds > LONGEST_S + SILENT_S:
-        yield ClipReport(
-            item.key, round(seconds, 2), text, f"it is longer than {LONGEST_S:g} s: cut it with its text"
-        )
+        yield ClipReport(item.key, round(seconds, 2), text, f"it is longer than {LONGEST_S:g} s: cut it with its text")
         return
     spans = ear(to_16k(pcm))
     if text is not None:
@@ -145,12 +143,7 @@ def _one(key: str, pcm: np.ndarray, text: str, given: bool, heard: str) -> Itera
     seconds = round(len(trimmed) / RATE_HZ, 2)
     if not fault and not SHORTEST_S + 2 * EDGE_SILENCE_S <= seconds <= LONGEST_S + 2 * EDGE_SILENCE_S:
         fault = f"{seconds - 2 * EDGE_SILENCE_S:.1f} s of speech: {SHORTEST_S:g} to {LONGEST_S:g} s are wanted"
-    if (
-        not fault
-        and given
-        and len(words(text)) >= TOLD_WORDS
-        and (share := word_error_share(text, heard)) > OTHERWISE
-    ):
+    if not fault and given and len(words(text)) >= TOLD_WORDS and (share := word_error_share(text, heard)) > OTHERWISE:
         fault = f"{heard!r} was heard in it: {100 * share:.0f} % other words than its text"
     yield ClipReport(key, seconds, text, fault) if fault else CloningClip(key, trimmed, text, given, heard)
 

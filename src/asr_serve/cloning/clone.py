@@ -111,11 +111,7 @@ def clone_voice(
 
 
 def _prepared(
-    order: CloneRequest,
-    base: CloningBaseModel,
-    encoder: ge2e.Ge2eEncoder,
-    card: ModelCard,
-    tell: _ProgressReporter,
+    order: CloneRequest, base: CloningBaseModel, encoder: ge2e.Ge2eEncoder, card: ModelCard, tell: _ProgressReporter
 ) -> PreparedCloning:
     """Recognizes, selects and aligns the recordings. Nothing of them remains on disk."""
     recogniser = order.recogniser or RECOGNISER
@@ -162,9 +158,7 @@ def _heard(
     gain = math.log(start_level / level) if level and start_level else 0.0
     limit = LOUDER_DB * LN10_20
     try:
-        cosine = ge2e.similarity(
-            encoder.embed_speaker(synthesized[: len(tuning.held_out_items)]), ready.material.voice
-        )
+        cosine = ge2e.similarity(encoder.embed_speaker(synthesized[: len(tuning.held_out_items)]), ready.material.voice)
     except EmptyAudio:
         cosine = None
     return cosine, min(limit, max(-limit, gain))
@@ -186,11 +180,7 @@ def _codec(named: str) -> Vocoder | None:
 
 
 def _card(
-    order: CloneRequest,
-    base: CloningBaseModel,
-    ready: PreparedCloning,
-    found: FineTuningResult,
-    like: float | None,
+    order: CloneRequest, base: CloningBaseModel, ready: PreparedCloning, found: FineTuningResult, like: float | None
 ) -> tuple[ClonedVoiceCard, bytes]:
     """Returns the voice's card, and its file."""
     marks = {"fingerprint": base.fingerprint, "model": order.model, "made_by": f"asr-serve {__version__}"}
@@ -221,9 +211,7 @@ class _ProgressReporter:
     def __init__(self, told: OnCloneProgress, stop: Callable[[], bool]) -> None:
         self._told, self._stop = told, stop
 
-    def __call__(
-        self, stage: Stage, share: float, held_out: float | None = None, left_s: float | None = None
-    ) -> None:
+    def __call__(self, stage: Stage, share: float, held_out: float | None = None, left_s: float | None = None) -> None:
         if self._stop():
             raise Cancelled("the cloning was cancelled")
         names = list(STAGES)

@@ -40,9 +40,7 @@ class CloningRecognizer:
 
     def __call__(self, pcm: np.ndarray) -> list[RecognizedClipSpan]:
         (transcript,) = self._model.transcribe([pcm], max_segment_ms=SEGMENT_MS)
-        return [
-            RecognizedClipSpan(each.start_samples, each.end_samples, each.text) for each in transcript.segments
-        ]
+        return [RecognizedClipSpan(each.start_samples, each.end_samples, each.text) for each in transcript.segments]
 
     def close(self) -> None:
         self._model.close()

@@ -101,9 +101,7 @@ class VoiceDelta(nn.Module):
 class VoiceFineTuning:
     """Training of a voice: `items` of speaker `base.speaker`, whose pitch is in `base.norms` by `name`."""
 
-    def __init__(
-        self, base: CloningBaseModel, name: str, start: str, items: Sequence[AcousticItem], seed: int
-    ) -> None:
+    def __init__(self, base: CloningBaseModel, name: str, start: str, items: Sequence[AcousticItem], seed: int) -> None:
         torch.manual_seed(seed)
         self.base, self.name = base, name
         self.delta = VoiceDelta(base, start)
@@ -119,9 +117,7 @@ class VoiceFineTuning:
     @torch.no_grad()
     def held_out(self) -> float:
         """Computes the loss on held-out clips."""
-        losses = [
-            (len(part), float(total_loss(self.losses(part)))) for part in length_batches(self.held_out_items)
-        ]
+        losses = [(len(part), float(total_loss(self.losses(part)))) for part in length_batches(self.held_out_items)]
         return sum(count * loss for count, loss in losses) / sum(count for count, _ in losses)
 
     def steps(self) -> int:

@@ -45,9 +45,7 @@ class ConsensusAlignment(NamedTuple):
     apart: float
 
 
-def consensus_alignment(
-    mel: np.ndarray, others: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> ConsensusAlignment | None:
+def consensus_alignment(mel: np.ndarray, others: Sequence[tuple[np.ndarray, np.ndarray]]) -> ConsensusAlignment | None:
     """Aligns with several voices: each boundary is the median of theirs, which is right more often than any of
     them, and robust against a single failure. None as in `align_phonemes`."""
     alignments = [each for each in (align_phonemes(mel, *other) for other in others) if each is not None]

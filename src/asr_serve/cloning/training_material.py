@@ -11,14 +11,7 @@ import torch
 
 from asr_serve.audio.features.slaney_mel import SlaneyMel
 from asr_serve.audio.input_manifest import InputItem
-from asr_serve.cloning.clips import (
-    EDGE_SILENCE_S,
-    ClipRecognizer,
-    CloningClip,
-    split_recording,
-    to_16k,
-    transcript_of,
-)
+from asr_serve.cloning.clips import EDGE_SILENCE_S, ClipRecognizer, CloningClip, split_recording, to_16k, transcript_of
 from asr_serve.cloning.phoneme_alignment import ConsensusAlignment, consensus_alignment
 from asr_serve.cloning.pitch_tracking import track_pitch
 from asr_serve.cloning.voice_corpus import RATE_HZ, CorpusUtterance, VoiceCorpus, normalize_level
@@ -173,9 +166,7 @@ def write_material(
             verdicts.append(ClipReport(clip.key, length_s(clip), clip.text, f"its text cannot be read: {failure}"))
             continue
         if alignment is None:
-            verdicts.append(
-                ClipReport(clip.key, length_s(clip), clip.text, "its text is longer than what is said")
-            )
+            verdicts.append(ClipReport(clip.key, length_s(clip), clip.text, "its text is longer than what is said"))
             continue
         line = CorpusUtterance(clip.text, f"{PAUSE}{clip_phonemes}{PAUSE}", len(pcm), alignment.frames.tolist())
         aligned.append((accepted, line, alignment, pcm))

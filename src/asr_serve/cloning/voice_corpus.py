@@ -100,9 +100,7 @@ def open_voice_corpora(folder: Path) -> list[VoiceCorpus]:
     corpora = [VoiceCorpus(folder, path.stem) for path in sorted(folder.glob("*.jsonl"))]
     corpora = [voice for voice in corpora if voice.lines]
     if not corpora:
-        raise OptionError(
-            f"{folder} holds no speech", "a folder that asr-serve train voice has filled", param="speech"
-        )
+        raise OptionError(f"{folder} holds no speech", "a folder that asr-serve train voice has filled", param="speech")
     return corpora
 
 

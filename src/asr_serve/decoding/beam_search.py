@@ -75,11 +75,7 @@ class BeamSearch:
         """Extends the beam. `leading[i]`: tokens that may follow `live[i]` and their log-probabilities, likeliest
         first. Returns the source index of each new live hypothesis; empty when the search is over."""
         candidates = [
-            (
-                hypothesis.extend(token, logprob, token == self.eos, self.graph, self.boost),
-                source,
-                token == self.eos,
-            )
+            (hypothesis.extend(token, logprob, token == self.eos, self.graph, self.boost), source, token == self.eos)
             for source, (hypothesis, tokens) in enumerate(zip(self.live, leading, strict=True))
             for token, logprob in tokens
         ]

@@ -151,9 +151,7 @@ class BiasingGraph:
     word, and for words within words those that end.
     """
 
-    def __init__(
-        self, words: Iterable[TokenizedPhrase], opens: Callable[[int], bool] = lambda token: False
-    ) -> None:
+    def __init__(self, words: Iterable[TokenizedPhrase], opens: Callable[[int], bool] = lambda token: False) -> None:
         """`opens`: whether a word without its own space may begin after this token."""
         self._opens = opens
         self._next: dict[int, int] = {}

@@ -146,15 +146,12 @@ class CtcPrefixBeam:
             *self._bias(state, words),
         )
         return [
-            SearchResult([SearchToken(*t) for t in fixed], [SearchToken(*t) for t in tail])
-            for fixed, tail in results
+            SearchResult([SearchToken(*t) for t in fixed], [SearchToken(*t) for t in tail]) for fixed, tail in results
         ]
 
     def finish(self, row: int, state: State, words: StreamingBiasingList | None = None) -> list[NBestHypothesis]:
         best = ctc_search_reference.nbest(row, tuple(state[name] for name in BEAM), *self._bias(state, words))
-        return [
-            NBestHypothesis([SearchToken(*t) for t in tokens], logprob, gain) for tokens, logprob, gain in best
-        ]
+        return [NBestHypothesis([SearchToken(*t) for t in tokens], logprob, gain) for tokens, logprob, gain in best]
 
     def _bias(self, state: State, words: StreamingBiasingList | None) -> tuple[Any, ...]:
         if words is None:

@@ -40,9 +40,7 @@ def align_columns(blank: np.ndarray, labels: np.ndarray, tokens: Sequence[int]) 
     return CtcAlignment(*kernels.align().align(*columns, repeats(tokens)))
 
 
-def align(
-    logprobs: Tensor, frames: Sequence[int], tokens: Sequence[Sequence[int]], blank: int
-) -> list[CtcAlignment]:
+def align(logprobs: Tensor, frames: Sequence[int], tokens: Sequence[Sequence[int]], blank: int) -> list[CtcAlignment]:
     """Aligns `tokens[i]` to the first `frames[i]` frames of row i of `logprobs` (n, frames, vocab), natural
     log-probabilities. On a GPU all rows are aligned together. Raises ValueError as `align_columns` does."""
     if not logprobs.is_cpu:

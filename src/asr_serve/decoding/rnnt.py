@@ -152,10 +152,7 @@ class TransducerGreedy:
     def state_specs(self) -> dict[str, StateSpec]:
         return {
             BEGUN: StateSpec((), torch.int64),
-            **{
-                name: StateSpec(tuple(tensor.shape[1:]), tensor.dtype, None)
-                for name, tensor in self._fresh.items()
-            },
+            **{name: StateSpec(tuple(tensor.shape[1:]), tensor.dtype, None) for name, tensor in self._fresh.items()},
         }
 
     @torch.inference_mode()

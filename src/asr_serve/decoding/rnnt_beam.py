@@ -142,10 +142,7 @@ class TransducerBeam:
     def state_specs(self) -> dict[str, StateSpec]:
         return {
             BEGUN: StateSpec((), torch.int64),
-            **{
-                name: StateSpec(tuple(tensor.shape[1:]), tensor.dtype, None)
-                for name, tensor in self._fresh.items()
-            },
+            **{name: StateSpec(tuple(tensor.shape[1:]), tensor.dtype, None) for name, tensor in self._fresh.items()},
         }
 
     @torch.inference_mode()
@@ -278,8 +275,7 @@ class TransducerBeam:
         score, order = score.masked_fill(duplicate, -math.inf).topk(self.beam)
         score = score.masked_fill(score < score[:, :1] - self.margin, -math.inf)
         parent, token, logprob, skip, key = (
-            tensor.gather(1, order)
-            for tensor in (candidates.parent, candidates.token, candidates.logprob, skip, key)
+            tensor.gather(1, order) for tensor in (candidates.parent, candidates.token, candidates.logprob, skip, key)
         )
         hot = tuple(tensor.gather(1, order) for tensor in candidates.hot)
         return _Candidates(score, parent, token, logprob, skip, key, hot)

@@ -29,9 +29,7 @@ def make_device(device: str = "auto", dtype: str = "auto", quantize: str = "none
     if kind not in ("auto", "cpu", "cuda") or (kind != "cuda" and device != kind):
         raise unknown_name_error("device", device, ["auto", "cpu", "cuda", "cuda:N"])
     if kind == "cuda" and not torch.cuda.is_available():
-        raise OptionError(
-            f"device {device!r}", "this machine has no CUDA device that torch sees", "use --device cpu"
-        )
+        raise OptionError(f"device {device!r}", "this machine has no CUDA device that torch sees", "use --device cpu")
     torch_dtype = None if dtype == "auto" else DTYPES[dtype]
     if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
         from asr_serve.devices.cuda import CudaDevice

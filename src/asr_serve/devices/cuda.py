@@ -161,9 +161,7 @@ class CudaDevice:
         return self._attention(qkv, packing, scale, causal=True)
 
     @staticmethod
-    def _attention(
-        qkv: Tensor, packing: PackedBatch, scale: float | None = None, *, causal: bool = False
-    ) -> Tensor:
+    def _attention(qkv: Tensor, packing: PackedBatch, scale: float | None = None, *, causal: bool = False) -> Tensor:
         total, _, heads, head_dim = qkv.shape
         # Padded to the longest clip for one fused kernel; the scheduler batches similar lengths.
         frames = torch.tensor(packing.frames, device=qkv.device)

@@ -103,12 +103,7 @@ class CpuInt8Linear:
     """Linear over an int8 weight, with GELU and the sum fused in."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        kernels: ModuleType,
-        bits: int,
-        out_dtype: torch.dtype | None = None,
+        self, weight: Tensor, bias: Tensor | None, kernels: ModuleType, bits: int, out_dtype: torch.dtype | None = None
     ) -> None:
         """`weight` (out, in), `bias` (out,) in any float dtype; `bits` of the activations: 8 or 16. `out_dtype`:
         of the result, by default that of x."""

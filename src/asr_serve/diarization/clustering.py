@@ -79,8 +79,7 @@ def cluster(
         no_constraints = np.zeros((len(survivors), len(survivors)), bool)
         joined = cluster(sums[survivors] / totals[:, None], totals, no_constraints, alike, how_many)
         first_of = {
-            int(index): int(survivors[joined == number][0])
-            for index, number in zip(survivors, joined, strict=True)
+            int(index): int(survivors[joined == number][0]) for index, number in zip(survivors, joined, strict=True)
         }
         labels = np.array([first_of[int(index)] for index in labels])
     _, first_index, numbers = np.unique(labels, return_index=True, return_inverse=True)

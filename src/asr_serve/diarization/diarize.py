@@ -52,9 +52,7 @@ def diarize(windows: Sequence[DiarizationWindow], how_many: SpeakerCount = ANY) 
     turns = turns_of(windows, voices)
     order = list(dict.fromkeys(group for group, _, _ in turns))
     names = {group: f"SPEAKER_{number:02d}" for number, group in enumerate(order)}
-    centres = {
-        names[group]: mean_embedding([voice for voice in voices if voice.group == group]) for group in order
-    }
+    centres = {names[group]: mean_embedding([voice for voice in voices if voice.group == group]) for group in order}
     return Diarization(
         tuple(SpeakerTurn(names[group], start, end) for group, start, end in turns),
         {name: direction for name, direction in centres.items() if direction is not None},
@@ -119,9 +117,7 @@ def _stretches(windows: Sequence[DiarizationWindow], voices: Sequence[WindowSpea
         edge_weights = np.minimum(edge_weights, 1 - edge_weights)
         activity = np.zeros((len(likely), groups), np.float32)
         for voice in by_window.get(number, []):
-            activity[:, voice.group] = np.maximum(
-                activity[:, voice.group], likely[:, voice.local] / np.float32(255)
-            )
+            activity[:, voice.group] = np.maximum(activity[:, voice.group], likely[:, voice.local] / np.float32(255))
         sums[: len(likely)] += activity * edge_weights[:, None]
         weights[: len(likely)] += edge_weights
     if len(sums):

@@ -70,9 +70,7 @@ def voices_of(windows: Sequence[DiarizationWindow]) -> list[WindowSpeaker]:
     speakers = []
     for number, window in enumerate(windows):
         local_speakers, active = window.local_speakers, window.local_speakers.active
-        stats = zip(
-            local_speakers.clean_samples, local_speakers.heard_samples, local_speakers.embeddings, strict=True
-        )
+        stats = zip(local_speakers.clean_samples, local_speakers.heard_samples, local_speakers.embeddings, strict=True)
         known = dict(zip(local_speakers.who, stats, strict=True))
         for local in np.flatnonzero(active.any(0)):
             clean, heard, direction = known.get(int(local), (0, 0, None))
@@ -161,11 +159,7 @@ def _labels(groups: Sequence[Sequence[WindowSpeaker]], how_many: SpeakerCount) -
     weights = np.array([sum(max(voice.clean_samples, 1) for voice in members) for members in groups], np.float64)
     directions = np.stack([mean for members in groups if (mean := mean_embedding(members)) is not None])
     return cluster(
-        directions,
-        weights,
-        apart,
-        clustering_threshold([voice for members in groups for voice in members]),
-        how_many,
+        directions, weights, apart, clustering_threshold([voice for members in groups for voice in members]), how_many
     )
 
 

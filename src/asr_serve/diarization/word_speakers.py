@@ -50,9 +50,7 @@ def split_by_speaker(segment: Segment, turns: TurnIndex, words: bool) -> list[Se
     """Splits a segment at speaker changes: one segment for each run of words of one speaker. A segment without
     words stays whole, with its main speaker. `words`: whether the result has words."""
     if not segment.words:
-        return [
-            msgspec.structs.replace(segment, speaker=turns.speaker(segment.start_samples, segment.end_samples))
-        ]
+        return [msgspec.structs.replace(segment, speaker=turns.speaker(segment.start_samples, segment.end_samples))]
     last, tagged = "", list[Word]()
     for word in segment.words:
         last = turns.speaker(word.start_samples, word.end_samples, last)

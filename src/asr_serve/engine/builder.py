@@ -125,9 +125,7 @@ class AsrCheckpoint(NamedTuple):
         A streaming model computes in fp32 unless another dtype is requested: in bf16 its text can depend on the
         other sessions in the batch, by a letter where two tokens are equally likely. Raises WeightsCorrupt.
         """
-        target = devices.make_device(
-            device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize
-        )
+        target = devices.make_device(device, "fp32" if dtype == "auto" and self.card.streaming else dtype, quantize)
         try:
             tensors = load_file(self.folder / "model.safetensors")
         except SafetensorError as failure:
@@ -147,9 +145,7 @@ class AsrCheckpoint(NamedTuple):
     ) -> HandshakeSettings | None:
         """Settings for handshakes with other engines; None where this engine uses no peers."""
         return (
-            HandshakeSettings(roles.checkpoint_digest(self.folder), listen, keys)
-            if roles.uses_peers(config)
-            else None
+            HandshakeSettings(roles.checkpoint_digest(self.folder), listen, keys) if roles.uses_peers(config) else None
         )
 
 
@@ -335,10 +331,7 @@ def build_seq2seq(
         encoder_cache = EncoderCache(runner, answer_bytes, config.prefix_bytes - 2 * answer_bytes, tiers)
         if encoder_cache.prefix_cache.max_pages < pages_for(max_frames):
             needed_bytes = -(
-                -pages_for(max_frames)
-                * runner.kv_cache[0].nbytes
-                * SMALL_CACHE_DIVISOR
-                // (SMALL_CACHE_DIVISOR - 2)
+                -pages_for(max_frames) * runner.kv_cache[0].nbytes * SMALL_CACHE_DIVISOR // (SMALL_CACHE_DIVISOR - 2)
             )
             log.warning(
                 "prefix_bytes=%d keeps no recording of %d ms, the longest that %s hears at once: its audio is "
@@ -416,9 +409,7 @@ def _search(model: StreamingModel, head: str, beam: int, device: Device) -> Stre
     target, transducer = device.torch_device, model.transducer
     assert transducer is not None, f"a model with the head {head}, and no transducer"
     greedy = (
-        TransducerGreedy(transducer, device=target)
-        if beam == 1
-        else TransducerBeam(transducer, beam, device=target)
+        TransducerGreedy(transducer, device=target) if beam == 1 else TransducerBeam(transducer, beam, device=target)
     )
     wide = max(beam, HOT_RNNT_BEAM)
     return BiasingSearchRouter(

@@ -112,8 +112,7 @@ class VadSession:
         if remainder or not 1 <= windows <= self._client.config.vad_windows:
             raise OptionError(
                 f"{len(pcm)} samples",
-                f"a multiple of {VAD_WINDOW_SAMPLES}, up to "
-                f"{self._client.config.vad_windows * VAD_WINDOW_SAMPLES}",
+                f"a multiple of {VAD_WINDOW_SAMPLES}, up to {self._client.config.vad_windows * VAD_WINDOW_SAMPLES}",
             )
         chunk = VadChunk(self._id, pcm, Future())
         submitted_s = self._client.clock()
@@ -235,9 +234,7 @@ ended, and the third when it accepts no more work."""
 class EngineClient:
     """Admits requests up to the limits of its configuration. Every method may be called from any thread."""
 
-    def __init__(
-        self, config: EngineConfig, connect: Connect, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: EngineConfig, connect: Connect, clock: Callable[[], float] = time.monotonic) -> None:
         """`connect`: `thread_backend(...)` or `process_backend(...)`; its errors are raised here. `clock`: of all
         measurements, in seconds."""
         self.config, self.clock = config, clock
@@ -396,9 +393,7 @@ class EngineClient:
                 self._room.wait()
             if self._sessions >= self.config.max_sessions and not self._closed:
                 raise AtCapacity(
-                    f"{self._sessions} sessions are open",
-                    f"up to {self.config.max_sessions}",
-                    self.retry_after_ms(),
+                    f"{self._sessions} sessions are open", f"up to {self.config.max_sessions}", self.retry_after_ms()
                 )
             if live:
                 self._admission.admit(session_id, 1_000 * self.clock())

@@ -133,18 +133,14 @@ class WindowDiarizer:
         def embed(batch: list[int]) -> np.ndarray:
             return self._network.embed(np.stack([clips[each].pcm for each in batch]))
 
-        results = (
-            self._threads.map(embed, batches) if self._parts > 1 and len(batches) > 1 else map(embed, batches)
-        )
+        results = self._threads.map(embed, batches) if self._parts > 1 and len(batches) > 1 else map(embed, batches)
         for batch, vectors in zip(batches, results, strict=True):
             for number, vector in zip(batch, vectors, strict=True):
                 embeddings[number] = vector.astype(np.float32, copy=False)
         return embeddings
 
 
-def extract_clips(
-    window: int, pcm: np.ndarray, sets: np.ndarray, budget: int = BUDGET_SAMPLES
-) -> list[SpeakerClip]:
+def extract_clips(window: int, pcm: np.ndarray, sets: np.ndarray, budget: int = BUDGET_SAMPLES) -> list[SpeakerClip]:
     """Clips of the speakers of one window. `sets` (frames,) uint8, a bit for each active speaker; `budget`:
     samples of all speakers together."""
     speaking: list[tuple[int, int, list[tuple[int, int]]]] = []
@@ -160,9 +156,7 @@ def extract_clips(
         ranges = longest_runs(runs, max(CLIP_LENGTHS_SAMPLES[0], budget // len(speaking)))
         speech = np.concatenate([pcm[start:end] for start, end in ranges])
         # Speech beyond the longest fitting length is dropped: it costs more than it contributes.
-        length = max(
-            (size for size in CLIP_LENGTHS_SAMPLES if size <= len(speech)), default=CLIP_LENGTHS_SAMPLES[0]
-        )
+        length = max((size for size in CLIP_LENGTHS_SAMPLES if size <= len(speech)), default=CLIP_LENGTHS_SAMPLES[0])
         clips.append(SpeakerClip(window, speaker, clean, min(length, len(speech)), np.resize(speech, length)))
     return clips
 
@@ -173,10 +167,7 @@ def active_runs(frames: np.ndarray, samples: int) -> list[tuple[int, int]]:
     edges = np.flatnonzero(np.diff(frames.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     first, step = (pyannote.FIELD_SAMPLES - pyannote.STEP_SAMPLES) // 2, pyannote.STEP_SAMPLES
     return [
-        (
-            0 if start == 0 else first + int(start) * step,
-            samples if end == len(frames) else first + int(end) * step,
-        )
+        (0 if start == 0 else first + int(start) * step, samples if end == len(frames) else first + int(end) * step)
         for start, end in edges
     ]
 
@@ -227,9 +218,7 @@ class DiarizationRunner:
         """Loaded with the first window."""
 
     def submit(self, question: DiarizationRequest) -> None:
-        (self._live if question.live else self._waiting).append(
-            question._replace(due_s=time.monotonic() + MAX_WAIT_S)
-        )
+        (self._live if question.live else self._waiting).append(question._replace(due_s=time.monotonic() + MAX_WAIT_S))
 
     def step(self, *, live: bool, idle: bool) -> bool:
         """Diarizes one batch; returns False when none was due. `live`: live callers are connected. `idle`: there
@@ -264,9 +253,7 @@ class DiarizationRunner:
             results = self._model.diarize([(request.pcm, request.budget_samples) for request in batch])
             for question, speakers in zip(batch, results, strict=True):
                 question.future.set_result(speakers)
-        self._stats.record_step(
-            "speakers", time.perf_counter() - started, len(batch), len(batch) / MAX_STEP_WINDOWS
-        )
+        self._stats.record_step("speakers", time.perf_counter() - started, len(batch), len(batch) / MAX_STEP_WINDOWS)
         return True
 
     def close(self, error: AsrServeError) -> None:

@@ -70,9 +70,7 @@ class PartialRateController:
         """Minimum time between two partials of a caller who requests one every `partial_ms`."""
         if self._stale(now_ms):
             return partial_ms
-        return min(
-            MAX_INTERVAL_FACTOR * partial_ms, max(partial_ms, MIN_INTERVAL_TURNAROUNDS * self.turnaround_ms)
-        )
+        return min(MAX_INTERVAL_FACTOR * partial_ms, max(partial_ms, MIN_INTERVAL_TURNAROUNDS * self.turnaround_ms))
 
     def wait_ms(self, now_ms: float) -> float:
         """Wait of live callers for results: the mean turnaround, or the time for which MIN_SAMPLES requests have

@@ -56,9 +56,7 @@ class ThreadBackend:
                 self._turns = TurnRunner(turns, loop.executor.device, loop.stats)
             return loop
 
-        self._thread = threading.Thread(
-            target=run_loop, args=(make, ready), name=f"asr-serve {card.name}", daemon=True
-        )
+        self._thread = threading.Thread(target=run_loop, args=(make, ready), name=f"asr-serve {card.name}", daemon=True)
         self._thread.start()
         self.loop = ready.result()
         self.device = self.loop.executor.device
@@ -104,9 +102,7 @@ class ThreadBackend:
             self._expect_open()
         self._turns.submit(pcm, answer)
 
-    def diarize_window(
-        self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]
-    ) -> None:
+    def diarize_window(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]) -> None:
         self.call(lambda loop: loop.diarization.submit(DiarizationRequest(pcm, budget_samples, live, answer)))
 
     def describe(self) -> dict[str, Any]:

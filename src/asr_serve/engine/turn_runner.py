@@ -67,10 +67,7 @@ class TurnRunner:
         self.card, self._model = loaded
         self._stats, self._lock = stats, Lock()
         self._threads = ThreadPoolExecutor(
-            max(1, device.threads // CORES_PER_THREAD),
-            "asr-serve turn",
-            initializer=device.set_threads,
-            initargs=(1,),
+            max(1, device.threads // CORES_PER_THREAD), "asr-serve turn", initializer=device.set_threads, initargs=(1,)
         )
 
     def submit(self, pcm: np.ndarray, answer: Future[float]) -> None:
@@ -99,9 +96,7 @@ class TurnRunner:
         else:
             self._stats.record_failed_step("turn")
             log.error("a turn model's step failed", exc_info=failure)
-            failed = StepFailed(
-                f"the turn model failed: {type(failure).__name__}: {failure}", todo="go on without"
-            )
+            failed = StepFailed(f"the turn model failed: {type(failure).__name__}: {failure}", todo="go on without")
             failed.__cause__ = failure
             answer.set_exception(failed)
 

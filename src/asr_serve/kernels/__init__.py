@@ -55,9 +55,7 @@ def search() -> ModuleType:
 
 def align() -> ModuleType:
     """CTC forced alignment: compiled, or in numpy."""
-    return _built("asr_serve.kernels._align") or importlib.import_module(
-        "asr_serve.kernels.ctc_alignment_reference"
-    )
+    return _built("asr_serve.kernels._align") or importlib.import_module("asr_serve.kernels.ctc_alignment_reference")
 
 
 def dtw() -> ModuleType:

@@ -194,9 +194,7 @@ def _add(a: float, b: float) -> float:
 class _Beam:
     """Search of one session, loaded from its row."""
 
-    def __init__(
-        self, row: int, state: tuple[Tensor, ...], options: CtcSearchOptions, bias: CtcBiasing | None
-    ) -> None:
+    def __init__(self, row: int, state: tuple[Tensor, ...], options: CtcSearchOptions, bias: CtcBiasing | None) -> None:
         self.bias = bias
         counts, heads, scores, nodes, peaks = state
         self.options, self.size, self.arena = options, heads.shape[1], nodes.shape[1]
@@ -274,9 +272,7 @@ class _Beam:
     def _rank(self, logprobs: list[float]) -> list[_Candidate]:
         """Returns the candidates after a frame, best first; equal ones in the order they are listed."""
         options = self.options
-        tokens = [
-            t for t, x in enumerate(logprobs) if t != options.blank and x >= options.min_logprob and x > NONE
-        ]
+        tokens = [t for t, x in enumerate(logprobs) if t != options.blank and x >= options.min_logprob and x > NONE]
         tokens = sorted(tokens, key=lambda t: -logprobs[t])[: options.top]
         totals = [_add(e.blank, e.token) for e in self.entries]
         lasts = [self.nodes[e.node].token if e.node >= 0 else self.last for e in self.entries]

@@ -63,9 +63,7 @@ def append(pool: Tensor, layer: int, qkv: Tensor, tables: Tensor, positions: Ten
     _write(pool, layer, qkv[:, 1], qkv[:, 2], pages, positions % PAGE)
 
 
-def attend(
-    pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float
-) -> None:
+def attend(pool: Tensor, layer: int, q: Tensor, out: Tensor, tables: Tensor, lengths: Tensor, scale: float) -> None:
     """out[r] = softmax(scale * q[r] K^T) V over the first `lengths[r]` positions of table r, in float32.
 
     Source: PagedAttention, arXiv:2309.06180.
@@ -115,9 +113,7 @@ def tanh_norm(x: Tensor, out: Tensor, eps: float) -> None:
     out.copy_(x.mul_((variance + eps).rsqrt()))
 
 
-def lstm(
-    gates: Tensor, weight: Tensor, offsets: Tensor, lengths: Tensor, h: Tensor, c: Tensor, out: Tensor
-) -> None:
+def lstm(gates: Tensor, weight: Tensor, offsets: Tensor, lengths: Tensor, h: Tensor, c: Tensor, out: Tensor) -> None:
     """One LSTM layer over concatenated sequences: row r takes lengths[r] steps from step offsets[r].
 
     gates (steps, 4 * width): the input's part with both biases, in the order i f g o; weight (width, 4 * width):

@@ -57,9 +57,7 @@ def window_attention(
     visible = (stored[:, None, :] & in_window & live[:, :, None])[:, None]
 
     # (n, heads, frames, head_dim); frames never written may hold anything, and 0 * NaN is NaN
-    past = [
-        ring[window].float().masked_fill(~stored[:, :, None, None], 0.0).transpose(1, 2) for ring in (keys, values)
-    ]
+    past = [ring[window].float().masked_fill(~stored[:, :, None, None], 0.0).transpose(1, 2) for ring in (keys, values)]
     scores = q.float().transpose(1, 2) @ past[0].transpose(2, 3)
     if bias is not None:
         scores = scores + bias.float()

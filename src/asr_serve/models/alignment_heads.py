@@ -33,7 +33,7 @@ Head = tuple[int, int]
 """Layer, and head in it."""
 
 _MOONSHINE: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
-    (6, 288): (((3, 0), (3, 7), (4, 2), (4, 6), (5, 6)), 31),
+    (6, 288): (((3, 0), (3, 7), (4, 2), (4, 6), (5, 6)), 31)
 }
 """(layers, width) -> heads, and the shift in milliseconds."""
 _WHISPER: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
@@ -48,10 +48,7 @@ _WHISPER: dict[tuple[int, ...], tuple[tuple[Head, ...], int]] = {
         ),
         0,
     ),
-    (51_865, 12, 768): (
-        ((5, 3), (5, 9), (8, 0), (8, 4), (8, 7), (8, 8), (9, 0), (9, 7), (9, 9), (10, 5)),
-        0,
-    ),
+    (51_865, 12, 768): (((5, 3), (5, 9), (8, 0), (8, 4), (8, 7), (8, 8), (9, 0), (9, 7), (9, 9), (10, 5)), 0),
     (51_864, 24, 1_024): (
         (
             *((11, 4), (14, 1), (14, 12), (14, 14), (15, 4), (16, 0), (16, 4), (16, 9), (17, 12), (17, 14)),
@@ -91,9 +88,7 @@ def whisper_alignment(
     return _of(_WHISPER.get((vocabulary, layers, width)), layers, heads, said)
 
 
-def _of(
-    known: tuple[tuple[Head, ...], int] | None, layers: int, heads: int, said: Sequence[Head]
-) -> AlignmentHeads:
+def _of(known: tuple[tuple[Head, ...], int] | None, layers: int, heads: int, said: Sequence[Head]) -> AlignmentHeads:
     """Chooses the checkpoint's heads, else the known ones, else all heads of the later half of the layers."""
     later = tuple((layer, head) for layer in range(layers // 2, layers) for head in range(heads))
     chosen, shift_ms = (tuple(said), 0) if said else known or (later, 0)

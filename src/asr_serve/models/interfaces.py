@@ -190,9 +190,7 @@ class EncoderDecoderModel(ABC):
         """
 
     @abstractmethod
-    def align(
-        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
-    ) -> list[Tensor]:
+    def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
         """Cross-attention scores of the alignment heads for answers that are known; writes no pages.
 
         Args:
@@ -523,9 +521,7 @@ class Vocoder(ABC):
         """Tensors of a sentence's state by name, for steps of `chunk` frames."""
 
     @abstractmethod
-    def step(
-        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
-    ) -> Tensor:
+    def step(self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State) -> Tensor:
         """Make audio of one chunk of each sentence, and update its row of `state`.
 
         Args:

@@ -41,9 +41,7 @@ class AsrModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def with_right_context(self, right: int) -> Self:
         """Config with another look-ahead of those that the model was trained for, in encoder frames. Raises
         OptionError."""
-        raise OptionError(
-            f"lookahead_frames={right}", "this model has no choice of them", param="lookahead_frames"
-        )
+        raise OptionError(f"lookahead_frames={right}", "this model has no choice of them", param="lookahead_frames")
 
 
 class WeightsConverter(NamedTuple):

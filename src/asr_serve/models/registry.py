@@ -23,13 +23,7 @@ from asr_serve import units
 from asr_serve.errors import ModelError, UnknownModel
 
 if TYPE_CHECKING:
-    from asr_serve.models.model_files import (
-        AsrModelFile,
-        GatheredModelFile,
-        TtsModelFile,
-        TurnModelFile,
-        VocoderFile,
-    )
+    from asr_serve.models.model_files import AsrModelFile, GatheredModelFile, TtsModelFile, TurnModelFile, VocoderFile
 
 
 class PackagedWeights(msgspec.Struct, frozen=True):

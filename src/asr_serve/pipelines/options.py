@@ -189,13 +189,9 @@ class SpeakOptions(msgspec.Struct, frozen=True, kw_only=True):
         if type(self.seed) is not int or not 0 <= self.seed <= MAX_SEED:
             raise OptionError(f"seed={_shown(self.seed)}", f"a whole number, 0 to {MAX_SEED}", param="seed")
         if self.rate_hz is not None and not MIN_RATE_HZ <= self.rate_hz <= MAX_RATE_HZ:
-            raise OptionError(
-                f"rate_hz={self.rate_hz}", f"{MIN_RATE_HZ} to {MAX_RATE_HZ}, or none", param="rate_hz"
-            )
+            raise OptionError(f"rate_hz={self.rate_hz}", f"{MIN_RATE_HZ} to {MAX_RATE_HZ}, or none", param="rate_hz")
         if self.ssml and self.phonemes:
-            raise OptionError(
-                "ssml and phonemes", "one of them", "in SSML, <phoneme> holds phonemes", param="phonemes"
-            )
+            raise OptionError("ssml and phonemes", "one of them", "in SSML, <phoneme> holds phonemes", param="phonemes")
 
     @classmethod
     def of(cls, options: dict[str, Any]) -> SpeakOptions:

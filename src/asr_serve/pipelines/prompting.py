@@ -107,7 +107,5 @@ def _tokens(card: AsrCard, tokenizer: Tokenizer, name: str, text: str) -> tuple[
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise OptionError(
-            f"{name} holds half a surrogate pair", "text that has a form in UTF-8", param=name
-        ) from None
+        raise OptionError(f"{name} holds half a surrogate pair", "text that has a form in UTF-8", param=name) from None
     return tuple(tokenizer.encode(f" {text.strip()}"))

@@ -73,11 +73,7 @@ def is_speech(heard: Recognition, card: AsrCard | None = None, task: Task = "tra
 
 
 def build_segment(
-    span: Span,
-    heard: Recognition,
-    text: Callable[[list[int]], str],
-    begins: int = 0,
-    quiet: Sequence[Span] = (),
+    span: Span, heard: Recognition, text: Callable[[list[int]], str], begins: int = 0, quiet: Sequence[Span] = ()
 ) -> Segment | None:
     """Builds the segment of `span`; None if it has no text. It has words where the times of tokens are known:
     `begins` is the first sample of the audio that was recognized, `quiet` the silences in `span`."""
@@ -202,9 +198,7 @@ def segment_limit_ms(client: EngineClient, wanted: int | None) -> int:
     limit = client.card.max_segment_ms
     if wanted is not None and wanted > limit:
         raise OptionError(
-            f"max_segment_ms={wanted}",
-            f"{client.card.name} hears up to {limit} ms at once",
-            param="max_segment_ms",
+            f"max_segment_ms={wanted}", f"{client.card.name} hears up to {limit} ms at once", param="max_segment_ms"
         )
     return min(limit if wanted is None else wanted, limit - 2 * PADDING_MS)
 

@@ -201,12 +201,7 @@ def _name() -> dict[str, Any]:
 
 
 def rename_body_schema() -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": _name()},
-        "required": ["name"],
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": {"name": _name()}, "required": ["name"], "additionalProperties": False}
 
 
 def cloned_voice_components() -> dict[str, Any]:

@@ -81,9 +81,7 @@ class FormFields:
             return None
         number = float(value) if _NUMBER.fullmatch(value) else math.nan
         if not low <= number <= high:
-            raise OptionError(
-                f"{name}={quote_for_message(value)}", f"a number from {low:g} to {high:g}", param=name
-            )
+            raise OptionError(f"{name}={quote_for_message(value)}", f"a number from {low:g} to {high:g}", param=name)
         return number
 
     def integer(self, name: str, low: int, high: int) -> int | None:
@@ -92,9 +90,7 @@ class FormFields:
             return None
         number = int(value) if _WHOLE.fullmatch(value) else low - 1
         if not low <= number <= high:
-            raise OptionError(
-                f"{name}={quote_for_message(value)}", f"a whole number from {low} to {high}", param=name
-            )
+            raise OptionError(f"{name}={quote_for_message(value)}", f"a whole number from {low} to {high}", param=name)
         return number
 
     def language(self, name: str) -> str | None:

@@ -294,9 +294,7 @@ class EngineRegistry:
             loaded = len({*self._engines, *self._loading} - {self._default_tts, own})
             if loaded >= self._config.max_models and own != self._default_tts:
                 raise NotAllowed(
-                    f"{loaded} models are loaded",
-                    f"max_models={self._config.max_models}",
-                    "unload one first",
+                    f"{loaded} models are loaded", f"max_models={self._config.max_models}", "unload one first"
                 )
             self._loading[own] = asyncio.create_task(self._load(own))
         # Shielded: the caller may be cancelled while others wait for the same load.

@@ -180,10 +180,7 @@ def speech_operation(most_characters: int) -> OpenApi:
     }
     return {
         "response_class": Response,
-        "responses": {
-            200: {"description": "The sound.", "content": spoken.speech_response_content()},
-            **SPEECH_ERRORS,
-        },
+        "responses": {200: {"description": "The sound.", "content": spoken.speech_response_content()}, **SPEECH_ERRORS},
         "openapi_extra": {"requestBody": {"required": True, "content": {_JSON: body}}},
     }
 
@@ -194,11 +191,7 @@ LIVE_ERRORS: OpenApi = {
     **error_response_entry(408, "The body did not come."),
     **error_response_entry(410, "No such session of this key's, or not any more."),
 }
-_ID: Schema = {
-    "type": "string",
-    "maxLength": 200,
-    "description": "Comes back with `flushed`. Default: one of ours.",
-}
+_ID: Schema = {"type": "string", "maxLength": 200, "description": "Comes back with `flushed`. Default: one of ours."}
 _NAMED: Schema = {"type": "object", "properties": {"id": _ID}}
 FLUSH: OpenApi = {
     "response_class": Response,
@@ -215,10 +208,7 @@ FLUSH: OpenApi = {
 END: OpenApi = {
     "response_class": Response,
     "responses": {
-        202: {
-            "description": "`end` will come.",
-            "content": {_JSON: {"schema": {"type": "object"}, "example": {}}},
-        },
+        202: {"description": "`end` will come.", "content": {_JSON: {"schema": {"type": "object"}, "example": {}}}},
         **LIVE_ERRORS,
     },
 }

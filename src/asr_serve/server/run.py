@@ -139,9 +139,7 @@ def _certificate(config: ServeConfig) -> dict[str, Any]:
             file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
-            raise OptionError(
-                f"{name}={str(file)!r}: {reason}", "a file in PEM that may be read", param=name
-            ) from None
+            raise OptionError(f"{name}={str(file)!r}: {reason}", "a file in PEM that may be read", param=name) from None
     try:
         # With no password given, OpenSSL would ask for that of an encrypted key at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
@@ -232,9 +230,7 @@ async def _drain(config: ServeConfig, gate: AdmissionController) -> None:
         async with asyncio.timeout(config.drain_s):
             await gate.wait_idle()
     except TimeoutError:
-        log.warning(
-            "%d requests were not answered in %g s and are broken off", gate.in_flight_requests, config.drain_s
-        )
+        log.warning("%d requests were not answered in %g s and are broken off", gate.in_flight_requests, config.drain_s)
         gate.cancel_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):

@@ -107,18 +107,14 @@ class TranscriptionJob:
     first calls `cancel` and closes the audio.
     """
 
-    def __init__(
-        self, threads: JobThreads, engine: ModelEngine, item: InputItem, options: TranscribeOptions
-    ) -> None:
+    def __init__(self, threads: JobThreads, engine: ModelEngine, item: InputItem, options: TranscribeOptions) -> None:
         self._stop = TranscribeCanceller()
         stream = transcribe.events(engine.client, engine.tokenizer, [item], options, self._stop)
         self._loop = asyncio.get_running_loop()
         self._segments: asyncio.Queue[SegmentDone | None] = asyncio.Queue()
         self.transcript: asyncio.Future[Transcript] = self._loop.create_future()
         """Result of the job; raises what the pipeline does."""
-        self.transcript.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # retrieved: no warning
+        self.transcript.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: no warning
         context = contextvars.copy_context()  # the request's id, for the thread's logs
         self._thread = self._loop.run_in_executor(threads, context.run, self._run, stream)
         self._thread.add_done_callback(self._on_thread_done)

@@ -63,8 +63,7 @@ class HibariPronouncer:
         except HIBARI_ERRORS:
             found = [self._alone(chunk) for chunk in chunks]
         return [
-            known + " " if (known := "".join(c for c in phonemes if c in self.letters)) else ""
-            for phonemes in found
+            known + " " if (known := "".join(c for c in phonemes if c in self.letters)) else "" for phonemes in found
         ]
 
     def _pronounce(self, chunks: Sequence[Chunk]) -> list[str]:
@@ -72,9 +71,7 @@ class HibariPronouncer:
         for at, chunk in enumerate(chunks):
             for part in chunk:
                 if isinstance(part, PhonemeOverride):
-                    tokens.append(
-                        self._token(part.written, "NN", phonemes=part.phonemes.translate(HELD), rating=5)
-                    )
+                    tokens.append(self._token(part.written, "NN", phonemes=part.phonemes.translate(HELD), rating=5))
                 else:
                     tokens += self._tokens(part, _letter_a(chunk, at, len(chunks)))
             if tokens:
@@ -162,9 +159,7 @@ def _folder() -> Path:
     """Folder of hibari's package. Raises ProgramMissing."""
     found = importlib.util.find_spec("hibari")
     if found is None or found.origin is None:
-        raise ProgramMissing(
-            "hibari-tts is not installed", "English is read by it", "pip install asr-serve[voice]"
-        )
+        raise ProgramMissing("hibari-tts is not installed", "English is read by it", "pip install asr-serve[voice]")
     return Path(found.origin).parent
 
 

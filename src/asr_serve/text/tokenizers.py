@@ -87,9 +87,7 @@ class BytePieceTokenizer:
                 ranks[at - 1] = ids.get(parts[at - 1] + parts[at], no_rank)
             if at < len(ranks):
                 ranks[at] = ids.get(parts[at] + parts[at + 1], no_rank)
-        return [
-            i for part in parts for i in ([ids[part]] if part in ids else [SPECIAL_TOKENS + byte for byte in part])
-        ]
+        return [i for part in parts for i in ([ids[part]] if part in ids else [SPECIAL_TOKENS + byte for byte in part])]
 
 
 class SentencePieceTokenizer:
@@ -108,9 +106,7 @@ class SentencePieceTokenizer:
         """Letters that are pieces by themselves, in both cases where the vocabulary has one."""
         single = {piece for piece in self._ids if len(piece) == 1}
         single |= {piece[1:] for piece in self._ids if len(piece) == 2 and piece[0] == SPACE.decode()}
-        return frozenset(
-            single | {variant for c in single for variant in (c.lower(), c.upper()) if len(variant) == 1}
-        )
+        return frozenset(single | {variant for c in single for variant in (c.lower(), c.upper()) if len(variant) == 1})
 
     @cached_property
     def _longest(self) -> int:
@@ -175,9 +171,7 @@ class HubTokenizer:
         return str(self.tokenizer.decode([token for token in tokens if token not in self.marks])).strip()
 
     def encode(self, text: str) -> list[int]:
-        return [
-            token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks
-        ]
+        return [token for token in self.tokenizer.encode(text, add_special_tokens=False).ids if token not in self.marks]
 
 
 def _special(piece: str) -> bool:
@@ -225,6 +219,4 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return SentencePieceTokenizer(folder / "pieces.json")
     if (folder / "tokenizer.json").is_file():
         return HubTokenizer(folder / "tokenizer.json")
-    raise WeightsMissing(
-        f"no tokenizer in {folder}", "tokenizer.json, tokenizer.bin or pieces.json beside the weights"
-    )
+    raise WeightsMissing(f"no tokenizer in {folder}", "tokenizer.json, tokenizer.bin or pieces.json beside the weights")

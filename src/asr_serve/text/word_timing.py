@@ -199,9 +199,7 @@ def _characters(
         first = token + 1
         spoken = sum(map(is_spoken_character, part))
         if len(own) > 1:  # those before the last are bytes of a character; or spaces, which are not spoken
-            own = [
-                index for index in own if index == token or any(map(is_spoken_character, spell([tokens[index]])))
-            ]
+            own = [index for index in own if index == token or any(map(is_spoken_character, spell([tokens[index]])))]
         start, end = times[own[0]][0], max(times[index][1] for index in own)
         step = (end - start) / max(1, spoken)
         at = 0

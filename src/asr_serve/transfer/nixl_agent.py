@@ -87,8 +87,7 @@ class NixlAgent:
             self._agent.create_backend(backend, dict(params or {}))
         except failures as error:
             raise OptionError(
-                f"NIXL's back end {backend} does not start here ({_told(error)})",
-                todo=_WANTS.get(backend, ""),
+                f"NIXL's back end {backend} does not start here ({_told(error)})", todo=_WANTS.get(backend, "")
             ) from error
         self._registered: list[Any] = []
 
@@ -247,12 +246,7 @@ class NixlTransfer:
 
 
 _CUFILE = "GPUDirect Storage wants an NVIDIA GPU, its driver with nvidia-fs, and libcufile (package nvidia-cufile)"
-_WANTS = {
-    "GDS": _CUFILE,
-    "GDS_MT": _CUFILE,
-    "POSIX": "take another disk_road",
-    "UCX": "take another peer_road",
-}
+_WANTS = {"GDS": _CUFILE, "GDS_MT": _CUFILE, "POSIX": "take another disk_road", "UCX": "take another peer_road"}
 """Advice where a back end does not start."""
 
 
@@ -261,10 +255,7 @@ def _load() -> ModuleType:
     try:
         import nixl
     except ImportError as error:
-        raise OptionError(
-            f"NIXL is not installed ({error})",
-            todo="pip install --no-deps nixl nixl-cu12",
-        ) from error
+        raise OptionError(f"NIXL is not installed ({error})", todo="pip install --no-deps nixl nixl-cu12") from error
     _quieten()
     return importlib.import_module(f"{nixl._pkg.__name__}._api")
 

@@ -16,8 +16,7 @@ def parse_transcripts(source: str) -> dict[str, str]:
     if source.lstrip().startswith("{"):
         try:
             return {
-                recording_stem(name): text
-                for name, text in msgspec.json.decode(source, type=dict[str, str]).items()
+                recording_stem(name): text for name, text in msgspec.json.decode(source, type=dict[str, str]).items()
             }
         except msgspec.DecodeError as failure:
             raise OptionError(f"texts: {failure}", "an object of names and texts", param="texts") from None

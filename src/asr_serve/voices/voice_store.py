@@ -30,8 +30,6 @@ MOST_BYTES = 64 << 20
 """Limit of a voice's file; they are about 1 MB."""
 IN_ZIP = {"voice.json": 1 << 20, "voice.safetensors": MOST_BYTES}
 """Files of an exported voice, and their largest sizes. There is also CONSENT.txt, for people."""
-NO_VOICE = (zipfile.BadZipFile, KeyError, msgspec.DecodeError, EOFError, NotImplementedError, RuntimeError)
-"""Errors of reading a file that is no zip, is encrypted, or holds something else."""
 VOICES = 4_096
 """Limit of voices in a folder."""
 
@@ -79,9 +77,7 @@ class VoiceStore:
         check_voice_name(card.name)
         digest = hashlib.sha256(tensors).hexdigest()
         if digest != card.sha256:
-            raise WeightsCorrupt(
-                f"the tensors of {card.name!r} have sha256 {digest}", f"its card says {card.sha256}"
-            )
+            raise WeightsCorrupt(f"the tensors of {card.name!r} have sha256 {digest}", f"its card says {card.sha256}")
         with self._locked():
             self.check_name_free(card.name, reserved)
             if len(self.names()) >= VOICES:
@@ -111,9 +107,7 @@ class VoiceStore:
             renamed = msgspec.structs.replace(card, name=new)
             self._file(new, TENSORS).unlink(missing_ok=True)  # left by an interrupted write
             os.link(self.path(name), self._file(new, TENSORS))
-            self._write_atomically(
-                self._file(new, CARD), msgspec.json.format(msgspec.json.encode(renamed), indent=1)
-            )
+            self._write_atomically(self._file(new, CARD), msgspec.json.format(msgspec.json.encode(renamed), indent=1))
             self._remove(name)
             return renamed
 

@@ -123,9 +123,7 @@ def similarity(one: Sequence[np.ndarray], other: Sequence[np.ndarray], rate_hz: 
     """Cosine similarity of two speakers, from some clips of each (models/auxiliary/ge2e). Raises
     WeightsMissing."""
     network = ge2e.load()
-    voices = [
-        network.embed_speaker(resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips) for clips in (one, other)
-    ]
+    voices = [network.embed_speaker(resample_clip(clip, rate_hz, HEARD_HZ) for clip in clips) for clips in (one, other)]
     return ge2e.similarity(*voices)
 
 
@@ -151,9 +149,7 @@ class EvaluationRecognizer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
 

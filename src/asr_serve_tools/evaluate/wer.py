@@ -82,9 +82,7 @@ def _error_rate(
     ]
     spoken = [(reference, hypothesis) for reference, hypothesis in pairs if reference]
     if not spoken:
-        raise OptionError(
-            f"{len(pairs)} references without a word", "an error rate needs at least one reference word"
-        )
+        raise OptionError(f"{len(pairs)} references without a word", "an error rate needs at least one reference word")
     aligned = align([reference for reference, _ in spoken], [hypothesis for _, hypothesis in spoken])
     # All words of a hypothesis with an empty reference are insertions; not every jiwer accepts an empty reference.
     inserted = sum(units_in(hypothesis) for reference, hypothesis in pairs if not reference)
@@ -116,7 +114,5 @@ def _jiwer() -> ModuleType:
 
 def _not_installed(package: str) -> OptionError:
     return OptionError(
-        f"{package} is not installed",
-        "error rates need jiwer and whisper_normalizer",
-        f"install them with: {INSTALL}",
+        f"{package} is not installed", "error rates need jiwer and whisper_normalizer", f"install them with: {INSTALL}"
     )

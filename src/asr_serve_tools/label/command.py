@@ -34,8 +34,7 @@ def label(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where labels and report go.")],
     models: Annotated[
-        str,
-        typer.Option(metavar="NAME,NAME", help="Two models. The first one's text becomes the label."),
+        str, typer.Option(metavar="NAME,NAME", help="Two models. The first one's text becomes the label.")
     ] = "moonshine-tiny-en,whisper-tiny-en",
     threshold: Annotated[
         float, typer.Option(help="The character error rate between them up to which a segment is kept.")

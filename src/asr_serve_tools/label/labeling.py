@@ -46,9 +46,7 @@ class LabelingFailure(msgspec.Struct, frozen=True):
 def check_label_options(names: Sequence[str], threshold: float, unit: str) -> None:
     """Raise OptionError for names, threshold or unit out of range."""
     if len(names) != 2 or names[0] == names[1]:
-        raise OptionError(
-            f"--models {','.join(names)}", "two different models, like moonshine-tiny-en,whisper-tiny-en"
-        )
+        raise OptionError(f"--models {','.join(names)}", "two different models, like moonshine-tiny-en,whisper-tiny-en")
     if not 0 <= threshold <= 1:
         raise OptionError(f"--threshold {threshold}", "a character error rate from 0 to 1")
     if unit not in get_args(LabelUnit):

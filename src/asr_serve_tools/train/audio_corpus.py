@@ -92,6 +92,4 @@ class AudioCorpus:
     def read(self, clip: CorpusClip, begin: int, samples: int) -> np.ndarray:
         """Samples from `begin` of a clip, up to `samples` of them, float32 in -1..1."""
         first = clip.start + begin
-        return (
-            self.samples[first : min(first + samples, clip.start + clip.samples)].astype(np.float32) / FULL_SCALE
-        )
+        return self.samples[first : min(first + samples, clip.start + clip.samples)].astype(np.float32) / FULL_SCALE

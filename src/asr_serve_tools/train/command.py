@@ -23,9 +23,7 @@ Texts = Annotated[
 @exit_on_error
 def voice(
     sentences: Texts,
-    run: Annotated[
-        Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")
-    ],
+    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="What is made: speech/, model/ and model/card.md.")],
     speech_minutes: Annotated[
         float, typer.Option("--speech-minutes", metavar="N", help="That each of Kokoro's voices reads.", min=0.5)
     ] = 20.0,
@@ -34,8 +32,7 @@ def voice(
     ] = 300.0,
     minutes: Annotated[float, typer.Option("--minutes", metavar="N", help="Of training.", min=0.1)] = 60.0,
     start: Annotated[
-        Path | None,
-        typer.Option("--start", metavar="DIR", help="A checkpoint to go on from. Default: from nothing."),
+        Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to go on from. Default: from nothing.")
     ] = None,
     width: Annotated[
         int, typer.Option("--width", metavar="N", help="Of the network: more for a GPU and more hours.", min=32)
@@ -111,22 +108,15 @@ def voice(
 @app.command("vocoder")
 @exit_on_error
 def vocoder(
-    speech: Annotated[
-        Path, typer.Option("--speech", metavar="DIR", help="What asr-serve train voice has recorded.")
-    ],
-    run: Annotated[
-        Path, typer.Option("--run", metavar="DIR", help="Log, checkpoint and all that it goes on from.")
-    ],
+    speech: Annotated[Path, typer.Option("--speech", metavar="DIR", help="What asr-serve train voice has recorded.")],
+    run: Annotated[Path, typer.Option("--run", metavar="DIR", help="Log, checkpoint and all that it goes on from.")],
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="When to stop.", min=1)] = 8_000,
     judged_from: Annotated[
         int, typer.Option("--judged-from", metavar="N", help="The step from which critics join.", min=1)
     ] = 4_000,
-    start: Annotated[
-        Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to begin with.")
-    ] = None,
+    start: Annotated[Path | None, typer.Option("--start", metavar="DIR", help="A checkpoint to begin with.")] = None,
     acoustic: Annotated[
-        Path | None,
-        typer.Option("--acoustic", metavar="DIR", help="A voice's model, whose frames half of all are."),
+        Path | None, typer.Option("--acoustic", metavar="DIR", help="A voice's model, whose frames half of all are.")
     ] = None,
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Crops of 0.7 s in a step.", min=1)] = 12,
     device: Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda")] = "auto",

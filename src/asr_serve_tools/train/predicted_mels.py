@@ -54,9 +54,7 @@ class MelPredictor:
             ]
             batch = collate(items, self._norms, self.config.voices, self.config.sizes.chunk)
             mels = self._learner(batch).frames[..., :80].float() * deviation + mean
-            found += [
-                mel[: len(item.mel)].numpy().astype(np.float16) for mel, item in zip(mels, items, strict=True)
-            ]
+            found += [mel[: len(item.mel)].numpy().astype(np.float16) for mel, item in zip(mels, items, strict=True)]
         return found
 
     def _speaker(self, recording: VoiceRecording) -> int:

@@ -58,9 +58,7 @@ def write_speaker_similarities(speech: Path, model: Path) -> Path:
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--speech", type=Path, required=True, help="a folder that asr-serve train voice has filled"
-    )
+    parser.add_argument("--speech", type=Path, required=True, help="a folder that asr-serve train voice has filled")
     parser.add_argument("--model", type=Path, required=True, help="the checkpoint's folder")
     options = parser.parse_args(words)
     try:

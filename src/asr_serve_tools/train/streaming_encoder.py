@@ -209,9 +209,7 @@ class StreamingEncoderTraining:
         if (folder / "state.pt").is_file():
             self._resume()
         else:
-            batches = (
-                distillation_batch(self.student, teacher, self._batch(-1 - i)) for i in range(SETTLING_BATCHES)
-            )
+            batches = (distillation_batch(self.student, teacher, self._batch(-1 - i)) for i in range(SETTLING_BATCHES))
             self.student.fit_convolutions((pcm, samples, targets["front"]) for pcm, samples, targets in batches)
 
     def _batch(self, step: int) -> list[np.ndarray]:
@@ -354,9 +352,7 @@ def run_training(asked: argparse.Namespace) -> None:
     folder = store.resolve(card, path if path.is_dir() else None, say)
     teacher = TeacherEncoder(folder, devices.make_device(asked.device, asked.dtype))
     windows = windows_of(asked.windows, len(teacher.model.encoder))
-    settings = StreamingTrainingSettings(
-        asked.teacher, windows, asked.lr, asked.batch_s, asked.held_out, asked.seed
-    )
+    settings = StreamingTrainingSettings(asked.teacher, windows, asked.lr, asked.batch_s, asked.held_out, asked.seed)
     corpus = AudioCorpus.build(asked.audio, asked.run / "audio", say)
     run = StreamingEncoderTraining(asked.run, settings, teacher, corpus, asked.steps)
     say(f"step {run.step} of {run.steps} on {teacher.device.name} {teacher.device.dtype_name}")

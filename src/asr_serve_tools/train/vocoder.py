@@ -96,9 +96,7 @@ class TrainableProducts:
 class VocoderTraining:
     """Resumable training of a vocoder in a run folder."""
 
-    def __init__(
-        self, options: VocoderTrainingOptions, speech: VocoderCorpus, at: torch.device, bf16: bool
-    ) -> None:
+    def __init__(self, options: VocoderTrainingOptions, speech: VocoderCorpus, at: torch.device, bf16: bool) -> None:
         self.options, self.speech, self.at, self.bf16 = options, speech, at, bf16
         self.config = options.config()
         first = (
@@ -113,9 +111,7 @@ class VocoderTraining:
         torch.manual_seed(options.seed)
         self.critics = Discriminators(options.channels).to(at)
         self.optimizer = torch.optim.AdamW(self.tensors.values(), options.lr, (0.8, 0.99), weight_decay=0.0)
-        self.critics_optimizer = torch.optim.AdamW(
-            self.critics.parameters(), options.lr, (0.8, 0.99), weight_decay=0.0
-        )
+        self.critics_optimizer = torch.optim.AdamW(self.critics.parameters(), options.lr, (0.8, 0.99), weight_decay=0.0)
         self.step = 0
         if (options.run / "state.pt").is_file():
             self._resume()
@@ -171,9 +167,7 @@ class VocoderTraining:
         """Learning rate of this step, as a share of the highest; it rises and falls in each half separately."""
         options = self.options
         judged = self.step >= options.judged_from
-        first, last = (
-            (options.judged_from, options.steps) if judged else (0, min(options.judged_from, options.steps))
-        )
+        first, last = (options.judged_from, options.steps) if judged else (0, min(options.judged_from, options.steps))
         progress = (self.step - first) / max(1, last - first)
         warm = min(1.0, (self.step - first + 1) / WARM_UP_STEPS)
         return warm * (LEAST + (1 - LEAST) * (1 + math.cos(math.pi * progress)) / 2)

@@ -33,8 +33,7 @@ def print_version(wanted: bool) -> None:
 @app.callback()
 def top(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop."),
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
     """Speech to text, and text to speech, on your own machine.

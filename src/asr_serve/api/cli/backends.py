@@ -178,9 +178,7 @@ class LocalSynthesizer:
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
-        self._loaded = self._exit_stack.enter_context(
-            asr_serve.load(self._model, turn_model="none", **self._loading)
-        )
+        self._loaded = self._exit_stack.enter_context(asr_serve.load(self._model, turn_model="none", **self._loading))
         return self
 
     def __exit__(
@@ -265,15 +263,11 @@ def _chunks_from_events(events: Iterator[dict[str, Any]], rate_hz: int) -> Gener
         match event.get("type"):
             case "speech.audio.words":
                 words = tuple(
-                    SpokenWord(
-                        word["word"], s_to_samples(word["start"], rate_hz), s_to_samples(word["end"], rate_hz)
-                    )
+                    SpokenWord(word["word"], s_to_samples(word["start"], rate_hz), s_to_samples(word["end"], rate_hz))
                     for word in event["words"]
                 )
             case "speech.audio.delta":
-                pcm = np.frombuffer(pcm16.take_whole_samples(base64.b64decode(event["audio"])), "<i2").astype(
-                    np.int16
-                )
+                pcm = np.frombuffer(pcm16.take_whole_samples(base64.b64decode(event["audio"])), "<i2").astype(np.int16)
                 yield AudioChunk(pcm, rate_hz, emitted_samples, " ".join(word.text for word in words), words)
                 words = ()
                 emitted_samples += len(pcm)

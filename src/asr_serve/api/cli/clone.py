@@ -15,7 +15,6 @@ from asr_serve.api.cli.progress import WorkProgress, clock_time
 if TYPE_CHECKING:
     from asr_serve.voices.cloning_messages import CloneProgress, CloneReport
 
-SHOWN_TEXT = 48
 STAGE_LABELS = {
     "waiting": "waiting",
     "loading": "loading models",
@@ -35,9 +34,7 @@ def clone(
             "--audio", metavar="PATH", help="Recordings of one speaker: a folder, files, lists. May be repeated."
         ),
     ],
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Of the voice: a-z, 0-9, - and _.")
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="NAME", help="Of the voice: a-z, 0-9, - and _.")] = None,
     consent: Annotated[
         str | None,
         typer.Option(
@@ -62,8 +59,7 @@ def clone(
         str | None, typer.Option(metavar="DIR", help="A checkpoint folder of it instead of its own.")
     ] = None,
     codec: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Another codec than the model's own, to hear what it says with."),
+        str | None, typer.Option(metavar="NAME", help="Another codec than the model's own, to hear what it says with.")
     ] = None,
     recogniser: Annotated[
         str | None, typer.Option("--recogniser", metavar="NAME", help="Model that hears what is said.")
@@ -124,8 +120,7 @@ def clone(
 
     with WorkProgress(print_error, shown=not quiet) as bar:
         report = made(
-            request,
-            lambda progress: bar.update(progress.share, STAGE_LABELS[progress.stage], progress_line(progress)),
+            request, lambda progress: bar.update(progress.share, STAGE_LABELS[progress.stage], progress_line(progress))
         )
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
@@ -157,7 +152,7 @@ def report_text(report: CloneReport) -> list[str]:
     left_out = [clip for clip in report.clips if clip.left_out]
     lines = [
         f"The voice {card.name!r} is there, after {clock_time(report.took_s)}: {card.clips} clips, "
-        f"{card.seconds:.0f} s of speech, from {card.start!r} in {card.steps} steps.",
+        f"{card.seconds:.0f} s of speech, from {card.start!r} in {card.steps} steps."
     ]
     if card.similarity is not None:
         lines.append(

@@ -192,9 +192,7 @@ def codecs(missing: list[MissingDependency]) -> dict[str, bool]:
 
     known = {name: name in av.codecs_available for name in CODECS}
     if absent := [name for name, works in known.items() if not works]:
-        missing.append(
-            MissingDependency(f"decoders in PyAV: {', '.join(absent)}", "pip install --force-reinstall av")
-        )
+        missing.append(MissingDependency(f"decoders in PyAV: {', '.join(absent)}", "pip install --force-reinstall av"))
     return known
 
 
@@ -234,18 +232,9 @@ def format_report(report: DoctorReport) -> str:
     native = [name if built else f"{name} not built" for name, built in report.native.items()]
     runs_with = {**(report.device or {}), "native": ", ".join(native)}
     lines += [f"  {name.replace('_', ' '):12} {value}" for name, value in runs_with.items()]
-    lines += [
-        "packages",
-        *(f"  {name:16} {found or 'not installed'}" for name, found in report.packages.items()),
-    ]
-    lines += [
-        "codecs",
-        f"  {' '.join(name for name, works in report.codecs.items() if works) or 'none'}",
-    ]
-    lines += [
-        "models",
-        *(f"  {name:24} {folder or 'weights missing'}" for name, folder in report.models.items()),
-    ]
+    lines += ["packages", *(f"  {name:16} {found or 'not installed'}" for name, found in report.packages.items())]
+    lines += ["codecs", f"  {' '.join(name for name, works in report.codecs.items() if works) or 'none'}"]
+    lines += ["models", *(f"  {name:24} {folder or 'weights missing'}" for name, folder in report.models.items())]
     if report.missing:
         lines.append("missing")
         for finding in report.missing:

@@ -52,8 +52,7 @@ def listen(
     file: Annotated[str | None, typer.Option(metavar="FILE", help="The same as FILE.", show_default=False)] = None,
     mic: Annotated[bool, typer.Option("--mic", help="The microphone, until ctrl-C.")] = False,
     chosen_input: Annotated[
-        str | None,
-        typer.Option("--input", metavar="NAME|NUMBER", help="Which microphone.", show_default=False),
+        str | None, typer.Option("--input", metavar="NAME|NUMBER", help="Which microphone.", show_default=False)
     ] = None,
     server: Annotated[
         str | None,
@@ -97,9 +96,7 @@ def listen(
     ] = None,
     rate_hz: Annotated[
         int | None,
-        typer.Option(
-            "--rate", metavar="HZ", help="Of raw samples from stdin. Default: 16000.", show_default=False
-        ),
+        typer.Option("--rate", metavar="HZ", help="Of raw samples from stdin. Default: 16000.", show_default=False),
     ] = None,
     silence_schedule: Annotated[
         str | None,
@@ -234,9 +231,7 @@ def listen(
         if captions.corrected:
             phrase = "line was somebody else's" if len(captions.corrected) == 1 else "lines were somebody else's"
             print_error(
-                "\n".join(
-                    [f"{len(captions.corrected)} {phrase}, as all that was said shows:", *captions.corrected]
-                )
+                "\n".join([f"{len(captions.corrected)} {phrase}, as all that was said shows:", *captions.corrected])
             )
         print_error(f"{meter.describe_done()}{f' -> {output}' if output else ''}")
     return INTERRUPTED if live_source is not None and live_source.interrupted else 0
@@ -273,9 +268,7 @@ def check_options(path: str | None, rate_hz: int | None, chosen_input: str | Non
         raise OptionError(f"--rate with {source_name}", "it is the rate of raw samples from stdin", "leave it out")
     if real_time and path in ("-", None):
         raise OptionError(
-            f"--real-time with {source_name}",
-            f"it is for a file: {source_name} comes when it comes",
-            "leave it out",
+            f"--real-time with {source_name}", f"it is for a file: {source_name} comes when it comes", "leave it out"
         )
     if chosen_input is not None and path is not None:
         raise OptionError(f"--input with {source_name}", "it says which microphone", "leave it out, or use --mic")

@@ -21,9 +21,7 @@ Name = Annotated[str, typer.Argument(help="A model's name; see: asr-serve models
 
 @app.command("list")
 @exit_on_error
-def list_models(
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
-) -> None:
+def list_models(as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False) -> None:
     """Every model, and whether its weights are on this machine.
 
     DOES says how it hears: chunks, as they are spoken, with what it remembers
@@ -78,10 +76,7 @@ def show_model(
 
     chosen = any_card(name)
     folder = locate(chosen)
-    values = fields(chosen) | {
-        "present": folder is not None,
-        "folder": None if folder is None else str(folder),
-    }
+    values = fields(chosen) | {"present": folder is not None, "folder": None if folder is None else str(folder)}
     if as_json:
         print(as_text(values))
         return

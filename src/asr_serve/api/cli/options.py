@@ -22,9 +22,7 @@ Quantize = Annotated[
         show_default=False,
     ),
 ]
-Weights = Annotated[
-    str | None, typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own.")
-]
+Weights = Annotated[str | None, typer.Option(metavar="DIR", help="A checkpoint folder instead of the model's own.")]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -122,9 +120,7 @@ def settings(pairs: list[str] | None) -> dict[str, SettingValue]:
 def engine(pairs: list[str] | None, quantize: str | None = None) -> EngineConfig:
     """Builds the engine's configuration from --set and --quantize, for commands without a server. Raises
     OptionError."""
-    given = collect_values(
-        None, {}, settings([*(pairs or []), *([f"engine.quantize={quantize}"] if quantize else [])])
-    )
+    given = collect_values(None, {}, settings([*(pairs or []), *([f"engine.quantize={quantize}"] if quantize else [])]))
     for name in given:
         if not name.startswith("engine."):
             raise OptionError(

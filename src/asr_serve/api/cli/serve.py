@@ -89,9 +89,7 @@ def serve(
     ] = None,
     print_config: Annotated[
         bool,
-        typer.Option(
-            "--print-config", help="Print every setting, what it means and where its value comes from; stop."
-        ),
+        typer.Option("--print-config", help="Print every setting, what it means and where its value comes from; stop."),
     ] = False,
 ) -> None:
     """Serve transcription and speech over HTTP, as OpenAI's clients speak it, until ctrl-C or SIGTERM.
@@ -163,9 +161,7 @@ def serve(
     run(chosen)
 
 
-def read_flags(
-    flags: dict[str, str | list[str] | None], models: list[str], more: list[str]
-) -> dict[str, SettingValue]:
+def read_flags(flags: dict[str, str | list[str] | None], models: list[str], more: list[str]) -> dict[str, SettingValue]:
     """Maps settings to texts, from the flags and the NAME=VALUE of --set. The first model is the default.
 
     Raises OptionError for a setting that is set twice.
@@ -227,9 +223,7 @@ def _about_peers(chosen: ServeConfig, given: dict[str, SettingValue]) -> list[st
     if not chosen.engine.peers and chosen.engine.role != "encode":
         has_peer_road = _is_explicit("engine.peer_road", chosen.engine.peer_road, given)
         unused = ["peer_keys"] * bool(chosen.peer_keys) + ["engine.peer_road"] * has_peer_road
-        warnings += [
-            f"{name} without peers does nothing: name some with --peer, or set role=encode" for name in unused
-        ]
+        warnings += [f"{name} without peers does nothing: name some with --peer, or set role=encode" for name in unused]
     return warnings
 
 

@@ -41,9 +41,7 @@ def speak(
     text: Annotated[
         str | None,
         typer.Argument(
-            metavar="[TEXT|-]",
-            help="What to say; or - for stdin, which is spoken while it comes.",
-            show_default=False,
+            metavar="[TEXT|-]", help="What to say; or - for stdin, which is spoken while it comes.", show_default=False
         ),
     ] = None,
     output: Annotated[
@@ -73,8 +71,7 @@ def speak(
     pitch: Annotated[float, typer.Option(help="-12 to 12 semitones higher.")] = 0.0,
     energy: Annotated[float, typer.Option(help="-12 to 12 dB louder.")] = 0.0,
     ssml: Annotated[
-        bool,
-        typer.Option("--ssml", help="The text is SSML: <speak>, with break, prosody, say-as, phoneme, sub, p, s."),
+        bool, typer.Option("--ssml", help="The text is SSML: <speak>, with break, prosody, say-as, phoneme, sub, p, s.")
     ] = False,
     phonemes: Annotated[
         bool, typer.Option("--phonemes", help="The text is phonemes, in the alphabet of --list-voices.")
@@ -99,15 +96,12 @@ def speak(
     words: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="When each word is said: .json; .srt or .vtt for captions.",
-            show_default=False,
+            metavar="FILE", help="When each word is said: .json; .srt or .vtt for captions.", show_default=False
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of what is random in a voice: the same gives the same.")] = 0,
     rate_hz: Annotated[
-        int | None,
-        typer.Option("--rate", metavar="HZ", help="Samples a second.", show_default="the voice's own"),
+        int | None, typer.Option("--rate", metavar="HZ", help="Samples a second.", show_default="the voice's own")
     ] = None,
     watermark: Annotated[
         bool, typer.Option("--watermark", help="An inaudible mark, by which it can be told later.")
@@ -305,9 +299,7 @@ def show_voices(speaker: LocalSynthesizer | RemoteSynthesizer, model: str | None
 
     rows: list[tuple[str, ...]]
     if isinstance(speaker, RemoteSynthesizer):
-        rows = [
-            (voice["id"], voice["model"], "default" if voice.get("default") else "") for voice in speaker.voices()
-        ]
+        rows = [(voice["id"], voice["model"], "default" if voice.get("default") else "") for voice in speaker.voices()]
         print_table(("VOICE", "MODEL", ""), rows)
         return 0
     card = voice_model(model or AUTO_VOICE)

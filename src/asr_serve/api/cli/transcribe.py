@@ -163,9 +163,7 @@ def transcribe(
         int | None, typer.Option(min=1, help="Longest segment; longer speech is cut. Default: the model's.")
     ] = None,
     no_vad: Annotated[bool, typer.Option("--no-vad", help="Transcribe silence too.")] = False,
-    max_duration_s: Annotated[
-        float | None, typer.Option(help="Refuse inputs longer than this many seconds.")
-    ] = None,
+    max_duration_s: Annotated[float | None, typer.Option(help="Refuse inputs longer than this many seconds.")] = None,
     more: Set = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no progress.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what runs where.")] = False,

@@ -93,9 +93,7 @@ def show_voice(name: Name, voices_dir: Folder = None, as_json: AsJson = False) -
 @app.command("rename")
 @exit_on_error
 def rename_voice(
-    name: Name,
-    new: Annotated[str, typer.Argument(help="Its new name.", show_default=False)],
-    voices_dir: Folder = None,
+    name: Name, new: Annotated[str, typer.Argument(help="Its new name.", show_default=False)], voices_dir: Folder = None
 ) -> None:
     """Give a voice another name. Servers know it by that from their next request on.
 

@@ -112,9 +112,7 @@ class WebSocketConnection:
                 first = self.receive(OPEN_S)
             except Unreachable as lost:
                 if lost.close_code == POLICY_VIOLATION_CODE:  # from a server without this protocol
-                    raise Refused(
-                        f"nothing at {server} knows {PATH}; check the address.", "no_such_route"
-                    ) from None
+                    raise Refused(f"nothing at {server} knows {PATH}; check the address.", "no_such_route") from None
                 raise
             match first:
                 case SessionEvent() as session:
@@ -122,9 +120,7 @@ class WebSocketConnection:
                 case StreamErrorEvent() as error_event:
                     raise error_from_event(error_event)
                 case other:
-                    raise Unreachable(
-                        f"the server began with {other!r}", "it begins with its session", "update it"
-                    )
+                    raise Unreachable(f"the server began with {other!r}", "it begins with its session", "update it")
             undo.pop_all()
 
     def send(self, message: bytes | str) -> None:
@@ -137,9 +133,7 @@ class WebSocketConnection:
         """Returns the next event; skips event types of later versions."""
         while True:
             try:
-                event: ServerEvent = msgspec.json.decode(
-                    self._socket.recv(timeout_s, decode=False), type=ServerEvent
-                )
+                event: ServerEvent = msgspec.json.decode(self._socket.recv(timeout_s, decode=False), type=ServerEvent)
             except msgspec.ValidationError:
                 continue
             except msgspec.DecodeError:

@@ -86,12 +86,7 @@ class StreamClient:
     session: SessionEvent
 
     def __init__(
-        self,
-        server: str,
-        *,
-        api_key: str | None = None,
-        buffer_bytes: int = BUFFER_BYTES,
-        **query: str | int | float,
+        self, server: str, *, api_key: str | None = None, buffer_bytes: int = BUFFER_BYTES, **query: str | int | float
     ) -> None:
         """Connects. `query`: parameters of /v1/stream, like encoding="s16le", rate=16000, language="en".
 

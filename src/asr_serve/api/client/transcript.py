@@ -35,9 +35,7 @@ class SessionTranscript:
                 self.segments.append(event)
                 spoken_text = event.spoken or event.text
                 # If two speakers were recognized as one segment, the second's words belong to the next segment.
-                self.locked = (
-                    self.locked[len(spoken_text) :].lstrip() if self.locked.startswith(spoken_text) else ""
-                )
+                self.locked = self.locked[len(spoken_text) :].lstrip() if self.locked.startswith(spoken_text) else ""
                 self.partial = ""
             case SpeakersEvent(segments=others):
                 for other in others:

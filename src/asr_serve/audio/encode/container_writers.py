@@ -95,9 +95,7 @@ class FlacWriter(RawWriter):
         total = int.from_bytes(info[10:18], "big") & ~(2**36 - 1) | (samples or 0)
         info[10:18] = total.to_bytes(8, "big")
         comments = _comments(self.mark)
-        return (
-            b"fLaC\0" + len(info).to_bytes(3, "big") + info + b"\x84" + len(comments).to_bytes(3, "big") + comments
-        )
+        return b"fLaC\0" + len(info).to_bytes(3, "big") + info + b"\x84" + len(comments).to_bytes(3, "big") + comments
 
 
 class OggOpusWriter(RawWriter):

@@ -96,9 +96,7 @@ class PacketEncoder:
     def _encoded(self, pcm: np.ndarray) -> list[bytes]:
         if self._spec.sample == "fltp":
             pcm = pcm * np.float32(1 / 32_768)
-        frame = av.AudioFrame.from_ndarray(
-            np.ascontiguousarray(pcm)[None], format=self._spec.sample, layout="mono"
-        )
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(pcm)[None], format=self._spec.sample, layout="mono")
         frame.sample_rate, frame.time_base = self.rate_hz, Fraction(1, self.rate_hz)
         frame.pts = self._input_samples
         self._input_samples += len(pcm)

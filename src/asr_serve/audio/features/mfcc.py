@@ -41,9 +41,7 @@ class Mfcc(nn.Module):
         self.shape = shape
         self.fft_samples = 1 << (shape.window_samples - 1).bit_length()
         # A periodic window, whose end is the beginning of the next period.
-        self.register_buffer(
-            "hann", torch.hann_window(shape.window_samples, dtype=torch.float32), persistent=False
-        )
+        self.register_buffer("hann", torch.hann_window(shape.window_samples, dtype=torch.float32), persistent=False)
         filters = mel_filters(shape, self.fft_samples // 2 + 1)
         self.register_buffer("filters", filters.t().float().contiguous(), persistent=False)
         self.register_buffer("cosines", cosines(shape).t().float().contiguous(), persistent=False)
@@ -66,9 +64,7 @@ def mel_filters(shape: MfccShape, bins: int) -> Tensor:
     """
     bin_hz = units.RATE_HZ / 2 / (bins - 1)
     bins_mel = _mel(torch.arange(bins, dtype=torch.float64) * bin_hz)
-    low_mel, high_mel = (
-        float(_mel(torch.tensor(hz, dtype=torch.float64))) for hz in (shape.low_hz, shape.high_hz)
-    )
+    low_mel, high_mel = (float(_mel(torch.tensor(hz, dtype=torch.float64))) for hz in (shape.low_hz, shape.high_hz))
     step_mel = (high_mel - low_mel) / (shape.mels + 1)
     middles_mel = low_mel + step_mel * torch.arange(1, shape.mels + 1, dtype=torch.float64)
     filters = (1 - (bins_mel - middles_mel[:, None]).abs() / step_mel).clamp_(min=0)

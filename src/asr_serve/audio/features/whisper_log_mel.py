@@ -73,9 +73,7 @@ class PackedLogMel:
         for pcm, count, live in zip(batch, frames, computed, strict=True):
             rows = mels[first : first + count]
             log = rows[:live]
-            loudest = self._log_power(
-                self._mirrored(pcm.to(device), live).unfold(0, WINDOW_SAMPLES, HOP_SAMPLES), log
-            )
+            loudest = self._log_power(self._mirrored(pcm.to(device), live).unfold(0, WINDOW_SAMPLES, HOP_SAMPLES), log)
             torch.maximum(log, loudest - DECADES, out=log)
             rows[live:] = (loudest - DECADES).clamp(min=math.log10(FLOOR))
             rows.add_(4.0).div_(4.0)
@@ -100,9 +98,7 @@ class PackedLogMel:
         needed = (frames - 1) * HOP_SAMPLES + WINDOW_SAMPLES - MIRRORED_SAMPLES
         filled = F.pad(pcm, (0, max(needed, WINDOW_SAMPLES) - len(pcm)))[: self.window_samples]
         past = max(0, needed - self.window_samples)
-        return torch.cat(
-            [filled[1 : MIRRORED_SAMPLES + 1].flip(0), filled[:needed], filled[-past - 1 : -1].flip(0)]
-        )
+        return torch.cat([filled[1 : MIRRORED_SAMPLES + 1].flip(0), filled[:needed], filled[-past - 1 : -1].flip(0)])
 
 
 def mel_filters(

@@ -26,9 +26,7 @@ class BiasingListCache(Generic[BiasingListT]):
         self._threads: dict[bool, ThreadPoolExecutor] = {}
         """Compiling threads, by whether they serve short lists."""
 
-    def get_or_build(
-        self, bias: str, make: Callable[[], BiasingListT], *, beams: bool = False
-    ) -> Future[BiasingListT]:
+    def get_or_build(self, bias: str, make: Callable[[], BiasingListT], *, beams: bool = False) -> Future[BiasingListT]:
         """Returns the future of a list, which `make` compiles if it is not cached. `bias`: as in SearchOptions.
         `beams`: the list is for beam search, and another than the one for greedy search."""
         if (future := self._cached.get((bias, beams))) is None:

@@ -149,9 +149,7 @@ class DiskWorker:
                 return []
             entry = self._read_queue[0]
             try:
-                memory = self._index.allocate_memory(entry.nbytes, drop=True) or self._index.allocate_reserve(
-                    entry
-                )
+                memory = self._index.allocate_memory(entry.nbytes, drop=True) or self._index.allocate_reserve(entry)
             except OSError as error:  # not lost: the read waits until the machine has memory
                 self._short = True
                 if not was_short:

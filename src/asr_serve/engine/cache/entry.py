@@ -22,9 +22,7 @@ class StorePlacement:
     """Extents of the arena or of the file, with a count of users. The last `release` frees them, so what was
     dropped while the disk or a reader uses it is not overwritten."""
 
-    def __init__(
-        self, ground: BlockAllocator, extents: tuple[BlockExtent, ...], data: memoryview = EMPTY_VIEW
-    ) -> None:
+    def __init__(self, ground: BlockAllocator, extents: tuple[BlockExtent, ...], data: memoryview = EMPTY_VIEW) -> None:
         """`data`: the memory itself; empty for extents of the file."""
         self.extents, self.data, self.users = extents, data, 1
         self._allocator = ground

@@ -139,9 +139,7 @@ class StoreIndex:
     def allocate_memory(self, nbytes: int, *, drop: bool) -> StorePlacement | None:
         """Allocates memory, evicting clean entries for it; with `drop` also dirty entries that are not pinned."""
         extent = self.arena.allocate(nbytes) or self._evict_memory(nbytes, drop)
-        return (
-            None if extent is None else StorePlacement(self.arena, (extent,), self.memory[extent.at : extent.end])
-        )
+        return None if extent is None else StorePlacement(self.arena, (extent,), self.memory[extent.at : extent.end])
 
     def allocate_reserve(self, entry: StoreEntry) -> StorePlacement | None:
         """Allocates memory outside the arena, for one entry at a time. Memory and file may both be full of pinned

@@ -117,9 +117,7 @@ def read_key(path: str) -> bytes:
     try:
         key = binascii.unhexlify(Path(path).read_bytes().strip())
     except OSError as error:
-        raise OptionError(
-            f"disk_key_file={path!r}: {error.strerror}", allowed, todo, param="disk_key_file"
-        ) from None
+        raise OptionError(f"disk_key_file={path!r}: {error.strerror}", allowed, todo, param="disk_key_file") from None
     except binascii.Error:
         key = b""
     if len(key) != KEY_BYTES:

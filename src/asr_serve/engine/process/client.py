@@ -44,11 +44,7 @@ class ProcessBackend:
     """Connection to the current engine process. Raises the errors of loading."""
 
     def __init__(
-        self,
-        spec: messages.EngineSpec,
-        ring: RingSize,
-        on_done: Callable[[int], None],
-        on_stop: Callable[[], None],
+        self, spec: messages.EngineSpec, ring: RingSize, on_done: Callable[[int], None], on_stop: Callable[[], None]
     ) -> None:
         self.ring = ring
         self._on_done = on_done
@@ -129,8 +125,7 @@ class ProcessBackend:
         with self._lock:
             self._supervisor.expect_open()
             owner = next(
-                (in_flight for in_flight in self._supervisor.in_flights if windows.session in in_flight.sessions),
-                None,
+                (in_flight for in_flight in self._supervisor.in_flights if windows.session in in_flight.sessions), None
             )
             if owner is not None:
                 owner.append_audio(windows)
@@ -160,9 +155,7 @@ class ProcessBackend:
         if not ready:
             answer.set_exception(unanswered_query("is being started again"))
 
-    def diarize_window(
-        self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]
-    ) -> None:
+    def diarize_window(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]) -> None:
         with self._lock:
             self._supervisor.expect_open()
             if ready := self._current.process_ready:

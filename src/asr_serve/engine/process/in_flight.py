@@ -381,9 +381,7 @@ class InFlight:
         number = self.queries.add(answer)
         self.send(messages.TurnQuery(number, len(pcm)), pcm, number)
 
-    def request_speakers(
-        self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]
-    ) -> None:
+    def request_speakers(self, pcm: np.ndarray, budget_samples: int, live: bool, answer: Future[LocalSpeakers]) -> None:
         number = self.queries.add(answer)
         self.send(messages.SpeakersQuery(number, len(pcm), budget_samples, live), pcm, number)
 
@@ -522,10 +520,7 @@ class InFlight:
         lost = [work for work in self.requests.values() if work.deaths >= deaths]
         for work in lost:
             del self.requests[work.id]
-        return [
-            *(work.answer(error) for work in lost),
-            *reject_chunks(self.sessions.fail_after_deaths(deaths), error),
-        ]
+        return [*(work.answer(error) for work in lost), *reject_chunks(self.sessions.fail_after_deaths(deaths), error)]
 
 
 def crash_error(code: str) -> AsrServeError:

@@ -159,9 +159,7 @@ class EngineProcessServer:
                 future.add_done_callback(partial(self._on_speech_done, request_id))
                 on_sound = partial(self._on_sound, request_id)
                 submitted_ns = message.submitted_ns
-                request = TtsRequest(
-                    request_id, sentence, on_sound, priority, future, slack_ms, skip, submitted_ns
-                )
+                request = TtsRequest(request_id, sentence, on_sound, priority, future, slack_ms, skip, submitted_ns)
                 put(lambda loop: loop.tts.submit_sentence(request))
             case messages.AppendVadAudio(session=session, chunk=chunk_number, length=length):
                 windows = VadChunk(session, self._ring.read_message(session, length), Future())
@@ -169,9 +167,7 @@ class EngineProcessServer:
                 if loop.uses_digests:
                     set_window_digest(windows)
                 put(lambda loop: loop.vad_scheduler.enqueue(windows))
-            case messages.AppendStreamAudio(
-                session=session, chunk=number, length=length, last=last, wanted=hypothesis
-            ):
+            case messages.AppendStreamAudio(session=session, chunk=number, length=length, last=last, wanted=hypothesis):
                 pcm = self._ring.read_message(session, length)
                 chunk = StreamChunk(session, pcm, last, Future(), hypothesis, message.timed)
                 chunk.future.add_done_callback(partial(self._on_stream_result, session, number))

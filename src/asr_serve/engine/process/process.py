@@ -123,9 +123,7 @@ class EngineProcess:
                     raise failure.to_error()
                 case _:
                     others(message)
-        raise EngineClosed(
-            f"the engine process ended while it was loading ({self.join_or_kill()})", todo="see its log"
-        )
+        raise EngineClosed(f"the engine process ended while it was loading ({self.join_or_kill()})", todo="see its log")
 
     def send(
         self,

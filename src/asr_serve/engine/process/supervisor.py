@@ -25,13 +25,7 @@ from asr_serve.engine.process.in_flight import (
     SoundAnswer,
     unanswered_query,
 )
-from asr_serve.engine.process.process import (
-    EXIT_TIMEOUT_S,
-    EngineProcess,
-    ExportedStream,
-    RingSize,
-    restart_pause_s,
-)
+from asr_serve.engine.process.process import EXIT_TIMEOUT_S, EngineProcess, ExportedStream, RingSize, restart_pause_s
 from asr_serve.errors import AsrServeError, EngineClosed, NotAllowed
 from asr_serve.transfer.sealed_buffer import SealedBuffer
 
@@ -305,9 +299,7 @@ class Supervisor:
         if same:
             raise EngineClosed("the engine was closed")
         raise NotAllowed(
-            "the model's files are not those that were loaded",
-            "a renewal of the same model",
-            "unload it and load it",
+            "the model's files are not those that were loaded", "a renewal of the same model", "unload it and load it"
         )
 
     def _hand_over(self, renewal: Handover, timeout_s: float) -> None:

@@ -120,9 +120,7 @@ class PeerConnection:
 
     @property
     def has_room(self) -> bool:
-        return (
-            self._over is None and len(self._batches) < MAX_BATCHES_IN_FLIGHT and self.failing < MAX_FAILED_BATCHES
-        )
+        return self._over is None and len(self._batches) < MAX_BATCHES_IN_FLIGHT and self.failing < MAX_FAILED_BATCHES
 
     def submit_batch(self, clips: Sequence[EncodeClip], done: Done) -> RemoteBatch | None:
         """Submits a batch; returns None where there is no room."""
@@ -146,9 +144,7 @@ class PeerConnection:
                 self._queue.remove((away, index))
                 finished = self._finish_batch(away)
             else:
-                numbers = [
-                    n for n, clip in self._in_flight.items() if clip.batch is away and clip.clip_index == index
-                ]
+                numbers = [n for n, clip in self._in_flight.items() if clip.batch is away and clip.clip_index == index]
                 self._control_messages.extend(messages.CancelEncode(number) for number in numbers)
                 self._condition.notify_all()
         if finished:
@@ -210,9 +206,7 @@ class PeerConnection:
                 self._last_message_s = now_s
             quiet_s, stalled_s = now_s - self._last_message_s, now_s - self._progress_s
             if quiet_s > self._timeout_s:
-                raise RoadTimeout(
-                    f"it gave no sign of life for {quiet_s:.1f} s", f"peer_timeout_s={self._timeout_s:g}"
-                )
+                raise RoadTimeout(f"it gave no sign of life for {quiet_s:.1f} s", f"peer_timeout_s={self._timeout_s:g}")
             if self._batches and stalled_s > self._timeout_s:
                 raise RoadTimeout(
                     f"nothing came of {len(self._batches)} batches for {stalled_s:.1f} s",
@@ -279,14 +273,11 @@ class PeerConnection:
         with self._condition:
             request = self._in_flight.get(message.id)
         if request is None:
-            raise MalformedRequest(
-                f"request {message.id} was answered", "it was not asked, or was answered before"
-            )
+            raise MalformedRequest(f"request {message.id} was answered", "it was not asked, or was answered before")
         clip = request.batch.clips[request.clip_index]
         if message.nbytes != request.region.nbytes or message.frames != clip.frames:
             raise MalformedRequest(
-                f"{message.nbytes} bytes of {message.frames} frames",
-                f"{request.region.nbytes} bytes of {clip.frames}",
+                f"{message.nbytes} bytes of {message.frames} frames", f"{request.region.nbytes} bytes of {clip.frames}"
             )
         # Copied at once: free receive memory is the credit to send more.
         data = self.receiver.received(request.region, message.nbytes, message.checksum).copy()

@@ -111,9 +111,7 @@ class EncodeClient:
             )
             self.welcome = True
             sender = self._attach_transport(identity)
-            sender_thread = threading.Thread(
-                target=self._send_all, args=(sender,), name="peer replies", daemon=True
-            )
+            sender_thread = threading.Thread(target=self._send_all, args=(sender,), name="peer replies", daemon=True)
             sender_thread.start()
             log.info("%s asks this engine to encode (%s)", self.name, self.payload)
             self._receive_loop()

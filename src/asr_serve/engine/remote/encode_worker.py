@@ -254,9 +254,7 @@ class EncodeWorker:
             data = tensor.view(torch.uint8).numpy().reshape(-1)
             request.client.enqueue_reply(EncodeReply(request, data, "", started_s - request.arrived_s, seconds))
         self.batches, self.encoded = self.batches + 1, self.encoded + len(batch)
-        self.keeper.stats.record_step(
-            "encode", seconds, len(batch), min(1.0, frames / self.scheduler.encode_frames)
-        )
+        self.keeper.stats.record_step("encode", seconds, len(batch), min(1.0, frames / self.scheduler.encode_frames))
         return True
 
     @torch.inference_mode()

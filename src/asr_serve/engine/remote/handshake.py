@@ -104,9 +104,7 @@ def handshake_as_worker(
     _compare_hello(client_hello, hello)
     nonces = client_hello.nonce + hello.nonce
     terms = line.expect(messages.ClientTerms, HELLO_S)
-    known = [
-        key for key in keys if hmac.compare_digest(terms.proof, proof(key, CLIENT_ROLE, nonces, terms.identity))
-    ]
+    known = [key for key in keys if hmac.compare_digest(terms.proof, proof(key, CLIENT_ROLE, nonces, terms.identity))]
     if keys and not known:
         _refuse(line, "it does not know the key; both sides need one of the same peer_keys")
     if difference := identity_difference(terms.identity, identity):

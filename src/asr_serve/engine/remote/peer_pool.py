@@ -188,10 +188,7 @@ class EncodePeer:
         connection = self.connection
         assert connection is not None
         log.info(
-            "peer %s encodes for this engine (%s by %s)",
-            self.address,
-            connection.payload,
-            connection.receiver.kind,
+            "peer %s encodes for this engine (%s by %s)", self.address, connection.payload, connection.receiver.kind
         )
         self._set_state("ready")
         usable = True
@@ -261,9 +258,7 @@ class EncodePeer:
                 continue
             payload = self._choose_payload(transport, peer.identity)
             try:
-                receiver = transports.create_receiver(
-                    transport, self._receive_buffer_bytes(payload), line.local_host
-                )
+                receiver = transports.create_receiver(transport, self._receive_buffer_bytes(payload), line.local_host)
             except (RoadFailed, OptionError) as failure:
                 reasons.append(f"{transport}: {failure}")
                 continue
@@ -300,8 +295,7 @@ class EncodePeer:
         compatible = theirs.cross == self._settings.identity.cross
         if self._settings.payload == "cross" and not compatible:
             raise PeerRefused(
-                f"keys and values: {self._settings.identity.cross} here, {theirs.cross} there",
-                "peer_carries=hidden",
+                f"keys and values: {self._settings.identity.cross} here, {theirs.cross} there", "peer_carries=hidden"
             )
         if self._settings.payload != "auto":
             return self._settings.payload
@@ -309,9 +303,7 @@ class EncodePeer:
 
     def _receive_buffer_bytes(self, carries: str) -> int:
         frame_bytes = self._settings.frame_bytes[carries]
-        in_flight_bytes = min(
-            MAX_BATCHES_IN_FLIGHT * self._settings.batch_frames * frame_bytes, RECEIVE_BUFFER_BYTES
-        )
+        in_flight_bytes = min(MAX_BATCHES_IN_FLIGHT * self._settings.batch_frames * frame_bytes, RECEIVE_BUFFER_BYTES)
         return max(in_flight_bytes, self._settings.longest_frames * frame_bytes)
 
 

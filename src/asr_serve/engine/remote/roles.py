@@ -32,9 +32,7 @@ def validate_roles(chosen: AsrCard, config: EngineConfig) -> None:
     """Raises OptionError for a model that cannot be split between engines, and for peers of one that only
     encodes."""
     if config.role == "encode" and config.peers:
-        raise OptionError(
-            "role=encode with peers", "an engine that encodes is asked, it does not ask", param="role"
-        )
+        raise OptionError("role=encode with peers", "an engine that encodes is asked, it does not ask", param="role")
     if uses_peers(config) and not _can_split(chosen):
         role = f"role={config.role}" + (" with peers" if config.peers else "")
         names = ", ".join(card.name for card in asr_cards().values() if _can_split(card))
@@ -85,19 +83,12 @@ def measure_encoder(
     )
     longest = max(model.count_frames(samples[1], whole) for whole in (False, True))
     return EncoderFacts(
-        identity,
-        {payload: prod(shape) * hidden.element_size() for payload, shape in shapes.items()},
-        longest,
-        samples,
+        identity, {payload: prod(shape) * hidden.element_size() for payload, shape in shapes.items()}, longest, samples
     )
 
 
 def build_encode_worker(
-    model: EncoderDecoderModel,
-    device: Device,
-    chosen: AsrCard,
-    config: EngineConfig,
-    meeting: HandshakeSettings,
+    model: EncoderDecoderModel, device: Device, chosen: AsrCard, config: EngineConfig, meeting: HandshakeSettings
 ) -> EncodeWorker:
     """Builds the executor of an engine that encodes for others. Raises OptionError."""
     encoder = measure_encoder(model, device, chosen, config, meeting.weights)

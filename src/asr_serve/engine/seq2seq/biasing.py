@@ -107,9 +107,7 @@ class BiasingQueue:
     def _build(self, bias: str, beams: bool) -> Future[CompiledBiasingList]:
         encode = self._encode
         assert encode is not None, "hot words came to a model without a vocabulary"
-        return self._lists.get_or_build(
-            bias, lambda: RescoringList.build(bias, encode, self._text, beams), beams=beams
-        )
+        return self._lists.get_or_build(bias, lambda: RescoringList.build(bias, encode, self._text, beams), beams=beams)
 
     def _resume(
         self, utterance: RecognitionRequest, made: Future[CompiledBiasingList], go_on: Callable[[], None]

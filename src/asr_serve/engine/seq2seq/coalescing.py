@@ -77,9 +77,7 @@ class CoalescingGroups:
                 self._followers[wanted] = remaining
         return waited
 
-    def remove(
-        self, wanted: bytes, each: RecognitionRequest, take_over: Callable[[RecognitionRequest], None]
-    ) -> None:
+    def remove(self, wanted: bytes, each: RecognitionRequest, take_over: Callable[[RecognitionRequest], None]) -> None:
         """Removes a request. If it was the leader, its most urgent follower becomes the leader, and is passed to
         `take_over`."""
         if self._leaders.get(wanted) is not each:
@@ -184,9 +182,7 @@ class RequestCoalescer:
         if self.cache.is_offloaded(root):
             number = each.id  # not the request: a disk that never answers must not hold on to its audio
             self._fetching[number] = PendingFetch(each, self._now() + FETCH_TIMEOUT_S)
-            self.cache.fetch_offloaded(
-                root, lambda parts: self._call(lambda: self._on_fetched(number, root, parts))
-            )
+            self.cache.fetch_offloaded(root, lambda parts: self._call(lambda: self._on_fetched(number, root, parts)))
         else:
             self.schedule(each)
 
@@ -251,11 +247,7 @@ class RequestCoalescer:
 
     def cached_frames(self, each: RecognitionRequest) -> OwnedPages | None:
         """Returns cached frames, with references for the request's row to free; its followers go on."""
-        if (
-            self.cache is None
-            or not each.encoder_key
-            or (pages := self.cache.lookup_audio(each.encoder_key)) is None
-        ):
+        if self.cache is None or not each.encoder_key or (pages := self.cache.lookup_audio(each.encoder_key)) is None:
             return None
         self._release_followers(each)
         return pages

@@ -101,10 +101,7 @@ class DecodeRow:
 
     def prefill_tokens(self) -> tuple[int, ...]:
         """Tokens that a prefill and verification pass feeds, after those in its pages."""
-        return (
-            *(self.prompt[self.cached_positions :] if not self.prefilled else (self.last_token,)),
-            *self.proposal,
-        )
+        return (*(self.prompt[self.cached_positions :] if not self.prefilled else (self.last_token,)), *self.proposal)
 
     def advance_draft(self, token: int, held: int) -> None:
         """Moves on in the draft after `held` accepted tokens and then `token`. Most often this replaces one of the
@@ -195,9 +192,7 @@ class ForwardInputs:
     (positions, pages) int32; how many positions of either are filled, this one included, (positions,) int64.
     `logit_positions`: positions with outputs; None: all."""
 
-    def __init__(
-        self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor
-    ) -> None:
+    def __init__(self, tokens: Tensor, own: Tensor, own_lengths: Tensor, audio: Tensor, audio_lengths: Tensor) -> None:
         self.tokens, self.token_tables, self.token_lengths = tokens, own, own_lengths
         self.audio_tables, self.audio_lengths = audio, audio_lengths
         self.logit_positions: Tensor | None = None
@@ -322,12 +317,7 @@ class DecodeBatch:
         return self._multi_token_inputs(feeds, firsts, own, audio, torch.tensor([row.frames for row in rows]))
 
     def _multi_token_inputs(
-        self,
-        feeds: Sequence[Sequence[int]],
-        firsts: Sequence[int],
-        own: Tensor,
-        audio: Tensor,
-        audio_lengths: Tensor,
+        self, feeds: Sequence[Sequence[int]], firsts: Sequence[int], own: Tensor, audio: Tensor, audio_lengths: Tensor
     ) -> ForwardInputs:
         """Inputs from the tables and lengths of each row."""
         counts = torch.tensor([len(feed) for feed in feeds])

@@ -86,9 +86,7 @@ def forward_outputs(model: EncoderDecoderModel, wanted: Tensor | None, *made: Te
     tokens, logprobs, logits, hidden, *extra = made
     layers = len(model.alignment.heads)
     no_speech = extra[layers] if len(extra) > layers else None
-    return ForwardOutputs(
-        tokens, logprobs, logits, hidden, AlignmentQueries(model, extra[:layers], wanted), no_speech
-    )
+    return ForwardOutputs(tokens, logprobs, logits, hidden, AlignmentQueries(model, extra[:layers], wanted), no_speech)
 
 
 MAX_VERIFY_POSITIONS = 256
@@ -125,9 +123,7 @@ class DecodeRunner:
 
     def pages_needed(self, frames: int, max_tokens: int, options: SearchOptions = NO_OPTIONS) -> int:
         """Pages reserved as a row joins, so that a running row is never short of memory."""
-        return pages_for(frames) + pages_for(self.prompts.positions_needed(options, max_tokens)) * rows_for(
-            options
-        )
+        return pages_for(frames) + pages_for(self.prompts.positions_needed(options, max_tokens)) * rows_for(options)
 
     def validate(self, options: SearchOptions) -> None:
         """Raises OptionError for what this model cannot do."""

@@ -279,8 +279,7 @@ class EncoderPool:
         shape = identity.cross if came.payload == "cross" else identity.hidden
         empty = torch.empty(0, *shape, dtype=device.dtype)  # of a cancelled clip: an empty array cannot be viewed
         tensors = [
-            torch.from_numpy(data).view(device.dtype).view(-1, *shape) if data.nbytes else empty
-            for data in came.data
+            torch.from_numpy(data).view(device.dtype).view(-1, *shape) if data.nbytes else empty for data in came.data
         ]
         packed = torch.cat(tensors).to(device.torch_device)
         if came.payload == "hidden":

@@ -125,10 +125,7 @@ class Seq2SeqExecutor:
         self.encoder_pool.check()
         self.coalescer.check(idle=not self.open_requests)
         waiting = (
-            len(self.scheduler)
-            + len(self._encoded_elsewhere)
-            + self.coalescer.waiting
-            + self.biasing_queue.waiting
+            len(self.scheduler) + len(self._encoded_elsewhere) + self.coalescer.waiting + self.biasing_queue.waiting
         )
         assert len(self.open_requests) == runner.request_count + waiting, "a request was lost"
 

@@ -71,10 +71,7 @@ class TokenAligner:
         while remaining:
             batch = [remaining.pop(0)]
             positions = len(batch[0].recognition.tokens)
-            while (
-                remaining
-                and (positions := positions + len(remaining[0].recognition.tokens)) <= MAX_ALIGN_POSITIONS
-            ):
+            while remaining and (positions := positions + len(remaining[0].recognition.tokens)) <= MAX_ALIGN_POSITIONS:
                 batch.append(remaining.pop(0))
             found |= {id(each): scores for each, scores in zip(batch, self._scores_by_forward(batch), strict=True)}
         return [found[id(each)] for each in ended]
@@ -248,9 +245,7 @@ class Finalizer:
         """Encodes the request again with all of its window. Returns False if nothing was left out, there is no
         room, or only one fast attempt is wanted."""
         utterance, options = self._requests.open[row.request_id], row.hypothesis.options
-        if not self._requests.omits_window_silence(utterance) or (
-            options.hurried and len(options.temperatures) == 1
-        ):
+        if not self._requests.omits_window_silence(utterance) or (options.hurried and len(options.temperatures) == 1):
             return False
         utterance.full_window = True
         try:

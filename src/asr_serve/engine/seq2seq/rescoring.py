@@ -281,14 +281,10 @@ class CandidateGenerator:
         return probes[: PROBES_PER_WORD * len(self.words)]
 
     def scoring_input(self, probe: FirstTokenProbe) -> ScoringInput:
-        return ScoringInput(
-            self.finished, self.words[probe.at].first, (probe.token,), (self._second_tokens(probe),)
-        )
+        return ScoringInput(self.finished, self.words[probe.at].first, (probe.token,), (self._second_tokens(probe),))
 
     def _second_tokens(self, probe: FirstTokenProbe) -> list[int]:
-        return [
-            form.tokens[1] for form in self.biasing_list.forms_by_first_token[probe.token] if len(form.tokens) > 1
-        ]
+        return [form.tokens[1] for form in self.biasing_list.forms_by_first_token[probe.token] if len(form.tokens) > 1]
 
     def candidates(self, probes: Sequence[tuple[FirstTokenProbe, Sequence[float]]]) -> list[HotwordCandidate]:
         """Returns hot words that the model finds possible, each in the span that fits its sounds best and in the
@@ -303,9 +299,7 @@ class CandidateGenerator:
         for i, spans in enumerate(self.spans):
             first = self.words[i].first
             for form in (
-                self.biasing_list.forms_by_first_token.get(self.finished.recognition.tokens[first], ())
-                if spans
-                else ()
+                self.biasing_list.forms_by_first_token.get(self.finished.recognition.tokens[first], ()) if spans else ()
             ):
                 possible.append((i, form, self._score(first, form.tokens)))
         possible = [candidate for candidate in possible if candidate[2] > LOGPROB_FLOOR]
@@ -326,11 +320,7 @@ class CandidateGenerator:
         span_index = {span: i for i, span in enumerate(spans)}
         pairs = sorted({(span_index[span], form.word) for i, form, _ in possible for span in self.spans[i]})
         distances = dict(
-            zip(
-                pairs,
-                self.biasing_list.phonetic_index.distances([span.text for span in spans], pairs),
-                strict=True,
-            )
+            zip(pairs, self.biasing_list.phonetic_index.distances([span.text for span in spans], pairs), strict=True)
         )
         candidates = []
         for i, form, score in possible:
@@ -396,9 +386,7 @@ def allowance(weight: float, far: float, *, same_stem: bool = False, words: int 
     PhoneticIndex.nearest; `words`: size of its list."""
     if far == RESPELLING_DISTANCE:
         return math.inf
-    base = (
-        BASE_ALLOWANCE + WEIGHT_GAIN * math.log(weight) - LIST_SIZE_PENALTY * math.log1p(words / LIST_SIZE_SCALE)
-    )
+    base = BASE_ALLOWANCE + WEIGHT_GAIN * math.log(weight) - LIST_SIZE_PENALTY * math.log1p(words / LIST_SIZE_SCALE)
     return base - DISTANCE_PENALTY * far - SAME_STEM_PENALTY * same_stem
 
 
@@ -454,9 +442,7 @@ class HotwordRescorer:
     def applies(self, each: FinishedRow) -> bool:
         """Whether it has hot words, and its pages hold just this answer."""
         hypothesis, tokens = each.row.hypothesis, each.recognition.tokens
-        return (
-            isinstance(hypothesis.hotwords, RescoringList) and bool(tokens) and tokens == tuple(hypothesis.tokens)
-        )
+        return isinstance(hypothesis.hotwords, RescoringList) and bool(tokens) and tokens == tuple(hypothesis.tokens)
 
     # --- candidates ---------------------------------------------------------------------------------------
 
@@ -478,9 +464,7 @@ class HotwordRescorer:
         room = self._scorer.has_pages(generator.finished for generator in places)
         probes = [generator.probes() if room else [] for generator in places]
         inputs = [
-            generator.scoring_input(probe)
-            for generator, found in zip(places, probes, strict=True)
-            for probe in found
+            generator.scoring_input(probe) for generator, found in zip(places, probes, strict=True) for probe in found
         ]
         scores = iter(self._scorer.logprobs(inputs))
         return [
@@ -523,9 +507,7 @@ class HotwordRescorer:
                 span.first, span.end, hotwords.tokenize(f" {span.before}{candidate.text}{span.behind}"), allowed
             )
             if len(edit.tokens) - (span.end - span.first) < room and (margin := self._upper_bound(each, edit)) > 0:
-                replacements.setdefault(
-                    edit[:3], (margin - RANK_PENALTY * max(0.0, candidate.phonetic_distance), edit)
-                )
+                replacements.setdefault(edit[:3], (margin - RANK_PENALTY * max(0.0, candidate.phonetic_distance), edit))
         return [edit for _, edit in sorted(replacements.values(), key=lambda pair: -pair[0])[:limit]]
 
     def _recognized_logprob(self, each: FinishedRow, span: WordSpan | Replacement) -> float:
@@ -558,9 +540,7 @@ class HotwordRescorer:
         for each, edit in looks:
             tokens = (*edit.tokens, *self._tokens_with_eos(each)[edit.end : edit.end + CONTEXT_TOKENS])
             previous = each.recognition.tokens[edit.first - 1] if edit.first else each.row.prompt[-1]
-            inputs.append(
-                ScoringInput(each, edit.first - 1, (previous, *tokens[:-1]), [(token,) for token in tokens])
-            )
+            inputs.append(ScoringInput(each, edit.first - 1, (previous, *tokens[:-1]), [(token,) for token in tokens]))
         results = []
         for (each, edit), scores in zip(looks, self._scorer.logprobs(inputs), strict=True):
             logprobs = [score for (score,) in scores]

@@ -61,9 +61,7 @@ class Seq2SeqScheduler:
     def enqueue(self, request: ScheduledRequest) -> None:
         if not self._by_deadline[request.priority]:
             # A class that had nothing to do does not save up service for later.
-            self._virtual_time[request.priority] = max(
-                self._virtual_time[request.priority], self._system_virtual_time
-            )
+            self._virtual_time[request.priority] = max(self._virtual_time[request.priority], self._system_virtual_time)
         self._queue[request.id] = request
         bisect.insort(self._by_length[request.priority], (request.frames, request.id))
         bisect.insort(self._by_deadline[request.priority], (request.deadline_ms, request.id))

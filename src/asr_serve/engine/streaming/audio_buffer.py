@@ -63,9 +63,7 @@ class AudioBuffer:
     def validate(self, place: ChunkAudioPosition, waiting: BytesLike, frame_samples: int) -> None:
         """Raises ValueError for a position or bytes that do not describe audio of this row."""
         n, remainder = divmod(len(waiting), 4)
-        sane = (
-            min(place) >= 0 and place.buffered_samples <= MOST_SAMPLES and place.filled_samples <= len(self._row)
-        )
+        sane = min(place) >= 0 and place.buffered_samples <= MOST_SAMPLES and place.filled_samples <= len(self._row)
         remaining = max(0, place.buffered_samples + self._before_samples - place.seen_frames * frame_samples)
         if (
             remainder

@@ -42,9 +42,7 @@ class StreamBiasingCompiler:
         if compiled.done():
             self._deliver(number, stream, compiled)
         else:
-            compiled.add_done_callback(
-                lambda _: self._keeper.call(lambda: self._deliver(number, stream, compiled))
-            )
+            compiled.add_done_callback(lambda _: self._keeper.call(lambda: self._deliver(number, stream, compiled)))
 
     def cancel(self, number: int) -> None:
         """Cancels the compilation of the stream's list, if it has not begun and no other stream waits for it."""

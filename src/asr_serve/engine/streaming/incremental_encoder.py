@@ -47,9 +47,7 @@ EMPTY_RECOGNITION = Recognition(tokens=(), avg_logprob=0.0, temperature=0.0, fin
 class EncoderFrameStore:
     """Store of each session's encoder frames; takes the place of the runner's search."""
 
-    def __init__(
-        self, model: IncrementalEncoderDecoderModel, runner: DecodeRunner, slots: int, longest: int
-    ) -> None:
+    def __init__(self, model: IncrementalEncoderDecoderModel, runner: DecodeRunner, slots: int, longest: int) -> None:
         """`longest`: maximum frames of an utterance; later ones are dropped."""
         self._model, self._runner = model, runner
         self.max_frames = pages_for(longest)
@@ -129,9 +127,7 @@ class IncrementalEncoderExecutor(StreamingExecutor):
 
     def check(self) -> None:
         super().check()
-        assert self._utterances.borrowed_page_count == sum(map(len, self._pages.values())), (
-            "a stream's pages were lost"
-        )
+        assert self._utterances.borrowed_page_count == sum(map(len, self._pages.values())), "a stream's pages were lost"
         self._utterances.check()
 
     def shutdown(self, error: Exception) -> None:

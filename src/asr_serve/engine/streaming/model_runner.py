@@ -104,9 +104,7 @@ class _StepBatch:
         self._pcm = torch.zeros(rows * samples)
         self._numbers = torch.zeros(3, rows, dtype=torch.int64)
 
-    def fill(
-        self, rows: int, samples: int, sessions: Sequence[StreamingSession], frames: Sequence[int]
-    ) -> _StepInput:
+    def fill(self, rows: int, samples: int, sessions: Sequence[StreamingSession], frames: Sequence[int]) -> _StepInput:
         """Fills `rows` rows from the sessions; the rows after them are empty."""
         inputs = _StepInput(
             self._pcm[: rows * samples].view(rows, samples), *(buffer[:rows] for buffer in self._numbers)
@@ -152,9 +150,7 @@ class ChunkedModelRunner:
         state; limits `slots` where it is not enough. `bulk_frames`: maximum frames, over all rows, of a step of
         many chunks; None: as many as the device needs to be busy. `aligns`: the search runs over the model's head
         `ctc`. `graphs`: capture steps, on a device that can. `poison`: see StateCacheManager."""
-        assert chunk % model.frame_block == 0, (
-            f"chunks of {chunk} frames, where {model.frame_block} see each other"
-        )
+        assert chunk % model.frame_block == 0, f"chunks of {chunk} frames, where {model.frame_block} see each other"
         self.model, self.search, self.device = model, search, device
         self._ctc: StreamingModel | None = None
         if aligns:
@@ -419,9 +415,7 @@ class ChunkedModelRunner:
             self._forward(pcm, self.states.prepare_rows([], rows), *numbers)
 
     @torch.inference_mode()
-    def _advance(
-        self, given: _StepInput, rows: Tensor, sessions: Sequence[StreamingSession]
-    ) -> list[SearchResult]:
+    def _advance(self, given: _StepInput, rows: Tensor, sessions: Sequence[StreamingSession]) -> list[SearchResult]:
         pcm, *numbers = given
         (hidden,) = self._forward(pcm, rows, *numbers)
         n, device = len(sessions), self.device.torch_device
@@ -431,11 +425,7 @@ class ChunkedModelRunner:
         return results
 
     def _collect_alignment(
-        self,
-        hidden: Tensor,
-        frames: Sequence[int],
-        sessions: Sequence[StreamingSession],
-        found: Sequence[SearchResult],
+        self, hidden: Tensor, frames: Sequence[int], sessions: Sequence[StreamingSession], found: Sequence[SearchResult]
     ) -> None:
         """Collects frames and tokens for sessions whose token times will be requested."""
         aligned_rows = [row for row, session in enumerate(sessions) if session.aligner is not None]
@@ -449,11 +439,7 @@ class ChunkedModelRunner:
         for i, row in enumerate(aligned_rows):
             aligner = sessions[row].aligner
             assert aligner is not None
-            aligner.append_step(
-                found[row].fixed_tokens, None if posteriors is None else posteriors[i, : frames[row]]
-            )
+            aligner.append_step(found[row].fixed_tokens, None if posteriors is None else posteriors[i, : frames[row]])
 
     def _step(self, *given: Tensor) -> tuple[Tensor]:
-        return (
-            self.model.step(StreamingChunk(*(part.to(self.device.torch_device) for part in given)), self._encoder),
-        )
+        return (self.model.step(StreamingChunk(*(part.to(self.device.torch_device) for part in given)), self._encoder),)

@@ -77,8 +77,7 @@ class StreamOffloader:
         """Time on the monotonic clock of the next offload or read timeout. `pressed`: a stream waits for a
         slot."""
         return min(
-            (due for due in (self._next_offload_s(pressed), self._next_read_timeout_s) if due is not None),
-            default=None,
+            (due for due in (self._next_offload_s(pressed), self._next_read_timeout_s) if due is not None), default=None
         )
 
     def _next_offload_s(self, pressed: bool) -> float | None:

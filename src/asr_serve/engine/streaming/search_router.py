@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from asr_serve.decoding.biasing_list import StreamingBiasingList
-from asr_serve.models.interfaces import (
-    NBestHypothesis,
-    SearchResult,
-    State,
-    StateSpec,
-    StreamingChunk,
-    StreamingSearch,
-)
+from asr_serve.models.interfaces import NBestHypothesis, SearchResult, State, StateSpec, StreamingChunk, StreamingSearch
 
 
 class BiasableSearch(Protocol):
@@ -61,9 +54,7 @@ class BiasingSearchRouter:
             if words is None:
                 group_results = self.plain_search.step(hidden[selected], subset, select_prefix("plain", state))
             else:
-                group_results = self.biased_search.step(
-                    hidden[selected], subset, select_prefix("hot", state), words
-                )
+                group_results = self.biased_search.step(hidden[selected], subset, select_prefix("hot", state), words)
             for index, result in zip(indices, group_results, strict=True):
                 results[index] = result
         return results

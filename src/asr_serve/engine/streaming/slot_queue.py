@@ -45,9 +45,7 @@ class SlotQueue:
 
     def waiting_priorities(self, but: Container[int]) -> set[Priority]:
         """Classes with waiting entries, apart from those in `but`."""
-        return {
-            priority for priority, numbers in self._waiting.items() if any(number not in but for number in numbers)
-        }
+        return {priority for priority, numbers in self._waiting.items() if any(number not in but for number in numbers)}
 
     @property
     def longest_waiting(self) -> tuple[int, float] | None:

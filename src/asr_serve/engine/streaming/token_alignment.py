@@ -69,9 +69,7 @@ class StreamTokenAligner:
         count, remainder = divmod(len(frames), 4 * COLUMNS)
         fits = count <= MAX_FRAMES and (not count or self._first_frame + count == seen)
         if remainder or not fits or len(self._runs) > len(self._tokens):
-            raise ValueError(
-                f"{len(frames)} bytes of a saved session's frames from {self._first_frame} on, of {seen}"
-            )
+            raise ValueError(f"{len(frames)} bytes of a saved session's frames from {self._first_frame} on, of {seen}")
         self._frames = np.frombuffer(bytes(frames), np.float32).reshape(-1, COLUMNS)
         """Frames from `_first_frame` on."""
         self._pending_frames: list[np.ndarray] = []
@@ -102,9 +100,7 @@ class StreamTokenAligner:
         timed = len(self._runs)
         tokens = self._tokens[timed:]
         if tokens:
-            self._runs += (
-                self._align(tokens, before) if len(self.frames) else [(t.frame, t.frame + 1) for t in tokens]
-            )
+            self._runs += self._align(tokens, before) if len(self.frames) else [(t.frame, t.frame + 1) for t in tokens]
             self._drop_before(self._runs[-1][1])
         return self._runs
 

@@ -20,14 +20,7 @@ from asr_serve.errors import OptionError, WeightsCorrupt
 from asr_serve.models.checkpoints import store as model_weights
 from asr_serve.models.interfaces import Vocoder, WholeSentenceTtsModel
 from asr_serve.models.model_files import SpeechModel
-from asr_serve.models.registry import (
-    TtsCard,
-    VocoderCard,
-    tts_model_file,
-    vocoder_card,
-    vocoder_cards,
-    vocoder_file,
-)
+from asr_serve.models.registry import TtsCard, VocoderCard, tts_model_file, vocoder_card, vocoder_cards, vocoder_file
 from asr_serve.transfer.checksum import checksum, file_checksum
 from asr_serve.types import Quantize
 

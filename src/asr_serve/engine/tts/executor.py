@@ -100,11 +100,7 @@ class TtsExecutor:
         }
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "rows": self.runner.rows,
-            "rows_used": self.runner.used,
-            "sentences_waiting": len(self._waiting),
-        }
+        return {"rows": self.runner.rows, "rows_used": self.runner.used, "sentences_waiting": len(self._waiting)}
 
     # --- messages --------------------------------------------------------------------------------------
 

@@ -128,10 +128,7 @@ def select_for_step(turns: Iterable[TtsDeadline], most: int, now_s: float) -> li
     if first and dry:
         half = max(1, most // 2)
         preferred = {*first[:half], *dry[: most - min(half, len(first))]}
-        order = [
-            *(turn for turn in order if turn in preferred),
-            *(turn for turn in order if turn not in preferred),
-        ]
+        order = [*(turn for turn in order if turn in preferred), *(turn for turn in order if turn not in preferred)]
     return [turn.id for turn in order[:most]]
 
 

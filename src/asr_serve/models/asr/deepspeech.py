@@ -84,9 +84,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
 
     @property
     def features(self) -> MfccShape:
-        return MfccShape(
-            self.window_samples, self.hop_samples, self.mels, self.coefficients, self.low_hz, self.high_hz
-        )
+        return MfccShape(self.window_samples, self.hop_samples, self.mels, self.coefficients, self.low_hz, self.high_hz)
 
     @property
     def input_frames(self) -> int:
@@ -172,9 +170,7 @@ class Model(StreamingModel):
         cepstra = self.features(chunk.pcm)
         frame = chunk.start_frames[:, None] - config.context_frames
         frame = frame + torch.arange(cepstra.shape[1], device=cepstra.device)
-        count = (
-            torch.div(chunk.total_samples - config.window_samples, config.hop_samples, rounding_mode="floor") + 2
-        )
+        count = torch.div(chunk.total_samples - config.window_samples, config.hop_samples, rounding_mode="floor") + 2
         inside = (frame >= 0) & (frame < count.clamp(min=1)[:, None])
         cepstra = torch.where(inside[:, :, None], cepstra, 0.0)
         h, c = state["h"][chunk.rows], state["c"][chunk.rows]
@@ -255,9 +251,7 @@ CONVERTER = WeightsConverter(is_package_folder, convert)
 
 
 def _tensors(graph: tflite_graph.TfliteGraph) -> dict[str, np.ndarray]:
-    products = {
-        call.inputs[1]: call for call in graph.operations_named("FULLY_CONNECTED") if len(call.inputs) == 3
-    }
+    products = {call.inputs[1]: call for call in graph.operations_named("FULLY_CONNECTED") if len(call.inputs) == 3}
     if len(products) != len(_DENSE):
         raise WeightsCorrupt(f"{graph.path} has {len(products)} weight matrices", f"a DeepSpeech: {len(_DENSE)}")
     by_name = dict(zip(_DENSE, products.values(), strict=True))
@@ -267,10 +261,7 @@ def _tensors(graph: tflite_graph.TfliteGraph) -> dict[str, np.ndarray]:
     # One matrix for the input and the LSTM's last output, its gates in an order of its own.
     weights, biases = (np.split(tensors.pop(f"lstm.{kind}"), len(GATES)) for kind in ("weight", "bias"))
     order = _gate_order(graph, by_name["lstm"].inputs[1])
-    recurrent_and_input, inputs = (
-        np.concatenate([weights[i] for i in order]),
-        weights[0].shape[1] - len(weights[0]),
-    )
+    recurrent_and_input, inputs = (np.concatenate([weights[i] for i in order]), weights[0].shape[1] - len(weights[0]))
     return tensors | {
         "lstm.input.weight": recurrent_and_input[:, :inputs],
         "lstm.input.bias": np.concatenate([biases[i] for i in order]),

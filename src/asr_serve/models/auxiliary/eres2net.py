@@ -79,9 +79,7 @@ class FusedConv(nn.Conv2d):
             name, limits = ("hardtanh", [0.0, CEILING]) if then == "bounded" else (then, [])
             activated = pointwise_conv(x, self.weight, self.bias, *geometry, name, limits, "")
         else:
-            activated = pointwise_conv.binary(
-                x, add, self.weight, self.bias, *geometry, "add", 1.0, None, [], None
-            )
+            activated = pointwise_conv.binary(x, add, self.weight, self.bias, *geometry, "add", 1.0, None, [], None)
             activated = FOLLOWS[then](activated)
         return activated
 
@@ -215,8 +213,7 @@ def read(folder: Path) -> Eres2Net:
         model.load_state_dict(_folded(weights))
     except (KeyError, RuntimeError, pickle.UnpicklingError) as failure:
         raise WeightsCorrupt(
-            f"{folder / WEIGHTS} holds other weights than this model's: {failure}",
-            todo="install the package again",
+            f"{folder / WEIGHTS} holds other weights than this model's: {failure}", todo="install the package again"
         ) from failure
     return model.eval()
 

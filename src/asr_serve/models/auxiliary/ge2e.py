@@ -157,7 +157,5 @@ def read(folder: Path) -> Ge2eEncoder:
     try:
         model.load_state_dict({name: weights[name] for name in model.state_dict()})
     except KeyError as missing:
-        raise WeightsCorrupt(
-            f"{folder / WEIGHTS} has no tensor {missing}", todo="install the package again"
-        ) from None
+        raise WeightsCorrupt(f"{folder / WEIGHTS} has no tensor {missing}", todo="install the package again") from None
     return model.eval()

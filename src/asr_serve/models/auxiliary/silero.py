@@ -68,12 +68,7 @@ class Silero(nn.Module):
         super().__init__()
         self.convs = nn.ModuleList(
             nn.Conv1d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1)
-            for channels_in, channels_out, stride in (
-                (BINS, 128, 1),
-                (128, 64, 2),
-                (64, 64, 2),
-                (64, WIDTH, 1),
-            )
+            for channels_in, channels_out, stride in ((BINS, 128, 1), (128, 64, 2), (64, 64, 2), (64, WIDTH, 1))
         )
         self.lstm: Any = nn.LSTM(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 1)
@@ -146,9 +141,7 @@ def load() -> Silero:
         ) from error
     digest = hashlib.sha256(raw).hexdigest()
     if digest != WEIGHTS_SHA256:
-        raise WeightsCorrupt(
-            f"{WEIGHTS} has sha256 {digest}", f"it must be {WEIGHTS_SHA256}", "reinstall asr-serve"
-        )
+        raise WeightsCorrupt(f"{WEIGHTS} has sha256 {digest}", f"it must be {WEIGHTS_SHA256}", "reinstall asr-serve")
     model = Silero()
     model.load_state_dict(safetensors.torch.load(raw))
     return model.eval()

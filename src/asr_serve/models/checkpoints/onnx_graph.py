@@ -157,6 +157,5 @@ def _no_graph(path: Path) -> WeightsCorrupt:
 
 def _reader_missing(path: Path, missing: ModuleNotFoundError) -> WeightsMissing:
     return WeightsMissing(
-        f"{path.name} needs the Python package {missing.name}",
-        todo="pip install 'asr-serve[embedded]'",
+        f"{path.name} needs the Python package {missing.name}", todo="pip install 'asr-serve[embedded]'"
     )

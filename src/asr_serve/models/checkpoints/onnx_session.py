@@ -56,16 +56,8 @@ class OnnxSession:
             options.intra_op_num_threads = options.inter_op_num_threads = 1
             options.log_severity_level = 3
             self._session: Any = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        except (
-            DecodeError,
-            state.Fail,
-            state.InvalidGraph,
-            state.InvalidProtobuf,
-            state.InvalidArgument,
-        ) as failure:
-            raise WeightsCorrupt(
-                f"{source} cannot be read as a graph", "an .onnx file", "get it again"
-            ) from failure
+        except (DecodeError, state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.InvalidArgument) as failure:
+            raise WeightsCorrupt(f"{source} cannot be read as a graph", "an .onnx file", "get it again") from failure
 
     def __call__(self, **inputs: np.ndarray) -> list[np.ndarray]:
         """Returns all outputs in order, then the additional ones."""
@@ -122,9 +114,7 @@ class OnnxGraphEditor:
     def node(self, op: str, inputs: Sequence[str], output: str, **attributes: int) -> None:
         """Adds a node behind those that compute its inputs. Attributes are integers."""
         nodes = list(self._graph.node)
-        position = (
-            max((place for place, node in enumerate(nodes) if set(inputs) & set(node.output)), default=-1) + 1
-        )
+        position = max((place for place, node in enumerate(nodes) if set(inputs) & set(node.output)), default=-1) + 1
         new_node = self._graph.node.add(op_type=op, name=output, input=inputs, output=[output])
         for name, value in attributes.items():
             new_node.attribute.add(name=name, type=self.INT_ATTRIBUTE, i=value)

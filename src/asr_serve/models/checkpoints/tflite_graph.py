@@ -128,9 +128,9 @@ def read(path: Path) -> TfliteGraph:
             raise ValueError(f"it does not say {IDENTIFIER.decode()}")
         return _graph(path, _Table(data, _unsigned(data, 0)))
     except (struct.error, ValueError, IndexError) as failure:
-        raise WeightsCorrupt(
-            f"{path} cannot be read as a graph: {failure}", "a .tflite file", "get it again"
-        ) from (failure)
+        raise WeightsCorrupt(f"{path} cannot be read as a graph: {failure}", "a .tflite file", "get it again") from (
+            failure
+        )
 
 
 def _graph(path: Path, model: _Table) -> TfliteGraph:

@@ -223,9 +223,7 @@ class Model(StreamingTtsModel[FastPitchSentence]):
     def whole(self, encoded: FastPitchSentence) -> Tensor:
         """Decodes all frames of a sentence at once, (1, frames, width). Reference for tests of the steps."""
         out = self.network.decode(
-            encoded.x[None],
-            torch.tensor([encoded.frames], device=encoded.x.device),
-            _changes([encoded.voice]),
+            encoded.x[None], torch.tensor([encoded.frames], device=encoded.x.device), _changes([encoded.voice])
         )
         return self._frames(out, encoded.base[None])[:, : encoded.frames]
 
@@ -353,9 +351,7 @@ def read_voice(path: Path, sizes: FastPitchSizes, where: torch.device) -> VoiceP
     strange = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
     if strange is not None or deviation <= 0:
         raise WeightsCorrupt(
-            f"{path}: {strange or f'the pitch deviates by {deviation:g}'}",
-            "numbers; more than 0",
-            "clone it again",
+            f"{path}: {strange or f'the pitch deviates by {deviation:g}'}", "numbers; more than 0", "clone it again"
         )
     changes = {}
     for name, (outputs, inputs) in sizes.adapted().items():

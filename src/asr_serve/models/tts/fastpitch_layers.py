@@ -87,9 +87,7 @@ class RotaryAngles(NamedTuple):
     def of(cls, places: Tensor, d: int, dtype: torch.dtype) -> RotaryAngles:
         """Computes the angles of `places` (frames,) or (rows, frames); `d`: size of a head."""
         half = d // 2
-        rates = torch.exp(
-            -math.log(10_000.0) / half * torch.arange(half, device=places.device, dtype=torch.float32)
-        )
+        rates = torch.exp(-math.log(10_000.0) / half * torch.arange(half, device=places.device, dtype=torch.float32))
         angles = places[..., None].float() * rates
         if angles.dim() == 3:
             angles = angles[:, None]

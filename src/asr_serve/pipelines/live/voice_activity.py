@@ -68,9 +68,7 @@ class LiveVoiceActivity:
             return
         last = self._finishing and windows < self._most_windows
         self._submit(
-            self._unscored.take_windows(
-                min(windows, self._most_windows) * WINDOW_SAMPLES, WINDOW_SAMPLES, last=last
-            )
+            self._unscored.take_windows(min(windows, self._most_windows) * WINDOW_SAMPLES, WINDOW_SAMPLES, last=last)
         )
 
     def _submit(self, pcm: np.ndarray) -> None:

@@ -158,9 +158,7 @@ class SequentialLongForm:
         """Returns the next window if its audio is available."""
         if self._remaining_samples < (self._window_samples if self._reading else MIN_WINDOW_SAMPLES):
             return None
-        span = Span(
-            self._position_samples, self._position_samples + min(self._remaining_samples, self._window_samples)
-        )
+        span = Span(self._position_samples, self._position_samples + min(self._remaining_samples, self._window_samples))
         is_scored = self._activity is None or self._activity.is_scored_to(span.end_samples)
         return span if is_scored else None
 
@@ -169,9 +167,7 @@ class SequentialLongForm:
 
     def _read(self, source: AudioReader, windows: int) -> bool:
         """Reads up to `windows` windows ahead and returns whether the recording has ended."""
-        while (
-            self._remaining_samples < windows * self._window_samples and (chunk := source.next_chunk()) is not None
-        ):
+        while self._remaining_samples < windows * self._window_samples and (chunk := source.next_chunk()) is not None:
             self._audio.append(chunk)
             if self._activity is not None:
                 self._activity.append_audio(chunk)
@@ -198,11 +194,7 @@ class SequentialLongForm:
                 self._context_tokens += answer.tokens[sentence.first_token : sentence.end_token]
         if segments:
             end = max(end, segments[-1].end_samples)
-        if (
-            not self._condition_on_previous
-            or answer.temperature > MAX_REMEMBERED_TEMPERATURE
-            or self._repeats(answer)
-        ):
+        if not self._condition_on_previous or answer.temperature > MAX_REMEMBERED_TEMPERATURE or self._repeats(answer):
             self._context_tokens.clear()
         del self._context_tokens[: -self._card.prompt_tokens or None]
         if not self._search.language and segments:
@@ -245,9 +237,7 @@ class SequentialLongForm:
         """Returns the segment of a sentence; None if it has no text or begins after the recording's end. Its
         times are those of its timestamps; but words may lie anywhere in `room`, and it extends as far as they
         do."""
-        indices = [
-            i for i in range(each.first_token, each.end_token) if answer.tokens[i] < self._times.words_below
-        ]
+        indices = [i for i in range(each.first_token, each.end_token) if answer.tokens[i] < self._times.words_below]
         start = self._step_position(span, each.start_step)
         end = span.end_samples if each.end_step is None else self._step_position(span, each.end_step)
         if start >= end:

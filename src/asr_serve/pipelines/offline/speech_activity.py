@@ -68,9 +68,7 @@ class SpeechActivity:
         """Whether the range holds speech."""
         first = -(-start_samples // WINDOW_SAMPLES) - self._first_window
         end = -(-end_samples // WINDOW_SAMPLES) - self._first_window
-        return (
-            sum(self._speech[i] for i in range(max(0, first), min(end, len(self._speech)))) >= MIN_SPEECH_WINDOWS
-        )
+        return sum(self._speech[i] for i in range(max(0, first), min(end, len(self._speech)))) >= MIN_SPEECH_WINDOWS
 
     def first_speech(self, start_samples: int, end_samples: int) -> int:
         """Start of the first window with speech in the range; `end_samples` if there is none."""

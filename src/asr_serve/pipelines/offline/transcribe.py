@@ -134,9 +134,7 @@ class _Transcription:
             bias=hotword_bias(client, tokenizer, options.hotwords),
             words=options.words or options.speakers,
         )
-        self.normalizer = SegmentNormalizer(
-            "en" if options.task == "translate" else self.language, itn=options.itn
-        )
+        self.normalizer = SegmentNormalizer("en" if options.task == "translate" else self.language, itn=options.itn)
         self.ahead_samples = 0
         self.done_samples = 0
         self.announced: int | None = 0
@@ -144,9 +142,7 @@ class _Transcription:
     def run(self, items: Iterator[InputItem]) -> Generator[Event, None, None]:
         files: deque[_FileJob] = deque()
         opened, remaining, deferred = 0, True, None
-        self.known_voices = KnownSpeakerVoices(
-            self.client, self.options.known_speakers, self.wake, self.stop.check
-        )
+        self.known_voices = KnownSpeakerVoices(self.client, self.options.known_speakers, self.wake, self.stop.check)
         try:
             while files or remaining:
                 self.stop.check()
@@ -188,9 +184,7 @@ class _Transcription:
         client, text = self.client, self.tokenizer.decode
         most_windows = client.config.vad_windows - 32
         if not self.sequential:
-            return ParallelLongForm(
-                client.card, self.endpoint, self.search, session, most_windows, text, self.wake
-            )
+            return ParallelLongForm(client.card, self.endpoint, self.search, session, most_windows, text, self.wake)
         return SequentialLongForm(
             client.card,
             client.max_samples,
@@ -338,9 +332,7 @@ class _FileJob:
             text, model = " ".join(s.text for s in self.segments), self.call.client.card.name
             length, segments, cached = self.long_form.read_samples, tuple(self.segments), self.cached_samples
             language, language_prob = self._language, self._language_prob
-            transcript = Transcript(
-                self.key, text, language, length, segments, model, cached, language_prob, turns
-            )
+            transcript = Transcript(self.key, text, language, length, segments, model, cached, language_prob, turns)
             yield FileDone(self.index, self.key, transcript)
 
     def _segment_done(self, segment: Segment, phases: EngineTimestamps | None, language: str) -> SegmentDone:

@@ -27,9 +27,7 @@ def frontend_for(
         raise unknown_name_error("language", str(language)[:20], card.languages)
     resolved = language or card.language(voice)
     bounds = {} if max_characters is None else {"max_characters": max_characters}
-    return TextFrontend(
-        card.alphabet, lexicon, british=resolved == "en-gb", max_phonemes=card.max_phonemes, **bounds
-    )
+    return TextFrontend(card.alphabet, lexicon, british=resolved == "en-gb", max_phonemes=card.max_phonemes, **bounds)
 
 
 def preload_frontend(card: TtsCard) -> None:

@@ -269,9 +269,7 @@ class TtsSession:
                 part.begin(self._trailing_silence_samples)
             if (pcm := part.take_audio()) is not None:
                 quiet = trailing_silence_samples(pcm)
-                self._trailing_silence_samples = quiet + (
-                    self._trailing_silence_samples if quiet == len(pcm) else 0
-                )
+                self._trailing_silence_samples = quiet + (self._trailing_silence_samples if quiet == len(pcm) else 0)
                 clause_words = part.words() if isinstance(part, SentencePart) else None
                 self._part_samples += len(pcm)
                 self._playback.add_audio(len(pcm) / self._card_hz, time.monotonic())

@@ -236,9 +236,7 @@ class SentenceEncoder:
 
     def add_segment(self, segment: Segment, language: str = "", probability: float = 0.0) -> None:
         """Adds a segment. Arguments as for FunAsrSentence.from_segment."""
-        sentence = FunAsrSentence.from_segment(
-            segment, words=self._words, language=language, probability=probability
-        )
+        sentence = FunAsrSentence.from_segment(segment, words=self._words, language=language, probability=probability)
         self._add(sentence)
         if self._spk:
             self._spoken.append(sentence)

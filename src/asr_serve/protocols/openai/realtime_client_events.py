@@ -146,9 +146,7 @@ def decode_client_event(text: str) -> ClientEvent:
             "see its type first",
         ) from None
     if not isinstance(members, dict):
-        raise MalformedRequest(
-            f"{quote_for_message(text)} is no event", "every event is a JSON object with a type"
-        )
+        raise MalformedRequest(f"{quote_for_message(text)} is no event", "every event is a JSON object with a type")
     kind, event_id = members.pop("type", None), members.pop("event_id", None)
     known_id = event_id[:512] if isinstance(event_id, str) else None
     return ClientEvent(kind if isinstance(kind, str) else "", known_id, members)
@@ -243,10 +241,7 @@ def apply_update(settings: RealtimeSettings, update: UpdateSession) -> RealtimeS
 def _session(settings: RealtimeSettings, session: JsonMembers) -> RealtimeSettings:
     if session.required("type", ("transcription", "realtime")) == "realtime":
         raise UnsupportedOption(
-            "session.type=realtime is not supported",
-            TRANSCRIPTION_ONLY,
-            "ask for transcription",
-            param="session.type",
+            "session.type=realtime is not supported", TRANSCRIPTION_ONLY, "ask for transcription", param="session.type"
         )
     settings = _include(settings, session)
     audio = session.object("audio")

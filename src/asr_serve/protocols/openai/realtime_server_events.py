@@ -83,12 +83,7 @@ class ServerEventEncoder:
         form: dict[str, Any] = {"type": settings.format}
         if settings.format == "audio/pcm":
             form["rate"] = REALTIME_FORMATS[settings.format][1]
-        audio = {
-            "format": form,
-            "transcription": transcription,
-            "noise_reduction": None,
-            "turn_detection": turns,
-        }
+        audio = {"format": form, "transcription": transcription, "noise_reduction": None, "turn_detection": turns}
         return self.event(f"session.{kind}", session={"type": "transcription", **base, "audio": {"input": audio}})
 
     def error(self, problem: Problem, retry_ms: int | None = None, caused_by: str | None = None) -> str:

@@ -80,13 +80,10 @@ def parse_speech_request(body: bytes, most_characters: int) -> SpeechRequest:
         sent = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedRequest(
-            f"a body came that is no JSON: {error}",
-            'a body is like {"model":"tts-1","input":"Hello.","voice":"alloy"}',
+            f"a body came that is no JSON: {error}", 'a body is like {"model":"tts-1","input":"Hello.","voice":"alloy"}'
         ) from None
     if not isinstance(sent, dict):
-        raise MalformedRequest(
-            "a body came that is no object", 'a body is like {"input":"Hello.","voice":"alloy"}'
-        )
+        raise MalformedRequest("a body came that is no object", 'a body is like {"input":"Hello.","voice":"alloy"}')
     members = JsonMembers(sent)
     text = members.pop("input")
     if not isinstance(text, str):
@@ -131,9 +128,7 @@ def parse_voice(members: JsonMembers) -> str | None:
     return voice
 
 
-def parse_format_and_rate(
-    members: JsonMembers, form: str, rate: str, default: str = "mp3"
-) -> tuple[str, int | None]:
+def parse_format_and_rate(members: JsonMembers, form: str, rate: str, default: str = "mp3") -> tuple[str, int | None]:
     """Audio format and rate. `form`, `rate`: names of their members; `default`: default format."""
     chosen = members.choice(form, FORMATS) or default
     rate_hz = members.pop(rate)

@@ -110,9 +110,7 @@ def parse_transcription_form(
         **_speakers(fields, form, complete),
     )
     keywords = "keywords[]" in fields
-    return TranscriptionRequest(
-        fields.text("model"), options, form, stream, bool(include), granularities, keywords
-    )
+    return TranscriptionRequest(fields.text("model"), options, form, stream, bool(include), granularities, keywords)
 
 
 def parse_translation_form(
@@ -126,9 +124,7 @@ def parse_translation_form(
 
 
 def _speakers(fields: FormFields, form: str, complete: bool) -> dict[str, Any]:
-    options = recognition_fields.parse_speaker_options(
-        fields, complete=complete, implied=form in FORMATS_WITH_SPEAKERS
-    )
+    options = recognition_fields.parse_speaker_options(fields, complete=complete, implied=form in FORMATS_WITH_SPEAKERS)
     known = known_speakers.parse_known_speakers(fields, complete=complete)
     if options:
         return {**options, "known_speakers": known}

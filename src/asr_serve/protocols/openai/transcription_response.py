@@ -196,7 +196,5 @@ class TranscriptEventEncoder:
         done = TextDone(transcript.text, logprobs)
         if self._asked.response_format == "verbose_json":
             language, probability = transcript.language, round(transcript.language_prob, PLACES)
-            done = msgspec.structs.replace(
-                done, language=language or None, language_probability=probability or None
-            )
+            done = msgspec.structs.replace(done, language=language or None, language_probability=probability or None)
         return server_sent_event(done)

@@ -54,8 +54,7 @@ def _openai_fields() -> dict[str, Schema]:
             "type": "string",
             "enum": list(RESPONSE_FORMATS),
             "default": "json",
-            "description": f"{_named(FORMATS_WITH_SPEAKERS)} name speakers; "
-            f"{_named(FORMATS_OF_WORDS)} time words.",
+            "description": f"{_named(FORMATS_WITH_SPEAKERS)} name speakers; {_named(FORMATS_OF_WORDS)} time words.",
         },
         "temperature": {
             **_NUMBER,
@@ -96,8 +95,7 @@ def _openai_fields() -> dict[str, Schema]:
             "description": "Probability at which sound counts as speech.",
         },
         f"{STRATEGY}[prefix_padding_ms]": _ms(
-            "Audio before speech that belongs to a segment; up to a quarter of max_segment_ms.",
-            MAX_PREFIX_PADDING_MS,
+            "Audio before speech that belongs to a segment; up to a quarter of max_segment_ms.", MAX_PREFIX_PADDING_MS
         ),
         f"{STRATEGY}[silence_duration_ms]": _ms("Silence that ends a segment."),
         "vad": {
@@ -135,8 +133,7 @@ def _openai_fields() -> dict[str, Schema]:
             "minimum": 1,
             "maximum": MAX_BEAMS,
             "default": 1,
-            "description": "Ours. Hypotheses that a decoder follows at once, up to the server's max_beam; "
-            "1: greedy.",
+            "description": "Ours. Hypotheses that a decoder follows at once, up to the server's max_beam; 1: greedy.",
         },
         "long_form": {
             "type": "string",
@@ -147,11 +144,7 @@ def _openai_fields() -> dict[str, Schema]:
         },
         **_speakers("FunASR's. "),
         "itn": _itn(),
-        "keywords[]": {
-            "type": "array",
-            "items": _TEXT,
-            "description": "As `hotwords`, a word each; one of the two.",
-        },
+        "keywords[]": {"type": "array", "items": _TEXT, "description": "As `hotwords`, a word each; one of the two."},
         known_speakers.NAMES_FIELD: {
             "type": "array",
             "items": {**_TEXT, "maxLength": known_speakers.MAX_SPEAKER_NAME_CHARACTERS},
@@ -213,8 +206,7 @@ def _hotwords(origin: str = "") -> Schema:
     return {
         **_TEXT,
         "maxLength": recognition_fields.MAX_HOTWORDS_CHARACTERS,
-        "description": f"{origin}Words that may come, with commas between them, each with its weight where it has "
-        "one.",
+        "description": f"{origin}Words that may come, with commas between them, each with its weight where it has one.",
         "examples": ["Beckett,Godot:2"],
     }
 

@@ -46,10 +46,7 @@ def transcription_event_schema() -> Schema:
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {
-            "anyOf": [
-                *map(ref, ("TextDelta", "DiarizedSegment", "TextDone")),
-                {**error, "required": ["type", "error"]},
-            ]
+            "anyOf": [*map(ref, ("TextDelta", "DiarizedSegment", "TextDone")), {**error, "required": ["type", "error"]}]
         },
     }
     return {"type": "object", "properties": {"data": data, "event": _TEXT}, "required": ["data"]}
@@ -66,10 +63,7 @@ def _verbose() -> Schema:
         "temperature": _NUMBER,
         "avg_logprob": _NUMBER,
         "compression_ratio": _NUMBER,
-        "no_speech_prob": {
-            **_NUMBER,
-            "description": "That nobody speaks; 0 of a model that cannot tell.",
-        },
+        "no_speech_prob": {**_NUMBER, "description": "That nobody speaks; 0 of a model that cannot tell."},
     }
     words: Schema = {"type": "array", "items": ref("TimedWord")}
     extensions: dict[str, Schema] = {
@@ -95,9 +89,4 @@ def _verbose() -> Schema:
             "description": "How sure the model was of the language, where it was to hear it.",
         },
     }
-    return {
-        "title": "VerboseTranscription",
-        "type": "object",
-        "properties": fields | more,
-        "required": list(fields),
-    }
+    return {"title": "VerboseTranscription", "type": "object", "properties": fields | more, "required": list(fields)}

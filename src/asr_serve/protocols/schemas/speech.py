@@ -39,12 +39,7 @@ def speech_body_schema(most_characters: int) -> Schema:
         "type": "object",
         "description": "A member that is null is as good as none.",
         "properties": {
-            "input": {
-                "type": "string",
-                "minLength": 1,
-                "maxLength": most_characters,
-                "description": "The text.",
-            },
+            "input": {"type": "string", "minLength": 1, "maxLength": most_characters, "description": "The text."},
             "model": {**_TEXT, "description": "A model that speaks, or an alias of one. Default: the server's."},
             "voice": {
                 "anyOf": [
@@ -116,11 +111,7 @@ def _server_sent() -> Schema:
     error = {"type": "object", "properties": {"type": {"enum": ["error"]}, "error": ref("Problem")}}
     events = [ref("SpeechDelta"), ref("SpeechWords"), ref("SpeechDone"), {**error, "required": ["type", "error"]}]
     data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": events}}
-    return {
-        "type": "object",
-        "properties": {"data": data, "event": {"type": "string"}},
-        "required": ["data"],
-    }
+    return {"type": "object", "properties": {"data": data, "event": {"type": "string"}}, "required": ["data"]}
 
 
 def _choice(values: tuple[str, ...], default: str) -> Schema:
@@ -128,10 +119,4 @@ def _choice(values: tuple[str, ...], default: str) -> Schema:
 
 
 def _number(low: float, high: float, default: float, description: str) -> Schema:
-    return {
-        "type": ["number", "null"],
-        "minimum": low,
-        "maximum": high,
-        "default": default,
-        "description": description,
-    }
+    return {"type": ["number", "null"], "minimum": low, "maximum": high, "default": default, "description": description}

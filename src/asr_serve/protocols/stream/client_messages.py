@@ -107,18 +107,14 @@ def expects_start_message(query: Mapping[str, Sequence[str]]) -> bool:
     if not (FormFields({START: query.get(START, ())}, QUERY).flag(START) or False):
         return False
     if "session" in query:
-        raise OptionError(
-            "start came with session", "a session goes on as it was opened", "leave it out", param=START
-        )
+        raise OptionError("start came with session", "a session goes on as it was opened", "leave it out", param=START)
     return True
 
 
 def merge_start_message(query: Mapping[str, Sequence[str]], text: str) -> dict[str, Sequence[str]]:
     """Query with the options of the first message added. Raises MalformedRequest, OptionError."""
     if len(text) > MAX_START_CHARACTERS:
-        raise MalformedRequest(
-            f"a start of {len(text)} characters came", f"up to {MAX_START_CHARACTERS} are allowed"
-        )
+        raise MalformedRequest(f"a start of {len(text)} characters came", f"up to {MAX_START_CHARACTERS} are allowed")
     try:
         sent = msgspec.json.decode(text, type=dict[str, str | bool | int | float | list[str]])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -189,9 +189,7 @@ class StreamEventEncoder:
             case events.SpeakersRevised(speakers):
                 yield from self._speakers(speakers)
             case events.TurnEvent(state, position, probability, by):
-                yield StreamTurnEvent(
-                    state=state, position_s=samples_to_s(position), probability=probability, by=by
-                )
+                yield StreamTurnEvent(state=state, position_s=samples_to_s(position), probability=probability, by=by)
             case events.FlushDone(name, position):
                 yield FlushedEvent(id=name, position_s=samples_to_s(position))
             case events.SessionFinished(duration):

@@ -76,8 +76,7 @@ def parse_speech_command(message: str) -> SpeechCommand:
         sent: Any = msgspec.json.decode(message)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedRequest(
-            f"a message came that cannot be read: {error}",
-            'messages are JSON, like {"type":"text","text":"Hello."}',
+            f"a message came that cannot be read: {error}", 'messages are JSON, like {"type":"text","text":"Hello."}'
         ) from None
     if not isinstance(sent, dict):
         raise MalformedRequest("a message came that is no object", 'messages are like {"type":"end"}')
@@ -105,9 +104,7 @@ def _read(kind: str, members: JsonMembers) -> SpeechCommand:
         case "flush":
             name = members.text("id") or f"flush_{secrets.token_hex(8)}"
             if len(name) > MAX_FLUSH_ID_CHARACTERS:
-                raise OptionError(
-                    f"an id of {len(name)} characters", f"up to {MAX_FLUSH_ID_CHARACTERS}", param="id"
-                )
+                raise OptionError(f"an id of {len(name)} characters", f"up to {MAX_FLUSH_ID_CHARACTERS}", param="id")
             return FlushSpeech(name)
         case "end":
             return EndSpeech()
@@ -135,9 +132,7 @@ def _start(members: JsonMembers) -> StartSpeech:
     if words is not None and not isinstance(words, bool):
         raise OptionError(f"words is {quote_for_message(str(words))}", "true or false", param="words")
     ignored = tuple(name for name in IGNORED_MEMBERS if members.text(name) is not None)
-    return StartSpeech(
-        members.text("model"), parse_voice(members), form, rate_hz, style, words is not False, ignored
-    )
+    return StartSpeech(members.text("model"), parse_voice(members), form, rate_hz, style, words is not False, ignored)
 
 
 # --- server events ----------------------------------------------------------------------------------------

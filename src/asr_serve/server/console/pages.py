@@ -64,9 +64,7 @@ class ConsolePage(msgspec.Struct, frozen=True):
         body = path.read_bytes()
         headers = {
             **SECURITY_HEADERS,
-            "Cache-Control": (
-                "public, max-age=31536000, immutable" if _HASHED.fullmatch(path.name) else "no-cache"
-            ),
+            "Cache-Control": ("public, max-age=31536000, immutable" if _HASHED.fullmatch(path.name) else "no-cache"),
             "Content-Type": TYPES[path.suffix],
             "ETag": f'W/"{hashlib.sha256(body).hexdigest()[:16]}"',  # weak: one tag for both encodings
             "Vary": "Accept-Encoding",

@@ -25,12 +25,7 @@ from asr_serve.protocols.openai.events import ErrorAnswer, Problem
 from asr_serve.protocols.openai.realtime_server_events import ServerEventEncoder
 from asr_serve.protocols.stream import client_messages, server_events
 from asr_serve.protocols.stream import speech_messages as speech_live
-from asr_serve.server.middleware.request_context import (
-    CLIENT_GONE,
-    SWITCHING_PROTOCOLS,
-    drain_body,
-    request_context,
-)
+from asr_serve.server.middleware.request_context import CLIENT_GONE, SWITCHING_PROTOCOLS, drain_body, request_context
 
 JSON = "application/json"
 POLICY, TOO_BIG, INTERNAL_ERROR, SERVICE_RESTART, TRY_AGAIN_LATER = 1_008, 1_009, 1_011, 1_012, 1_013

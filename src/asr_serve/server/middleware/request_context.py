@@ -82,9 +82,7 @@ class RequestContextMiddleware:
     """ASGI middleware: creates each request's and WebSocket's RequestContext, and logs and counts it at the end.
     A request is cancelled when its client disconnects; a WebSocket receives that as a message."""
 
-    def __init__(
-        self, app: ASGIApp, metrics: ServerMetrics, tracer: Tracer, template: Callable[[Scope], str]
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics, tracer: Tracer, template: Callable[[Scope], str]) -> None:
         """`template`: returns the route that a scope matches, one of a bounded set."""
         self.app, self.metrics, self.tracer, self.template = app, metrics, tracer, template
 

@@ -62,9 +62,7 @@ class Conversation(Protocol):
 class ConnectionLifecycle:
     """Reads one connection, and ends it by limits, errors and draining. Belongs to the event loop's thread."""
 
-    def __init__(
-        self, receive: Receive, outbox: Outbox, limits: SessionLimits, conversation: Conversation
-    ) -> None:
+    def __init__(self, receive: Receive, outbox: Outbox, limits: SessionLimits, conversation: Conversation) -> None:
         self._receive, self._outbox, self._limits, self._conversation = receive, outbox, limits, conversation
         self._loop = asyncio.get_running_loop()
         self._last_activity_s = self._loop.time()

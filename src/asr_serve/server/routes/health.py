@@ -30,9 +30,7 @@ def routes(
     router = APIRouter(tags=["Server"])
     started_s = time.monotonic()
 
-    @router.get(
-        "/health", summary="Is the process alive?", **openapi.response_entry(_status("uptime_s"), "It is.", {})
-    )
+    @router.get("/health", summary="Is the process alive?", **openapi.response_entry(_status("uptime_s"), "It is.", {}))
     @admitted_as(AdmissionClass.PUBLIC)
     async def health() -> Response:
         """Returns 200 while the process can answer at all: restart it when it does not."""

@@ -155,9 +155,7 @@ def routes(engines: EngineRegistry, *, admins: bool) -> APIRouter:
     @router.post(
         "/{model}/renew",
         summary="Renew a model's engine",
-        **openapi.response_entry(
-            ref("ModelRenewal"), "Another process has taken over.", _ADMIN, _RENEWAL_RESPONSE
-        ),
+        **openapi.response_entry(ref("ModelRenewal"), "Another process has taken over.", _ADMIN, _RENEWAL_RESPONSE),
     )
     async def renew(request: Request, model: str) -> Response:
         """Starts another engine process for the model and moves live sessions to it, even in mid-sentence. Answers

@@ -126,9 +126,7 @@ class SpeechResponse(Response):
         self.background: BackgroundTask | None = None
         self.media_type = "text/event-stream" if request.sse else speaker.encoder.content_type
         self._request, self._stream, self._resources = request, stream, resources
-        self.init_headers(
-            {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **speaker.headers(request.ignored)}
-        )
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no", **speaker.headers(request.ignored)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = request_context(scope)
@@ -247,9 +245,7 @@ def _too_large(size: int, most_characters: int) -> TextTooLong:
 def routes(dependencies: SpeechDependencies) -> APIRouter:
     router = APIRouter(tags=["Speech"])
 
-    @router.post(
-        PATH, summary="Have a text spoken", **openapi.speech_operation(dependencies.config.max_characters)
-    )
+    @router.post(PATH, summary="Have a text spoken", **openapi.speech_operation(dependencies.config.max_characters))
     @admitted_as(AdmissionClass.WORK)
     async def speech(request: Request) -> Response:
         """OpenAI's route. The first bytes are sent with the first audio; synthesis waits for slow clients."""

@@ -195,9 +195,7 @@ class UploadTranscription(Generic[RequestT]):
     def _start_job(self) -> TranscriptionJob:
         self._context.model = self.engine.name
         options = msgspec.structs.replace(self.request.options, limits=self._dependencies.audio)
-        return self._dependencies.executor.start(
-            self.engine, self._upload.open_audio(), options, self._upload.filename
-        )
+        return self._dependencies.executor.start(self.engine, self._upload.open_audio(), options, self._upload.filename)
 
     async def _finish_form(self) -> None:
         """Reads the form to its end; restarts the job if later fields change the request."""
@@ -330,9 +328,7 @@ class TranscriptEventStream(Response):
             )
             context.mark_first_text()
             yield encoder.encode_segment(event.segment)
-        encoder = encoder or transcription_response.TranscriptEventEncoder(
-            work.request, work.engine.tokenizer.decode
-        )
+        encoder = encoder or transcription_response.TranscriptEventEncoder(work.request, work.engine.tokenizer.decode)
         yield encoder.encode_done(work.transcript)
 
 

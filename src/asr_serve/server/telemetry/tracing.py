@@ -99,9 +99,7 @@ class OtelTracer(Tracer):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         # Its own provider, not the process's global one: an embedding application may have that already.
-        self._provider = TracerProvider(
-            resource=Resource.create({SERVICE_NAME: service_name}), shutdown_on_exit=False
-        )
+        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: service_name}), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("asr_serve")
         self._propagator = TraceContextTextMapPropagator()

@@ -193,10 +193,7 @@ class SpeechConversation:
             await self.close()
         self._outbox.send(
             SpeechFinished(
-                reason=reason,
-                seconds=speech.seconds,
-                sentences=speech.sentences,
-                characters=speech.characters,
+                reason=reason, seconds=speech.seconds, sentences=speech.sentences, characters=speech.characters
             ).to_json()
         )
         self._lifecycle.session_done()

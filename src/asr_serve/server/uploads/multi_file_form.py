@@ -48,9 +48,7 @@ class MultiFileForm(MultipartForm):
         if name not in self._kinds:
             if filename is not None:
                 raise MalformedRequest(
-                    f"a file came as the field {name[:80]!r}",
-                    f"files come as {self._kinds[0]!r}",
-                    "send it as that",
+                    f"a file came as the field {name[:80]!r}", f"files come as {self._kinds[0]!r}", "send it as that"
                 )
             self._begin_field(name)
             return
@@ -109,8 +107,7 @@ async def read_form_body(body: AsyncIterator[bytes], form: MultiFileForm, limits
             took_s = time.monotonic() - start_s
             if took_s > limits.idle_timeout_s and count < limits.min_bytes_per_s * took_s:
                 raise RequestTimeout(
-                    f"{count} bytes came in {took_s:.3g} s",
-                    f"at least {limits.min_bytes_per_s} a second are needed",
+                    f"{count} bytes came in {took_s:.3g} s", f"at least {limits.min_bytes_per_s} a second are needed"
                 )
             form.write(chunk)
         if not form.ended:

@@ -108,9 +108,7 @@ class MultipartForm:
         name, filename = self._named()
         if name == FILE_FIELD:
             if self.has_file:
-                raise MalformedRequest(
-                    "a second file came", "one file a request is allowed", "send a request for each"
-                )
+                raise MalformedRequest("a second file came", "one file a request is allowed", "send a request for each")
             self.has_file, self._field, self.filename = True, None, filename
             self.content_type = self._headers.get("content-type")
             return
@@ -203,8 +201,7 @@ def _boundary(content_type: str) -> str:
 def _parameters(header: str) -> dict[str, str]:
     """`form-data; Name="a\\"b"` -> {"name": 'a"b'}"""
     return {
-        name.lower(): _ESCAPED.sub(r"\1", quoted) or token.strip()
-        for name, quoted, token in _PARAMETER.findall(header)
+        name.lower(): _ESCAPED.sub(r"\1", quoted) or token.strip() for name, quoted, token in _PARAMETER.findall(header)
     }
 
 

@@ -19,14 +19,7 @@ import msgspec
 from asr_serve.config import engine_environment
 from asr_serve.errors import AtCapacity, EngineClosed, OptionError, UnknownJob
 from asr_serve.protocols.cloned_voices import Cloning, CloningError, CloningState, cloned_voice_from_report
-from asr_serve.voices.cloning_messages import (
-    ClipReport,
-    CloneFailed,
-    CloneProgress,
-    CloneReport,
-    CloneRequest,
-    Said,
-)
+from asr_serve.voices.cloning_messages import ClipReport, CloneFailed, CloneProgress, CloneReport, CloneRequest, Said
 
 log = logging.getLogger(__name__)
 
@@ -244,8 +237,7 @@ class CloningQueue:
         else:
             log.error("the process of cloning %s ended with %s:\n%s", job.id, code, "\n".join(last_lines))
             job.end(
-                "failed",
-                CloningError("worker_died", f"the process that cloned ended with {code}; its log says why"),
+                "failed", CloningError("worker_died", f"the process that cloned ended with {code}; its log says why")
             )
 
     async def _read_messages(self, out: asyncio.StreamReader, job: CloningJob) -> Said | None:

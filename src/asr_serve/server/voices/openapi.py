@@ -86,10 +86,7 @@ RENAME: OpenApi = {
     "openapi_extra": _body(cloned_voices.rename_body_schema(), "application/json", {"name": "countess"}),
 }
 EXPORT = response_entry(
-    {"type": "string", "format": "binary"},
-    "The zip.",
-    {**_ADMIN, **_NO_VOICE},
-    media_type="application/zip",
+    {"type": "string", "format": "binary"}, "The zip.", {**_ADMIN, **_NO_VOICE}, media_type="application/zip"
 )
 JOBS = response_entry(ref("Clonings"), "The clonings.", _ADMIN, {"data": [_CLONING], "object": "list"})
 JOB = response_entry(ref("Cloning"), "The cloning.", {**_ADMIN, **_UNKNOWN_CLONING}, _CLONING)

@@ -115,18 +115,14 @@ def routes(dependencies: VoiceDependencies) -> APIRouter:
         """Lists cloned voices; `GET /v1/audio/voices` lists all. Only administrators see each one's consent."""
         admin = is_admin(request)
         cards = await asyncio.to_thread(dependencies.store.cards)
-        return _json(
-            cloned_voices.ClonedVoices([cloned_voices.ClonedVoice.of(card, admin=admin) for card in cards])
-        )
+        return _json(cloned_voices.ClonedVoices([cloned_voices.ClonedVoice.of(card, admin=admin) for card in cards]))
 
     @router.get("/jobs", summary="List clonings", **openapi.JOBS)
     async def jobs(request: Request) -> Response:
         """Lists clonings since the server started, latest first: waiting, running, and the last finished ones. For
         administrators."""
         expect_admin(request)
-        return _json(
-            cloned_voices.Clonings([dependencies.clonings.describe(job) for job in dependencies.clonings])
-        )
+        return _json(cloned_voices.Clonings([dependencies.clonings.describe(job) for job in dependencies.clonings]))
 
     @router.get("/jobs/{job}", summary="Look at a cloning", **openapi.JOB)
     async def job_of(request: Request, job: str) -> Response:
@@ -185,18 +181,14 @@ def _clone_request(
 ) -> CloneRequest:
     """Builds the request of a cloning. Raises OptionError, UnknownModel, UnsupportedOption; the first file's
     AudioError if no file is audio."""
-    cards = {
-        name: card for name, card in dependencies.engines.known_models().items() if getattr(card, "clones", False)
-    }
+    cards = {name: card for name, card in dependencies.engines.known_models().items() if getattr(card, "clones", False)}
     model = parsed.model or dependencies.engines.default_tts_model or MODEL
     if parsed.model is None and model not in cards:
         model = MODEL
     if model not in cards:
         dependencies.engines.resolve(model)
         raise UnsupportedOption(
-            f"model={model}, which learns no voices",
-            f"models that do: {', '.join(cards) or 'none'}",
-            param="model",
+            f"model={model}, which learns no voices", f"models that do: {', '.join(cards) or 'none'}", param="model"
         )
     dependencies.store.check_name_free(parsed.name, _own_voices(dependencies))
     _check_audio(list(form.names))
@@ -220,8 +212,7 @@ def _texts(source: str, form: MultiFileForm) -> dict[str, str]:
         return {}
     texts = transcripts.parse_transcripts(source)
     paths = {
-        transcripts.recording_stem(label): transcripts.recording_stem(path.name)
-        for path, label in form.names.items()
+        transcripts.recording_stem(label): transcripts.recording_stem(path.name) for path, label in form.names.items()
     }
     unmatched = sorted(texts.keys() - paths.keys())
     if unmatched:
@@ -248,9 +239,7 @@ def _check_audio(paths: list[Path]) -> None:
 
 def _own_voices(dependencies: VoiceDependencies) -> set[str]:
     """Names of all models' own voices, which cloned voices must not take."""
-    return {
-        voice for card in dependencies.engines.known_models().values() for voice in getattr(card, "voices", ())
-    }
+    return {voice for card in dependencies.engines.known_models().values() for voice in getattr(card, "voices", ())}
 
 
 async def _events(clonings: CloningQueue, job: CloningJob) -> AsyncIterator[bytes]:

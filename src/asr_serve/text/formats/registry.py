@@ -63,9 +63,7 @@ _ROWS = (
         is_translation=True,
         is_self_delimiting=True,
     ),
-    TranscriptFormat(
-        name="text", suffix=".txt", media_type=PLAIN_TEXT, render=text, streams=True, is_translation=True
-    ),
+    TranscriptFormat(name="text", suffix=".txt", media_type=PLAIN_TEXT, render=text, streams=True, is_translation=True),
     TranscriptFormat(
         name="srt",
         suffix=".srt",
@@ -111,12 +109,7 @@ _ROWS = (
         signature="WEBVTT",
     ),
     TranscriptFormat(
-        name="rttm",
-        suffix=".rttm",
-        media_type=PLAIN_TEXT,
-        render=rttm,
-        needs_speakers=True,
-        is_self_delimiting=True,
+        name="rttm", suffix=".rttm", media_type=PLAIN_TEXT, render=rttm, needs_speakers=True, is_self_delimiting=True
     ),
     TranscriptFormat(
         name="ctm",

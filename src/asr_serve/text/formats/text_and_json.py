@@ -87,9 +87,7 @@ def word_entry(word: Word) -> dict[str, Any]:
     known."""
     entry = {"word": word.text, "start": word.start_s, "end": word.end_s, "confidence": round(word.confidence, 4)}
     return (
-        entry
-        | ({"speaker": word.speaker} if word.speaker else {})
-        | ({"spoken": word.spoken} if word.spoken else {})
+        entry | ({"speaker": word.speaker} if word.speaker else {}) | ({"spoken": word.spoken} if word.spoken else {})
     )
 
 
@@ -133,11 +131,7 @@ def _of_all(transcript: Transcript) -> dict[str, Any]:
         fields["language_probability"] = round(transcript.language_prob, 4)
     if transcript.turns:
         fields["turns"] = [
-            {
-                "speaker": turn.speaker,
-                "start": samples_to_s(turn.start_samples),
-                "end": samples_to_s(turn.end_samples),
-            }
+            {"speaker": turn.speaker, "start": samples_to_s(turn.start_samples), "end": samples_to_s(turn.end_samples)}
             for turn in transcript.turns
         ]
     return fields

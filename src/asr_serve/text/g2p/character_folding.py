@@ -22,18 +22,7 @@ POINTS = {
     "‘": "'", "’": "'", "‚": "'", "‛": "'", "′": "'", "″": '"', "‹": "'", "›": "'", "·": " ", "¡": "", "¿": "",
 }  # fmt: skip
 """Punctuation -> the punctuation that voices know. A dash ends a word, like a space."""
-PLAIN_LETTERS = {
-    "ł": "l",
-    "đ": "d",
-    "œ": "oe",
-    "ı": "i",
-    "ŋ": "ng",
-    "ĸ": "k",
-    "ſ": "s",
-    "ƒ": "f",
-    "ʻ": "'",
-    "ʼ": "'",
-}
+PLAIN_LETTERS = {"ł": "l", "đ": "d", "œ": "oe", "ı": "i", "ŋ": "ng", "ĸ": "k", "ſ": "s", "ƒ": "f", "ʻ": "'", "ʼ": "'"}
 """Letters that Unicode does not decompose."""
 GREEK = {
     "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "ζ": "zeta", "η": "eta", "θ": "theta",
@@ -121,9 +110,7 @@ def _letter(letter: str) -> str:
 def _compatible(letter: str) -> str:
     """Unicode's compatibility decomposition of full-width forms, ligatures, letters of formulas and diacritics;
     empty if it is not ASCII."""
-    parts = (
-        part for part in unicodedata.normalize("NFKD", letter) if not unicodedata.category(part).startswith("M")
-    )
+    parts = (part for part in unicodedata.normalize("NFKD", letter) if not unicodedata.category(part).startswith("M"))
     found = "".join(POINTS.get(part, part) for part in parts)
     return found if found.isascii() and found.isprintable() else ""
 

@@ -158,9 +158,7 @@ def _sounds(chunk: str, said: Iterator[PronunciationOverride]) -> list[Chunk]:
     return [(word,) for word in f"{front}{override.words}{end}".split()]
 
 
-def _fitting(
-    bits: list[_PhonemeGroup], longest: int, most: int
-) -> Iterator[tuple[list[_PhonemeGroup], BreakKind]]:
+def _fitting(bits: list[_PhonemeGroup], longest: int, most: int) -> Iterator[tuple[list[_PhonemeGroup], BreakKind]]:
     """Parts of at most `longest` phonemes, cut at the end of a clause, else evenly; each with the kind of its
     end. A group longer than `most` is split."""
     bits = [

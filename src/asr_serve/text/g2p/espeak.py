@@ -37,9 +37,7 @@ class EspeakPronouncer:
         found = shutil.which(program)
         if found is None:
             raise ProgramMissing(
-                f"{program} is not on this machine",
-                "voices of this kind read by it",
-                "apt install espeak-ng, or brew",
+                f"{program} is not on this machine", "voices of this kind read by it", "apt install espeak-ng, or brew"
             )
         self._command = [found, "-q", "--ipa", "-v", "en-gb" if british else "en-us"]
         self.letters = frozenset(ESPEAK_LETTERS)
@@ -79,12 +77,7 @@ class EspeakPronouncer:
     def _run(self, text: str) -> list[str]:
         try:
             done = subprocess.run(
-                self._command,
-                input=f"{text}\n",
-                capture_output=True,
-                timeout=TIMEOUT_S,
-                check=True,
-                encoding="utf-8",
+                self._command, input=f"{text}\n", capture_output=True, timeout=TIMEOUT_S, check=True, encoding="utf-8"
             )
         except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as failure:
             raise ProgramFailed(f"{PROGRAM}: {failure}") from failure
@@ -98,10 +91,7 @@ def _parts(chunk: Chunk) -> tuple[str, str | PhonemeOverride, str]:
     """Leading punctuation, spoken part, trailing punctuation."""
     if any(isinstance(part, PhonemeOverride) for part in chunk):
         at = next(at for at, part in enumerate(chunk) if isinstance(part, PhonemeOverride))
-        front, end = (
-            "".join(map(str, chunk[:at])),
-            "".join(part for part in chunk[at + 1 :] if isinstance(part, str)),
-        )
+        front, end = ("".join(map(str, chunk[:at])), "".join(part for part in chunk[at + 1 :] if isinstance(part, str)))
         return front, chunk[at], end
     found = _split.fullmatch("".join(map(str, chunk)))
     assert found, "any text is some punctuation, something, and some punctuation"
@@ -160,9 +150,7 @@ def _divided(said: str, words: list[str]) -> list[str]:
         proportional = round(len(said) * len(word) / remaining)
         first = words[at + 1][:1]
         near = [
-            place
-            for place, letter in enumerate(said)
-            if letter == first and abs(place - proportional) < 4 and place
+            place for place, letter in enumerate(said) if letter == first and abs(place - proportional) < 4 and place
         ]
         cut = min(near, key=lambda place: abs(place - proportional)) if near else proportional
         cut -= cut > 0 and said[cut - 1 : cut] in ("ˈ", "ˌ")

@@ -221,9 +221,7 @@ class StreamingTextFrontend:
             count = piece.text.count(OVERRIDE_PLACEHOLDER)
             overrides, self._said = self._said[:count], self._said[count:]
             self._silence.break_(piece.after)
-            clauses = self._frontend._clauses.clauses_of_text(
-                piece.text, iter(overrides), [(0, NEUTRAL_PROSODY)], 0
-            )
+            clauses = self._frontend._clauses.clauses_of_text(piece.text, iter(overrides), [(0, NEUTRAL_PROSODY)], 0)
             found += self._silence.around(clauses)
         return found
 

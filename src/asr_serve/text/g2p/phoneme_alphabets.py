@@ -14,9 +14,7 @@ Alphabet = Literal["misaki", "espeak"]
 PUNCTUATION = frozenset(';:,.!?—…"()“” ')
 """Symbols without sound, which belong to no word."""
 ESPEAK_LETTERS = (
-    PUNCTUATION
-    | set("abcdefhijklmnopqrstuvwxyzæçðøħŋœβθχᵻⱱˈˌːˑ˞ʰʲʷˠˤⁿ̪̩̯̃̊̆")
-    | {chr(code) for code in range(0x250, 0x2B0)}
+    PUNCTUATION | set("abcdefhijklmnopqrstuvwxyzæçðøħŋœβθχᵻⱱˈˌːˑ˞ʰʲʷˠˤⁿ̪̩̯̃̊̆") | {chr(code) for code in range(0x250, 0x2B0)}
 )
 LEXICON_LIMITS = (1_000, 64, 200)
 """Most words of a lexicon, letters of a word, phonemes of it."""
@@ -61,9 +59,7 @@ def check_phonemes(phonemes: str, alphabet: Alphabet, of: str = "the text", para
                 param=param,
             )
     if not set(phonemes) - PUNCTUATION:
-        raise UnknownPhoneme(
-            f"{of} has no phonemes", f"{alphabet}'s: {''.join(sorted(known - {' '}))}", param=param
-        )
+        raise UnknownPhoneme(f"{of} has no phonemes", f"{alphabet}'s: {''.join(sorted(known - {' '}))}", param=param)
     return phonemes
 
 
@@ -82,15 +78,11 @@ class Lexicon:
         for word, phonemes in words.items():
             if not word or len(word) > longest or any(letter.isspace() for letter in word):
                 raise OptionError(
-                    f"the lexicon's word {word[: longest + 1]!r}",
-                    f"1 to {longest} letters, no blanks",
-                    param="lexicon",
+                    f"the lexicon's word {word[: longest + 1]!r}", f"1 to {longest} letters, no blanks", param="lexicon"
                 )
             if len(phonemes) > most_phonemes:
                 raise OptionError(
-                    f"{len(phonemes)} phonemes of the lexicon's word {word!r}",
-                    f"1 to {most_phonemes}",
-                    param="lexicon",
+                    f"{len(phonemes)} phonemes of the lexicon's word {word!r}", f"1 to {most_phonemes}", param="lexicon"
                 )
             check_phonemes(phonemes, alphabet, f"the lexicon's word {word!r}", "lexicon")
         self._words = dict(words)

@@ -65,9 +65,7 @@ class SplitPolicy(NamedTuple):
     """Length from which on any piece is cut at the end of a plain word."""
 
 
-OFFLINE_SPLIT_POLICY = SplitPolicy(
-    first=80, shortest=15, clause=MAX_SENTENCE_CHARACTERS, word=MAX_SENTENCE_CHARACTERS
-)
+OFFLINE_SPLIT_POLICY = SplitPolicy(first=80, shortest=15, clause=MAX_SENTENCE_CHARACTERS, word=MAX_SENTENCE_CHARACTERS)
 """Policy for a complete text."""
 LIVE_SPLIT_POLICY = SplitPolicy(first=12, shortest=12, clause=48, word=160)
 """Policy for a text that is still being written."""
@@ -137,9 +135,7 @@ class SentenceSplitter:
                 return None
             if kind in ("sentence", "paragraph"):
                 return word.end(), kind
-            cut = self._hurried(
-                word.end(), kind, _plain(word[1], buffer[_run_of_blanks(buffer, word.end()) :][:1])
-            )
+            cut = self._hurried(word.end(), kind, _plain(word[1], buffer[_run_of_blanks(buffer, word.end()) :][:1]))
             if cut:
                 return cut
             self._at = self._previous = word.end()

@@ -136,9 +136,7 @@ class _Reader:
         if len(self._open) >= MAX_DEPTH:
             raise self._error(f"{MAX_DEPTH + 1} elements in each other", f"at most {MAX_DEPTH}")
         if self._open and self._open[-1].name in (*REPLACED, "break"):
-            raise self._error(
-                f"<{name}> in <{self._open[-1].name}>", "text" if self._held is not None else "nothing"
-            )
+            raise self._error(f"<{name}> in <{self._open[-1].name}>", "text" if self._held is not None else "nothing")
         for attribute in attributes:
             if attribute not in ELEMENTS[name]:
                 raise self._error(f'{attribute}="..." of <{name}>', ", ".join(ELEMENTS[name]))
@@ -208,18 +206,13 @@ class _Reader:
             else:
                 kind = self._needed(attributes, "interpret-as")
                 override = PronunciationOverride(
-                    written,
-                    words=say_as.verbalize_say_as(written, kind, attributes.get("format", ""), self._british),
+                    written, words=say_as.verbalize_say_as(written, kind, attributes.get("format", ""), self._british)
                 )
         except MalformedSsml:
             raise
         except TextError as error:
             raise MalformedSsml(
-                f"<{element.name}>: {error.came}",
-                error.allowed,
-                error.todo,
-                line=element.line,
-                column=element.column,
+                f"<{element.name}>: {error.came}", error.allowed, error.todo, line=element.line, column=element.column
             ) from error
         self._blamed = None
         if override.words or override.phonemes:
@@ -295,9 +288,7 @@ class _Reader:
 
     def _short(self, text: str, where: str) -> str:
         if len(text) > LONGEST_SAID:
-            raise self._error(
-                f"{len(text):,} characters of {where}", f"at most {LONGEST_SAID:,}", "make several of it"
-            )
+            raise self._error(f"{len(text):,} characters of {where}", f"at most {LONGEST_SAID:,}", "make several of it")
         return text
 
     def _error(self, came: str, allowed: str, todo: str = "") -> MalformedSsml:

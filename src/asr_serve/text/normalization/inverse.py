@@ -147,9 +147,7 @@ def _distance(said: tuple[str, ...], part: str, language: str) -> int:
         return 0
     digits = "".join(c for c in wanted if c.isdigit())
     if language == "en":
-        same = numbers_match(
-            [part for word in said for part in strip_punctuation(word).casefold().split("-")], digits
-        )
+        same = numbers_match([part for word in said for part in strip_punctuation(word).casefold().split("-")], digits)
     else:
         text = "".join(strip_punctuation(word) for word in said)
         same = digits == "".join(c for c in apply_edits(text, find_edits(text, language)) if c.isdigit())

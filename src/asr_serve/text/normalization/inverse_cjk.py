@@ -67,11 +67,7 @@ def _checked(text: str, spoken: str) -> str:
         return text
     if re.search("[万萬億亿]", text):  # 300万: its places are partly words
         return text
-    if (
-        len(written) == len(numbers) == 1
-        and written[0] != (number := str(cjk_number(numbers[0])))
-        and number.isdigit()
-    ):
+    if len(written) == len(numbers) == 1 and written[0] != (number := str(cjk_number(numbers[0]))) and number.isdigit():
         return text.replace(written[0], number)
     return text
 
@@ -91,11 +87,7 @@ def cjk_number(said: str) -> int:
             part += (1 if digit is None else digit or 1) * _PLACES[letter]
             digit = None
         else:
-            total = (
-                (total + part + (digit or 0)) * 10**4
-                if letter in "万萬"
-                else (total + part + (digit or 0)) * 10**8
-            )
+            total = (total + part + (digit or 0)) * 10**4 if letter in "万萬" else (total + part + (digit or 0)) * 10**8
             part, digit = 0, None
     return total + part + (digit or 0)
 

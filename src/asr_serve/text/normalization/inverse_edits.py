@@ -53,9 +53,7 @@ def find_edits(text: str, language: str) -> list[TextEdit]:
     if language == "en":
         telephones = [TextEdit(*found) for found in find_telephones(text)]
         others = [change for stretch in _english(text) for change in _of_words(text, stretch)]
-        separate = [
-            edit for edit in others if not any(edit.start < d.end and d.start < edit.end for d in telephones)
-        ]
+        separate = [edit for edit in others if not any(edit.start < d.end and d.start < edit.end for d in telephones)]
         return sorted(separate + telephones)
     return [change for start, end in _asian(text) for change in _of_characters(text, start, end, language)]
 

@@ -38,9 +38,7 @@ OF_ORDINALS = frozenset({"of", "century", "street", "avenue", "floor"})
 NO_NAMES = frozenset(_NO_NAMES.split())
 """Words before `at` that are not the name in an e-mail address."""
 TRIGGERS = (
-    NUMBERS
-    | DECADES.keys()
-    | {"dot", "double", "triple", "percent", "half", "quarter", "minus", "o'clock", "point"}
+    NUMBERS | DECADES.keys() | {"dot", "double", "triple", "percent", "half", "quarter", "minus", "o'clock", "point"}
 )
 """Words without which nothing is rewritten."""
 ACCEPTED_KINDS = frozenset({"cardinal", "decimal", "measure", "money", "telephone"})

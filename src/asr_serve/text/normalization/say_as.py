@@ -60,12 +60,7 @@ def _date(written: str, form: str, british: bool) -> str:
     parts = re.findall(r"\d+", written)
     if form in ("mdy", "dmy") and len(parts) == 3 and len(parts[0]) == 4:
         form = "ymd"
-    _must(
-        len(parts) == len(form) and not re.search(r"[^\d\s/.-]", written),
-        written,
-        f"a date as {form}",
-        "3/15/2024",
-    )
+    _must(len(parts) == len(form) and not re.search(r"[^\d\s/.-]", written), written, f"a date as {form}", "3/15/2024")
     fields = dict(zip(form, parts, strict=True))
     year, month, day = fields.get("y"), int(fields.get("m", 1)), int(fields.get("d", 1))
     if year and len(year) == 2:

@@ -33,9 +33,7 @@ _coins = r"[$€£¥]|USD|EUR|GBP|JPY|CHF|AUD|CAD|PLN|z[łl]"
 _metric = "kg|km|cm|mm|mg|ml|mph|ft|oz|lbs?|[GMk]Hz|[GMT]B|%|°(?:\\s?[CF])?"
 _half = r"[ap](?:\.m\.?|m\b)"
 _part = r"(?<![\w./])(\d+ )?(\d)/([2-9]|10|16|32|64|100)"
-_shared = (
-    "cup|inch|foot|mile|yard|hour|pound|ounce|gallon|pint|quart|teaspoon|tablespoon|acre|meter|kilometer|liter"
-)
+_shared = "cup|inch|foot|mile|yard|hour|pound|ounce|gallon|pint|quart|teaspoon|tablespoon|acre|meter|kilometer|liter"
 _joins = "of|and|or|in|to|from|at|for|with|per|more|less|long|wide|thick|deep|high|tall|away|ago|later|into|then"
 _sides = r"\d{1,4}\s?[x×]\s?\d{1,4}(?:\s?[x×]\s?\d{1,4})?"
 _times = r"(?=\d{1,2}\b(?:\W*$|[,.;:!?)]| (?:=|equals|is)))"
@@ -86,9 +84,7 @@ def _foreign() -> list[Rule]:
     return [
         rule(r"(?<![\w+.,/-])(?<!\d )[1-9]\d?(?: \d{3}){2,}(?![\w-]| \d)", _grouped),
         rule(r"(?<![\w+.,/-])(?<!\d )[1-9]\d{0,2}(?: \d{3})* 000(?![\w-]| \d)", _grouped),
-        rule(
-            rf"(?<![\w+.,/-])(?<!\d )[1-9]\d{{0,2}}(?: \d{{3}})+(?=(?:[.,]\d\d)?\s?(?:{_coins})(?!\w))", _grouped
-        ),
+        rule(rf"(?<![\w+.,/-])(?<!\d )[1-9]\d{{0,2}}(?: \d{{3}})+(?=(?:[.,]\d\d)?\s?(?:{_coins})(?!\w))", _grouped),
         rule(r"(?<=[$€£¥])\s?[1-9]\d{0,2}(?: \d{3})+(?![\w-]| \d)", _grouped),
         rule(r"(?<![\w.,])\d{1,3}(?:\.\d{3})+,\d\d?(?![\w,]|\.\d)", verbalize_signs.european),
         rule(rf"(?<![\w.,])\d+,\d\d?(?=\s?(?:{_coins}|{_metric}|{_units})(?!\w))", verbalize_signs.european),
@@ -103,8 +99,7 @@ def _grouped(match: re.Match[str]) -> str:
 def _calendar(british: bool) -> list[Rule]:
     return [
         rule(
-            rf"\b{_iso}T(\d\d):(\d\d)(?::[\d.]+)?(?:Z|[+-]\d\d:?\d\d)?\b",
-            lambda m: verbalize_signs.moment(m, british),
+            rf"\b{_iso}T(\d\d):(\d\d)(?::[\d.]+)?(?:Z|[+-]\d\d:?\d\d)?\b", lambda m: verbalize_signs.moment(m, british)
         ),
         rule(
             r"\b(\d{4})[-/](\d\d)[-/](\d\d)\b",
@@ -122,8 +117,7 @@ def _calendar(british: bool) -> list[Rule]:
         rule(r"(?<![\w/])50[/-]50(?![\w/])", "fifty-fifty"),
         rule(r"(?<![\w.])'?(\d0|\d{3}0)'?s\b", lambda m: decade(m[1])),
         rule(
-            rf"(?i)(?<![\w.:/-])(\d{{1,2}}(?::\d\d(?: ?{_half})?| ?{_half}))\s?[-–]\s?(?=\d)",
-            lambda m: f"{m[1]} to ",
+            rf"(?i)(?<![\w.:/-])(\d{{1,2}}(?::\d\d(?: ?{_half})?| ?{_half}))\s?[-–]\s?(?=\d)", lambda m: f"{m[1]} to "
         ),
         rule(
             rf"(?i)(?<![\w.:/-])(\d{{1,2}})\s?[-–]\s?"
@@ -134,9 +128,7 @@ def _calendar(british: bool) -> list[Rule]:
         rule(r"(?i)(?<![\w:])(\d{1,2}):([0-5]\d):([0-5]\d)\s?([ap])\.?m\b", verbalize_signs.second),
         rule(
             r"(?i)\b(\d{1,2})(?::([0-5]\d))?\s?([ap])(?:\.m\.?|m\b)(?=(\s*$)?)",
-            lambda m: (
-                verbalize_signs.clock(m[1], m[2], m[3]) + ("." if m[4] is not None and m[0][-1] == "." else "")
-            ),
+            lambda m: verbalize_signs.clock(m[1], m[2], m[3]) + ("." if m[4] is not None and m[0][-1] == "." else ""),
         ),
         rule(r"(?<![\w:])(\d{1,2}:\d\d):00(?![\w:])", lambda m: m[1]),
         rule(r"(?<![\w:.])([01]?\d|2[0-3]):([0-5]\d)(?![\w:])", lambda m: verbalize_signs.clock(m[1], m[2])),
@@ -192,10 +184,7 @@ def _measured(british: bool) -> list[Rule]:
     return [
         rule(r"(?<=\d/\d)-(?=[a-z])", " "),
         rule("[½¼¾⅓-⅞]", lambda m: f" {PARTS[m[0]]}" if m[0] in PARTS else ""),
-        rule(
-            rf"(?<![\w./])(\d+ )?(\d{{1,2}}/\d{{1,3}})\s?({_parted})\b(?:\.(?=\W*[a-z\d]))?",
-            verbalize_signs.parted,
-        ),
+        rule(rf"(?<![\w./])(\d+ )?(\d{{1,2}}/\d{{1,3}})\s?({_parted})\b(?:\.(?=\W*[a-z\d]))?", verbalize_signs.parted),
         rule(rf"(?<![\w.])({NUMBER})\s?in\.(?=\W*$)", lambda m: f"{verbalize_signs.inch(m)}."),
         rule(rf"(?<![\w.])({NUMBER})\s?in\.(?=\W)", verbalize_signs.inch),
         rule(rf"(?<=\d)(\s?(?:{_parted}))\.(?=\s+[a-z\d(])", lambda m: m[1]),
@@ -245,10 +234,7 @@ def _names() -> list[Rule]:
         rule(r"\betc\.(?=\s+\S)", "et cetera"),
         rule(r"\betc\b\.?", "et cetera."),
         rule(r"\ba\.k\.a\.?(?=\W)", "also known as"),
-        rule(
-            r"\bPh\.? ?D\.?(?=(\W*$)?)",
-            lambda m: "P.H.D" + ("." if m[1] == "" and m[0].endswith(".") else ""),
-        ),
+        rule(r"\bPh\.? ?D\.?(?=(\W*$)?)", lambda m: "P.H.D" + ("." if m[1] == "" and m[0].endswith(".") else "")),
         rule(r"\bp\. ?(?=\d)", "page "),
         # Separated, so that the library does not miss a Roman number, or read a letter as one;
         # `replace_remaining_signs` joins them again.

@@ -45,17 +45,7 @@ PARTED = {
 }  # fmt: skip
 """Units of fractions; after a number each may end with a full stop."""
 SIZED = {"m": "meter", "cm": "centimeter", "mm": "millimeter", "km": "kilometer", "ft": "foot", "yd": "yard"}
-PARTS = {
-    "½": "1/2",
-    "¼": "1/4",
-    "¾": "3/4",
-    "⅓": "1/3",
-    "⅔": "2/3",
-    "⅕": "1/5",
-    "⅖": "2/5",
-    "⅗": "3/5",
-    "⅘": "4/5",
-}
+PARTS = {"½": "1/2", "¼": "1/4", "¾": "3/4", "⅓": "1/3", "⅔": "2/3", "⅕": "1/5", "⅖": "2/5", "⅗": "3/5", "⅘": "4/5"}
 PARTS |= {"⅙": "1/6", "⅚": "5/6", "⅛": "1/8", "⅜": "3/8", "⅝": "5/8", "⅞": "7/8"}
 MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July"),

@@ -140,9 +140,7 @@ class NamelessFile:
             if offset < 0 or offset + view.nbytes > self.nbytes:
                 raise ValueError(f"{view.nbytes} bytes at {offset} lie outside of the file's {self.nbytes}")
             if view.nbytes and address(view) % BLOCK:
-                raise ValueError(
-                    f"memory at {address(view):#x} does not begin on a block of {BLOCK}: take aligned()"
-                )
+                raise ValueError(f"memory at {address(view):#x} does not begin on a block of {BLOCK}: take aligned()")
             if view.readonly and not write:
                 raise ValueError("memory to read into must be writable")
             checked.append((offset, view))

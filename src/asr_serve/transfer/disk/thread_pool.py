@@ -66,17 +66,11 @@ def _whole(fd: int, piece: IoPiece, write: bool) -> None:
     offset = 0
     while offset < piece.memory.nbytes:
         rest = piece.memory[offset:]
-        moved = (
-            os.pwritev(fd, [rest], piece.offset + offset)
-            if write
-            else os.preadv(fd, [rest], piece.offset + offset)
-        )
+        moved = os.pwritev(fd, [rest], piece.offset + offset) if write else os.preadv(fd, [rest], piece.offset + offset)
         if moved < rest.nbytes:
             moved = moved // BLOCK * BLOCK
         if not moved:
             raise (
-                OSError(errno.ENOSPC, "nothing was taken")
-                if write
-                else OSError(errno.ENODATA, "the file ends before")
+                OSError(errno.ENOSPC, "nothing was taken") if write else OSError(errno.ENODATA, "the file ends before")
             )
         offset += moved

@@ -5,11 +5,4 @@ from __future__ import annotations
 from asr_serve.transfer.transports.base import BufferRegion, Receiver, TransportSender
 from asr_serve.transfer.transports.registry import attach_sender, available_transports, create_receiver
 
-__all__ = [
-    "BufferRegion",
-    "Receiver",
-    "TransportSender",
-    "attach_sender",
-    "available_transports",
-    "create_receiver",
-]
+__all__ = ["BufferRegion", "Receiver", "TransportSender", "attach_sender", "available_transports", "create_receiver"]

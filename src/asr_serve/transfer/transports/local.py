@@ -27,9 +27,7 @@ def attach_sender(offer: ReceiverOffer, only_at: str | None) -> LocalSender:
     """Attaches to a receiver of this process. `only_at` is ignored: nothing leaves the machine."""
     receiver = _open.pop(offer.token, None)
     if receiver is None:
-        raise RoadFailed(
-            "a landing memory that is not in this process, or has its sender", todo="take another road"
-        )
+        raise RoadFailed("a landing memory that is not in this process, or has its sender", todo="take another road")
     return LocalSender(offer, receiver)
 
 

@@ -7,13 +7,7 @@ from types import ModuleType
 from typing import get_args
 
 from asr_serve.errors import OptionError
-from asr_serve.transfer.transports.base import (
-    MAX_BUFFER_BYTES,
-    Receiver,
-    TransportKind,
-    TransportSender,
-    read_offer,
-)
+from asr_serve.transfer.transports.base import MAX_BUFFER_BYTES, Receiver, TransportKind, TransportSender, read_offer
 from asr_serve.types import suggest_name
 
 

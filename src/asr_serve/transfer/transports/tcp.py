@@ -142,9 +142,7 @@ class TcpReceiver(base.Receiver):
                             selector.register(stranger, selectors.EVENT_READ)
                     elif ready_socket in strangers:
                         greeting = _read_hello(ready_socket, strangers[ready_socket][1])
-                        if greeting is None or (
-                            len(greeting) == _HELLO_BYTES and not self._is_authorized(greeting)
-                        ):
+                        if greeting is None or (len(greeting) == _HELLO_BYTES and not self._is_authorized(greeting)):
                             cut(ready_socket)
                         elif len(greeting) == _HELLO_BYTES:
                             del strangers[ready_socket]
@@ -153,9 +151,7 @@ class TcpReceiver(base.Receiver):
                             strangers[ready_socket] = strangers[ready_socket][0], greeting
                 while len(strangers) > STRANGERS:
                     cut(next(iter(strangers)))
-                for stranger in [
-                    each for each, (deadline, _) in strangers.items() if deadline <= time.monotonic()
-                ]:
+                for stranger in [each for each, (deadline, _) in strangers.items() if deadline <= time.monotonic()]:
                     cut(stranger)
 
     def _is_authorized(self, said: bytes) -> bool:
@@ -183,7 +179,6 @@ class TcpSender(base.TransportSender):
     def __init__(self, offer: ReceiverOffer, only_at: str | None = None) -> None:
         super().__init__(offer)
         self._lock = threading.Lock()
-        self._gone = False
         try:
             host, port = msgspec.msgpack.decode(offer.where, type=tuple[str, int])
             base.expect_address(host, only_at)
@@ -197,9 +192,7 @@ class TcpSender(base.TransportSender):
             welcome = self._line.recv(1)
         except OSError as error:
             self._line.close()
-            raise RoadFailed(
-                f"a tcp road is offered where nobody answers ({error})", todo="take another"
-            ) from error
+            raise RoadFailed(f"a tcp road is offered where nobody answers ({error})", todo="take another") from error
         if welcome != TAKEN:
             self._line.close()
             raise RoadFailed("a tcp road is offered and its token is not known there, or another took it")

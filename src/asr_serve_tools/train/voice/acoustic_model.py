@@ -209,9 +209,7 @@ def held_out_losses(
     return means
 
 
-def save(
-    options: AcousticTrainingOptions, tensors: dict[str, Tensor], known: AcousticNorms, lengthen: float
-) -> None:
+def save(options: AcousticTrainingOptions, tensors: dict[str, Tensor], known: AcousticNorms, lengthen: float) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     settings: dict[str, Any] = {
         "model_type": "fastpitch",

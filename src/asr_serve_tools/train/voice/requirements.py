@@ -30,9 +30,7 @@ def check_requirements(job: SynthesisJob, options: AcousticTrainingOptions) -> N
     if options.start is not None:
         for name in CHECKPOINT:
             if not (options.start / name).is_file():
-                raise OptionError(
-                    f"{options.start} has no {name}", "a folder that a run before has made as model/"
-                )
+                raise OptionError(f"{options.start} has no {name}", "a folder that a run before has made as model/")
     sentences(job.texts, min(job.characters, job.heart_characters))
     for folder in (job.folder, options.out):
         _expect_writable(folder)
@@ -56,9 +54,6 @@ def lock_run_folder(run: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OptionError(
-                f"another run writes into {run}",
-                "one at a time",
-                "wait for it, or take another folder",
-                param="run",
+                f"another run writes into {run}", "one at a time", "wait for it, or take another folder", param="run"
             ) from None
         yield

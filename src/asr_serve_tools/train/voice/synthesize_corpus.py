@@ -88,9 +88,7 @@ def _read(job: SynthesisJob, names: Sequence[str], say: Callable[[str], None]) -
             text, chance = next(reading[teacher.name]), paces[teacher.name]
             phonemes = reader.phonemes(text)
             if phonemes and len(phonemes) <= LONGEST_PHONEMES:
-                pace = (
-                    1.0 if chance.random() < AS_IS else float(np.exp(chance.gauss(0, PACE_DEVIATION)).clip(*PACES))
-                )
+                pace = 1.0 if chance.random() < AS_IS else float(np.exp(chance.gauss(0, PACE_DEVIATION)).clip(*PACES))
                 read = corpus_utterance(text, reader.spoken(phonemes), teacher.read(reader.ids(phonemes), pace))
                 if read is not None:
                     files[teacher.name].append(*read)
@@ -128,9 +126,7 @@ class SynthesisProgress:
         if progress := minutes - self._before:
             remaining_s = (whole - minutes) / progress * (now_s - self._began_s)
             remaining = (
-                f"about {remaining_s / 60:.0f} min left"
-                if remaining_s >= 60
-                else f"about {remaining_s:.0f} s left"
+                f"about {remaining_s / 60:.0f} min left" if remaining_s >= 60 else f"about {remaining_s:.0f} s left"
             )
             self._say(f"{self._who}: {minutes:.1f} of {whole:g} minutes of speech, {remaining}")
 

@@ -133,9 +133,7 @@ class StdinSource:
         container = container_headers.container_name(self._head)
         if container is None:
             return rate_hz or RATE_HZ
-        while (wav := container_headers.read_wav_header(self._head)) is None and len(
-            self._head
-        ) < WAV_HEADER_BYTES:
+        while (wav := container_headers.read_wav_header(self._head)) is None and len(self._head) < WAV_HEADER_BYTES:
             if container != "wav" or not self._more():
                 break
         if wav is None or wav.channels != 1 or wav.bytes_per_s != 2 * wav.rate_hz:

@@ -87,6 +87,4 @@ def check_output(output: str | None) -> None:
     if path.is_dir():
         raise OptionError(f"--output {output} is a folder", "a file", f"like {path / 'speech.wav'}")
     if not path.parent.is_dir():
-        raise OptionError(
-            f"--output {output}: there is no folder {path.parent}", "one that exists", "make it first"
-        )
+        raise OptionError(f"--output {output}: there is no folder {path.parent}", "one that exists", "make it first")

@@ -103,9 +103,7 @@ class StdoutSink:
 class FileSink:
     """One file for each input, at `paths`."""
 
-    def __init__(
-        self, form: str, paths: dict[str, Path], folder: Path | None = None, *, resume: bool = False
-    ) -> None:
+    def __init__(self, form: str, paths: dict[str, Path], folder: Path | None = None, *, resume: bool = False) -> None:
         self.form, self.paths, self.folder, self.resume = form, paths, folder, resume
         self._owners = folder / OWNERS_FILE if folder else None
         if folder:

@@ -211,9 +211,7 @@ class Model(EncoderDecoderModel):
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
         return self.head(x), x, *queries
 
-    def align(
-        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
-    ) -> list[Tensor]:
+    def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
         """Computes the alignment heads' scores over known tokens; no cache is written.
 
         In      tokens (packing.total,) int64: those of each row end to end, its start before them; audio: pages
@@ -303,9 +301,7 @@ class _MoonshineStem:
         x = self.first(windows)
         normed = torch.empty_like(x, dtype=self.device.dtype)
         normed[sum(counts) :] = 0
-        for offset, count in zip(
-            packing.offsets, counts, strict=True
-        ):  # a norm over one clip's channels and frames
+        for offset, count in zip(packing.offsets, counts, strict=True):  # a norm over one clip's channels and frames
             self.device.kernels.tanh_norm(x[offset : offset + count], normed[offset : offset + count], 1e-5)
         x, packing = self._convolve(self.second, normed, packing, 7, 3)
         return self._convolve(self.third, x, packing, 3, 2)
@@ -362,13 +358,7 @@ class MoonshineDecoderLayer:
         self.up, self.down = (take.linear(f"{at}.mlp.{name}", bias=True) for name in ("fc1", "fc2"))
 
     def __call__(
-        self,
-        index: int,
-        x: Tensor,
-        positions: Tensor,
-        own: PagedKeyValues,
-        audio: PagedKeyValues,
-        kernels: ModuleType,
+        self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,), self.norm1))

@@ -87,9 +87,7 @@ class Config(AsrModelConfig, frozen=True, kw_only=True):
         for prefix, activation, part in (("encoder_config.", "gelu", encoder), ("", "silu", settings)):
             for name, expected in (("hidden_act", activation), ("attention_bias", False)):
                 if part.get(name, expected) != expected:
-                    raise WeightsCorrupt(
-                        f"{prefix}{name}={part[name]}", f"every published checkpoint has {expected}"
-                    )
+                    raise WeightsCorrupt(f"{prefix}{name}={part[name]}", f"every published checkpoint has {expected}")
             heads = part.get("num_attention_heads", 8)
             if part.get("num_key_value_heads") not in (None, heads):
                 raise WeightsCorrupt(f"{prefix}num_key_value_heads={part['num_key_value_heads']}", f"{heads}")
@@ -180,11 +178,7 @@ class Model(IncrementalEncoderDecoderModel):
         decoder_config = config.decoder
         self.bos, self.eos = moonshine.BOS, moonshine.EOS
         self.max_tokens = min(decoder_config.max_position_embeddings, LONGEST_TOKENS)
-        self.layers, self.heads, self.head_dim = (
-            config.num_hidden_layers,
-            config.num_attention_heads,
-            config.head_dim,
-        )
+        self.layers, self.heads, self.head_dim = (config.num_hidden_layers, config.num_attention_heads, config.head_dim)
         self.attention_scale = config.head_dim**-0.5
         take = moonshine.MoonshineTensors(decoder_config, weights, device)
         self.encoder = WindowEncoder(config.encoder_config, take)
@@ -246,8 +240,6 @@ class Model(IncrementalEncoderDecoderModel):
         x = F.layer_norm(x, x.shape[-1:], self.decoder_norm)
         return self.head(x), x, *queries
 
-    def align(
-        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
-    ) -> list[Tensor]:
+    def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
         """Computes the alignment heads' scores, as in Moonshine."""
         return again.alignment_scores(self, self.embedding.embed(tokens), packing, audio, frames)

@@ -306,8 +306,7 @@ def _band(clips: Tensor, back: int, ahead: int) -> Tensor:
     queries = F.pad(clips, (0, padding), value=-1).view(-1, QUERIES)
     keys = F.pad(clips, (back, padding + ahead), value=-1).unfold(0, QUERIES + back + ahead, QUERIES)
     distance = (
-        torch.arange(-back, QUERIES + ahead, device=clips.device)
-        - torch.arange(QUERIES, device=clips.device)[:, None]
+        torch.arange(-back, QUERIES + ahead, device=clips.device) - torch.arange(QUERIES, device=clips.device)[:, None]
     )
     in_window = (distance >= -back) & (distance <= ahead)
     return ((queries[:, :, None] == keys[:, None]) & in_window)[:, None]
@@ -319,8 +318,7 @@ def _windowed(qkv: Tensor, mask: Tensor, back: int, ahead: int) -> Tensor:
     padding = -total % QUERIES
     q = F.pad(qkv[:, 0], (0, 0, 0, 0, 0, padding)).view(-1, QUERIES, *qkv.shape[2:]).transpose(1, 2)
     k, v = (
-        F.pad(qkv[:, i], (0, 0, 0, 0, back, padding + ahead)).unfold(0, QUERIES + back + ahead, QUERIES)
-        for i in (1, 2)
+        F.pad(qkv[:, i], (0, 0, 0, 0, back, padding + ahead)).unfold(0, QUERIES + back + ahead, QUERIES) for i in (1, 2)
     )
     mixed = F.scaled_dot_product_attention(q, k.transpose(2, 3), v.transpose(2, 3), attn_mask=mask)
     return mixed.transpose(1, 2).reshape(total + padding, -1)[:total]

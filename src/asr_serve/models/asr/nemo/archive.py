@@ -163,6 +163,4 @@ class _member:
 
 
 def _corrupt(archive: Path, why: str) -> WeightsCorrupt:
-    return WeightsCorrupt(
-        f"{archive} is no checkpoint of NeMo: {why}", f"a tar file with {SETTINGS} and {WEIGHTS}"
-    )
+    return WeightsCorrupt(f"{archive} is no checkpoint of NeMo: {why}", f"a tar file with {SETTINGS} and {WEIGHTS}")

@@ -321,15 +321,11 @@ class _FastConformerLayer:
             self.norm_conv = take.norm(f"{at}.conv.batch_norm")
         else:
             mean, variance, scale, shift = (
-                take.get(f"{at}.conv.batch_norm.{name}")
-                for name in ("running_mean", "running_var", "weight", "bias")
+                take.get(f"{at}.conv.batch_norm.{name}") for name in ("running_mean", "running_var", "weight", "bias")
             )
             scale = scale * (variance + 1e-5).rsqrt()
             weight, bias = weight * scale[:, None], shift + ((0.0 if bias is None else bias) - mean) * scale
-        self.depthwise, self.depthwise_bias = (
-            take.to_device(weight),
-            None if bias is None else take.to_device(bias),
-        )
+        self.depthwise, self.depthwise_bias = (take.to_device(weight), None if bias is None else take.to_device(bias))
 
     def angles(self, waves: Tensor) -> RelativePositionKeys:
         """Projects position encodings to the keys of this layer."""
@@ -367,9 +363,7 @@ def _normed(x: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
 def rename(key: str) -> str | None:
     """Converts a checkpoint's tensor name to ours; None for what is no weight. Raises WeightsCorrupt for an
     unsupported part."""
-    if key.startswith(("preprocessor.", "spec_augment", "encoder.pos_enc.")) or key.endswith(
-        "num_batches_tracked"
-    ):
+    if key.startswith(("preprocessor.", "spec_augment", "encoder.pos_enc.")) or key.endswith("num_batches_tracked"):
         return None
     # The output layer's index is 2 where the model was trained with dropout, else 1.
     key = re.sub(r"^joint\.joint_net\.[12]\.", "joint.out.", key)
@@ -394,9 +388,7 @@ def convert(source: Path, target: Path) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=1))
     (target / "pieces.json").write_text(json.dumps(archive.pieces(settings), ensure_ascii=False))
     # Layers may share a tensor: safetensors needs copies.
-    ours = {
-        ours: tensor.clone() for name, tensor in archive.tensors(path, target).items() if (ours := rename(name))
-    }
+    ours = {ours: tensor.clone() for name, tensor in archive.tensors(path, target).items() if (ours := rename(name))}
     save_file(ours, target / "model.safetensors")
 
 

@@ -15,16 +15,10 @@ from torch.nn import functional as F
 
 from asr_serve.models.interfaces import StateSpec
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 """Activations between the sum of the joint network's halves and its output."""
 
-Tools = tuple[
-    Callable[[str], Tensor], Callable[[Tensor, torch.dtype | None], Tensor], Callable[[Tensor, Tensor], Any]
-]
+Tools = tuple[Callable[[str], Tensor], Callable[[Tensor, torch.dtype | None], Tensor], Callable[[Tensor, Tensor], Any]]
 
 
 class LstmTransducer:
@@ -34,9 +28,7 @@ class LstmTransducer:
             tensor to the device, in a dtype or the device's own; make a linear layer of weight (out, in) and bias
     """
 
-    def __init__(
-        self, tools: Tools, layers: int, activation: str, vocab_size: int, durations: tuple[int, ...]
-    ) -> None:
+    def __init__(self, tools: Tools, layers: int, activation: str, vocab_size: int, durations: tuple[int, ...]) -> None:
         self.vocab_size, self.blank_id, self.durations = vocab_size, vocab_size - 1, durations
         get, put, linear = tools
         lstm = "decoder.prediction.dec_rnn.lstm"

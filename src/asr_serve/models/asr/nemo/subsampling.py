@@ -31,16 +31,7 @@ class Subsampling:
     scale   factor of the output
     """
 
-    def __init__(
-        self,
-        tools: Tools,
-        *,
-        factor: int,
-        bins: int,
-        channels: int,
-        width: int,
-        scale: float,
-    ) -> None:
+    def __init__(self, tools: Tools, *, factor: int, bins: int, channels: int, width: int, scale: float) -> None:
         get, put, linear = tools
         self.factor, self.channels = factor, channels
         layers = factor.bit_length() - 1

@@ -245,11 +245,7 @@ class Model(StreamingModel):
         return [float(score) for score in torch.lerp(forwards, backwards, self.config.reverse_weight).tolist()]
 
     def _layers(
-        self,
-        x: Tensor,
-        places: tuple[Tensor, Tensor],
-        attend: Callable[..., Tensor],
-        convolve: Callable[..., Tensor],
+        self, x: Tensor, places: tuple[Tensor, Tensor], attend: Callable[..., Tensor], convolve: Callable[..., Tensor]
     ) -> Tensor:
         for layer, shift, bias in zip(self.layers, *self.positions.split(*places), strict=True):
             x = layer(x, shift, bias, attend, convolve)
@@ -305,8 +301,7 @@ class _U2ppLayer:
         at = f"encoder.encoders.{i}"
         self.index, self.heads = i, config.heads
         self.norms = [
-            take.norm(f"{at}.norm_{name}", config.norm_eps)
-            for name in ("ff_macaron", "mha", "conv", "ff", "final")
+            take.norm(f"{at}.norm_{name}", config.norm_eps) for name in ("ff_macaron", "mha", "conv", "ff", "final")
         ]
         self.up, self.down = _feed_forward(take, f"{at}.feed_forward_macaron")
         self.up2, self.down2 = _feed_forward(take, f"{at}.feed_forward")
@@ -338,12 +333,7 @@ class _U2ppLayer:
         )
 
     def __call__(
-        self,
-        x: Tensor,
-        shift: Tensor,
-        bias: Tensor,
-        attend: Callable[..., Tensor],
-        convolve: Callable[..., Tensor],
+        self, x: Tensor, shift: Tensor, bias: Tensor, attend: Callable[..., Tensor], convolve: Callable[..., Tensor]
     ) -> Tensor:
         before, attention, convolution, after, final = self.norms
         x = self.down(F.silu(self.up(before(x)), inplace=True), add=x)

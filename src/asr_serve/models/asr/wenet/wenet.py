@@ -66,9 +66,7 @@ class WenetStem:
     def __init__(self, take: WenetTensors, subsampling: int, mels: int, width: int) -> None:
         self.strided = STRIDED[subsampling]
         self.dtype = take.device.dtype
-        self.mean, self.istd = (
-            take.vector(f"encoder.global_cmvn.{name}", torch.float32) for name in ("mean", "istd")
-        )
+        self.mean, self.istd = (take.vector(f"encoder.global_cmvn.{name}", torch.float32) for name in ("mean", "istd"))
         self.convs = []
         bands = mels
         for i, (kernel, stride) in enumerate(self.strided):
@@ -109,9 +107,7 @@ class WenetDecoder:
     Out     (sentences,) float32, natural log of each sentence with its end
     """
 
-    def __init__(
-        self, take: WenetTensors, at: str, *, layers: int, heads: int, eps: float, sos: int, eos: int
-    ) -> None:
+    def __init__(self, take: WenetTensors, at: str, *, layers: int, heads: int, eps: float, sos: int, eos: int) -> None:
         self.heads, self.sos, self.eos = heads, sos, eos
         self.embedding = take.vector(f"{at}.embed.0.weight")
         self.layers = [_WenetDecoderLayer(take, f"{at}.decoders.{i}", heads, eps) for i in range(layers)]
@@ -352,9 +348,7 @@ def _config(settings: dict[str, Any], pieces: int) -> dict[str, Any]:
             raise WeightsCorrupt(f"{SETTINGS} says {name}={value}", f"one of {allowed}")
     static = 0 if encoder.get("use_dynamic_chunk") else encoder.get("static_chunk_size", 0)
     if not static and not encoder.get("use_dynamic_chunk"):
-        raise WeightsCorrupt(
-            "the model was trained on whole utterances", "use_dynamic_chunk: true, or a static chunk"
-        )
+        raise WeightsCorrupt("the model was trained on whole utterances", "use_dynamic_chunk: true, or a static chunk")
     fbank = (settings.get("dataset_conf") or {}).get("fbank_conf") or {}
     special = (settings.get("tokenizer_conf") or {}).get("special_tokens") or {}
     return {

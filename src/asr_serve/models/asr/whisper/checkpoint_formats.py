@@ -301,9 +301,7 @@ def convert(source: Path, target: Path) -> None:
     assert checkpoint is not None
     settings, tensors = read_openai(checkpoint) if checkpoint.is_file() else _folder(checkpoint)
     if "vocab_size" not in settings:
-        raise WeightsCorrupt(
-            f"{source / 'config.json'} has no vocab_size", "what transformers writes of a Whisper"
-        )
+        raise WeightsCorrupt(f"{source / 'config.json'} has no vocab_size", "what transformers writes of a Whisper")
     # Two vocabularies serve every size: large-v3 differs in the ids of tokens that are no text only.
     package = ENGLISH if settings["vocab_size"] == ENGLISH_VOCABULARY else MULTILINGUAL
     beside = source if source.is_dir() else source.parent

@@ -25,9 +25,7 @@ SILENCE_STRIDE = 4
 class WhisperWindow:
     """Window of `most` positions with silence in strides of `stride`; 1 encodes everything."""
 
-    def __init__(
-        self, most: int, stride: int, after: int = AFTER_POSITIONS, before_end: int = END_POSITIONS
-    ) -> None:
+    def __init__(self, most: int, stride: int, after: int = AFTER_POSITIONS, before_end: int = END_POSITIONS) -> None:
         self.most, self.stride, self.after, self.before_end = most, stride, after, before_end
 
     def clip_positions(self, samples: int, whole: bool = False) -> int:

@@ -164,11 +164,7 @@ class Model(EncoderDecoderModel):
         self.encoder_norm = take.norm("encoder.layer_norm")
         self.cross_kv = take.heads(
             self.heads,
-            *[
-                f"decoder.layers.{i}.encoder_attn.{kind}_proj"
-                for i in range(config.decoder_layers)
-                for kind in "kv"
-            ],
+            *[f"decoder.layers.{i}.encoder_attn.{kind}_proj" for i in range(config.decoder_layers) for kind in "kv"],
         )
         self.decoder = [
             _WhisperDecoderLayer(take, f"decoder.layers.{i}", self.heads) for i in range(config.decoder_layers)
@@ -207,8 +203,7 @@ class Model(EncoderDecoderModel):
         """
         whole_clips = whole or [False] * len(batch)
         real = [
-            self.window.clip_positions(len(pcm), whole_clip)
-            for pcm, whole_clip in zip(batch, whole_clips, strict=True)
+            self.window.clip_positions(len(pcm), whole_clip) for pcm, whole_clip in zip(batch, whole_clips, strict=True)
         ]
         x, counts, packing = self.stem(batch, real, self.window)
         for layer in self.encoder:
@@ -243,9 +238,7 @@ class Model(EncoderDecoderModel):
         x = F.layer_norm(x, x.shape[-1:], *self.decoder_norm)
         return self.head(x), x, *queries
 
-    def align(
-        self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]
-    ) -> list[Tensor]:
+    def align(self, tokens: Tensor, packing: PackedBatch, audio: PagedKeyValues, frames: Sequence[int]) -> list[Tensor]:
         """Computes the alignment heads' scores over known tokens, as in Moonshine."""
         positions = packing.positions(tokens.device)
         x = self.embedding.embed(tokens) + F.embedding(positions, self.positions)
@@ -263,9 +256,7 @@ class _WhisperStem:
         self.first = take.device.linear(
             tap_matrix(take.get("encoder.conv1.weight")), take.get("encoder.conv1.bias"), dtype=torch.float32
         )
-        self.second = take.device.linear(
-            tap_matrix(take.get("encoder.conv2.weight")), take.get("encoder.conv2.bias")
-        )
+        self.second = take.device.linear(tap_matrix(take.get("encoder.conv2.weight")), take.get("encoder.conv2.bias"))
         self.positions = take.vector("encoder.embed_positions.weight")
 
     def __call__(
@@ -288,9 +279,7 @@ class _WhisperStem:
                 # Merged positions get the mean of their embeddings: it is nearer to all of them than any single
                 # one.
                 merged = torch.arange(count, self.most, device=x.device)
-                embeddings.append(
-                    F.embedding_bag(merged, self.positions, (starts - count).to(x.device), mode="mean")
-                )
+                embeddings.append(F.embedding_bag(merged, self.positions, (starts - count).to(x.device), mode="mean"))
                 span_sizes.append(sizes)
         packing = pack_clips([window.encoded(count) for count in real], self.device.frame_block)
         filler = packing.total - sum(packing.frames)
@@ -363,13 +352,7 @@ class _WhisperDecoderLayer:
         self.up, self.down = take.linear(f"{at}.fc1"), take.linear(f"{at}.fc2")
 
     def __call__(
-        self,
-        index: int,
-        x: Tensor,
-        positions: Tensor,
-        own: PagedKeyValues,
-        audio: PagedKeyValues,
-        kernels: ModuleType,
+        self, index: int, x: Tensor, positions: Tensor, own: PagedKeyValues, audio: PagedKeyValues, kernels: ModuleType
     ) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         qkv = self.qkv(F.layer_norm(x, (width,), *self.norm1)).view(rows, 3, -1)

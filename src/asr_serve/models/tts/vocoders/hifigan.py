@@ -280,9 +280,7 @@ class Model(Vocoder):
         specs["last"] = StateSpec((self.last.before + self.late, self.stages[-1].width), dtype)
         return specs
 
-    def step(
-        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
-    ) -> Tensor:
+    def step(self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State) -> Tensor:
         """Vocodes `frames` (n, chunk, >= 80) after `seen` (n,) earlier ones: (n, chunk * 256), from the sample of
         frame seen - delay on. `ends` (n,): frames of the sentences, beyond which none is read; samples outside are
         0. There is no noise: `seeds` is unused."""
@@ -333,9 +331,7 @@ class Model(Vocoder):
             x = torch.stack(outs).mean(0)
         x = self._after(carried, "last", F.leaky_relu(x, LAST_SLOPE), self.last.before + self.late)
         pcm = self.last(x[:, : x.shape[1] - self.late])[..., 0].float().tanh()
-        return self._masked(pcm[..., None], positions, self.hop_samples, self.delay_frames * self.hop_samples)[
-            ..., 0
-        ]
+        return self._masked(pcm[..., None], positions, self.hop_samples, self.delay_frames * self.hop_samples)[..., 0]
 
     def _through(
         self,

@@ -163,9 +163,7 @@ def load(folder: Path, card: VocoderCard, device: Device) -> Model:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
     except (OSError, ValueError, SafetensorError) as failure:
-        raise WeightsCorrupt(
-            f"{folder} holds no source-filter vocoder: {failure}", todo="get it again"
-        ) from failure
+        raise WeightsCorrupt(f"{folder} holds no source-filter vocoder: {failure}", todo="get it again") from failure
     return Model(Config.of(settings), tensors, device)
 
 
@@ -257,9 +255,7 @@ class Model(Vocoder):
             "sums": StateSpec((SUM_TAIL,)),
         }
 
-    def step(
-        self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State
-    ) -> Tensor:
+    def step(self, frames: Tensor, rows: Tensor, seen: Tensor, ends: Tensor, seeds: Tensor, state: State) -> Tensor:
         """Vocodes `frames` (n, chunk, 81) after `seen` (n,) earlier ones: (n, chunk * 256), from the sample of
         frame seen - 4 on. `ends` (n,): frames of the sentences, beyond which none is read; samples outside are
         0."""
@@ -303,13 +299,7 @@ class Model(Vocoder):
         return f0, torch.where(inside, torch.cat([mel, torch.stack([height, voiced.float()], -1)], -1), 0.0)
 
     def _sound(
-        self,
-        told: SpectralEnvelope,
-        f0: Tensor,
-        carried: SourceFilterState,
-        seen: Tensor,
-        ends: Tensor,
-        seeds: Tensor,
+        self, told: SpectralEnvelope, f0: Tensor, carried: SourceFilterState, seen: Tensor, ends: Tensor, seeds: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Generates samples; also returns the new state of phase, source and sums."""
         count = f0.shape[1]
@@ -377,7 +367,5 @@ class Model(Vocoder):
         """Returns the sum of the windows' weights: 1.5, less at a sentence's edges."""
         sample = (seen[:, None] - DELAY) * HOP_SAMPLES + torch.arange(count * HOP_SAMPLES, device=seen.device)
         remaining = ends[:, None] * HOP_SAMPLES - sample
-        weight = (
-            1.5 - self.missing[sample.clamp(0, AROUND_SAMPLES)] - self.missing[remaining.clamp(0, AROUND_SAMPLES)]
-        )
+        weight = 1.5 - self.missing[sample.clamp(0, AROUND_SAMPLES)] - self.missing[remaining.clamp(0, AROUND_SAMPLES)]
         return weight.clamp(min=0.5)

@@ -137,8 +137,7 @@ def routes(dependencies: LiveDependencies) -> list[WebSocketRoute]:
     config = dependencies.config
     return [
         WebSocketRoute(
-            REALTIME_PATH,
-            FunAsrEndpoint(dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime),
+            REALTIME_PATH, FunAsrEndpoint(dependencies, REALTIME_PATH, config.max_session_s, REALTIME_QUERY, _realtime)
         ),
         WebSocketRoute(
             OFFLINE_PATH, FunAsrEndpoint(dependencies, OFFLINE_PATH, config.max_duration_s, QUERY, _offline)

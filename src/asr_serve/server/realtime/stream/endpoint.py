@@ -21,14 +21,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
-from asr_serve.errors import (
-    AtCapacity,
-    AudioTooLarge,
-    ClientGone,
-    MalformedRequest,
-    OptionError,
-    RequestTimeout,
-)
+from asr_serve.errors import AtCapacity, AudioTooLarge, ClientGone, MalformedRequest, OptionError, RequestTimeout
 from asr_serve.pipelines.live.events import LiveEvent
 from asr_serve.protocols.stream.client_messages import (
     EXAMPLE,
@@ -66,11 +59,7 @@ from asr_serve.units import samples_to_s
 
 NORMAL_CLOSURE = 1_000
 """Close code of a client that ends its session for good."""
-SSE_HEADERS = (
-    (b"content-type", b"text/event-stream"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),
-)
+SSE_HEADERS = ((b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"))
 START_TIMEOUT_S = 10.0
 """Time limit for the start message."""
 COMMAND_TIMEOUT_S = 10.0
@@ -134,9 +123,7 @@ async def _read_start_message(receive: Receive) -> str:
     if message["type"] != "websocket.receive":
         raise ClientGone("the client left before it said what it wants")
     if (text := message.get("text")) is None:
-        raise MalformedRequest(
-            "audio came before the start", "with start=true the first message is a text, " + EXAMPLE
-        )
+        raise MalformedRequest("audio came before the start", "with start=true the first message is a text, " + EXAMPLE)
     return cast(str, text)
 
 
@@ -157,11 +144,7 @@ class StreamWebSocket:
         query = _query(scope)
         if expects_start_message(query):
             query = merge_start_message(query, await _read_start_message(receive))
-        async with _connected(self._sessions, scope, read, packets=True, query=query) as (
-            session,
-            connection,
-            reader,
-        ):
+        async with _connected(self._sessions, scope, read, packets=True, query=query) as (session, connection, reader):
             await _write(send, connection)
         client_code = None if reader.cancelled() or reader.exception() else reader.result()
         if session.ending is not None:
@@ -276,8 +259,7 @@ async def _body(request: Request) -> bytes:
                 body += chunk
                 if len(body) > MAX_MESSAGE_CHARACTERS:
                     raise MalformedRequest(
-                        f"a command of more than {MAX_MESSAGE_CHARACTERS} bytes came",
-                        'a command is like {"id":"1"}',
+                        f"a command of more than {MAX_MESSAGE_CHARACTERS} bytes came", 'a command is like {"id":"1"}'
                     )
     except TimeoutError:
         raise RequestTimeout(
@@ -304,9 +286,7 @@ def commands(sessions: StreamSessionManager) -> APIRouter:
         assert context.client is not None
         return sessions.get(context.client, session_id)
 
-    @router.post(
-        PATH + "/{session_id}/flush", status_code=202, summary="Make final what was said", **openapi.FLUSH
-    )
+    @router.post(PATH + "/{session_id}/flush", status_code=202, summary="Make final what was said", **openapi.FLUSH)
     async def flush_session(request: Request, session_id: str) -> Response:
         """Finalizes all audio so far: `flushed` comes among the session's events when its words are final."""
         command = parse_flush_body(await _body(request))

@@ -12,10 +12,7 @@ from pathlib import Path
 import nemo
 import torch
 from nemo.collections.asr.modules.rnnt import RNNTDecoder, RNNTJoint
-from nemo.collections.asr.parts.submodules.rnnt_greedy_decoding import (
-    GreedyBatchedRNNTInfer,
-    GreedyBatchedTDTInfer,
-)
+from nemo.collections.asr.parts.submodules.rnnt_greedy_decoding import GreedyBatchedRNNTInfer, GreedyBatchedTDTInfer
 from safetensors.torch import save_file
 from tiny_transducer import TinyTransducer, noise
 

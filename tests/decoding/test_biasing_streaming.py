@@ -21,13 +21,7 @@ from asr_serve.decoding.rnnt import TransducerGreedy
 from asr_serve.decoding.rnnt_beam import TransducerBeam
 from asr_serve.engine.streaming.search_router import BiasingSearchRouter
 from asr_serve.kernels import ctc_search_reference
-from asr_serve.models.interfaces import (
-    UNBOUNDED_SAMPLES,
-    NBestHypothesis,
-    SearchToken,
-    StreamingChunk,
-    StreamingSearch,
-)
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, NBestHypothesis, SearchToken, StreamingChunk, StreamingSearch
 
 LETTERS = " abcdefg"
 BLANK = len(LETTERS)

@@ -7,13 +7,7 @@ import torch
 
 from asr_serve.decoding import rescoring
 from asr_serve.decoding.rescoring import RescoringSearch
-from asr_serve.models.interfaces import (
-    UNBOUNDED_SAMPLES,
-    NBestHypothesis,
-    SearchResult,
-    SearchToken,
-    StreamingChunk,
-)
+from asr_serve.models.interfaces import UNBOUNDED_SAMPLES, NBestHypothesis, SearchResult, SearchToken, StreamingChunk
 
 
 def token(id: int) -> SearchToken:

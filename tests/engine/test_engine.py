@@ -9,31 +9,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from tiny_moonshine import (
-    CARD,
-    MAX_SAMPLES,
-    WAIT_S,
-    build,
-    clip,
-    expect_empty,
-    held,
-    on_loop,
-    outcome,
-    start,
-)
+from tiny_moonshine import CARD, MAX_SAMPLES, WAIT_S, build, clip, expect_empty, held, on_loop, outcome, start
 
 from asr_serve.decoding.seq2seq import Recognition, SearchOptions
 from asr_serve.engine.builder import EngineComponents
 from asr_serve.engine.client import EngineClient
-from asr_serve.errors import (
-    AtCapacity,
-    AudioTooLong,
-    Cancelled,
-    EngineClosed,
-    OptionError,
-    StepFailed,
-    WeightsMissing,
-)
+from asr_serve.errors import AtCapacity, AudioTooLong, Cancelled, EngineClosed, OptionError, StepFailed, WeightsMissing
 from asr_serve.models.auxiliary.silero import WINDOW_SAMPLES
 
 LENGTHS = [1_600, 16_000, 16_123, 40_000, 64_000, 64_000, 9_000, 128_000, 90_000, 3_000, 30_000, 55_555]

@@ -18,12 +18,7 @@ from asr_serve import devices
 from asr_serve.errors import WeightsCorrupt
 from asr_serve.kernels import PAGE
 from asr_serve.models.asr.whisper import whisper
-from asr_serve.models.asr.whisper.encoder_window import (
-    AFTER_POSITIONS,
-    END_POSITIONS,
-    SILENCE_STRIDE,
-    WhisperWindow,
-)
+from asr_serve.models.asr.whisper.encoder_window import AFTER_POSITIONS, END_POSITIONS, SILENCE_STRIDE, WhisperWindow
 from asr_serve.models.packing import PagedKeyValues
 from asr_serve.models.registry import asr_cards
 

@@ -13,19 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from listen_caller import (
-    RATE_HZ,
-    WAIT_S,
-    Caller,
-    Said,
-    expect_empty,
-    hear,
-    hurried,
-    on_loop,
-    packets,
-    plain,
-    still,
-)
+from listen_caller import RATE_HZ, WAIT_S, Caller, Said, expect_empty, hear, hurried, on_loop, packets, plain, still
 
 import asr_serve
 from asr_serve.api.library import Model

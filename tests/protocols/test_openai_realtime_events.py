@@ -12,13 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_checked import PARTIAL, checked
 
-from asr_serve.errors import (
-    MalformedRequest,
-    MissingOption,
-    OptionError,
-    UnknownOption,
-    UnsupportedOption,
-)
+from asr_serve.errors import MalformedRequest, MissingOption, OptionError, UnknownOption, UnsupportedOption
 from asr_serve.pipelines.live.events import (
     FlushDone,
     LiveEvent,
@@ -40,12 +34,7 @@ from asr_serve.protocols.openai.realtime_client_events import (
     decode_client_event,
     parse_command,
 )
-from asr_serve.protocols.openai.realtime_server_events import (
-    BUFFER,
-    TRANSCRIPTION,
-    ItemTracker,
-    ServerEventEncoder,
-)
+from asr_serve.protocols.openai.realtime_server_events import BUFFER, TRANSCRIPTION, ItemTracker, ServerEventEncoder
 from asr_serve.types import Segment
 
 DELTA, COMPLETED = f"{TRANSCRIPTION}.delta", f"{TRANSCRIPTION}.completed"

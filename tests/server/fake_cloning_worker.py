@@ -14,14 +14,7 @@ from pathlib import Path
 import msgspec
 
 from asr_serve.voices.cloned_voice import ClonedVoiceCard
-from asr_serve.voices.cloning_messages import (
-    ClipReport,
-    CloneFailed,
-    CloneProgress,
-    CloneReport,
-    CloneRequest,
-    Said,
-)
+from asr_serve.voices.cloning_messages import ClipReport, CloneFailed, CloneProgress, CloneReport, CloneRequest, Said
 from asr_serve.voices.voice_store import VoiceStore
 
 

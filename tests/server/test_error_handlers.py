@@ -10,11 +10,7 @@ from starlette.requests import Request
 
 from asr_serve import errors
 from asr_serve.errors import AsrServeError
-from asr_serve.server.middleware.error_handlers import (
-    ErrorMiddleware,
-    error_response,
-    problem_for,
-)
+from asr_serve.server.middleware.error_handlers import ErrorMiddleware, error_response, problem_for
 from asr_serve.server.middleware.request_context import RequestContext, request_context
 from asr_serve.server.server_sent_events import with_error_event
 from asr_serve.server.telemetry.tracing import RequestTrace

@@ -26,14 +26,7 @@ from asr_serve.models.asr import deepspeech
 from asr_serve.models.asr.moonshine import moonshine_streaming
 from asr_serve.models.asr.nemo import fastconformer
 from asr_serve.models.asr.wenet import u2pp
-from asr_serve.models.interfaces import (
-    NBestHypothesis,
-    SearchResult,
-    SearchToken,
-    State,
-    StateSpec,
-    StreamingChunk,
-)
+from asr_serve.models.interfaces import NBestHypothesis, SearchResult, SearchToken, State, StateSpec, StreamingChunk
 
 FIXTURES = Path(__file__).parents[2] / "models" / "fixtures"
 TDT = (0, 1, 2, 4)

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 from asr_serve.errors import OptionError
 from asr_serve.text import word_timing as wording
 from asr_serve.text.formats import tables, text_and_json
-from asr_serve.text.formats.cues import (
-    CUE_LINES,
-    LEAST_MS,
-    MOST_MS,
-    PAUSE_MS,
-    READ_CHARACTERS,
-    build_cues,
-    split_lines,
-)
+from asr_serve.text.formats.cues import CUE_LINES, LEAST_MS, MOST_MS, PAUSE_MS, READ_CHARACTERS, build_cues, split_lines
 from asr_serve.text.formats.registry import TRANSCRIPT_FORMATS, render, transcript_format
 from asr_serve.text.formats.subtitle_tokens import LINE_COLUMNS, display_columns
 from asr_serve.text.formats.subtitles import stamp

@@ -23,12 +23,7 @@ from asr_serve.types import Segment, Transcript
 from asr_serve_tools.label.command import unique_by_absolute_path
 from asr_serve_tools.label.error_rate import edit_distance, error_rate, plain_text
 from asr_serve_tools.label.label_store import LabelRow, LabelStore, lock_label_folder
-from asr_serve_tools.label.labeling import (
-    check_label_options,
-    label_recordings,
-    max_segment_ms,
-    split_writable_items,
-)
+from asr_serve_tools.label.labeling import check_label_options, label_recordings, max_segment_ms, split_writable_items
 
 CHOSEN = {"models": ["one", "two"]}
 letters = st.text("abcd ", max_size=40)

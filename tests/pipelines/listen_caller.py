@@ -14,7 +14,6 @@ from asr_serve.engine.loop import Loop
 from asr_serve.engine.partial_rate import PartialRateController
 from asr_serve.pipelines.live.events import (
     FlushDone,
-    ListenOptions,
     LiveEvent,
     LivePartial,
     LiveSegmentDone,
@@ -22,6 +21,7 @@ from asr_serve.pipelines.live.events import (
     TurnEvent,
 )
 from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.options import ListenOptions
 from asr_serve.types import Segment
 
 RATE_HZ = 16_000

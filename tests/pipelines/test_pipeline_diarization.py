@@ -19,8 +19,9 @@ from asr_serve.engine.client import LIVE_DIARIZATION_WINDOWS, MAX_DIARIZATION_WI
 from asr_serve.errors import AtCapacity, AudioTooLong, StepFailed, WeightsMissing
 from asr_serve.models.auxiliary import eres2net, pyannote
 from asr_serve.models.checkpoints import store
-from asr_serve.pipelines.live.events import ListenOptions, LiveSegmentDone, SessionFinished, SpeakersRevised
+from asr_serve.pipelines.live.events import LiveSegmentDone, SessionFinished, SpeakersRevised
 from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.options import ListenOptions
 
 RATE_HZ = 16_000
 WAIT_S = 120.0

@@ -11,7 +11,7 @@ from streaming_tokens import SPEECH, Client, Script, Speaker, script, speak, spo
 
 from asr_serve.errors import EngineClosed
 from asr_serve.pipelines.live import streaming_recognizer
-from asr_serve.pipelines.live.events import TurnOptions
+from asr_serve.pipelines.options import TurnOptions
 from asr_serve.units import RATE_HZ, ms_to_samples, s_to_samples
 
 PACKETS = ([1_600], [160, 9_000, 37], [1 << 20])

@@ -21,10 +21,9 @@ from asr_serve.audio.input_manifest import InputItem
 from asr_serve.audio.reader import AudioLimits
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AsrServeError, AudioTooLong, EmptyAudio, NotAudio, OptionError, SourceNotFound
-from asr_serve.pipelines.live.events import ListenOptions
 from asr_serve.pipelines.offline import parallel, transcribe
 from asr_serve.pipelines.offline.transcribe import FileDone, FileFailed, Progress, SegmentDone
-from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.options import ListenOptions, TranscribeOptions
 from asr_serve.types import Transcript
 
 RATE_HZ = 16_000

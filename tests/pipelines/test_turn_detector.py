@@ -18,8 +18,8 @@ from asr_serve.audio import read_audio
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.config import EngineConfig
 from asr_serve.errors import AtCapacity, ModelNotLoaded, OptionError
-from asr_serve.pipelines.live.events import TurnOptions
 from asr_serve.pipelines.live.listen import MAX_PENDING_FLUSHES
+from asr_serve.pipelines.options import TurnOptions
 
 COMMANDS = {"silence_schedule": SilenceSchedule.from_text("inf:400")}
 

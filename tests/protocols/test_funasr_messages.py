@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from asr_serve.errors import OptionError, UnknownCommand, UnsupportedProtocol
-from asr_serve.pipelines.live.events import ListenOptions
-from asr_serve.pipelines.options import TranscribeOptions
+from asr_serve.pipelines.options import ListenOptions, TranscribeOptions
 from asr_serve.protocols.form_fields import FormFields
 from asr_serve.protocols.funasr import websocket
 from asr_serve.protocols.funasr.websocket import (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand
 from asr_serve.pipelines.live import events as caller
-from asr_serve.pipelines.live.events import ListenOptions, TurnOptions
+from asr_serve.pipelines.options import ListenOptions, TurnOptions
 from asr_serve.protocols.stream.client_messages import (
     EndCommand,
     FlushCommand,

@@ -1,120 +1,18 @@
-"""Options and events of live sessions."""
+"""Events of live sessions."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from asr_serve.audio.endpointing import EndpointConfig
-from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE, SilenceSchedule
+from asr_serve.audio.silence_schedule import STREAMING_SCHEDULE
 from asr_serve.engine.client import EngineClient
-from asr_serve.errors import OptionError
 from asr_serve.pipelines.live.segment_hypotheses import OVERLAP_MS
-from asr_serve.pipelines.options import check_speakers_not_disabled, normalize_speaker_options
-from asr_serve.pipelines.segments import (
-    PADDING_MS,
-    check_switches,
-    endpoint_overrides,
-    normalize_language_option,
-    segment_limit_ms,
-    validate_option_names,
-)
+from asr_serve.pipelines.options import MAX_LIVE_SEGMENT_MS, ListenOptions
+from asr_serve.pipelines.segments import PADDING_MS, endpoint_overrides, segment_limit_ms
 from asr_serve.types import Segment
-
-MAX_LIVE_SEGMENT_MS = 16_000
-"""Default limit of a segment: an open segment is recognized again for every partial."""
-ANCHOR_INTERVAL_MS = 1_920
-"""Default interval between two anchors."""
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "language": (str,),
-    "silence_schedule": (SilenceSchedule,),
-    "max_segment_ms": (int,),
-    "threshold": (int, float),
-    "pad_before_ms": (int,),
-}
-
-
-class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of turn detection. Raises OptionError for invalid values."""
-
-    model: str | None = None
-    """Turn model, which predicts at a pause whether the speaker has finished; None: only the length of the
-    pause decides. A pause that is long enough ends a turn in any case."""
-    threshold: float = 0.5
-    """Probability from the model that ends a turn."""
-    eager_threshold: float | None = None
-    """Probability at which an `eager_end` is emitted: the turn may be over. Without a model it is the share of
-    the pause that has passed. None: no such event."""
-
-    def __post_init__(self) -> None:
-        for name in ("threshold", "eager_threshold"):
-            value = getattr(self, name)
-            if name == "eager_threshold" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise OptionError(f"{name}={value!r}", "a probability, above 0 and at most 1", param=name)
-
-
-class ListenOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a live session. Raises OptionError for invalid values."""
-
-    language: str | None = None
-    """Language code or name. None: the model's own, or detected where it can."""
-    partial_ms: int = 480
-    """Interval between two partials; longer when the engine is busy."""
-    lock_ms: int = ANCHOR_INTERVAL_MS
-    """Interval between two anchors: words are locked two to three of these after they were spoken."""
-    silence_schedule: SilenceSchedule | None = None
-    max_segment_ms: int | None = None
-    """Limit of a segment, at most the model's own. None: MAX_LIVE_SEGMENT_MS."""
-    threshold: float | None = None
-    """Probability at which a window is speech, above 0 up to 1. None: the default of EndpointConfig, as for the
-    next."""
-    pad_before_ms: int | None = None
-    """Audio before the first window of speech that belongs to a segment."""
-    turn: TurnOptions = TurnOptions()
-    prompt: str = ""
-    """Previous text, for models that read a prompt: names, spelling and style continue from it."""
-    hotwords: tuple[str, ...] = ()
-    """Words that are likely, for models that take hot words."""
-    words: bool = False
-    """Whether segments have words with times and confidences."""
-    speakers: bool = False
-    """Whether segments have speakers; at the end all of them are revised by all audio."""
-    num_speakers: int | None = None
-    """Number of speakers, if known; else `min_speakers` to `max_speakers`. Applies to the revision at the end.
-    Any of the three switches `speakers` on."""
-    min_speakers: int | None = None
-    max_speakers: int | None = None
-    itn: bool = False
-    """Whether numbers, dates and money get their written form: inverse text normalization."""
-
-    def __post_init__(self) -> None:
-        normalize_language_option(self)
-        for name, kinds in _KINDS.items():
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
-                raise OptionError(f"{name}={value!r}", f"{kinds[-1].__name__}, or None", param=name)
-        check_switches(self, "words", "speakers", "itn")
-        normalize_speaker_options(self)
-        # EndpointConfig raises for values out of range: here, not at the first speech.
-        limit_ms = MAX_LIVE_SEGMENT_MS if self.max_segment_ms is None else self.max_segment_ms
-        EndpointConfig(max_segment_ms=limit_ms, **endpoint_overrides(self.threshold, self.pad_before_ms))
-        for name, least in (("partial_ms", 100), ("lock_ms", 200)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise OptionError(f"{name}={value!r}", f"a whole number of ms, {least} or more", param=name)
-
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> ListenOptions:
-        """Builds options from keyword arguments; raises for an unknown name and suggests the nearest. A
-        schedule may be a list of (up_to_ms, silence_ms)."""
-        values = validate_option_names(options, cls.__struct_fields__)
-        check_speakers_not_disabled(values)
-        return cls(**values)
 
 
 class LivePartial(msgspec.Struct, frozen=True):

@@ -30,7 +30,6 @@ from asr_serve.engine.client import EngineClient
 from asr_serve.errors import AtCapacity
 from asr_serve.pipelines.live.events import (
     FlushDone,
-    ListenOptions,
     LiveEvent,
     LivePartial,
     LiveSegmentDone,
@@ -43,6 +42,7 @@ from asr_serve.pipelines.live.repeated_recognizer import AudioPosition, LiveReco
 from asr_serve.pipelines.live.streaming_recognizer import StreamingRecognizer
 from asr_serve.pipelines.live.turn_detector import TurnDetector
 from asr_serve.pipelines.live.voice_activity import LiveVoiceActivity
+from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias, prompt_tokens
 from asr_serve.pipelines.segments import check_diarization, resolve_language
 from asr_serve.pipelines.silence import SilenceTracker

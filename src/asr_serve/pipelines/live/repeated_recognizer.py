@@ -17,7 +17,6 @@ from asr_serve.audio.endpointing import Endpointer
 from asr_serve.decoding.seq2seq import SearchOptions
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import Cancelled, EngineCrashed, StepFailed
-from asr_serve.pipelines.live.events import ListenOptions
 from asr_serve.pipelines.live.segment_encoder import HypothesisInput, IncrementalSegmentEncoder, WholeSegmentEncoder
 from asr_serve.pipelines.live.segment_hypotheses import (
     MAX_TRIES,
@@ -26,6 +25,7 @@ from asr_serve.pipelines.live.segment_hypotheses import (
     PendingHypothesis,
     RepeatedSegment,
 )
+from asr_serve.pipelines.options import ListenOptions
 from asr_serve.pipelines.silence import SilenceTracker
 from asr_serve.types import Priority, Segment, Span
 

@@ -16,7 +16,8 @@ from asr_serve import units
 from asr_serve.audio.endpointing import WINDOW_SAMPLES, Endpointer
 from asr_serve.engine.client import EngineClient
 from asr_serve.errors import AtCapacity, EngineCrashed, ModelNotLoaded, StepFailed
-from asr_serve.pipelines.live.events import TurnEvent, TurnOptions
+from asr_serve.pipelines.live.events import TurnEvent
+from asr_serve.pipelines.options import TurnOptions
 from asr_serve.types import Span
 
 MODEL_PAUSE_SAMPLES = 7 * WINDOW_SAMPLES

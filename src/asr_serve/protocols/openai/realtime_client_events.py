@@ -22,7 +22,7 @@ from asr_serve.errors import (
     UnknownOption,
     UnsupportedOption,
 )
-from asr_serve.pipelines.live.events import ListenOptions, TurnOptions
+from asr_serve.pipelines.options import ListenOptions, TurnOptions
 from asr_serve.protocols.form_fields import FormFields, expect_choice, quote_for_message
 from asr_serve.protocols.json_members import JsonMembers
 from asr_serve.types import suggest_name

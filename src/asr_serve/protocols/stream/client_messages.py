@@ -11,8 +11,13 @@ import msgspec
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.audio.stream_decoder import DEFAULT_RATES_HZ, ENCODINGS, MAX_RATE_HZ, MIN_RATE_HZ
 from asr_serve.errors import MalformedRequest, OptionError, UnknownCommand, UnsupportedOption
-from asr_serve.pipelines.live.events import ListenOptions, TurnOptions
-from asr_serve.pipelines.options import MAX_SPEAKERS, SPEAKER_COUNT_FIELDS, check_speakers_not_disabled
+from asr_serve.pipelines.options import (
+    MAX_SPEAKERS,
+    SPEAKER_COUNT_FIELDS,
+    ListenOptions,
+    TurnOptions,
+    check_speakers_not_disabled,
+)
 from asr_serve.pipelines.prompting import MAX_PROMPT_CHARACTERS
 from asr_serve.protocols.form_fields import FormFields, quote_for_message
 from asr_serve.protocols.recognition_fields import MAX_HOTWORDS_CHARACTERS

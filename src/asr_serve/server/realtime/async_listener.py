@@ -14,8 +14,9 @@ import numpy as np
 from asr_serve import units
 from asr_serve.engine.client import EngineClient
 from asr_serve.metrics import LiveRouteMetrics
-from asr_serve.pipelines.live.events import ListenOptions, LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
+from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SessionFinished
 from asr_serve.pipelines.live.listen import LiveSession
+from asr_serve.pipelines.options import ListenOptions
 from asr_serve.text.tokenizers import Tokenizer
 
 MARK_SAMPLES = units.ms_to_samples(100)

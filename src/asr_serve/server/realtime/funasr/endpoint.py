@@ -12,8 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from asr_serve.audio.silence_schedule import SilenceSchedule
 from asr_serve.metrics import LiveRouteMetrics
-from asr_serve.pipelines.live.events import ListenOptions
-from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS
+from asr_serve.pipelines.options import SPEAKER_COUNT_FIELDS, ListenOptions
 from asr_serve.pipelines.prompting import hotword_bias
 from asr_serve.pipelines.segments import SegmentNormalizer, check_diarization, resolve_language
 from asr_serve.protocols.form_fields import FormFields

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from asr_serve.audio.pcm import decode_pcm16
 from asr_serve.engine.client import EngineClient
 from asr_serve.metrics import LiveRouteMetrics
-from asr_serve.pipelines.live.events import ListenOptions, LiveEvent, LivePartial, LiveSegmentDone, SpeakersRevised
+from asr_serve.pipelines.live.events import LiveEvent, LivePartial, LiveSegmentDone, SpeakersRevised
+from asr_serve.pipelines.options import ListenOptions
 from asr_serve.protocols.funasr.websocket import SentenceEncoder
 from asr_serve.server.realtime.async_listener import AsyncListener
 from asr_serve.server.realtime.outbox import Outbox

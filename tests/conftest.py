@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from allowed_skips import pytest_configure as pytest_configure
 from children import restore_sigint
 
 from asr_serve.config import limit_openmp_spinning
@@ -15,9 +16,7 @@ from asr_serve.engine import executor
 
 restore_sigint()  # before any test starts a process
 limit_openmp_spinning()  # before any test loads torch: the servers some of them start want the same cores
-executor.CHECKS_PER_IDLE = executor.MAX_CHECKS = (
-    1 << 30
-)  # an engine that does nothing looks through all that it holds
+executor.CHECKS_PER_IDLE = executor.MAX_CHECKS = 1 << 30  # an engine that does nothing looks through all that it holds
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("ASR_SERVE_DATA", ROOT.parent / "shared" / "data"))
